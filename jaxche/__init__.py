@@ -1,0 +1,39 @@
+"""Train one Flax model on whatever mix of devices you have, as fast as all of them together."""
+
+from jaxche.averaging import merge_weights, weighted_mean
+from jaxche.cadence import ApplyPolicy, ElChe
+from jaxche.cluster import initialize
+from jaxche.training import (
+    Batches,
+    History,
+    NNXLoss,
+    NonFiniteLossError,
+    PaceError,
+    PlanMismatchError,
+    RankError,
+    ReplicaState,
+    RoundInfo,
+    Trainer,
+    linen_loss,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ApplyPolicy",
+    "Batches",
+    "ElChe",
+    "History",
+    "NNXLoss",
+    "NonFiniteLossError",
+    "PaceError",
+    "PlanMismatchError",
+    "RankError",
+    "ReplicaState",
+    "RoundInfo",
+    "Trainer",
+    "initialize",
+    "linen_loss",
+    "merge_weights",
+    "weighted_mean",
+]

@@ -1,0 +1,294 @@
+"""The cadence: how many batches each replica runs before the next merge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxche.cadence import _tuner_seed as seed
+from jaxche.cadence import _tuner_steady as steady
+from jaxche.cadence._checks import finite_number, knobs, timings, whole_number
+from jaxche.cadence._counts import LARGEST_COUNT, clamp_counts, proportional_clamp, round_half_away
+
+TUNERS = ("seed", "steady")
+
+
+@dataclass(frozen=True, repr=False)
+class ElChe:
+    """How many batches each replica runs before the next merge: the slow one sets the pace, the fast ones do more.
+
+    n_i = round(a · t_slow / t_i), with the anchor a tuned so that C / (a · t_slow) stays near the overhead target
+
+    A value: every method returns the next one, ``==`` compares, and all that has been learnt lies in its fields, so
+    equal reports give equal plans on every host and ``to_dict`` is a checkpoint.
+
+    ``tuner="seed"`` is the original, kept number for number: times blended by their own error, an anchor that grows in
+    proportion and shrinks one by one, never below where it began, and counts that ignore changes of 10 % or less. It
+    does not forget a slow first report. ``tuner="steady"`` finds from any start the smallest anchor whose overhead,
+    sync and the waiting that whole counts make, meets the target; it reads the median of the last three reports, so one
+    stray report is ignored and a real slowdown is followed after two. A first report may shorten the round, not
+    lengthen it. There ``max_batch_diff`` bounds the lead itself.
+
+    Args:
+      world_size: number of replicas, at least 2.
+      anchor: batches of the slowest replica in a round, before anything is measured.
+      overhead_target: largest share of a round's compute time that the merge may cost, 0.01 to 0.50.
+      max_anchor: largest anchor (bounds how stale a replica gets).
+      max_batch_diff: largest lead in batches of the fastest over the slowest; 0 is lockstep, None is no limit. Rounds
+        are planned under it (``plan_round``); with the seed tuner it also bounds how far a count moves in one report.
+      tuner: ``"seed"`` or ``"steady"``.
+      min_anchor: what the seed tuner never shrinks below; 0 stands for ``anchor``. This and the fields below are what
+        has been learnt; leave them out to start afresh.
+      batch_counts: batches of each rank in the next round; empty for ``anchor`` each.
+      ms_per_batch: smoothed milliseconds a batch of each rank; 0.0 before the first report.
+      ms_samples: the steady tuner's last three reports, newest first, in ms a batch.
+      sync_samples: its last three known merge times, newest first, in ms.
+
+    Raises:
+      ValueError: for an argument out of range; the message names it, its value and what to write.
+
+    References:
+      flodl 0.4.0, ``el_che.rs``.
+
+    Example:
+      >>> che = ElChe(world_size=2, anchor=10, overhead_target=0.5)
+      >>> che = che.report_timing(wall_ms=[500.0, 1000.0], actual_batches=[10, 10], sync_ms=10.0)
+      >>> che.batch_counts, che.anchor_wall_ms
+      ((20, 10), 1000.0)
+      >>> ElChe.from_dict(che.to_dict()) == che
+      True
+    """
+
+    world_size: int = 2
+    anchor: int = 10
+    overhead_target: float = 0.10
+    max_anchor: int = 200
+    max_batch_diff: int | None = None
+    tuner: str = "seed"
+    min_anchor: int = field(default=0, kw_only=True)
+    batch_counts: tuple[int, ...] = field(default=(), kw_only=True)
+    ms_per_batch: tuple[float, ...] = field(default=(), kw_only=True)
+    ms_samples: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
+    sync_samples: tuple[float, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        checked = knobs(self.world_size, self.anchor, self.overhead_target, self.max_anchor, self.max_batch_diff)
+        if self.tuner not in TUNERS:
+            raise ValueError(f'tuner={self.tuner!r} is not a tuner; write tuner="seed" or tuner="steady"')
+        # Only a fresh start is refused: with_max_anchor may leave a learnt anchor above the limit, as in the original.
+        if not self.min_anchor and self.anchor > self.max_anchor:
+            raise ValueError(
+                f"anchor={self.anchor} is above max_anchor={self.max_anchor}; write "
+                f"ElChe(anchor={self.max_anchor}, max_anchor={self.max_anchor}) or a larger max_anchor"
+            )
+        checked["min_anchor"] = self.min_anchor or checked["anchor"]
+        checked["batch_counts"] = tuple(self.batch_counts) or (self.anchor,) * self.world_size
+        checked["ms_per_batch"] = tuple(self.ms_per_batch) or (0.0,) * self.world_size
+        checked["ms_samples"] = tuple(map(tuple, self.ms_samples))
+        checked["sync_samples"] = tuple(self.sync_samples)
+        for name, row in checked.items():
+            object.__setattr__(self, name, row)
+        for name in ("batch_counts", "ms_per_batch"):
+            if len(checked[name]) != self.world_size:
+                raise ValueError(
+                    f"{name} has {len(checked[name])} entries but world_size={self.world_size}; start afresh with "
+                    f"ElChe(world_size={self.world_size}) when the number of replicas changes"
+                )
+
+    # What the next round does.
+
+    def batches(self, rank: int) -> int:
+        """Batches of ``rank`` in the next round; ValueError for a rank that does not exist."""
+        return self.batch_counts[self._rank("rank", rank)]
+
+    @property
+    def total_batches(self) -> int:
+        """Batches of all ranks in the next round."""
+        return sum(self.batch_counts)
+
+    @property
+    def anchor_wall_ms(self) -> float:
+        """Intended compute time of a round in ms, anchor · t_slow; 0.0 before the first report."""
+        return self.anchor * max(self.ms_per_batch)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a timing has been learnt from."""
+        return any(self.ms_per_batch)
+
+    @property
+    def has_speed_hint(self) -> bool:
+        """Whether the counts differ between ranks, by hint or by measurement."""
+        return len(set(self.batch_counts)) > 1
+
+    def clamp_total(self, max_total: int) -> tuple[int, ...]:
+        """The counts cut to ``max_total`` batches, in proportion; below ``world_size`` one each to the fastest, else 0.
+
+        From ``world_size`` up it is the original's rule to the batch. That gives every rank at least 1, which passes
+        ``max_total`` by a few where a rank's fair share is far below 1; ``clamp_counts``, which cuts the rounds of a
+        training run, never does.
+
+        Example:
+          >>> ElChe(2, 10).with_speed_ratio(1, 2.3).clamp_total(16), ElChe(3, 10).clamp_total(2)
+          ((12, 4), (1, 1, 0))
+        """
+        max_total = whole_number("max_total", max_total, 0, "clamp_total(100)")
+        rule = proportional_clamp if max_total >= self.world_size else clamp_counts
+        return rule(self.batch_counts, max_total)
+
+    # Knobs. These clamp silently, as the original's builders do; the constructor refuses.
+
+    def with_speed_ratio(self, slow_rank: int, ratio: float) -> ElChe:
+        """First counts from a guess: ``slow_rank`` gets the anchor, all others ``ratio`` (at least 1) times as many.
+
+        Example:
+          >>> ElChe(2, 10).with_speed_ratio(slow_rank=1, ratio=2.3).batch_counts
+          (23, 10)
+        """
+        slow_rank = self._rank("slow_rank", slow_rank)
+        ratio = max(1.0, finite_number("ratio", ratio, "with_speed_ratio(slow_rank=1, ratio=2.3)"))
+        fast = int(round_half_away(np.array([min(self.anchor * ratio, LARGEST_COUNT)]))[0])
+        return replace(
+            self, batch_counts=tuple(self.anchor if r == slow_rank else fast for r in range(self.world_size))
+        )
+
+    def with_overhead_target(self, target: float) -> ElChe:
+        """The same cadence with another overhead target, clamped to [0.01, 0.50]."""
+        target = finite_number("target", target, "with_overhead_target(0.1)")
+        return replace(self, overhead_target=min(max(target, 0.01), 0.50))
+
+    def with_max_anchor(self, max_anchor: int) -> ElChe:
+        """The same cadence with another largest anchor, at least 1; counts follow at the next report."""
+        high = max(1, whole_number("max_anchor", max_anchor, 0, "with_max_anchor(200)"))
+        if self.min_anchor <= high:
+            return replace(self, max_anchor=high)
+        return replace(self, max_anchor=high, min_anchor=high, anchor=high)
+
+    def with_max_batch_diff(self, max_batch_diff: int | None) -> ElChe:
+        """The same cadence with another largest lead in batches: 0 is lockstep, None takes the limit away."""
+        return replace(self, max_batch_diff=max_batch_diff)
+
+    # Learning.
+
+    def report_timing(
+        self, wall_ms: Sequence[float] | np.ndarray, actual_batches: Sequence[int] | np.ndarray, sync_ms: float
+    ) -> ElChe:
+        """Learn from a round: speeds, then the anchor from the overhead, then the counts.
+
+        Args:
+          wall_ms: compute time of each rank in ms, [R]; 0 for a rank without a timing, which keeps its estimate.
+          actual_batches: batches that each rank ran in that time, [R].
+          sync_ms: what the merge cost in ms; 0 if not known, which leaves the anchor alone.
+
+        Returns:
+          The cadence for the next round.
+
+        Raises:
+          ValueError: for a length other than R, a negative or non-finite number, or time without a batch; it names the
+            rank.
+
+        Example:
+          >>> che = ElChe(2, 10).report_timing([100.0, 230.0], [10, 10], sync_ms=45.0)
+          >>> che.anchor, che.batch_counts, che.ms_per_batch
+          (20, (46, 20), (10.0, 23.0))
+        """
+        wall, batches = timings(wall_ms, actual_batches, self.world_size)
+        sync_ms = finite_number("sync_ms", sync_ms, "sync_ms=5.0, or 0.0 if not known", least=0.0)
+        tuner = seed if self.tuner == "seed" else steady
+        return self._learnt(**tuner.learn(self, wall, batches, sync_ms))
+
+    def nudge_anchor_down(self, factor: float) -> ElChe:
+        """Shrink the anchor to ⌈a · factor⌉, below its start if need be: replicas that drift apart must meet sooner.
+
+        The next reports may raise it again; ``DivergenceCorrection`` holds it down. Before any timing only the anchor
+        changes.
+
+        Args:
+          factor: clamped to [0.1, 1.0].
+
+        Example:
+          >>> ElChe(2, 20, 0.5).report_timing([50.0, 100.0], [20, 20], 0.0).nudge_anchor_down(0.5).batch_counts
+          (20, 10)
+        """
+        factor = finite_number("factor", factor, "nudge_anchor_down(0.5)")
+        anchor = min(max(1, math.ceil(self.anchor * min(max(factor, 0.1), 1.0))), self.anchor)
+        if not self.is_calibrated:
+            return replace(self, anchor=anchor)
+        counts = self._in_proportion(anchor)
+        if self.tuner == "seed":
+            ms, current = np.array(self.ms_per_batch), np.array(self.batch_counts, np.float64)
+            counts = seed.choose_counts(anchor, ms, current, True, self.max_batch_diff)
+        return self._learnt(anchor=anchor, batch_counts=counts)
+
+    def relax_anchor_up(self) -> ElChe:
+        """One more batch for the slowest rank, up to ``max_anchor``, and the others in proportion.
+
+        Example:
+          >>> ElChe(2, 10).with_speed_ratio(1, 2.0).relax_anchor_up().batch_counts
+          (22, 11)
+        """
+        anchor = self.anchor + 1
+        if anchor > self.max_anchor:
+            return self
+        return self._learnt(anchor=anchor, batch_counts=self._in_proportion(anchor))
+
+    def capped(self, anchor: int) -> ElChe:
+        """The same cadence with an anchor of at most ``anchor``; no count grows.
+
+        Example:
+          >>> ElChe(2, 10).with_speed_ratio(1, 2.0).capped(4).batch_counts
+          (8, 4)
+        """
+        anchor = whole_number("anchor", anchor, 1, "capped(10)")
+        if self.anchor <= anchor:
+            return self
+        return self._learnt(anchor=anchor, batch_counts=np.minimum(self._in_proportion(anchor), self.batch_counts))
+
+    # Looking at it.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name; what JSON makes of it goes back in through ``from_dict``."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> ElChe:
+        """The cadence that ``to_dict`` saved."""
+        return cls(**saved)
+
+    def __repr__(self) -> str:
+        counts, ms = _short(self.batch_counts, str), _short(self.ms_per_batch, "{:.4g}".format)
+        return (
+            f"ElChe(world_size={self.world_size}, anchor={self.anchor}, overhead_target={self.overhead_target}, "
+            f"max_anchor={self.max_anchor}, max_batch_diff={self.max_batch_diff}, tuner={self.tuner!r}, "
+            f"batch_counts={counts}, ms_per_batch={ms})"
+        )
+
+    def _rank(self, name: str, rank: int) -> int:
+        rank = whole_number(name, rank, 0, f"{name}=0")
+        if rank >= self.world_size:
+            raise ValueError(
+                f"{name}={rank} is not one of world_size={self.world_size} ranks; write 0 to {self.world_size - 1}"
+            )
+        return rank
+
+    def _in_proportion(self, anchor: int) -> np.ndarray:
+        # Before any timing the counts are all that is known of the speeds.
+        ms = np.array(self.ms_per_batch) if self.is_calibrated else 1.0 / np.array(self.batch_counts)
+        return steady.ratio_counts(anchor, steady.speed_ratios(ms), self.max_batch_diff)[1]
+
+    def _learnt(self, **learnt: Any) -> ElChe:
+        # Arrays come in, plain numbers go out: fields that compare, hash and turn into JSON.
+        if "batch_counts" in learnt:
+            learnt["batch_counts"] = tuple(learnt["batch_counts"].astype(np.int64).tolist())
+        if "ms_per_batch" in learnt:
+            learnt["ms_per_batch"] = tuple(learnt["ms_per_batch"].tolist())
+        return replace(self, **learnt)
+
+
+def _short(row: Sequence[Any], show: Any) -> str:
+    shown = [show(x) for x in row] if len(row) <= 8 else [*map(show, row[:4]), "…", *map(show, row[-2:])]
+    return f"({', '.join(shown)})"

@@ -1,0 +1,160 @@
+"""Cut epochs into rounds, so that every batch is read exactly once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxche.cadence._checks import whole_number
+from jaxche.cadence._counts import clamp_counts, limit_lead
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Which batches each rank runs in one round.
+
+    Rank r runs the batches [start + Σ_{j<r} n_j, start + Σ_{j≤r} n_j), counted on into the epochs that follow.
+
+    Args:
+      round: number of the round.
+      epoch: epoch of the first batch.
+      start: index of the first batch in that epoch, below ``epoch_size``.
+      counts: batches of each rank.
+      epoch_size: batches in an epoch.
+
+    Raises:
+      ValueError: for a negative number, an empty data set or a start past the end of the epoch.
+
+    References:
+      The global-cursor epoch cut of flodl 0.4.0.
+
+    Example:
+      >>> plan = RoundPlan(round=7, epoch=0, start=5, counts=(3, 2), epoch_size=8)
+      >>> plan.share(0), plan.share(1), plan.end
+      (((0, 5), (0, 6), (0, 7)), ((1, 0), (1, 1)), (1, 2))
+    """
+
+    round: int
+    epoch: int
+    start: int
+    counts: tuple[int, ...]
+    epoch_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("round", "epoch", "start"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, f"{name}=0"))
+        object.__setattr__(self, "epoch_size", check_epoch_size(self.epoch_size))
+        # Through int, so that counts of NumPy and of JSON make the same plan.
+        object.__setattr__(self, "counts", tuple(map(int, self.counts)))
+        if min(self.counts, default=0) < 0:
+            rank = min(range(len(self.counts)), key=self.counts.__getitem__)
+            raise ValueError(f"counts[{rank}]={self.counts[rank]} must be at least 0; write 0 for a rank that idles")
+        if self.start >= self.epoch_size:
+            raise ValueError(
+                f"start={self.start} is past the end of an epoch of epoch_size={self.epoch_size} batches; write "
+                f"epoch={self.epoch + 1}, start=0 for the next one"
+            )
+
+    @property
+    def total(self) -> int:
+        """Batches of all ranks."""
+        return sum(self.counts)
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """(epoch, cursor) of the first batch after the round, the cursor below ``epoch_size``."""
+        epochs, cursor = divmod(self.start + self.total, self.epoch_size)
+        return self.epoch + epochs, cursor
+
+    def share(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The (epoch, index) of each batch of ``rank``, in order; ValueError for a rank that does not exist."""
+        rank = whole_number("rank", rank, 0, "rank=0")
+        if rank >= len(self.counts):
+            raise ValueError(f"rank={rank} is not one of {len(self.counts)} ranks; write 0 to {len(self.counts) - 1}")
+        first = self.start + sum(self.counts[:rank])
+        places = (divmod(place, self.epoch_size) for place in range(first, first + self.counts[rank]))
+        return tuple((self.epoch + epochs, index) for epochs, index in places)
+
+    def digest(self) -> int:
+        """A 46-bit number that differs between different plans: hosts compare it in the merge.
+
+        sha256 over all fields, the same on every machine and in every Python.
+        """
+        numbers = np.array([self.round, self.epoch, self.start, self.epoch_size, *self.counts], dtype="<i8")
+        return int.from_bytes(hashlib.sha256(numbers.tobytes()).digest()[:8], "big") >> 18
+
+    def digest_halves(self) -> tuple[int, int]:
+        """The digest as two 23-bit halves, high first, each exact in float32 and so fit for a ``psum``."""
+        return divmod(self.digest(), 2**23)
+
+
+def plan_round(
+    counts: Sequence[int],
+    *,
+    round: int,
+    epoch: int,
+    cursor: int,
+    epoch_size: int,
+    max_batch_diff: int | None = None,
+    crosses_epochs: bool = False,
+    last_epoch: int | None = None,
+) -> RoundPlan:
+    """Cut the next round from where the last one ended.
+
+    Start with the wanted counts, bound the lead, then cut to the batches that are left. Taking each round from the
+    ``end`` of the one before reads every batch of every epoch exactly once, at any counts.
+
+    The lead bound holds in the tail of an epoch too: what it takes away there is left to one more round. Only the last
+    batches, fewer than there are ranks, cannot keep lockstep: they go one a rank to the ranks with the largest counts.
+
+    Args:
+      counts: wanted batches of each rank, at least 1 each: ``ElChe.batch_counts``, or 1 each for policy "sync".
+      round: number of the round.
+      epoch: epoch of the next batch.
+      cursor: index of the next batch in that epoch, below ``epoch_size``.
+      epoch_size: batches in an epoch.
+      max_batch_diff: largest lead in batches over the smallest count; 0 is lockstep, None is no limit.
+      crosses_epochs: whether fast ranks run on into the next epoch (policy "async"), or all change epoch together.
+      last_epoch: number of epochs in all; no batch of that epoch or a later one is read. None is no end.
+
+    Returns:
+      The plan; it holds at least one batch.
+
+    Raises:
+      ValueError: for an empty data set, a count below 1, a cursor past the end, or an epoch that is not to be run.
+
+    Example:
+      >>> plan_round((46, 20), round=0, epoch=0, cursor=0, epoch_size=99).counts
+      (46, 20)
+      >>> plan_round((46, 20), round=1, epoch=0, cursor=66, epoch_size=99).counts
+      (23, 10)
+      >>> plan_round((46, 20), round=1, epoch=0, cursor=66, epoch_size=99, crosses_epochs=True).end
+      (1, 33)
+    """
+    epoch_size = check_epoch_size(epoch_size)
+    if min(counts, default=0) < 1:
+        raise ValueError(f"counts={tuple(counts)} must be at least 1 for every rank; write e.g. counts=(23, 10)")
+    if last_epoch is not None and epoch >= last_epoch:
+        raise ValueError(f"epoch={epoch} is not to be run: last_epoch={last_epoch} epochs are over; stop, or raise it")
+    wanted = limit_lead(counts, max_batch_diff)
+    if not crosses_epochs:
+        left = epoch_size - cursor
+    elif last_epoch is not None:
+        left = (last_epoch - epoch) * epoch_size - cursor
+    else:
+        left = sum(wanted)
+    # A cursor past the end leaves nothing; RoundPlan then names it.
+    cut = clamp_counts(wanted, max(left, 0))
+    if min(cut) > 0:
+        cut = limit_lead(cut, max_batch_diff)
+    return RoundPlan(round=round, epoch=epoch, start=cursor, counts=cut, epoch_size=epoch_size)
+
+
+def check_epoch_size(epoch_size: int) -> int:
+    """``epoch_size`` as an int, refused below 1."""
+    if epoch_size == 0:
+        raise ValueError("epoch_size=0: the data set is empty; give data with at least one batch, len(data) >= 1")
+    return whole_number("epoch_size", epoch_size, 1, "epoch_size=len(data)")

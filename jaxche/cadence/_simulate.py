@@ -1,0 +1,243 @@
+"""A fleet made of numbers: try a cadence on any devices, against a virtual clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxche.cadence._checks import finite_number, whole_number
+from jaxche.cadence._counts import limit_lead
+from jaxche.cadence._elche import ElChe
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """From round ``round`` on, ``rank`` takes ``factor`` times as long a batch."""
+
+    rank: int
+    round: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class VirtualFleet:
+    """Replicas of given speeds, with jitter, a merge cost and things that go wrong.
+
+    wall_i = n_i · t_i · (1 + jitter · z),  sync = C · (1 + jitter · z),  z standard normal, a draw a rank and round
+
+    Jitter is drawn for a whole round, not a batch: long rounds do not average it away, as clock changes and neighbours
+    on a shared node do not.
+
+    Args:
+      ms_per_batch: ms a batch of each rank, [R].
+      jitter: relative standard deviation, 0 to 1.
+      sync_ms: cost of a merge in ms.
+      slowdown: a rank that becomes slower, or faster, in the middle of the run.
+      first_report_ms: ms that compilation adds to the first round of each rank, [R]; None for none.
+      first_sync_ms: ms that it adds to the first merge.
+      seed: seed of the jitter; the same seed gives the same run, whatever is tuned.
+
+    Raises:
+      ValueError: for a speed that is not above 0, a length other than R, or a number out of range.
+
+    References:
+      flodl 0.4.0 and the deterministic fleets of discrete-event simulation.
+
+    Example:
+      >>> run = VirtualFleet([10.0, 23.0], sync_ms=45.0).run(ElChe(2, 10, tuner="steady"), rounds=20)
+      >>> run.counts[-1].tolist(), round(float(run.round_efficiency[-1]), 3)
+      ([46, 20], 0.911)
+    """
+
+    ms_per_batch: Sequence[float]
+    jitter: float = 0.0
+    sync_ms: float = 5.0
+    slowdown: Slowdown | None = None
+    first_report_ms: Sequence[float] | None = None
+    first_sync_ms: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        # Tuples of floats, so that fleets compare and hash.
+        for name in ("ms_per_batch", "first_report_ms"):
+            row = getattr(self, name)
+            object.__setattr__(self, name, None if row is None else tuple(np.asarray(row, np.float64).tolist()))
+        speeds = np.asarray(self.ms_per_batch)
+        if not speeds.size or not (np.isfinite(speeds) & (speeds > 0)).all():
+            raise ValueError(f"ms_per_batch={self.ms_per_batch} must be above 0 for each rank; write e.g. [10.0, 23.0]")
+        if self.first_report_ms is not None and len(self.first_report_ms) != speeds.size:
+            raise ValueError(
+                f"first_report_ms has {len(self.first_report_ms)} entries for {speeds.size} ranks; write one a rank"
+            )
+        if not 0.0 <= self.jitter <= 1.0:
+            raise ValueError(f"jitter={self.jitter} lies outside [0, 1]; write e.g. jitter=0.05 for 5 %")
+        finite_number("sync_ms", self.sync_ms, "sync_ms=5.0", least=0.0)
+        finite_number("first_sync_ms", self.first_sync_ms, "first_sync_ms=500.0", least=0.0)
+        if self.slowdown is not None and not 0 <= self.slowdown.rank < speeds.size:
+            raise ValueError(f"slowdown.rank={self.slowdown.rank} is not one of {speeds.size} ranks")
+
+    def speeds(self, round: int) -> np.ndarray:
+        """True ms a batch of each rank in a round, [R]."""
+        ms = np.array(self.ms_per_batch)
+        if self.slowdown is not None and round >= self.slowdown.round:
+            ms[self.slowdown.rank] *= self.slowdown.factor
+        return ms
+
+    def timings(self, counts: Sequence[int], round: int) -> tuple[np.ndarray, float]:
+        """What a round of these counts measures: (wall_ms [R], sync_ms)."""
+        noise = np.random.default_rng((self.seed, round)).standard_normal(len(self.ms_per_batch) + 1)
+        # No draw makes a batch faster than a tenth of its time.
+        stretch = np.maximum(1.0 + self.jitter * noise, 0.1)
+        wall = np.asarray(counts) * self.speeds(round) * stretch[:-1]
+        if round == 0 and self.first_report_ms is not None:
+            wall = wall + np.array(self.first_report_ms)
+        sync_ms = self.sync_ms * stretch[-1] + (self.first_sync_ms if round == 0 else 0.0)
+        return wall, float(sync_ms)
+
+    def run(self, che: ElChe, rounds: int = 100) -> FleetRun:
+        """Let ``che`` drive the fleet for a number of rounds, planned under its lead limit.
+
+        Raises:
+          ValueError: if ``che`` is for another number of ranks, or ``rounds`` is below 1.
+        """
+        rounds = whole_number("rounds", rounds, 1, "run(che, rounds=100)")
+        size = len(self.ms_per_batch)
+        if che.world_size != size:
+            raise ValueError(f"che.world_size={che.world_size} but the fleet has {size} ranks; write ElChe({size})")
+        counts, wall = np.zeros((rounds, size), np.int64), np.zeros((rounds, size))
+        anchor = np.zeros(rounds, np.int64)
+        sync, rate, cost = np.zeros((3, rounds))
+        slowest = np.zeros(rounds)
+        for k in range(rounds):
+            planned = limit_lead(che.batch_counts, che.max_batch_diff)
+            counts[k], anchor[k] = planned, che.anchor
+            wall[k], sync[k] = self.timings(planned, k)
+            rate[k], slowest[k] = np.sum(1.0 / self.speeds(k)), self.speeds(k).max()
+            began = time.perf_counter()
+            che = che.report_timing(wall[k], counts[k], sync[k])
+            cost[k] = 1e3 * (time.perf_counter() - began)
+        return FleetRun(che, counts, anchor, wall, sync, rate, slowest, cost)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FleetRun:
+    """What a virtual fleet did, K rounds of R ranks.
+
+    Args:
+      che: the cadence after the last round.
+      counts: batches, [K, R].
+      anchor: anchor in force, [K].
+      wall_ms: compute time, [K, R].
+      sync_ms: merge cost, [K].
+      solo_rate: Σ 1 / t_i of the true speeds, batches a ms, [K].
+      slowest_ms: t_slow of the true speeds, [K].
+      controller_ms: real time that ``report_timing`` took on this machine, [K].
+    """
+
+    che: ElChe
+    counts: np.ndarray
+    anchor: np.ndarray
+    wall_ms: np.ndarray
+    sync_ms: np.ndarray
+    solo_rate: np.ndarray
+    slowest_ms: np.ndarray
+    controller_ms: np.ndarray
+
+    @property
+    def round_ms(self) -> np.ndarray:
+        """Length of each round, the slowest rank and the merge, [K]."""
+        return self.wall_ms.max(axis=1) + self.sync_ms
+
+    @property
+    def wait_ms(self) -> np.ndarray:
+        """How long each rank waits for the slowest one before the merge, [K, R]."""
+        return self.wall_ms.max(axis=1, keepdims=True) - self.wall_ms
+
+    @property
+    def round_efficiency(self) -> np.ndarray:
+        """E = Σ n_i / [(max_i n_i t_i + C) Σ v_i] of each round, [K]."""
+        return self.counts.sum(axis=1) / (self.round_ms * self.solo_rate)
+
+    @property
+    def efficiency(self) -> float:
+        """Batches of the whole run over what the ranks, each alone and never merging, would have done in that time."""
+        return float(self.counts.sum() / np.sum(self.round_ms * self.solo_rate))
+
+    @property
+    def equal_batch_efficiency(self) -> float:
+        """The same of equal batches synchronised after every one: R / [(t_slow + C) Σ v_i]."""
+        return self._equal(self.slowest_ms + self.sync_ms)
+
+    @property
+    def equal_batch_limit(self) -> float:
+        """The same with synchronisation for nothing: R v_min / Σ v_i, the most equal counts can reach."""
+        return self._equal(self.slowest_ms)
+
+    def _equal(self, step_ms: np.ndarray) -> float:
+        # Weighted by time, as the efficiency of a run is.
+        return float(self.counts.shape[1] * np.sum(self.round_ms / step_ms) / np.sum(self.round_ms * self.solo_rate))
+
+    def table(self) -> str:
+        """A handful of lines: the first rounds, the last one, and the run as a whole."""
+        rounds, size = self.counts.shape
+        lines = ["round  anchor  efficiency  longest wait ms  counts"]
+        for k in sorted({0, 1, 2, 3, rounds // 2, rounds - 1} & set(range(rounds))):
+            shown = " ".join(map(str, self.counts[k, :8])) + (" …" if size > 8 else "")
+            lines.append(
+                f"{k:5d}  {self.anchor[k]:6d}  {self.round_efficiency[k]:10.3f}  {self.wait_ms[k].max():15.1f}  {shown}"
+            )
+        lines += [
+            f"run of {rounds} rounds, {size} ranks: efficiency {self.efficiency:.3f}",
+            f"equal batches, a sync each: {self.equal_batch_efficiency:.3f} (free sync: {self.equal_batch_limit:.3f})",
+            f"controller: {np.median(self.controller_ms):.3f} ms a report",
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def plot(self) -> Any:
+        """Counts and anchor, efficiency, and waiting over the rounds.
+
+        Returns:
+          A matplotlib figure; a notebook shows it when it is the last value of a cell.
+
+        Raises:
+          ImportError: without matplotlib; the message says what to install.
+        """
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError as error:
+            raise ImportError("plot() needs matplotlib; run: pip install 'jaxche[plot]'") from error
+        # Okabe and Ito's colours stay apart for every kind of colour vision.
+        colours = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+        rounds, size = self.counts.shape
+        figure, (top, middle, bottom) = plt.subplots(3, 1, sharex=True, figsize=(8, 7), layout="constrained")
+        # Closed, a figure is shown once by the notebook, as the value of the cell, and not again by pyplot.
+        plt.close(figure)
+        x = np.arange(rounds)
+        for axes, rows in ((top, self.counts), (bottom, self.wait_ms)):
+            if size <= len(colours):
+                for rank in range(size):
+                    axes.step(x, rows[:, rank], where="mid", color=colours[rank], label=f"rank {rank}")
+            else:
+                low, half, high = np.percentile(rows, (0, 50, 100), axis=1)
+                axes.fill_between(x, low, high, step="mid", color=colours[4], alpha=0.35, label=f"all {size} ranks")
+                axes.step(x, half, where="mid", color=colours[0], label="median rank")
+        top.step(x, self.anchor, where="mid", color="black", linestyle="--", label="anchor")
+        top.set_ylabel("batches a round")
+        middle.step(x, self.round_efficiency, where="mid", color=colours[0], label=f"this run ({self.efficiency:.3f})")
+        equal = self.equal_batch_limit
+        middle.axhline(equal, color=colours[5], linestyle=":", label=f"equal batches, free sync ({equal:.3f})")
+        middle.set_ylabel("efficiency")
+        middle.set_ylim(0, 1.05)
+        bottom.set_ylabel("wait before the merge (ms)")
+        bottom.set_xlabel("round")
+        for axes in (top, middle, bottom):
+            axes.grid(alpha=0.3)
+            axes.legend(loc="best", fontsize="small", ncols=2)
+        return figure

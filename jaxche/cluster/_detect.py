@@ -1,0 +1,118 @@
+"""Who started this process, as read from arguments and environment variables alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+
+COORDINATOR = "JAXCHE_COORDINATOR"
+NUM_PROCESSES = "JAXCHE_NUM_PROCESSES"
+PROCESS_ID = "JAXCHE_PROCESS_ID"
+
+_ARGUMENTS = ("coordinator_address", "num_processes", "process_id")
+_VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
+_CALL = 'jaxche.initialize("10.0.0.1:1234", num_processes=2, process_id=0)'
+_EXPORT = f"{COORDINATOR}=10.0.0.1:1234 {NUM_PROCESSES}=2 {PROCESS_ID}=0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What is known before JAX is asked: ``address`` is None where JAX's own detection will fill it in."""
+
+    launcher: str
+    address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+def detect(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    environ: Mapping[str, str],
+) -> Found:
+    """Finds the launcher: arguments, then ``JAXCHE_*`` variables, then Slurm, Open MPI or Kubernetes.
+
+    Args:
+      coordinator_address: host and port of process 0, or None.
+      num_processes: how many processes train together, or None.
+      process_id: the number of this one, or None.
+      environ: environment variables.
+
+    Returns:
+      The launcher ("none" for a process on its own) and what it said.
+
+    Raises:
+      ValueError: if only some of the three values are given, or one makes no sense.
+
+    Example:
+      >>> detect(None, None, None, {})
+      Found(launcher='none', address=None, num_processes=1, process_id=0)
+    """
+    arguments = (coordinator_address, num_processes, process_id)
+    if any(value is not None for value in arguments):
+        return _explicit("arguments", dict(zip(_ARGUMENTS, arguments, strict=True)), _CALL)
+    if any(name in environ for name in _VARIABLES):
+        # On its own this says "train alone", whatever the scheduler set.
+        if environ.get(NUM_PROCESSES) == "1":
+            return Found("jaxche", None, 1, 0)
+        given = {name: environ.get(name) for name in _VARIABLES}
+        numbers = {name: _integer(name, given[name]) for name in _VARIABLES[1:]}
+        return _explicit("jaxche", {COORDINATOR: given[COORDINATOR], **numbers}, _EXPORT)
+    return _scheduler(environ) or Found("none", None, 1, 0)
+
+
+def _integer(name: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number. Write: {_EXPORT}") from None
+
+
+def _explicit(launcher: str, given: dict[str, str | int | None], write: str) -> Found:
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+        raise ValueError(f"Got {there} without {' and '.join(missing)}: give all three or none. Write: {write}")
+    (address_name, address), (count_name, count), (id_name, number) = given.items()
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"{count_name}={count!r} must be a whole number of at least 1. Write: {write}")
+    if not isinstance(number, int) or not 0 <= number < count:
+        raise ValueError(f"{id_name}={number!r} must be one of 0 to {count - 1} ({count_name}={count}).")
+    if not isinstance(address, str) or not _is_address(address):
+        raise ValueError(f"{address_name}={address!r} must be 'host:port'. Write: {write}")
+    return Found(launcher, address, count, number)
+
+
+def _is_address(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+
+
+def _scheduler(environ: Mapping[str, str]) -> Found | None:
+    # The conditions are JAX's own, and the count on top: `srun --pty bash`, a Jupyter pod or `mpirun -n 1`
+    # is a process on its own.
+    if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
+        if int(environ.get("SLURM_NTASKS", "1")) > 1:
+            return Found("slurm")
+        return None
+    count = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if count > 1:
+        if "OMPI_MCA_orte_hnp_uri" in environ:
+            return Found("ompi")
+        # Open MPI 5 no longer says where mpirun is. Without this, each rank would train a model alone.
+        raise ValueError(
+            f"OMPI_COMM_WORLD_SIZE={count}, but this Open MPI does not tell the address of mpirun, so JAX "
+            "cannot find process 0. Write: jaxche.initialize('<host of rank 0>:1234', "
+            'int(os.environ["OMPI_COMM_WORLD_SIZE"]), int(os.environ["OMPI_COMM_WORLD_RANK"]))'
+        )
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        if importlib.util.find_spec("kubernetes") is None:
+            raise ValueError(
+                f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']!r} says this is one pod of an indexed "
+                f"Kubernetes job. Either pip install kubernetes, or set in the manifest {_EXPORT} "
+                f"({NUM_PROCESSES}=1 if each pod trains a model of its own)."
+            )
+        return Found("k8s")
+    return None

@@ -1,0 +1,25 @@
+"""Layer 4, training: rounds. Local steps on every replica, one merge, one next plan."""
+
+from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, RankError
+from jaxche.training._data import Batches
+from jaxche.training._doors import NNXLoss, linen_loss
+from jaxche.training._fit import fit
+from jaxche.training._history import History
+from jaxche.training._replica import PaceError
+from jaxche.training._state import ReplicaState, RoundInfo
+from jaxche.training._trainer import Trainer
+
+__all__ = [
+    "Batches",
+    "History",
+    "NNXLoss",
+    "NonFiniteLossError",
+    "PaceError",
+    "PlanMismatchError",
+    "RankError",
+    "ReplicaState",
+    "RoundInfo",
+    "Trainer",
+    "fit",
+    "linen_loss",
+]

@@ -1,0 +1,102 @@
+"""Making processes fail together: the same error everywhere instead of a hang."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from typing import Any
+
+import jax
+import numpy as np
+
+_TEXT_BYTES = 4096
+
+
+class RankError(RuntimeError):
+    """Another process failed; the message says which, where and with what.
+
+    Attributes:
+      rank: the replica (or process, before training starts) that failed.
+    """
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.rank = rank
+
+
+class PlanMismatchError(RuntimeError):
+    """Hosts planned different rounds: their code, data length, seed or measurements differ."""
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A replica's loss became NaN or infinite.
+
+    Attributes:
+      rank: the replica.
+      round: the round in which it happened; it was not merged.
+      state: the last good state, from before that round.
+    """
+
+    def __init__(self, message: str, rank: int, round: int, state: Any):
+        super().__init__(message)
+        self.rank, self.round, self.state = rank, round, state
+
+
+def gather_json(value: Any) -> list[Any]:
+    """One small JSON value from every process, in process order."""
+    if jax.process_count() == 1:
+        return [value]
+    from jax.experimental import multihost_utils
+
+    text = json.dumps(value).encode()
+    if len(text) > _TEXT_BYTES:
+        raise ValueError(f"{len(text)} bytes to exchange, at most {_TEXT_BYTES} fit")
+    padded = np.zeros(_TEXT_BYTES, np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(bytes(row).rstrip(b"\0").decode()) for row in rows]
+
+
+def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:
+    """Raise if any process has an error: its own where it happened, a :class:`RankError` elsewhere.
+
+    Every process must call this together.
+
+    Args:
+      error: this process's error, if any.
+      rank: the replica it happened on.
+      place: where, for the message, e.g. ``"round 3"``.
+    """
+    own = None
+    if error is not None:
+        last = "".join(traceback.format_exception(error)[-3:])[-1500:]
+        own = {"rank": rank, "kind": type(error).__name__, "message": str(error)[:1000], "trace": last}
+    reports = [report for report in gather_json(own) if report is not None]
+    if error is not None:
+        error.add_note(f"raised on rank {rank} in {place}; the state from before it is intact")
+        raise error
+    if reports:
+        r = reports[0]
+        raise RankError(
+            f"rank {r['rank']} failed in {place} with {r['kind']}: {r['message']}\n--- there ---\n{r['trace']}",
+            r["rank"],
+        )
+
+
+def refuse_differences(fingerprint: dict[str, str]) -> None:
+    """Refuse to start when processes run different code, data or settings.
+
+    Args:
+      fingerprint: name of each thing that must agree and a short text of it.
+
+    Raises:
+      ValueError: names what differs and who has which value.
+    """
+    everyone = gather_json(fingerprint)
+    different = [name for name in fingerprint if len({other.get(name) for other in everyone}) > 1]
+    if different:
+        lines = [
+            f"  {name}: " + ", ".join(f"process {i}: {other.get(name)}" for i, other in enumerate(everyone))
+            for name in different
+        ]
+        raise ValueError("processes differ; run the same script and data everywhere:\n" + "\n".join(lines))

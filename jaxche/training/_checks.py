@@ -1,0 +1,70 @@
+"""What a trainer is given, refused by name before the first step if it cannot work."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxche.averaging import is_float
+from jaxche.training._replica import Device
+
+
+def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
+
+
+def checked_devices(replicas: Sequence[Device] | None) -> list[Device]:
+    devices = list(jax.devices() if replicas is None else replicas)
+    if not devices or any(not isinstance(d, jax.Device) for d in devices) or len(set(devices)) != len(devices):
+        raise ValueError(f"replicas={replicas!r} must be different devices, e.g. replicas=jax.devices()")
+    here = [d for d in devices if d.process_index == jax.process_index()]
+    if not here:
+        raise ValueError("replicas has no device of this process; every process must hold at least one replica")
+    kinds = sorted({d.device_kind for d in here})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"one process cannot merge devices of different kinds ({', '.join(kinds)}); start one process per device, "
+            f"e.g. jaxche launch -n {len(here)} script.py"
+        )
+    return devices
+
+
+def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:
+    if pace_ms is None and "JAXCHE_PACE_MS" in os.environ:
+        pace_ms = float(os.environ["JAXCHE_PACE_MS"])
+    paces: list[float | None] = list(pace_ms) if isinstance(pace_ms, Sequence) else [pace_ms] * world_size
+    if len(paces) != world_size or any(p is not None and not (math.isfinite(p) and p > 0) for p in paces):
+        raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
+    return paces
+
+
+def checked_length(data: Any) -> int:
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "
+            "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset"
+        )
+    if len(data) == 0:
+        raise ValueError("len(data) is 0: the data set is empty; give at least one batch")
+    return len(data)
+
+
+def check_params(params: Any) -> None:
+    """Refuse trees an optimizer cannot step.
+
+    Raises:
+      ValueError: no arrays, or a leaf that is not float (it belongs into ``model_state``).
+    """
+    leaves = jax.tree.leaves_with_path(params)
+    if not leaves:
+        raise ValueError("params has no arrays; pass the tree of parameters, e.g. model.init(rng, x)['params']")
+    for path, leaf in leaves:
+        if not is_float(leaf):
+            name = jax.tree_util.keystr(path)
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise ValueError(f"params{name} is {kind}, not float; move it into trainer.init(params, model_state=...)")

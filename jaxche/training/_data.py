@@ -1,0 +1,162 @@
+"""Data as a sequence of batches: arrays in memory, and a reader that keeps ahead of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Arrays in memory as a sequence of shuffled batches.
+
+    ``len(batches)`` batches, ``batches[i]`` a pytree of arrays with a leading batch axis. Epoch ``e`` is the
+    permutation seeded by ``seed + e``, the same on every host and on every run. The last batch of an epoch is
+    smaller when the sizes do not divide; no example is left out.
+
+    Args:
+      arrays: pytree of arrays whose leading axes (examples) agree.
+      batch_size: examples per batch.
+      seed: seed of the permutation of epoch 0; ``None`` keeps the order of the arrays.
+
+    Raises:
+      ValueError: no arrays, no examples, leading axes that differ, or a batch size below 1.
+
+    Example:
+      >>> import jaxche, numpy as np
+      >>> data = jaxche.Batches({"x": np.arange(10)}, batch_size=4, seed=0)
+      >>> len(data), [len(data[i]["x"]) for i in range(3)]
+      (3, [4, 4, 2])
+      >>> sorted(np.concatenate([data.epoch(5)[i]["x"] for i in range(3)]).tolist()) == list(range(10))
+      True
+    """
+
+    arrays: Any
+    batch_size: int
+    seed: int | None = 0
+    _epoch: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        sizes = {
+            jax.tree_util.keystr(path) or "arrays": np.shape(leaf)[:1]
+            for path, leaf in jax.tree.leaves_with_path(self.arrays)
+        }
+        if len(set(sizes.values())) != 1 or () in sizes.values():
+            listed = ", ".join(f"{name}: {size[0] if size else 'scalar'}" for name, size in sizes.items())
+            raise ValueError(f"arrays must share one leading axis of examples; got {listed or 'no arrays'}")
+        if self._examples == 0:
+            raise ValueError("arrays hold no examples: the data set is empty")
+        if int(self.batch_size) != self.batch_size or self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1, e.g. batch_size=32")
+
+    @property
+    def _examples(self) -> int:
+        return len(jax.tree.leaves(self.arrays)[0])
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        if self.seed is None:
+            return np.arange(self._examples)
+        return np.random.default_rng(self.seed + self._epoch).permutation(self._examples)
+
+    def epoch(self, e: int) -> Batches:
+        """The sequence of epoch ``e``."""
+        return self if e == self._epoch else Batches(self.arrays, self.batch_size, self.seed, e)
+
+    def __len__(self) -> int:
+        return -(-self._examples // self.batch_size)
+
+    def __getitem__(self, i: int) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(f"batch {i} of {len(self)}")
+        rows = self._order[i * self.batch_size : (i + 1) * self.batch_size]
+        return jax.tree.map(lambda x: np.asarray(x)[rows], self.arrays)
+
+
+Key = tuple[int, int]  # (epoch, index in the epoch)
+
+
+class Reader:
+    """Reads batches on one background thread, so that a device never waits for NumPy, and user code is never
+    called from two threads at once.
+
+    Args:
+      data: ``len(data)`` batches, ``data[i]``; if it has ``.epoch(e)`` that sequence is used for epoch ``e``.
+      depth: batches kept ready per replica.
+    """
+
+    def __init__(self, data: Any, depth: int = 4):
+        self.data = data
+        self.depth = depth
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-reader")
+        self._ready: dict[Key, Future] = {}
+        self._epochs: dict[int, Any] = {}
+
+    def load(self, key: Key) -> Any:
+        """Read one batch now, on the calling thread."""
+        epoch, index = key
+        if epoch not in self._epochs:
+            self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1}
+            self._epochs[epoch] = self.data.epoch(epoch) if hasattr(self.data, "epoch") else self.data
+        return self._epochs[epoch][index]
+
+    def start(self, shares: Iterable[Sequence[Key]]) -> list[Feed]:
+        """Begin to read a round: one feed per local replica, the first batches of all of them first."""
+        shares = [list(share) for share in shares]
+        wanted = {key for share in shares for key in share}
+        # What was anticipated but went to a replica of another process is passed by; what lies ahead is kept.
+        for key in [k for k in self._ready if k not in wanted and k < max(wanted, default=k)]:
+            self._ready.pop(key).cancel()
+        feeds = [Feed(self, share) for share in shares]
+        for position in range(self.depth):
+            for feed in feeds:
+                feed.request(position)
+        return feeds
+
+    def anticipate(self, shares: Iterable[Sequence[Key]]) -> None:
+        """Read the first batches a next round would need if the counts stayed as they are."""
+        shares = [list(share) for share in shares]
+        for position in range(self.depth):
+            for share in shares:
+                if position < len(share):
+                    self.request(share[position])
+
+    def request(self, key: Key) -> None:
+        if key not in self._ready:
+            self._ready[key] = self._pool.submit(self.load, key)
+
+    def take(self, key: Key) -> Any:
+        self.request(key)
+        return self._ready.pop(key).result()
+
+    def peek(self, key: Key) -> Any:
+        """The batch, kept for the replica that will train on it."""
+        self.request(key)
+        return self._ready[key].result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Feed:
+    """The batches of one replica in one round, in order."""
+
+    def __init__(self, reader: Reader, keys: Sequence[Key]):
+        self._reader = reader
+        self.keys = list(keys)
+
+    def request(self, position: int) -> None:
+        if position < len(self.keys):
+            self._reader.request(self.keys[position])
+
+    def __iter__(self) -> Iterator[Any]:
+        for position, key in enumerate(self.keys):
+            batch = self._reader.take(key)
+            self.request(position + self._reader.depth)
+            yield batch

@@ -1,0 +1,153 @@
+"""Doors for Flax: loss functions for the trainer out of linen modules and nnx models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+
+def linen_loss(
+    module: nn.Module, loss_fn: Callable[..., Any], rngs: Sequence[str] = ("dropout",)
+) -> Callable[..., tuple[Any, tuple[dict[str, Any], Any]]]:
+    """A loss for the trainer from a linen module with any collections and random streams.
+
+    Args:
+      module: the linen module.
+      loss_fn: ``loss_fn(apply, batch) -> loss`` or ``(loss, metrics)``, where ``apply(x, ...)`` is ``module.apply``
+        with parameters, collections and random streams filled in, and returns the output alone. Collections it
+        updates (batch statistics) become the replica's new ``model_state``.
+      rngs: names of the random streams the module draws from in training.
+
+    Returns:
+      A function for ``jaxche.Trainer``. Start it with
+      ``trainer.init(variables.pop("params"), model_state=variables)``.
+
+    Raises:
+      ValueError: ``module`` is not a linen module.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> class Net(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x, train):
+      ...         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+      ...         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(nn.relu(x)))
+      >>> net = Net()
+      >>> def loss_fn(apply, batch):
+      ...     return jnp.mean((apply(batch["x"], train=True) - batch["y"]) ** 2)
+      >>> data = jaxche.Batches({"x": np.ones((32, 3), np.float32), "y": np.ones((32, 1), np.float32)}, batch_size=4)
+      >>> trainer = jaxche.Trainer(jaxche.linen_loss(net, loss_fn), optax.adam(1e-2))
+      >>> variables = net.init(jax.random.key(0), data[0]["x"], train=False)
+      >>> state = trainer.init(variables.pop("params"), model_state=variables)
+      >>> state, history = trainer.fit(state, data, epochs=2, progress=False)
+      >>> sorted(trainer.model_state(state))
+      ['batch_stats']
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module={module!r} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
+
+    def call(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
+        collections = dict(model_state or {})
+        streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(rngs)}
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            variables = {"params": params, **collections}
+            output, updated = module.apply(variables, *args, rngs=streams, mutable=list(collections), **kwargs)
+            collections.update(updated)
+            return output
+
+        loss, metrics = _loss_and_metrics(loss_fn(apply, batch))
+        return loss, (metrics, None if model_state is None else collections)
+
+    return call
+
+
+class NNXLoss:
+    """A loss for the trainer from an nnx model; holds the parameters and the state to start from.
+
+    Args:
+      model: the nnx model, in training mode. It is not changed; :meth:`rebuild` makes a trained one.
+      loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, metrics)``, as in nnx training code.
+
+    Attributes:
+      params: pytree of plain dicts, for ``trainer.init``.
+      model_state: everything else that is not a parameter (batch statistics, random streams), likewise.
+
+    Raises:
+      ValueError: ``model`` is not an nnx module.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> from flax import nnx
+      >>> import jaxche
+      >>> class Net(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.dense, self.norm = nnx.Linear(3, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+      ...         self.drop, self.out = nnx.Dropout(0.1, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+      ...     def __call__(self, x):
+      ...         return self.out(self.drop(nnx.relu(self.norm(self.dense(x)))))
+      >>> loss = jaxche.NNXLoss(Net(nnx.Rngs(0)), lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))
+      >>> data = jaxche.Batches({"x": np.ones((32, 3), np.float32), "y": np.ones((32, 1), np.float32)}, batch_size=4)
+      >>> trainer = jaxche.Trainer(loss, optax.adam(1e-2))
+      >>> state, history = trainer.fit(trainer.init(loss.params, loss.model_state), data, epochs=2, progress=False)
+      >>> model = loss.rebuild(trainer.params(state), trainer.model_state(state))
+      >>> model.eval()
+      >>> model(data[0]["x"]).shape
+      (4, 1)
+    """
+
+    def __init__(self, model: nnx.Module, loss_fn: Callable[..., Any]):
+        from flax import nnx
+
+        if not isinstance(model, nnx.Module):
+            raise ValueError(
+                f"model={model!r} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn)"
+            )
+        self._graph, self._params, self._rest = nnx.split(model, nnx.Param, ...)
+        self._loss_fn = loss_fn
+        self.params = nnx.to_pure_dict(self._params)
+        self.model_state = nnx.to_pure_dict(self._rest)
+        self._keys = sorted(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngKey))), key=str)
+        self._streams = list(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngState))))
+
+    def rebuild(self, params: Any, model_state: Any) -> nnx.Module:
+        """A model with the given parameters and state.
+
+        Args:
+          params: e.g. ``trainer.params(state)``.
+          model_state: e.g. ``trainer.model_state(state)``.
+
+        Returns:
+          A new nnx model.
+        """
+        from flax import nnx
+
+        own_params, own_rest = jax.tree.map(lambda x: x, (self._params, self._rest))
+        nnx.replace_by_pure_dict(own_params, params)
+        nnx.replace_by_pure_dict(own_rest, model_state)
+        return nnx.merge(self._graph, own_params, own_rest)
+
+    def __call__(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
+        """The loss in the trainer's form."""
+        from flax import nnx
+
+        # Each batch draws from keys of its own, whichever replica it meets; the streams go back as they came.
+        before = flatten_dict(model_state)
+        keys = {path: jax.random.fold_in(rng, i) for i, path in enumerate(self._keys)}
+        model = self.rebuild(params, unflatten_dict(before | keys))
+        loss, metrics = _loss_and_metrics(self._loss_fn(model, batch))
+        _, _, rest = nnx.split(model, nnx.Param, ...)
+        after = flatten_dict(nnx.to_pure_dict(rest))
+        return loss, (metrics, unflatten_dict(after | {path: before[path] for path in self._streams}))
+
+
+def _loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
+    return result if isinstance(result, tuple) else (result, {})

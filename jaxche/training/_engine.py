@@ -1,0 +1,189 @@
+"""The local replicas of this process: placed, compiled, run side by side, merged with everybody else's."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+from jaxche.cadence import RoundPlan
+from jaxche.training._agree import gather_json, raise_everywhere, refuse_differences
+from jaxche.training._data import Feed, Reader
+from jaxche.training._loss import Loss, batch_size
+from jaxche.training._merge import AXIS, HOST_COLUMNS, Merge, Merged
+from jaxche.training._replica import Device, Local, LocalPrograms, Outcome, Replica, lift
+
+
+class Engine:
+    """Runs plans; knows nothing of policies and cadences.
+
+    Args:
+      loss: the loss in its one form.
+      tx: optimizer of the local steps (of the merged gradient when gradients are averaged).
+      average: ``"parameters"`` or ``"gradients"``.
+      merge: merge rule.
+      opt_state: fate of the optimizer states at a merge.
+      outer: optax transform on the pseudo-gradient, or None.
+      devices: one device a replica, over all processes.
+      seed: seed of ``rng=``.
+      paces: pace in ms per replica, or None.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        tx: optax.GradientTransformation,
+        average: str,
+        merge: str,
+        opt_state: str,
+        outer: optax.GradientTransformation | None,
+        devices: Sequence[Device],
+        seed: int,
+        paces: Sequence[float | None],
+    ):
+        self._loss, self._tx, self._outer = loss, tx, outer
+        self._average, self._rule, self._opt_mode = average, merge, opt_state
+        self._seed, self._paces, self._devices = seed, paces, devices
+        self.world_size = len(devices)
+        self.ranks = [r for r, d in enumerate(devices) if d.process_index == jax.process_index()]
+        mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        self._make_merge = lambda metrics: Merge(mesh, average, merge, opt_state, tx, outer, metrics)
+        self._merge = self._make_merge(0)
+        self.metrics: tuple[str, ...] = ()
+        self._replicas: list[Replica] = []
+        self._reader: Reader | None = None
+        self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
+
+    def place(self, params: Any, model_state: Any) -> tuple[Local, ...]:
+        """Put the same starting point on every local replica's device."""
+
+        def start(params: Any, model_state: Any) -> Local:
+            outer_state = self._outer.init(params) if self._outer else None
+            return lift(Local(params, self._tx.init(params), model_state, outer_state))
+
+        start = jax.jit(start)
+        host = jax.tree.map(jnp.asarray, (params, model_state))
+        return tuple(start(*jax.device_put(host, self._devices[rank])) for rank in self.ranks)
+
+    def stack(self, trees: Sequence[Any]) -> Any:
+        """The ``[R, ...]`` view over all replicas of one tree per local replica."""
+        return self._merge.stack(trees)
+
+    def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
+        """Compile and warm up everything a round runs, and check that all processes agree; once.
+
+        Raises:
+          ValueError: a loss, batch or pace that cannot work, or processes that differ.
+          RankError: another process found one.
+        """
+        if self._replicas:
+            return
+        error = None
+        try:
+            batch = self._read(data).peek((plan.epoch, plan.start))
+            self._build(locals_[0], batch)
+            for replica, local in zip(self._replicas, locals_, strict=True):
+                replica.prepare(local, batch)
+        except Exception as e:
+            error = e
+        try:
+            raise_everywhere(error, self.ranks[0], "preparation")
+            refuse_differences(fingerprint | {"metrics": ", ".join(self.metrics)})
+        except Exception:
+            self._replicas = []  # so that a corrected call prepares again
+            raise
+        carries = [r.begin(local, 0) for r, local in zip(self._replicas, locals_, strict=True)]
+        if self.world_size > 1:
+            self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))), 1.0)
+
+    def _build(self, local: Local, batch: Any) -> None:
+        batch_size(batch)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (local.params, local.model_state))
+        shapes = jax.eval_shape(self._loss.call, *one, batch, jax.random.key(0))
+        self.metrics = tuple(sorted(shapes[1][0]))
+        before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
+        if before != after:
+            raise ValueError(
+                f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
+                "return every entry of model_state, updated or not, with its shape and dtype"
+            )
+        programs = LocalPrograms(self._loss, self._tx, self._average, self._seed, self.metrics)
+        self._merge = self._make_merge(len(self.metrics))
+        self._replicas = [
+            Replica(rank, self._devices[rank], programs, self._average, self._paces[rank]) for rank in self.ranks
+        ]
+
+    def _read(self, data: Any) -> Reader:
+        if self._reader is None or self._reader.data is not data:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = Reader(data)
+        return self._reader
+
+    def run(self, locals_: Sequence[Local], data: Any, plan: RoundPlan) -> list[Outcome]:
+        """Take every local replica through its share of a plan, side by side; errors are part of the outcome."""
+        reader = self._read(data)
+        feeds = reader.start([plan.share(rank) for rank in self.ranks])
+
+        def run_one(replica: Replica, local: Local, feed: Feed) -> Outcome:
+            if not feed.keys:
+                return replica.idle(local)
+            epoch, index = feed.keys[0]
+            return replica.run(local, feed, epoch * plan.epoch_size + index)
+
+        # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts.
+        for replica, local, feed in zip(self._replicas, locals_, feeds, strict=True):
+            for key in feed.keys:
+                if key[1] == plan.epoch_size - 1:
+                    try:
+                        replica.prepare(local, reader.peek(key))
+                    except Exception as error:
+                        idle = [r.idle(s) for r, s in zip(self._replicas, locals_, strict=True)]
+                        return [
+                            o._replace(error=error) if r is replica else o
+                            for r, o in zip(self._replicas, idle, strict=True)
+                        ]
+        return list(self._pool.map(run_one, self._replicas, locals_, feeds))
+
+    def anticipate(self, data: Any, plan: RoundPlan) -> None:
+        """Start to read what the next round will need if nothing changes."""
+        self._read(data).anticipate([plan.share(rank) for rank in self.ranks])
+
+    def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray, alpha: float) -> Merged:
+        """Bring all replicas together; with a single one, only read its numbers."""
+        carries = [outcome.carry for outcome in outcomes]
+        if self.world_size > 1:
+            return self._merge(locals_, carries, rows, alpha)
+        carry = carries[0]
+        local = Local(carry["params"], carry["opt_state"], carry["model_state"], locals_[0].outer_state)
+        return Merged((local,), np.concatenate([rows, np.asarray(carry["sums"])], axis=1), (0.0, 0.0))
+
+    def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:
+        """Batches per second of each replica when nobody waits for anybody, all running at once."""
+        batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
+        gather_json(None)  # start together
+
+        def run_one(replica: Replica, local: Local) -> float:
+            until = time.perf_counter() + seconds
+            endless = itertools.takewhile(lambda _: time.perf_counter() < until, itertools.cycle(batches))
+            outcome = replica.run(local, endless, 0)
+            if outcome.error:
+                raise outcome.error
+            return outcome.steps / outcome.wall_ms * 1e3
+
+        rates = dict(zip(self.ranks, self._pool.map(run_one, self._replicas, locals_), strict=True))
+        everyone = {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}
+        return [everyone[rank] for rank in range(self.world_size)]
+
+    @property
+    def compilations(self) -> int:
+        """How many step programs were compiled, over all local replicas."""
+        return sum(replica.compilations for replica in self._replicas)

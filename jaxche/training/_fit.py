@@ -1,0 +1,138 @@
+"""Whole epochs: rounds in a row, with progress, callbacks and a way to stop."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from tqdm import tqdm
+
+from jaxche.training._history import History
+from jaxche.training._state import ReplicaState, RoundInfo
+
+if TYPE_CHECKING:
+    from jaxche.training._trainer import Trainer
+
+# Below this many rounds an outer momentum mostly overshoots.
+_FEW_ROUNDS = 50
+
+Callback = Callable[[ReplicaState, RoundInfo], Any]
+
+
+def fit(
+    trainer: Trainer,
+    state: ReplicaState,
+    data: Any,
+    epochs: int = 1,
+    callbacks: Sequence[Callback] = (),
+    progress: bool = True,
+    dry_run: bool = False,
+) -> tuple[ReplicaState, History]:
+    """Train for some epochs; called as ``trainer.fit``.
+
+    Args:
+      trainer: the trainer.
+      state: where to start.
+      data: ``len(data)`` batches, ``data[i]``.
+      epochs: how many more epochs, from the state's own epoch on.
+      callbacks: functions ``callback(state, info)`` called after every round, on every process; one that returns
+        something true stops training. When processes disagree, one that wants to stop stops all after the next
+        round.
+      progress: show a bar on rank 0 (plain lines where stderr is not a terminal).
+      dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the one
+        round's history: everything that can fail early has then run.
+
+    Returns:
+      ``(state, history)``. An interrupt from the keyboard returns what was reached (one process only; with many,
+      it is raised).
+
+    Raises:
+      ValueError: ``epochs`` below 1, or whatever :meth:`Trainer.round` refuses.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.ones((12, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1))
+      >>> state, history = trainer.fit(trainer.init(jnp.zeros(2)), data, epochs=2, progress=False)
+      >>> state.epoch, sum(info.examples for info in history)
+      (2, 24)
+    """
+    if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
+        raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
+    if dry_run:
+        _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
+        return state, History([info])
+    history = History()
+    last_epoch = state.epoch + int(epochs)
+    bar = _Progress(trainer, len(data) * int(epochs), progress)
+    try:
+        while state.epoch < last_epoch:
+            state, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
+            history.append(info)
+            bar.update(info)
+            if info.last:
+                break
+            asked = [callback(state, info) for callback in callbacks]  # all of them, also after one said stop
+            if any(asked):
+                if jax.process_count() == 1:
+                    break
+                trainer.request_stop()
+    except KeyboardInterrupt:
+        if jax.process_count() > 1:
+            raise
+        bar.say(f"interrupted: the state after round {state.round - 1} is returned")
+    except Exception:
+        trainer.last_good_state = state
+        raise
+    finally:
+        bar.close()
+    has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
+    if has_momentum and len(history) < _FEW_ROUNDS:
+        warnings.warn(
+            f"an outer optimizer over only {len(history)} rounds: its momentum mostly overshoots; "
+            "leave outer=None for short runs",
+            stacklevel=3,
+        )
+    return state, history
+
+
+class _Progress:
+    """A bar on terminals, a line every ten seconds elsewhere, nothing off rank 0."""
+
+    def __init__(self, trainer: Trainer, total: int, enabled: bool):
+        self._world_size = trainer.world_size
+        enabled = enabled and jax.process_index() == 0
+        terminal = enabled and sys.stderr.isatty()
+        self._bar = tqdm(total=total, unit="batch", disable=not terminal, dynamic_ncols=True)
+        self._lines = enabled and not terminal
+        self._done, self._total, self._start = 0, total, time.perf_counter()
+        self._spoke = self._start
+
+    def update(self, info: RoundInfo) -> None:
+        self._done += sum(info.counts)
+        text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
+        if self._world_size > 1:
+            text += f" counts {_short(info.counts)} efficiency {info.efficiency:.0%}"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(sum(info.counts))
+        now = time.perf_counter()
+        if self._lines and (now - self._spoke > 10 or self._done == self._total):
+            self._spoke = now
+            left = (now - self._start) / self._done * (self._total - self._done)
+            self.say(f"{text} ({self._done}/{self._total} batches, {left:.0f} s left)")
+
+    def say(self, text: str) -> None:
+        if self._lines or not self._bar.disable:
+            tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _short(counts: Sequence[int]) -> str:
+    return ":".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)}..{max(counts)}"

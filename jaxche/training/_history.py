@@ -1,0 +1,141 @@
+"""The record of a run: a table, a file, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from jaxche.training._state import RoundInfo
+
+
+class History(list[RoundInfo]):
+    """The rounds of a run, a list of :class:`RoundInfo` that can show, save and draw itself.
+
+    Example:
+      >>> history = History()
+      >>> len(history), history.efficiency
+      (0, 1.0)
+    """
+
+    def __init__(self, rounds: Iterable[RoundInfo] = ()):
+        super().__init__(rounds)
+
+    @property
+    def efficiency(self) -> float:
+        """Batches done over what the replicas' speeds in these rounds would allow without waiting or merging."""
+        possible = sum(
+            info.period_ms * sum(n / wall for n, wall in zip(info.counts, info.wall_ms, strict=True) if wall > 0)
+            for info in self
+        )
+        return sum(sum(info.counts) for info in self) / possible if possible else 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in rounds."""
+        return sum(info.period_ms for info in self) / 1e3
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dict of plain values per round, e.g. for ``pandas.DataFrame``."""
+        keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
+        return [
+            {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} | info.metrics
+            for info in self
+        ]
+
+    def table(self, rows: int = 10) -> str:
+        """The last rounds as text.
+
+        Args:
+          rows: at most so many of them.
+        """
+        shown = self.rows()[-rows:]
+        if not shown:
+            return "no rounds yet"
+        cells = [list(shown[0])] + [[_text(value) for value in row.values()] for row in shown]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+        return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        shown = self.rows()[-20:]
+        if not shown:
+            return "<p>no rounds yet</p>"
+        head = "".join(f"<th>{key}</th>" for key in shown[0])
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_text(value)}</td>" for value in row.values()) + "</tr>" for row in shown
+        )
+        note = f"{len(self)} rounds, {self.seconds:.1f} s, efficiency {self.efficiency:.1%}"
+        return f"<table><caption>{note}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The whole record as JSON lines, one round a line; numbers JSON cannot say become null.
+
+        Args:
+          path: file to write, or None for only the text.
+
+        Returns:
+          The text.
+        """
+        text = "".join(json.dumps(_plain(asdict(info))) + "\n" for info in self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> History:
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+          source: a ``Path`` to the file, or the text itself.
+
+        Returns:
+          The history; its ``counts`` replay the run: ``trainer.round(state, data, counts=info.counts)``.
+
+        Raises:
+          ValueError: text that is not such a record.
+        """
+        text = source.read_text(encoding="utf8") if isinstance(source, Path) else source
+        names = {f.name for f in fields(RoundInfo)}
+        rounds = []
+        for number, line in enumerate(text.splitlines(), 1):
+            values = json.loads(line)
+            if not isinstance(values, dict) or set(values) != names:
+                raise ValueError(f"line {number} is not a round of a jaxche history")
+            values["losses"] = [math.nan if x is None else x for x in values["losses"]]
+            fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            rounds.append(RoundInfo(**fixed))
+        return cls(rounds)
+
+    def plot(self) -> Any:
+        """Draw counts and anchor, each rank's compute and wait, and the loss.
+
+        Returns:
+          A matplotlib ``Figure``.
+
+        Raises:
+          ImportError: matplotlib is missing: ``pip install 'jaxche[plot]'``.
+          ValueError: nothing to draw yet.
+        """
+        from jaxche.training._picture import draw
+
+        return draw(self)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(_text(v) for v in value[:8]) + (" ..." if len(value) > 8 else "")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,95 @@
+"""What a loss function may look like, and the one form the training code calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Loss(NamedTuple):
+    """A loss function brought to one form: ``call(params, model_state, batch, rng) -> (loss, (metrics, state))``."""
+
+    call: Callable[..., Any]
+    wants_rng: bool
+    wants_model_state: bool
+
+
+def as_loss(loss_fn: Callable[..., Any]) -> Loss:
+    """Adapt any accepted loss function.
+
+    Accepted are ``loss_fn(params, batch)`` returning ``loss`` or ``(loss, metrics)``; it receives ``rng=`` and
+    ``model_state=`` if it names them, and with the latter returns ``(loss, (metrics, new_model_state))``.
+
+    Raises:
+      ValueError: not callable, or it does not take ``(params, batch)``.
+    """
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function; write def loss_fn(params, batch): ... return loss")
+    parameters = inspect.signature(loss_fn).parameters
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        raise ValueError(f"loss_fn takes {list(parameters)}; write def loss_fn(params, batch)")
+    wants_rng, wants_state = "rng" in parameters, "model_state" in parameters
+
+    def call(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
+        named = ({"rng": rng} if wants_rng else {}) | ({"model_state": model_state} if wants_state else {})
+        return _normalise(loss_fn(params, batch, **named), wants_state, model_state)
+
+    return Loss(call, wants_rng, wants_state)
+
+
+def _normalise(result: Any, wants_state: bool, model_state: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
+    if wants_state:
+        nested = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple)
+        if not nested or len(result[1]) != 2:
+            raise ValueError(
+                "loss_fn names model_state= and so must return (loss, (metrics, new_model_state)); "
+                "with no metrics write: return loss, ({}, new_model_state)"
+            )
+        loss, (metrics, model_state) = result
+    elif isinstance(result, tuple):
+        if len(result) != 2:
+            raise ValueError(f"loss_fn returned a tuple of {len(result)}; return loss or (loss, metrics)")
+        loss, metrics = result
+    else:
+        loss, metrics = result, {}
+    loss = jnp.asarray(loss)
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {loss.shape} and dtype {loss.dtype}; "
+            "it must be one float, the mean over the batch: return loss.mean()"
+        )
+    if not isinstance(metrics, dict):
+        raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}; return a dict of scalars")
+    for name, value in metrics.items():
+        if jnp.shape(value) != ():
+            raise ValueError(f"metric {name!r} has shape {jnp.shape(value)}; metrics are scalars: write {name}.mean()")
+    return loss.astype(jnp.float32), ({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, model_state)
+
+
+def batch_size(batch: Any) -> int:
+    """Examples in a batch: the common leading axis of its leaves.
+
+    Raises:
+      ValueError: no leaves, a leaf without axes, or leading axes that differ.
+    """
+    sizes = {}
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        shape = jnp.shape(leaf)
+        name = jax.tree_util.keystr(path) or "batch"
+        if not shape:
+            raise ValueError(f"{name} is a scalar; every array of a batch needs a leading batch axis, e.g. x[None]")
+        sizes[name] = shape[0]
+    if not sizes:
+        raise ValueError("a batch without arrays; return a pytree of arrays with a leading batch axis")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"the leading axes of a batch differ ({listed}); every array must hold the same examples")
+    size = next(iter(sizes.values()))
+    if size == 0:
+        raise ValueError("a batch with no examples (leading axis 0); leave empty batches out of the data")
+    return size

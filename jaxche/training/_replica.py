@@ -1,0 +1,198 @@
+"""One replica's local steps: compiled ahead, dispatched without waiting, timed to their true end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxche.averaging import sum_dtype
+from jaxche.training._loss import Loss, batch_size
+
+Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+
+# Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
+# of steps does not put hundreds of batches on the device at once.
+_IN_FLIGHT = 4
+
+
+class Local(NamedTuple):
+    """What one replica keeps between rounds. Every leaf has a leading axis of 1: its row of the ``[R, ...]`` view."""
+
+    params: Any
+    opt_state: Any
+    model_state: Any
+    outer_state: Any
+
+
+def first(tree: Any) -> Any:
+    """Drop the leading replica axis inside a compiled program (no copy there)."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def lift(tree: Any) -> Any:
+    """Put the leading replica axis back."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+class LocalPrograms:
+    """The compiled programs of a local phase, shared by all replicas: ``begin`` and ``step``.
+
+    ``begin`` copies the state a round starts from, so that the steps may donate their buffers and the state the
+    caller holds stays valid: whatever goes wrong in a round, the last good state is still there.
+
+    Args:
+      loss: the loss in its one form.
+      tx: optimizer of the local steps.
+      average: ``"parameters"``: a step updates the replica's own parameters. ``"gradients"``: a step adds its
+        gradient, weighted by examples, to an accumulator.
+      seed: seed of ``rng=``.
+      metrics: names of the loss function's metrics, sorted.
+    """
+
+    def __init__(self, loss: Loss, tx: optax.GradientTransformation, average: str, seed: int, metrics: tuple[str, ...]):
+        self._loss, self._tx, self._seed = loss, optax.with_extra_args_support(tx), seed
+        self._metrics = metrics
+        step = self._local_step if average == "parameters" else self._accumulate
+        self._average = average
+        # keep_unused: the arguments also say on which device the zeros are made.
+        self.begin = jax.jit(self._begin, keep_unused=True)
+        self.step = jax.jit(step, donate_argnums=1)
+
+    def _begin(self, local: Local, index: Any) -> dict[str, Any]:
+        # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
+        copied = jax.tree.map(jnp.copy, local._asdict())
+        carry = {"model_state": copied["model_state"], "index": index, "sums": jnp.zeros((1, 2 + len(self._metrics)))}
+        if self._average == "parameters":
+            return carry | {"params": copied["params"], "opt_state": copied["opt_state"]}
+        return carry | {"grads": jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)}
+
+    def _value_and_grad(self, params: Any, carry: dict[str, Any], batch: Any) -> Any:
+        rng = jax.random.fold_in(jax.random.key(self._seed), carry["index"])
+        objective = jax.value_and_grad(self._loss.call, has_aux=True)
+        (loss, (metrics, model_state)), grads = objective(params, first(carry["model_state"]), batch, rng)
+        examples = jnp.float32(batch_size(batch))
+        row = jnp.stack([jnp.float32(1), loss, *(metrics[name] for name in self._metrics)]) * examples
+        advanced = {
+            "model_state": lift(model_state),
+            "index": carry["index"] + 1,
+            "sums": carry["sums"] + row[None],
+        }
+        return loss, grads, examples, advanced
+
+    def _local_step(self, _: None, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+        params = first(carry["params"])
+        loss, grads, _, carry_next = self._value_and_grad(params, carry, batch)
+        updates, opt_state = self._tx.update(grads, first(carry["opt_state"]), params, value=loss)
+        params = optax.apply_updates(params, updates)
+        return carry_next | {"params": lift(params), "opt_state": lift(opt_state)}, loss
+
+    def _accumulate(self, params: Any, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+        loss, grads, examples, carry_next = self._value_and_grad(first(params), carry, batch)
+
+        def add(total: Any, g: Any) -> Any:
+            return total + examples.astype(total.dtype) * g[None].astype(total.dtype)
+
+        return carry_next | {"grads": jax.tree.map(add, carry["grads"], grads)}, loss
+
+
+class Outcome(NamedTuple):
+    """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong."""
+
+    carry: dict[str, Any]
+    steps: int
+    wall_ms: float
+    error: Exception | None = None
+
+
+class PaceError(ValueError):
+    """A pace that the computation cannot keep."""
+
+
+class Replica:
+    """One replica of this process: a device, its compiled steps, its clock."""
+
+    def __init__(self, rank: int, device: Device, programs: LocalPrograms, average: str, pace_ms: float | None):
+        self.rank, self.device, self._programs = rank, device, programs
+        self._average, self._pace_ms = average, pace_ms
+        self._executables: dict[Any, Any] = {}
+        self.compilations = 0
+
+    def begin(self, local: Local, index: int) -> dict[str, Any]:
+        return self._programs.begin(local, np.uint32(index % 2**32))
+
+    def _constants(self, local: Local) -> Any:
+        return local.params if self._average == "gradients" else None
+
+    def _executable(self, local: Local, carry: dict[str, Any], batch: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(batch)
+        key = (treedef, *((x.shape, x.dtype) for x in leaves))
+        if key not in self._executables:
+            batch_size(batch)  # refuses ragged batches by name before XLA sees them
+            lowered = self._programs.step.lower(self._constants(local), carry, batch)
+            self._executables[key] = lowered.compile()
+            self.compilations += 1
+        return self._executables[key]
+
+    def prepare(self, local: Local, batch: Any) -> None:
+        """Compile for this batch's shapes and run on a scratch copy until caches are warm; check the pace.
+
+        Raises:
+          PaceError: the step takes longer than the pace.
+        """
+        batch = jax.device_put(batch, self.device)
+        carry = self.begin(local, 0)
+        before = self.compilations
+        step = self._executable(local, carry, batch)
+        if self.compilations == before:
+            return
+        fastest = float("inf")
+        for _ in range(3 if self._pace_ms else 1):
+            start = time.perf_counter()
+            carry, loss = step(self._constants(local), carry, batch)
+            loss.block_until_ready()
+            fastest = min(fastest, (time.perf_counter() - start) * 1e3)
+        if self._pace_ms and fastest > self._pace_ms:
+            enough = np.ceil(1.3 * fastest)
+            raise PaceError(
+                f"pace of rank {self.rank} is {self._pace_ms:g} ms, but a step takes {fastest:.1f} ms; "
+                f"give it at least {enough:g} ms, e.g. pace_ms={enough:g}, or make the model or the batch smaller"
+            )
+
+    def run(self, local: Local, feed: Iterable[Any], index: int) -> Outcome:
+        """Take one step on each batch of ``feed``; never raises, so that a failing replica still meets the others."""
+        carry = self.begin(local, index)
+        constants = self._constants(local)
+        losses: deque[Any] = deque()
+        steps = 0
+        start = due = time.perf_counter()
+        try:
+            for host_batch in feed:
+                batch = jax.device_put(host_batch, self.device)
+                before, clock = self.compilations, time.perf_counter()
+                step = self._executable(local, carry, batch)
+                if self.compilations != before:
+                    start += time.perf_counter() - clock  # no compilation is ever timed
+                carry, loss = step(constants, carry, batch)
+                steps += 1
+                if self._pace_ms:
+                    loss.block_until_ready()
+                    due = max(due + self._pace_ms / 1e3, time.perf_counter())
+                    time.sleep(max(0.0, due - time.perf_counter()))
+                losses.append(loss)
+                if len(losses) > _IN_FLIGHT:
+                    losses.popleft().block_until_ready()
+            jax.block_until_ready(carry)
+        except Exception as error:
+            return self.idle(local)._replace(error=error)
+        return Outcome(carry, steps, (time.perf_counter() - start) * 1e3 if steps else 0.0)
+
+    def idle(self, local: Local) -> Outcome:
+        """The outcome of taking no step."""
+        return Outcome(self.begin(local, 0), 0, 0.0)

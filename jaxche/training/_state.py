@@ -1,0 +1,121 @@
+"""What a trainer carries from round to round, and what it tells about a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.training._replica import Local
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """All replicas between two rounds. A value: a round returns the next one and leaves this one valid.
+
+    ``params``, ``opt_state`` and ``model_state`` are the pmapped-replica view: every leaf ``[R, ...]``, one row per
+    replica, sharded ``P("replica")``, assembled without a copy when asked for. Right after a merge all rows of
+    ``params`` are equal; the rows of ``opt_state`` are each replica's own.
+
+    Attributes:
+      locals: the rows that live in this process.
+      che: the cadence, or None when nothing is measured (one replica, or policy ``sync``).
+      correction: divergence correction (policy ``async``).
+      round: number of rounds done.
+      epoch: epoch of the next batch.
+      cursor: index of the next batch in its epoch. ``(epoch, cursor, seed)`` is the whole place in the data.
+      sync_ms: what the last merge cost this process, beyond waiting.
+    """
+
+    locals: tuple[Local, ...]
+    che: ElChe | None
+    correction: DivergenceCorrection
+    round: int = 0
+    epoch: int = 0
+    cursor: int = 0
+    sync_ms: float = 0.0
+    _stack: Callable[[Any], Any] = field(default=lambda trees: trees, repr=False, compare=False)
+
+    @property
+    def params(self) -> Any:
+        return self._stack([local.params for local in self.locals])
+
+    @property
+    def opt_state(self) -> Any:
+        return self._stack([local.opt_state for local in self.locals])
+
+    @property
+    def model_state(self) -> Any:
+        return self._stack([local.model_state for local in self.locals])
+
+    @property
+    def outer_state(self) -> Any:
+        return self._stack([local.outer_state for local in self.locals])
+
+    def __repr__(self) -> str:
+        count = sum(x.size for x in jax.tree.leaves(self.locals[0].params))
+        place = f"round={self.round}, epoch={self.epoch}, cursor={self.cursor}"
+        return f"ReplicaState({place}, parameters={count:,}, local_replicas={len(self.locals)}, che={self.che})"
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """One round, as every host saw it.
+
+    Attributes:
+      round: its number, from 0.
+      epoch: epoch of its first batch.
+      cursor: index of its first batch in that epoch.
+      counts: local steps per replica.
+      weights: merge weight per replica (share of the examples when gradients are averaged).
+      wall_ms: time each replica took for its steps.
+      sync_ms: cost of the merge beyond waiting for the slowest.
+      loss: mean loss over the round's examples.
+      metrics: means of the loss function's metrics over the round's examples.
+      drift: weighted root-mean-square distance of the replicas from their mean, relative to the mean's norm.
+      drift_dir: the same relative to the merged progress: 0 when all moved alike.
+      losses: mean loss per replica (nan for one without steps).
+      examples: examples trained on.
+      anchor: the cadence's anchor in this round (0 without one).
+      verdict: what the divergence guard said: calm, suppress or nudge.
+      last: whether some replica asked to stop after this round.
+    """
+
+    round: int
+    epoch: int
+    cursor: int
+    counts: tuple[int, ...]
+    weights: tuple[float, ...]
+    wall_ms: tuple[float, ...]
+    sync_ms: float
+    loss: float
+    metrics: dict[str, float]
+    drift: float
+    drift_dir: float
+    losses: tuple[float, ...]
+    examples: int
+    anchor: int
+    verdict: str
+    last: bool = False
+
+    @property
+    def period_ms(self) -> float:
+        """Length of the round: the slowest replica's steps and the merge."""
+        return max(self.wall_ms) + self.sync_ms
+
+    @property
+    def wait_ms(self) -> tuple[float, ...]:
+        """Time each replica waited for the slowest."""
+        return tuple(max(self.wall_ms) - wall for wall in self.wall_ms)
+
+    @property
+    def efficiency(self) -> float:
+        r"""Share of the replicas' summed speed that the round used: :math:`\sum n_i / [(\max t_i n_i + C) \sum v]`.
+
+        Speeds are the round's own; a benchmark must measure them free-running instead.
+        """
+        speed = sum(n / wall for n, wall in zip(self.counts, self.wall_ms, strict=True) if wall > 0)
+        return sum(self.counts) / (self.period_ms * speed) if speed and self.period_ms else 1.0

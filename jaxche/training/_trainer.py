@@ -1,0 +1,293 @@
+"""The trainer: plan a round, run it, merge it, learn from it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxche.averaging import MERGE_RULES, merge_weights
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
+from jaxche.training._checks import check_params, checked_devices, checked_length, checked_paces, one_of
+from jaxche.training._engine import Engine
+from jaxche.training._fit import fit
+from jaxche.training._history import History
+from jaxche.training._learn import learn
+from jaxche.training._loss import as_loss
+from jaxche.training._replica import Device
+from jaxche.training._state import ReplicaState, RoundInfo
+from jaxche.training._table import Table, host_row
+
+# Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
+_SOLO_ROUND = 50
+
+
+class Trainer:
+    r"""Trains one model on replicas of different speeds.
+
+    .. math:: x' = x_0 - \alpha \sum_i w_i (x_0 - x_i)
+
+    In a round every replica takes its own number of local steps, dispatched without waiting for anybody; then all
+    meet in one weighted ``psum`` that carries the parameters and, with them, times, counts and losses. From these
+    each host derives the same next plan. With one replica it is a plain training loop.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch) -> loss`` or ``(loss, metrics)``, the loss a mean over the batch, metrics a
+        dict of scalars. It gets ``rng=`` (a key of its own for every batch) and ``model_state=`` if it names them;
+        with the latter it returns ``(loss, (metrics, new_model_state))``.
+      tx: any ``optax.GradientTransformation``. Each replica has its own state of it.
+      policy: when replicas meet, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch,
+        ``"cadence"`` when the slowest has done ``anchor`` batches, ``"async"`` the same with divergence correction
+        and without stopping at the end of an epoch.
+      che: the cadence; by default one whose anchor is the smallest that keeps the merge below 2 % of the time.
+      average: ``"parameters"`` (local SGD) or ``"gradients"`` (replicas accumulate the gradients of their batches
+        and make one identical update, equal to one device on the joined batch). By default gradients under
+        ``sync`` and parameters otherwise.
+      merge: weights of parameters, see :func:`~jaxche.merge_weights`: ``"steps"``, ``"batch"`` or ``"fednova"``.
+      opt_state: what a merge does with each replica's optimizer state: ``"local"`` leaves it, ``"average"`` takes
+        the weighted mean of its float leaves, ``"reset"`` starts anew.
+      outer: optax transform on the pseudo-gradient of the merge; None averages.
+      replicas: the devices of all processes, one replica each; default ``jax.devices()``.
+      seed: seed of ``rng=``.
+      pace_ms: for experiments on equal devices: pad every local step to this wall time in ms, one number or one
+        per replica. ``jaxche launch --pace`` sets it through the variable ``JAXCHE_PACE_MS``.
+
+    Raises:
+      ValueError: an argument that cannot work, with the line to write instead.
+
+    References:
+      flodl (ElChe). Stich, *Local SGD converges fast and communicates little*, ICLR 2019.
+
+    Example:
+      >>> import jaxche, jax.numpy as jnp, numpy as np, optax
+      >>> rng = np.random.default_rng(0)
+      >>> x = rng.normal(size=(64, 3)).astype(np.float32)
+      >>> data = jaxche.Batches({"x": x, "y": x @ np.array([1.0, -2.0, 0.5], np.float32)}, batch_size=8)
+      >>> trainer = jaxche.Trainer(lambda w, b: jnp.mean((b["x"] @ w - b["y"]) ** 2), optax.sgd(0.1))
+      >>> state = trainer.init(jnp.zeros(3))
+      >>> state, history = trainer.fit(state, data, epochs=20, progress=False)
+      >>> np.round(trainer.params(state), 2).tolist()
+      [1.0, -2.0, 0.5]
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        policy: ApplyPolicy | str = ApplyPolicy.CADENCE,
+        che: ElChe | None = None,
+        average: str | None = None,
+        merge: str = "steps",
+        opt_state: str = "local",
+        outer: optax.GradientTransformation | None = None,
+        replicas: Sequence[Device] | None = None,
+        seed: int = 0,
+        pace_ms: float | Sequence[float] | None = None,
+    ):
+        self.policy = ApplyPolicy(policy)
+        average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
+        one_of("average", average, ("parameters", "gradients"))
+        one_of("merge", merge, MERGE_RULES)
+        one_of("opt_state", opt_state, ("local", "average", "reset"))
+        for name, transform in (("tx", tx), ("outer", outer)):
+            if transform is not None and not (hasattr(transform, "init") and hasattr(transform, "update")):
+                raise ValueError(
+                    f"{name}={transform!r} is not an optax transformation; write e.g. {name}=optax.sgd(0.1)"
+                )
+        if average == "gradients" and (opt_state != "local" or outer is not None or merge != "steps"):
+            raise ValueError(
+                "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
+                "nothing to act on; leave them out or write average='parameters'"
+            )
+        devices = checked_devices(replicas)
+        self.world_size = len(devices)
+        if che is not None and che.world_size != self.world_size:
+            raise ValueError(
+                f"che is for world_size={che.world_size}, but there are {self.world_size} replicas; "
+                f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
+            )
+        if self.world_size > 1:
+            che = che or ElChe(world_size=self.world_size, anchor=2, overhead_target=0.02, tuner="steady")
+        else:
+            average = "parameters"  # a plain training loop: one update a batch
+        self.average, self.merge, self.outer = average, merge, outer
+        self._che = che
+        paces = checked_paces(pace_ms, self.world_size)
+        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, devices, seed, paces)
+        self._fingerprint = {
+            "policy": self.policy.value,
+            "average": average,
+            "merge": merge,
+            "opt_state": opt_state,
+            "seed": str(seed),
+            "che": hashlib.sha256(repr(che and che.to_dict()).encode()).hexdigest()[:12],
+        }
+        self._stop = False
+        self.last_good_state: ReplicaState | None = None
+
+    def init(self, params: Any, model_state: Any = None) -> ReplicaState:
+        """Put one set of parameters on every replica.
+
+        Args:
+          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``. Every process passes the same.
+          model_state: pytree of what the loss changes besides parameters, e.g. batch statistics.
+
+        Returns:
+          The state before the first round.
+
+        Raises:
+          ValueError: no arrays, or a leaf that is not float.
+        """
+        check_params(params)
+        locals_ = self._engine.place(params, model_state)
+        return ReplicaState(locals_, self._che, DivergenceCorrection(), _stack=self._engine.stack)
+
+    def params(self, state: ReplicaState) -> Any:
+        """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
+        return _first_row(state.locals[0].params)
+
+    def model_state(self, state: ReplicaState) -> Any:
+        """The merged model state, one plain pytree."""
+        return _first_row(state.locals[0].model_state)
+
+    def round(
+        self, state: ReplicaState, data: Any, counts: Sequence[int] | None = None
+    ) -> tuple[ReplicaState, RoundInfo]:
+        """One round: everybody's local steps, one merge.
+
+        The state passed in stays valid. In a run of many processes all of them must call this together.
+
+        Args:
+          state: from :meth:`init` or an earlier round.
+          data: ``len(data)`` batches, ``data[i]`` a pytree of arrays with a leading batch axis; if it has
+            ``.epoch(e)``, that sequence is used for epoch ``e``.
+          counts: local steps per replica, instead of the cadence's: replays a recorded round.
+
+        Returns:
+          ``(state, info)``.
+
+        Raises:
+          ValueError: data, loss, pace or counts that cannot work.
+          NonFiniteLossError: a loss became NaN; its ``state`` is the one passed in.
+          RankError: another process failed.
+          PlanMismatchError: hosts planned different rounds.
+        """
+        return self._round(state, data, counts)
+
+    def fit(self, state: ReplicaState, data: Any, epochs: int = 1, **options: Any) -> tuple[ReplicaState, History]:
+        """Train for some epochs; see :func:`jaxche.training.fit` for the options.
+
+        Args:
+          state: from :meth:`init` or an earlier fit.
+          data: as for :meth:`round`.
+          epochs: how many more epochs.
+          **options: ``callbacks``, ``progress``, ``dry_run``.
+
+        Returns:
+          ``(state, history)``.
+        """
+        return fit(self, state, data, epochs, **options)
+
+    def request_stop(self) -> None:
+        """Ask all processes to stop together: the next round's merge tells them."""
+        self._stop = True
+
+    def measure_rates(self, state: ReplicaState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
+        """Batches per second of every replica, all running at once and nobody waiting: the bound of any cadence.
+
+        Args:
+          state: where to run from; it is not changed.
+          data: as for :meth:`round`.
+          seconds: how long to run.
+
+        Returns:
+          One rate per replica, in batches a second.
+        """
+        plan = self._plan(state, checked_length(data))
+        self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
+        return tuple(self._engine.free_run(state.locals, data, seconds))
+
+    @property
+    def compilations(self) -> int:
+        """Step programs compiled so far in this process; changing counts never adds one."""
+        return self._engine.compilations
+
+    def _plan(
+        self, state: ReplicaState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
+    ) -> RoundPlan:
+        if counts is not None:
+            return self._forced_plan(state, size, counts)
+        if state.che is None:
+            counts = (_SOLO_ROUND,)
+        else:
+            counts = (1,) * self.world_size if self.policy is ApplyPolicy.SYNC else state.che.batch_counts
+        return plan_round(
+            counts,
+            round=state.round,
+            epoch=state.epoch,
+            cursor=state.cursor,
+            epoch_size=size,
+            max_batch_diff=state.che.max_batch_diff if state.che else None,
+            crosses_epochs=self.policy is ApplyPolicy.ASYNC,
+            last_epoch=last_epoch,
+        )
+
+    def _forced_plan(self, state: ReplicaState, size: int, counts: Sequence[int]) -> RoundPlan:
+        """A plan as recorded, cut only where the epoch ends."""
+        if len(counts) != self.world_size or sum(counts) < 1:
+            raise ValueError(
+                f"counts={tuple(counts)} has {len(counts)} entries for {self.world_size} replicas; "
+                "give each its number of steps, at least one in all"
+            )
+        left = sum(counts) if self.policy is ApplyPolicy.ASYNC else size - state.cursor
+        return RoundPlan(state.round, state.epoch, state.cursor, clamp_counts(counts, left), size)
+
+    def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]
+        return self._fingerprint | {
+            "jax": jax.__version__,
+            "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
+            "batches": str(plan.epoch_size),
+        }
+
+    def _round(
+        self,
+        state: ReplicaState,
+        data: Any,
+        counts: Sequence[int] | None = None,
+        last_epoch: int | None = None,
+        ahead: bool = False,
+    ) -> tuple[ReplicaState, RoundInfo]:
+        plan = self._plan(state, checked_length(data), counts, last_epoch)
+        self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
+        clock = time.perf_counter()
+        outcomes = self._engine.run(state.locals, data, plan)
+        epoch, cursor = plan.end
+        if ahead and (last_epoch is None or epoch < last_epoch):
+            expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
+            self._engine.anticipate(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
+        _, alpha = merge_weights(self.merge, plan.counts)
+        rows = np.array(
+            [
+                host_row(plan, rank, outcome, state.sync_ms, self._stop)
+                for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
+            ]
+        )
+        self._stop = False
+        merged = self._engine.merge(state.locals, outcomes, rows, alpha)
+        elapsed_ms = (time.perf_counter() - clock) * 1e3
+        table = Table(merged.table, self._engine.metrics)
+        table.refuse_bad(state, plan, self._engine.ranks, outcomes)
+        # Replicas start a round together, so what the slowest did not take was the merge.
+        sync_ms = max(0.0, elapsed_ms - max(table.wall_ms)) if self.world_size > 1 else 0.0
+        rule = self.merge if self.average == "parameters" else None
+        return learn(state, plan, merged, table, self.policy, rule, sync_ms)
+
+
+_first_row = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))

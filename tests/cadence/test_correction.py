@@ -1,0 +1,156 @@
+"""Divergence correction: holds the anchor down, really nudges, and lets it recover, with either tuner."""
+
+import dataclasses
+
+import pytest
+
+from jaxche.cadence import DivergenceCorrection, ElChe, GrowthGuard, TrendGuard, Verdict, VirtualFleet
+
+TUNERS = ("seed", "steady")
+CALM, SUPPRESS, NUDGE = Verdict.CALM, Verdict.SUPPRESS, Verdict.NUDGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A guard that reads its verdicts from a list, calm after its end."""
+
+    left: tuple[Verdict, ...] = ()
+
+    def observe(self, drift, k_max):
+        verdict, *left = self.left or (CALM,)
+        return Script(tuple(left)), verdict
+
+
+def drive(fleet, che, correction, rounds, drift=lambda k, counts: 0.01):
+    """Rounds of the fleet under the correction: all cadences, the last correction, all verdicts."""
+    cadences, verdicts = [che], []
+    for k in range(rounds):
+        wall, sync = fleet.timings(che.batch_counts, k)
+        after = che.report_timing(wall, che.batch_counts, sync)
+        correction, che, verdict = correction.apply(che, after, drift(k, che.batch_counts))
+        if correction.ceiling is not None:
+            assert che.anchor <= correction.ceiling
+            # The dead zone of the seed tuner lets counts trail an anchor that it lowers by itself.
+            assert 0.9 * min(che.batch_counts) <= correction.ceiling
+        cadences.append(che)
+        verdicts.append(verdict)
+    return cadences, correction, verdicts
+
+
+FLEET = VirtualFleet([10.0, 20.0], sync_ms=40.0)
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_suppress_stops_growth(tuner):
+    che = ElChe(2, 10, tuner=tuner)
+    free, _, _ = drive(FLEET, che, DivergenceCorrection(Script()), 5)
+    assert free[-1].anchor > 10
+    held, correction, _ = drive(FLEET, che, DivergenceCorrection(Script((SUPPRESS,) * 5)), 5)
+    assert [c.anchor for c in held] == [10] * 6
+    assert held[-1].batch_counts == (20, 10)
+    assert correction.ceiling == 10
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_suppress_does_not_stop_shrinking(tuner):
+    fleet = VirtualFleet([10.0, 20.0], sync_ms=1.0)
+    grown = ElChe(2, 5, tuner=tuner)
+    for k in range(2):
+        grown = grown.report_timing(FLEET.timings(grown.batch_counts, k)[0], grown.batch_counts, 40)
+    assert grown.anchor == 20
+    held, _, _ = drive(fleet, grown, DivergenceCorrection(Script((SUPPRESS,) * 12)), 12)
+    assert held[-1].anchor < 15
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_nudge_shrinks_and_calm_reports_let_it_recover(tuner):
+    clean, _, _ = drive(FLEET, ElChe(2, 10, tuner=tuner), DivergenceCorrection(Script()), 10)
+    settled = clean[-1]
+    assert settled.anchor == 20
+    script = Script((NUDGE, SUPPRESS, NUDGE))
+    cadences, correction, _ = drive(FLEET, settled, DivergenceCorrection(script), 40)
+    anchors = [c.anchor for c in cadences]
+    assert anchors[1:8] == [10, 10, 5, 5, 5, 5, 5]
+    assert cadences[3].batch_counts == (10, 5)
+    # Five calm reports, then a quarter more each: 6, 7, 8, 10, 12, 15, 18 and the tuner's own choice.
+    assert anchors[8:16] == [6, 7, 8, 10, 12, 15, 18, 20]
+    assert cadences[-1].batch_counts == settled.batch_counts
+    assert correction.ceiling is None
+
+
+def test_seed_comes_back_to_its_start_without_overhead_to_drive_it():
+    # Overhead stays between half the target and the target all the way: the seed alone would stay at 5 for ever.
+    fleet = VirtualFleet([10.0, 20.0], sync_ms=15.0)
+    che = ElChe(2, 10, overhead_target=0.2).report_timing([100, 200], [10, 10], 15)
+    nudged = che.nudge_anchor_down(0.5)
+    assert nudged.report_timing([100, 100], (10, 5), 15).anchor == 5
+    cadences, correction, _ = drive(fleet, che, DivergenceCorrection(Script((NUDGE,))), 20)
+    assert cadences[1].anchor == 5
+    assert [c.anchor for c in cadences[5:12]] == [5, 6, 7, 8, 9, 10, 10]
+    assert cadences[-1].batch_counts == (20, 10)
+    assert correction.ceiling is None
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_a_nudge_moves_counts_that_the_tuner_would_leave(tuner):
+    che = ElChe(2, 10, tuner=tuner, max_batch_diff=0).report_timing([100, 100], [10, 10], 0)
+    _, che, _ = DivergenceCorrection(Script((NUDGE,))).apply(che, che, 1.0)
+    assert che.batch_counts == (5, 5)
+    fine = DivergenceCorrection(Script((NUDGE,)), factor=0.95)
+    _, che, _ = fine.apply(*[ElChe(2, 20, tuner=tuner).report_timing([200, 200], [20, 20], 0)] * 2, 1.0)
+    assert che.batch_counts == (19, 19)
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_scripted_drift_through_the_growth_guard(tuner):
+    def drift(k, counts):
+        # Grows e-fold every 20 steps for ten rounds, then stays.
+        return 1e-3 * 2.0 ** min(k, 10)
+
+    cadences, correction, verdicts = drive(FLEET, ElChe(2, 10, tuner=tuner), DivergenceCorrection(), 80, drift)
+    assert verdicts[3] is NUDGE
+    assert min(c.anchor for c in cadences) <= 5
+    assert verdicts[-20:] == [CALM] * 20
+    assert cadences[-1].anchor == 20
+    assert correction.ceiling is None
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_drift_that_follows_the_round_length_settles(tuner):
+    def drift(k, counts):
+        # Replicas forget each other over 12 steps: longer rounds drift apart exponentially, shorter ones do not.
+        return 0.01 * 1.2 ** max(0, max(counts) - 12) * 1.05 ** min(k, 30)
+
+    cadences, _, verdicts = drive(FLEET, ElChe(2, 4, tuner=tuner), DivergenceCorrection(), 120, drift)
+    assert NUDGE in verdicts
+    assert min(c.anchor for c in cadences) >= 1
+    # Once the drift stops growing the cadence of the clean run comes back.
+    assert cadences[-1].anchor == 20
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_calm_changes_nothing(tuner):
+    che = ElChe(2, 10, tuner=tuner)
+    free = [che]
+    for k in range(12):
+        wall, sync = FLEET.timings(free[-1].batch_counts, k)
+        free.append(free[-1].report_timing(wall, free[-1].batch_counts, sync))
+    for guard in (GrowthGuard(), TrendGuard()):
+        cadences, correction, _ = drive(FLEET, che, DivergenceCorrection(guard), 12)
+        assert cadences == free
+        assert correction.ceiling is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [({"patience": 0}, "patience=0"), ({"factor": 0.0}, "factor=0.0"), ({"factor": 2.0}, "factor=2.0"),
+     ({"ceiling": 0}, "ceiling=0")],
+)  # fmt: skip
+def test_refused(knobs, said):
+    with pytest.raises(ValueError, match=said):
+        DivergenceCorrection(**knobs)
+
+
+def test_bad_drift_is_refused():
+    with pytest.raises(ValueError, match="drift=nan"):
+        DivergenceCorrection().apply(ElChe(), ElChe(), float("nan"))

@@ -1,0 +1,130 @@
+"""The virtual fleet: its arithmetic against plain sums, and its picture."""
+
+import builtins
+import math
+
+import numpy as np
+import pytest
+
+from jaxche.cadence import ElChe, Slowdown, VirtualFleet
+
+
+def test_a_round_by_hand():
+    run = VirtualFleet([10, 20], sync_ms=5).run(ElChe(2, 10), 1)
+    assert run.counts.tolist() == [[10, 10]]
+    assert run.wall_ms.tolist() == [[100, 200]]
+    assert run.wait_ms.tolist() == [[100, 0]]
+    assert run.round_ms.tolist() == [205]
+    assert run.efficiency == pytest.approx(20 / (205 * 0.15))
+    assert run.equal_batch_efficiency == pytest.approx(2 / (25 * 0.15))
+    assert run.equal_batch_limit == pytest.approx(2 / (20 * 0.15))
+
+
+def test_published_share_of_equal_batches():
+    # 2.5 : 1 wastes 43 % on the fast device.
+    assert VirtualFleet([20, 50]).run(ElChe(2), 3).equal_batch_limit == pytest.approx(0.571, abs=1e-3)
+
+
+def test_efficiency_is_the_slow_sum_over_rounds():
+    fleet = VirtualFleet([20, 30, 50], jitter=0.1, sync_ms=4, slowdown=Slowdown(1, 5, 2.0), seed=3)
+    run = fleet.run(ElChe(3, tuner="steady"), 12)
+    done = could = 0.0
+    for k in range(12):
+        speeds = [20, 60 if k >= 5 else 30, 50]
+        done += sum(run.counts[k])
+        could += (max(run.wall_ms[k]) + run.sync_ms[k]) * sum(1 / t for t in speeds)
+    assert run.efficiency == pytest.approx(done / could)
+    assert np.all(run.round_efficiency > 0)
+
+
+def test_the_same_seed_gives_the_same_run_whatever_is_tuned():
+    fleet = VirtualFleet([20, 50], jitter=0.15, seed=1)
+    one, two = fleet.run(ElChe(2), 9), fleet.run(ElChe(2, tuner="steady"), 9)
+    np.testing.assert_allclose(one.wall_ms / one.counts, two.wall_ms / two.counts)
+    assert fleet == VirtualFleet(np.array([20, 50]), jitter=0.15, seed=1)
+    assert fleet.timings((1, 1), 4)[1] != VirtualFleet([20, 50], jitter=0.15, seed=2).timings((1, 1), 4)[1]
+
+
+def test_compilation_is_in_the_first_round_only():
+    fleet = VirtualFleet([10, 23], sync_ms=45, first_report_ms=[2500, 2500], first_sync_ms=770)
+    wall, sync = fleet.timings((10, 10), 0)
+    assert (wall.tolist(), sync) == ([2600, 2730], 815)
+    wall, sync = fleet.timings((10, 10), 1)
+    assert (wall.tolist(), sync) == ([100, 230], 45)
+    assert fleet.run(ElChe(2), 100).counts[-1].tolist() == [65, 30]
+    assert fleet.run(ElChe(2, tuner="steady"), 100).counts[-1].tolist() == [46, 20]
+
+
+def test_rounds_are_planned_under_the_lead_limit():
+    run = VirtualFleet([10, 50]).run(ElChe(2, max_batch_diff=4), 20)
+    assert np.all(run.counts[:, 0] <= run.counts[:, 1] + 4)
+
+
+@pytest.mark.parametrize("target", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize("speeds", [[20, 50], [20, 20, 40, 80], np.linspace(20, 80, 64)])
+def test_steady_keeps_its_promise(speeds, target):
+    run = VirtualFleet(speeds, sync_ms=2).run(ElChe(len(speeds), tuner="steady", overhead_target=target), 5)
+    assert run.round_efficiency[2:].min() >= 1 / (1 + target) - 1e-9
+
+
+def test_ten_thousand_ranks():
+    run = VirtualFleet(np.linspace(20, 80, 10_000), jitter=0.02).run(ElChe(10_000, tuner="steady"), 5)
+    assert run.counts.shape == (5, 10_000)
+    assert run.efficiency > run.equal_batch_limit
+    assert len(run.table()) < 1500
+
+
+def test_table():
+    text = VirtualFleet([20, 50]).run(ElChe(2), 10).table()
+    assert len(text.splitlines()) <= 12
+    assert "efficiency" in text
+    assert "controller" in text
+
+
+@pytest.mark.parametrize("size", [2, 20])
+def test_plot(size):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure = VirtualFleet(np.linspace(20, 80, size), jitter=0.05).run(ElChe(size), 10).plot()
+    assert figure.axes[-1].get_xlabel() == "round"
+    assert all(axes.get_ylabel() for axes in figure.axes)
+    assert "(ms)" in figure.axes[-1].get_ylabel()
+    figure.canvas.draw()
+    # Closed, so that a notebook shows it once.
+    assert not plt.get_fignums()
+
+
+def test_plot_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    run = VirtualFleet([20, 50]).run(ElChe(2), 2)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"jaxche\[plot\]"):
+        run.plot()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: VirtualFleet([]), "ms_per_batch="),
+        (lambda: VirtualFleet([10, 0]), "ms_per_batch="),
+        (lambda: VirtualFleet([10, math.inf]), "ms_per_batch="),
+        (lambda: VirtualFleet([10, 20], jitter=-0.1), "jitter=-0.1"),
+        (lambda: VirtualFleet([10, 20], sync_ms=-1), "sync_ms=-1"),
+        (lambda: VirtualFleet([10, 20], first_sync_ms=-1), "first_sync_ms=-1"),
+        (lambda: VirtualFleet([10, 20], first_report_ms=[1]), "first_report_ms has 1"),
+        (lambda: VirtualFleet([10, 20], slowdown=Slowdown(2, 0, 2.0)), "slowdown.rank=2"),
+        (lambda: VirtualFleet([10, 20]).run(ElChe(3), 5), "che.world_size=3"),
+        (lambda: VirtualFleet([10, 20]).run(ElChe(2), 0), "rounds=0"),
+    ],
+)
+def test_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -1,0 +1,77 @@
+"""Who started the process: arguments, then `jaxche launch`, then a scheduler, then nobody."""
+
+import pytest
+
+from jaxche.cluster._detect import Found, detect
+
+LAUNCHED = {"JAXCHE_COORDINATOR": "127.0.0.1:1", "JAXCHE_NUM_PROCESSES": "2", "JAXCHE_PROCESS_ID": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+
+
+def test_arguments_come_first_and_the_launcher_before_the_scheduler():
+    everything = LAUNCHED | SLURM | OPEN_MPI
+    assert detect("h:2", 3, 2, everything) == Found("arguments", "h:2", 3, 2)
+    assert detect(None, None, None, everything) == Found("jaxche", "127.0.0.1:1", 2, 1)
+    assert detect(None, None, None, SLURM | OPEN_MPI) == Found("slurm")
+    assert detect(None, None, None, OPEN_MPI) == Found("ompi")
+    assert detect(None, None, None, {}) == Found("none", None, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        SLURM | {"SLURM_NTASKS": "1"},
+        {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},  # inside sbatch
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a notebook in a pod
+    ],
+)
+def test_one_process_under_a_scheduler_is_on_its_own(environ):
+    assert detect(None, None, None, environ) == Found("none", None, 1, 0)
+
+
+def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install kubernetes.*JAXCHE_COORDINATOR="):
+        detect(None, None, None, KUBERNETES)
+    assert detect(None, None, None, KUBERNETES | LAUNCHED).launcher == "jaxche"
+    assert detect(None, None, None, KUBERNETES | {"JAXCHE_NUM_PROCESSES": "1"}).num_processes == 1
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert detect(None, None, None, KUBERNETES) == Found("k8s")
+
+
+def test_open_mpi_without_an_address_is_refused_rather_than_trained_twice():
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK"):
+        detect(None, None, None, {"OMPI_COMM_WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, 2, None), r"num_processes=2 without coordinator_address and process_id"),
+        (("h:1", None, 0), r"without num_processes.*Write: jaxche.initialize\("),
+        (("h:1", 0, 0), "num_processes=0"),
+        (("h:1", 2, 2), "process_id=2 must be one of 0 to 1"),
+        (("h:1", 2, -1), "process_id=-1"),
+        (("h", 2, 0), "coordinator_address='h' must be 'host:port'"),
+        (("h:99999", 2, 0), "host:port"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        detect(*arguments, {})
+
+
+def test_wrong_variables_are_named():
+    with pytest.raises(ValueError, match="JAXCHE_NUM_PROCESSES='two'"):
+        detect(None, None, None, LAUNCHED | {"JAXCHE_NUM_PROCESSES": "two"})
+    with pytest.raises(ValueError, match="without JAXCHE_NUM_PROCESSES and JAXCHE_PROCESS_ID"):
+        detect(None, None, None, {"JAXCHE_COORDINATOR": "h:1"})

@@ -1,0 +1,80 @@
+"""What launch() and `jaxche launch` refuse, and the command they make. Nothing is started here."""
+
+import argparse
+import sys
+
+import pytest
+
+from jaxche.cli import _launch as cli
+from jaxche.cluster import launch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"processes": 0}, "processes=0"),
+        ({"processes": 2, "pace_ms": [20.0]}, r"pace_ms=\[20.0\] has 1 value\(s\) for processes=2"),
+        ({"processes": 2, "pace_ms": [20.0, -1.0]}, "-1.0 must be positive"),
+        ({"processes": 1, "pace_ms": [float("nan")]}, "positive"),
+        ({"processes": 1, "grace_s": -1.0}, "grace_s=-1.0"),
+        ({"processes": 1, "command": "python train.py"}, "list of words"),
+        ({"processes": 1, "command": []}, "list of words"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        launch(**({"command": ["true"]} | arguments))
+
+
+def test_a_missing_program_is_named():
+    with pytest.raises(ValueError, match=r"no-such-program.*cannot be run.*sys.executable"):
+        launch(["no-such-program"], 1, env={"JAX_PLATFORMS": "cpu"})
+
+
+def _parse(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    return parser.parse_args(["launch", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["-n", "2", __file__, "--lr", "1", "-n", "5"], [sys.executable, __file__, "--lr", "1", "-n", "5"]),
+        (["-n", "2", "--", __file__, "--lr", "1"], [sys.executable, __file__, "--lr", "1"]),
+        (["-n", "2", "-m", "a.b", "--lr", "1"], [sys.executable, "-m", "a.b", "--lr", "1"]),
+        (["-n", "2", "--", "bash", "-c", "true"], ["bash", "-c", "true"]),
+    ],
+)
+def test_the_command_line_becomes_a_command(words, command, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more, command=command) or 7)
+    args = _parse(*words)
+    assert args.run(args) == 7
+    assert seen["command"] == command
+    assert seen["processes"] == 2
+    assert seen["pace_ms"] is None
+
+
+def test_options_reach_the_launch(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more) or 0)
+    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    args = _parse("--pace", "20,50.5", "--only-rank0", "--no-prefix", "--grace", "1", __file__)
+    assert args.run(args) == 0
+    assert seen == {"processes": 2, "pace_ms": [20, 50.5], "prefix": False, "only_rank0": True, "grace_s": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "2"], "nothing to run"),
+        (["-n", "2", "nowhere.py"], "no script 'nowhere.py'"),
+        (["-n", "2", "--pace", "20", __file__], "pace_ms=[20.0] has 1 value(s)"),
+        (["-n", "2", "-m"], "-m has no module"),
+    ],
+)
+def test_a_wrong_command_line_says_so_and_ends_with_2(words, message, capsys):
+    args = _parse(*words)
+    assert args.run(args) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""GPUs, cores and variables of each rank, composed without starting anything."""
+
+import os
+
+import pytest
+
+from jaxche.cluster import count_gpus
+from jaxche.cluster._gpus import gpu_ids, parse_listing
+from jaxche.cluster._placement import Place, pinned, places, rank_environment
+
+LISTING = """\
+GPU 0: NVIDIA A100 80GB PCIe (UUID: GPU-a)
+  MIG 3g.40gb     Device  0: (UUID: MIG-1)
+  MIG 2g.20gb     Device  1: (UUID: MIG-2)
+GPU 1: NVIDIA L4 (UUID: GPU-b)
+"""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_gpus_are_read_from_the_variable_and_else_from_nvidia_smi(monkeypatch):
+    assert gpu_ids({"CUDA_VISIBLE_DEVICES": "2, GPU-x,-1,3"}) == ["2", "GPU-x"]
+    assert gpu_ids(NO_GPU) == []
+    assert parse_listing(LISTING) == ["MIG-1", "MIG-2", "GPU-b"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert count_gpus() == 3
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", "")
+    assert count_gpus() == 0
+
+
+def test_each_rank_gets_a_gpu_and_too_few_are_refused():
+    assert [place.gpu for place in places(2, {"CUDA_VISIBLE_DEVICES": "3,1,0"})] == ["3", "1"]
+    with pytest.raises(ValueError, match=r"processes=3.*1 GPU.*-n 1, or JAX_PLATFORMS=cpu jaxche launch -n 3"):
+        places(3, {"CUDA_VISIBLE_DEVICES": "0"})
+    with pytest.raises(ValueError, match=r"0 GPU\(s\)"):
+        places(1, NO_GPU | {"JAX_PLATFORMS": "cuda"})
+
+
+@pytest.mark.parametrize(
+    "environ", [NO_GPU, NO_GPU | {"JAX_PLATFORMS": "cpu,cuda"}, {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}]
+)
+def test_cores_go_round(environ, monkeypatch):
+    monkeypatch.setattr("jaxche.cluster._placement._cores", lambda: [4, 7])
+    assert [place.core for place in places(3, environ)] == [4, 7, 4]
+
+
+def test_other_devices_are_left_to_jax():
+    place = places(1, {"JAX_PLATFORMS": "tpu"})[0]
+    assert place == Place(platform="tpu")
+    assert "XLA_FLAGS" not in rank_environment({"JAX_PLATFORMS": "tpu"}, 0, 1, "h:1", place)
+
+
+def test_the_variables_of_a_cpu_rank():
+    base = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true", "OMP_NUM_THREADS": "3", "KEPT": "1"}
+    made = rank_environment(base, 1, 2, "127.0.0.1:5", Place(core=0, platform="cpu"), pace_ms=12.5)
+    assert made["JAXCHE_COORDINATOR"] == "127.0.0.1:5"
+    assert (made["JAXCHE_NUM_PROCESSES"], made["JAXCHE_PROCESS_ID"]) == ("2", "1")
+    assert made["JAXCHE_PACE_MS"] == "12.5"
+    assert made["JAX_PLATFORMS"] == "cpu"
+    assert made["PYTHONUNBUFFERED"] == made["OPENBLAS_NUM_THREADS"] == "1"
+    # What the user chose stays.
+    assert made["XLA_FLAGS"] == base["XLA_FLAGS"]
+    assert (made["OMP_NUM_THREADS"], made["KEPT"]) == ("3", "1")
+
+
+def test_the_variables_of_a_gpu_rank():
+    made = rank_environment({}, 0, 1, "127.0.0.1:5", Place(gpu="GPU-a", platform="cuda"))
+    assert made["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+    assert not {"JAXCHE_PACE_MS", "XLA_FLAGS", "OMP_NUM_THREADS", "JAX_PLATFORMS"} & set(made)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin")
+def test_pinning_is_undone():
+    before = os.sched_getaffinity(0)
+    core = max(before)
+
+    def fail():
+        with pinned(core):
+            assert os.sched_getaffinity(0) == {core}
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert os.sched_getaffinity(0) == before

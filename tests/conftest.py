@@ -1,0 +1,24 @@
+"""Fake devices, made once for all tests: they prove correctness, never speed."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+DEVICES = 8
+_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
+
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+# The compiled programs of one run serve the next. Child processes of a test find the same cache.
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+
+
+@pytest.fixture(scope="session")
+def devices():
+    """The fake devices."""
+    return jax.devices()

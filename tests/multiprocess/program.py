@@ -1,0 +1,129 @@
+"""What each process of test_training does; run by ``jaxche launch``. Prints one JSON line per experiment."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxche
+
+
+class Problem:
+    """The same in every process, and in the test."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(100, 5)).astype(np.float32)
+        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
+        self.data = jaxche.Batches({"x": x, "y": y}, batch_size=8, seed=3)
+        self.params = {"w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3, "b": np.zeros(2, np.float32)}
+        self.model_state = {"mean": np.zeros(2, np.float32), "var": np.ones(2, np.float32)}
+
+    @staticmethod
+    def loss(params, batch, rng, model_state):
+        out = batch["x"] @ params["w"] + params["b"]
+        keep = jax.random.bernoulli(rng, 0.8, out.shape)
+        error = jnp.tanh(out * keep) - batch["y"]
+        state = {
+            "mean": 0.9 * model_state["mean"] + 0.1 * out.mean(0),
+            "var": 0.9 * model_state["var"] + 0.1 * out.var(0),
+        }
+        return jnp.mean(error**2), ({"mae": jnp.mean(jnp.abs(error))}, state)
+
+
+COUNTS = [(3, 5), (1, 3), (1, 0), (2, 4), (0, 3)]
+CONFIGURATIONS = {
+    "parameters": {"merge": "steps"},
+    "averaged moments": {"merge": "fednova", "opt_state": "average"},
+    "outer": {"merge": "batch", "outer": optax.sgd(0.7, momentum=0.9)},
+    "gradients": {"average": "gradients"},
+}
+
+
+def train(problem, **arguments):
+    """The recorded rounds under one configuration: merged trees as lists, and what each round told."""
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), **arguments)
+    state = trainer.init(problem.params, problem.model_state)
+    told = []
+    for counts in COUNTS:
+        state, info = trainer.round(state, problem.data, counts=counts)
+        told.append([info.counts, info.weights, info.loss, info.metrics["mae"], info.drift, info.losses, info.epoch])
+    trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
+    return {"trees": jax.tree.map(np.ndarray.tolist, trees), "told": told}
+
+
+def name_of_error(action):
+    try:
+        action()
+    except Exception as error:
+        return [type(error).__name__, str(error).splitlines()[0]]
+    return None
+
+
+class Torn:
+    """Data that only rank 1 cannot read."""
+
+    def __init__(self, data, at):
+        self._data, self._at = data, at
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, i):
+        if i in self._at and jax.process_index() == 1:
+            raise OSError("disk on fire")
+        return self._data[i]
+
+
+def faults(problem):
+    """Everything that goes wrong on one rank, one after the other, in processes that go on living."""
+    rank = jax.process_index()
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05))
+    state = trainer.init(problem.params, problem.model_state)
+    seen = {"torn": name_of_error(lambda: trainer.round(state, Torn(problem.data, [5]), counts=(4, 4)))}
+    nan = [jax.tree.map(lambda x, i=i: x * np.float32(np.nan if i == 6 else 1), problem.data[i]) for i in range(12)]
+    seen["nan"] = name_of_error(lambda: trainer.round(state, nan, counts=(4, 4)))
+    seen["plan"] = name_of_error(lambda: trainer.round(state, problem.data, counts=(4, 4 + rank)))
+    state, info = trainer.round(state, problem.data, counts=(4, 4))
+    seen["after"] = [info.round, bool(np.isfinite(info.loss))]
+
+    other = jaxche.Trainer(problem.loss, optax.adam(0.05), seed=rank)
+    seen["seed"] = name_of_error(lambda: other.round(state, problem.data))
+    loss = problem.loss if rank == 0 else lambda params, batch: params["w"]
+    other = jaxche.Trainer(loss, optax.adam(0.05))
+    seen["loss"] = name_of_error(lambda: other.round(state, problem.data))
+    paced = jaxche.Trainer(problem.loss, optax.adam(0.05), pace_ms=(50, 1e-3))
+    seen["pace"] = name_of_error(lambda: paced.round(state, problem.data))
+
+    # The first process asks to stop; both stop after the same round.
+    trainer = jaxche.Trainer(
+        problem.loss, optax.adam(0.05), che=jaxche.ElChe(2, anchor=1, max_anchor=1, max_batch_diff=0)
+    )
+    state = trainer.init(problem.params, problem.model_state)
+    state, history = trainer.fit(
+        state, problem.data, epochs=9, callbacks=[lambda s, i: rank == 0 and i.round == 2], progress=False
+    )
+    seen["stopped"] = [len(history), state.round, [info.counts for info in history]]
+    return seen
+
+
+def main(what, folder):
+    jaxche.initialize(timeout_s=60)
+    problem = Problem()
+    if what == "results":
+        result = {name: train(problem, **arguments) for name, arguments in CONFIGURATIONS.items()}
+    elif what == "faults":
+        result = faults(problem)
+    else:
+        trainer = jaxche.Trainer(problem.loss, optax.adam(0.05))
+        trainer.fit(trainer.init(problem.params, problem.model_state), Torn(problem.data, range(1, 99)), progress=False)
+        result = None
+    (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

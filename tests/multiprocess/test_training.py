@@ -1,0 +1,82 @@
+"""Training over real processes: the same numbers as one process, the same errors everywhere."""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxche.cluster import launch
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("program.py")
+CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+
+
+def run(what, folder, processes=2, **options):
+    code = launch([sys.executable, str(PROGRAM), what, str(folder)], processes, env=CPU, **options)
+    return code, [json.loads(p.read_text()) for p in sorted(Path(folder).glob("*.json"))]
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("program", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_two_processes_compute_what_one_process_with_two_devices_does(program, tmp_path, devices):
+    code, (zero, one) = run("results", tmp_path)
+    assert code == 0
+    assert zero == one  # every host saw the same rounds and holds the same parameters, bit for bit
+    problem = program.Problem()
+    for name, arguments in program.CONFIGURATIONS.items():
+        here = json.loads(json.dumps(program.train(problem, replicas=devices[:2], **arguments)))
+        flat = [np.concatenate([np.ravel(x) for x in _leaves(r["trees"])]) for r in (zero[name], here)]
+        np.testing.assert_allclose(*flat, rtol=1e-5, atol=1e-6, err_msg=name)
+        told = [np.array(list(_leaves(r["told"])), np.float64) for r in (zero[name], here)]
+        np.testing.assert_allclose(*told, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp_path):
+    code, (zero, one) = run("faults", tmp_path)
+    assert code == 0
+    assert zero["torn"] == ["RankError", "rank 1 failed in round 0 with OSError: disk on fire"]
+    assert one["torn"] == ["OSError", "disk on fire"]
+    assert zero["nan"][0] == one["nan"][0] == "NonFiniteLossError"
+    assert zero["nan"][1].startswith("the loss of rank 1 became nan in round 0")
+    assert zero["plan"][0] == one["plan"][0] == "PlanMismatchError"
+    assert "ranks [1]" in zero["plan"][1]
+    assert zero["after"] == one["after"] == [0, True]
+    assert zero["seed"][0] == one["seed"][0] == "ValueError"
+    assert zero["loss"][0] == "RankError"
+    assert one["loss"][0] == "ValueError"
+    assert zero["pace"][0] == "RankError"
+    assert "PaceError" in zero["pace"][1]
+    assert one["pace"][0] == "PaceError"
+    assert zero["stopped"] == one["stopped"]
+    assert zero["stopped"][0] == 4  # asked in round 2, told in the merge of round 3
+
+
+def test_an_error_nobody_catches_ends_all_processes_with_it(tmp_path, capfd):
+    start = time.monotonic()
+    code, results = run("uncaught", tmp_path, grace_s=2.0)
+    assert code != 0
+    assert results == []
+    assert time.monotonic() - start < 60
+    err = capfd.readouterr().err
+    assert "OSError: disk on fire" in err
+
+
+def _leaves(tree):
+    if isinstance(tree, dict):
+        tree = [tree[key] for key in sorted(tree)]
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _leaves(item)
+    else:
+        yield np.nan if tree is None else tree

@@ -1,0 +1,59 @@
+"""Data flows one way: a module imports only from earlier layers, through their package's ``__init__``."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jaxche
+
+ROOT = Path(jaxche.__file__).parent
+LAYERS = {"cadence": 0, "averaging": 1, "training": 4, "cluster": 5, "cli": 6}
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
+
+
+def imports(path):
+    """(module, names) of every import of jaxche in a file, also those inside functions and TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the layer"
+            if node.module.split(".")[0] == "jaxche":
+                yield node.module, [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names if alias.name.split(".")[0] == "jaxche")
+
+
+def test_every_package_has_a_layer():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == set(LAYERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_to_earlier_layers(path):
+    own = path.relative_to(ROOT).parts[0]
+    for module, names in imports(path):
+        parts = module.split(".")
+        if len(parts) == 1:  # `from jaxche import X`: the front door holds all layers, only the last may use it
+            assert own == "cli", f"{path.name}: import {names} from their own package, not from jaxche"
+            continue
+        if parts[1] == own:
+            continue
+        assert LAYERS[parts[1]] < LAYERS[own], f"{path.name} (layer {LAYERS[own]}) imports {module}"
+        assert len(parts) == 2, f"{path.name} reaches into {module}; import from jaxche.{parts[1]}"
+
+
+def test_the_first_layer_knows_no_jax():
+    for path in (ROOT / "cadence").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] in ("jax", "jaxlib", "flax", "optax") for name in names), path
+
+
+def test_the_front_door_holds_names_only():
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf8"))
+    allowed = (ast.ImportFrom, ast.Assign, ast.Expr)
+    assert all(isinstance(node, allowed) for node in tree.body)
+    assert sorted(jaxche.__all__) == list(jaxche.__all__)
+    for name in jaxche.__all__:
+        assert getattr(jaxche, name).__doc__

@@ -1,0 +1,113 @@
+"""Sequences of batches and the reader that keeps ahead."""
+
+import threading
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxche
+from jaxche.training._data import Reader
+
+
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 5), st.one_of(st.none(), st.integers(0, 1000)))
+def test_an_epoch_is_a_permutation_of_all_examples(examples, batch_size, epoch, seed):
+    data = jaxche.Batches(np.arange(examples), batch_size, seed)
+    batches = [data.epoch(epoch)[i] for i in range(len(data))]
+    assert sorted(np.concatenate(batches).tolist()) == list(range(examples))
+    assert all(len(b) == batch_size for b in batches[:-1])
+    if seed is None:
+        assert np.concatenate(batches).tolist() == list(range(examples))
+
+
+def test_epochs_differ_and_repeat_and_follow_the_seed():
+    data = jaxche.Batches(np.arange(50), 50, seed=4)
+    first, second = data[0].tolist(), data.epoch(1)[0].tolist()
+    assert first != second
+    assert data.epoch(1)[0].tolist() == second
+    assert jaxche.Batches(np.arange(50), 50, seed=5)[0].tolist() == second  # reshuffled by seed + e
+
+
+def test_arrays_of_a_tree_stay_together():
+    data = jaxche.Batches({"x": np.arange(20), "y": {"z": np.arange(20) * 3}}, 6, seed=1)
+    for i in range(len(data)):
+        np.testing.assert_array_equal(data[i]["x"] * 3, data[i]["y"]["z"])
+
+
+def test_out_of_range_ends_iteration():
+    data = jaxche.Batches(np.arange(7), 3)
+    assert len(list(data)) == 3
+    with pytest.raises(IndexError, match="batch 3 of 3"):
+        data[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (({"x": np.ones(3), "y": np.ones(4)}, 2), r"\['x'\]: 3, \['y'\]: 4"),
+        (({"x": np.float32(1)}, 2), "scalar"),
+        (({}, 2), "no arrays"),
+        ((np.ones((0, 3)), 2), "data set is empty"),
+        ((np.ones(3), 0), "batch_size=0"),
+        ((np.ones(3), 1.5), "batch_size=1.5"),
+    ],
+)
+def test_bad_arrays_are_named(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        jaxche.Batches(*arguments)
+
+
+def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
+    class Data:
+        def __init__(self):
+            self.reads, self.threads = [], set()
+
+        def __getitem__(self, i):
+            self.reads.append(i)
+            self.threads.add(threading.current_thread().name)
+            return i
+
+    data = Data()
+    reader = Reader(data, depth=2)
+    shares = [[(0, i) for i in range(5)], [(0, i) for i in range(5, 8)]]
+    assert reader.peek((0, 0)) == 0
+    feeds = reader.start(shares)
+    assert [list(feed) for feed in feeds] == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert sorted(data.reads) == list(range(8))
+    assert threading.current_thread().name not in data.threads
+    assert len(data.threads) == 1
+    reader.anticipate([[(0, 8), (0, 9)], [(0, 10)]])
+    feeds = reader.start([[(0, 9)]])  # the plan changed: one batch read for nothing, none twice
+    assert list(feeds[0]) == [9]
+    assert list(reader.start([[(0, 10)]])[0]) == [10]
+    assert len(data.reads) == len(set(data.reads))
+    assert not reader._ready
+    reader.close()
+
+
+def test_an_error_of_the_data_reaches_whoever_takes_the_batch():
+    reader = Reader([1])
+    (feed,) = reader.start([[(0, 0), (0, 1)]])
+    batches = iter(feed)
+    assert next(batches) == 1
+    with pytest.raises(IndexError):
+        next(batches)
+    reader.close()
+
+
+def test_a_grain_pipeline_is_data(devices):
+    rng = np.random.default_rng(0)
+    rows = [{"x": x, "y": np.float32(x.sum())} for x in rng.normal(size=(40, 3)).astype(np.float32)]
+    data = grain.MapDataset.source(rows).seed(0).shuffle().map(lambda r: r | {"x": r["x"] * 2}).batch(4)
+    trainer = jaxche.Trainer(
+        lambda w, b: jnp.mean((b["x"] @ w - b["y"]) ** 2), optax.sgd(0.05), replicas=devices[:2], policy="cadence"
+    )
+    state, history = trainer.fit(trainer.init(jnp.zeros(3)), data, epochs=20, progress=False)
+    assert sum(info.examples for info in history) == 20 * 40
+    np.testing.assert_allclose(trainer.params(state), np.full(3, 0.5), atol=0.05)
+    assert jax.tree.leaves(state.params)[0].shape == (2, 3)

@@ -1,0 +1,178 @@
+"""Flax models through the doors: batch statistics, dropout, both APIs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxche
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(8)(x))
+        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(nn.relu(x)))
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(3, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.drop, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.drop(nnx.relu(self.norm(self.dense(x)))))
+
+
+@pytest.fixture
+def data():
+    rng = np.random.default_rng(1)
+    x = rng.normal(2.0, 3.0, size=(128, 3)).astype(np.float32)
+    return jaxche.Batches({"x": x, "y": np.tanh(x[:, :1])}, batch_size=8)
+
+
+def linen():
+    net = LinenNet()
+
+    def loss_fn(apply, batch):
+        error = apply(batch["x"], train=True) - batch["y"]
+        return jnp.mean(error**2), {"mae": jnp.mean(jnp.abs(error))}
+
+    variables = net.init(jax.random.key(0), jnp.ones((1, 3)), train=False)
+    params = variables.pop("params")
+    return jaxche.linen_loss(net, loss_fn), params, variables
+
+
+def of_nnx():
+    def loss_fn(model, batch):
+        error = model(batch["x"]) - batch["y"]
+        return jnp.mean(error**2), {"mae": jnp.mean(jnp.abs(error))}
+
+    loss = jaxche.NNXLoss(NNXNet(nnx.Rngs(0)), loss_fn)
+    return loss, loss.params, loss.model_state
+
+
+DOORS = pytest.mark.parametrize("door", [linen, of_nnx])
+
+
+def statistics(model_state):
+    """The batch statistics of either door."""
+    return model_state["batch_stats"]["BatchNorm_0"] if "batch_stats" in model_state else model_state["norm"]
+
+
+@DOORS
+def test_training_lowers_the_loss_and_learns_the_statistics(door, data, devices):
+    loss, params, model_state = door()
+    trainer = jaxche.Trainer(loss, optax.adam(1e-2), replicas=devices[:2], che=jaxche.ElChe(2, anchor=2, max_anchor=2))
+    state, history = trainer.fit(trainer.init(params, model_state), data, epochs=12, progress=False)
+    assert history[-1].loss < 0.7 * history[0].loss
+    assert history[-1].metrics["mae"] < history[0].metrics["mae"]
+    merged = statistics(trainer.model_state(state))
+    assert float(jnp.abs(merged["mean"]).max()) > 0.1
+    for row in jax.tree.leaves(statistics(state.model_state)):
+        np.testing.assert_array_equal(row[0], row[1])  # pooled: equal on both replicas
+
+
+@DOORS
+def test_statistics_are_pooled_with_the_law_of_total_variance(door, data, devices):
+    """Each replica's own statistics come from running it alone on its share."""
+    loss, params, model_state = door()
+    tx, counts = optax.sgd(0.0), (1, 3)
+    trainer = jaxche.Trainer(loss, tx, replicas=devices[:2])
+    merged, _ = trainer.round(trainer.init(params, model_state), data, counts=counts)
+    own = []
+    for start, n in ((0, 1), (1, 3)):
+        alone = jaxche.Trainer(loss, tx, replicas=devices[:1])
+        share = [data[i] for i in range(start, start + n)]
+        state, _ = alone.round(alone.init(params, model_state), share, counts=(n,))
+        own.append(statistics(alone.model_state(state)))
+    w = np.array(counts) / 4
+    mean = sum(wi * np.asarray(s["mean"]) for wi, s in zip(w, own, strict=True))
+    second = sum(wi * (np.asarray(s["var"]) + np.asarray(s["mean"]) ** 2) for wi, s in zip(w, own, strict=True))
+    result = statistics(trainer.model_state(merged))
+    np.testing.assert_allclose(result["mean"], mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result["var"], second - mean**2, rtol=1e-3, atol=1e-4)
+
+
+@DOORS
+def test_dropout_belongs_to_the_batch_not_to_the_replica(door, data, devices):
+    """The same batches in one round give the same mean gradient however they are dealt out."""
+    loss, params, model_state = door()
+    results = []
+    for counts in [(2, 2), (4, 0), (1, 3)]:
+        trainer = jaxche.Trainer(
+            lambda p, b, rng: loss(p, b, rng, model_state)[0],
+            optax.sgd(0.5),
+            average="gradients",
+            replicas=devices[:2],
+            seed=7,
+        )
+        state, _ = trainer.round(trainer.init(params), data, counts=counts)
+        results.append(trainer.params(state))
+    for other in results[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results[0], other)
+
+
+@DOORS
+def test_the_seed_decides_the_dropout(door, data, devices):
+    loss, params, model_state = door()
+
+    def train(seed):
+        trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1], seed=seed)
+        return trainer.params(trainer.round(trainer.init(params, model_state), data, counts=(3,))[0])
+
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), train(1), train(1))
+    assert jax.tree.all(same)
+    differs = jax.tree.map(lambda a, b: bool((a != b).any()), train(1), train(2))
+    assert any(jax.tree.leaves(differs))
+
+
+def test_rebuilt_nnx_model_predicts_with_what_was_learnt(data, devices):
+    loss, params, model_state = of_nnx()
+    trainer = jaxche.Trainer(loss, optax.adam(1e-2), replicas=devices[:2])
+    state, _ = trainer.fit(trainer.init(params, model_state), data, progress=False)
+    model = loss.rebuild(trainer.params(state), trainer.model_state(state))
+    model.eval()
+    once, twice = model(data[0]["x"]), model(data[0]["x"])
+    np.testing.assert_array_equal(once, twice)
+    fresh = loss.rebuild(params, model_state)
+    fresh.eval()
+    assert not np.allclose(once, fresh(data[0]["x"]))
+
+
+def test_a_linen_module_without_state_needs_none(data, devices):
+    net = nn.Dense(1)
+    loss = jaxche.linen_loss(net, lambda apply, b: jnp.mean((apply(b["x"]) - b["y"]) ** 2))
+    trainer = jaxche.Trainer(loss, optax.sgd(0.01), replicas=devices[:2])
+    state = trainer.init(net.init(jax.random.key(0), jnp.ones((1, 3)))["params"])
+    state, info = trainer.round(state, data, counts=(2, 2))
+    assert np.isfinite(info.loss)
+    assert trainer.model_state(state) is None
+
+
+def test_the_wrong_door_is_named():
+    with pytest.raises(ValueError, match=r"jaxche\.NNXLoss"):
+        jaxche.linen_loss(NNXNet(nnx.Rngs(0)), lambda apply, batch: 0.0)
+    with pytest.raises(ValueError, match=r"jaxche\.linen_loss"):
+        jaxche.NNXLoss(LinenNet(), lambda model, batch: 0.0)
+
+
+def test_a_model_state_that_changes_its_shape_is_refused(data, devices):
+    def loss(params, batch, model_state):
+        return jnp.sum(params), ({}, {"n": jnp.zeros(3)})
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match="model_state unlike the one it got"):
+        trainer.round(trainer.init(jnp.ones(2), model_state={"n": jnp.zeros(2)}), data)
+
+
+def test_a_loss_with_model_state_must_return_it(data, devices):
+    def loss(params, batch, model_state):
+        return jnp.sum(params)
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match="new_model_state"):
+        trainer.round(trainer.init(jnp.ones(2), model_state={}), data)

@@ -1,0 +1,77 @@
+"""The record of a run: reads back what it wrote, and is legible."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from jaxche.training import History, RoundInfo
+
+
+def info(round=0, counts=(10, 4), wall=(200.0, 200.0), sync=10.0, loss=1.0, losses=(1.0, 2.0)):
+    return RoundInfo(
+        round=round,
+        epoch=0,
+        cursor=14 * round,
+        counts=counts,
+        weights=(10 / 14, 4 / 14),
+        wall_ms=wall,
+        sync_ms=sync,
+        loss=loss,
+        metrics={"accuracy": 0.5},
+        drift=0.01,
+        drift_dir=0.2,
+        losses=losses,
+        examples=14 * 32,
+        anchor=4,
+        verdict="calm",
+    )
+
+
+def test_efficiency_is_batches_over_what_the_speeds_allow():
+    assert info(sync=0.0).efficiency == pytest.approx(1.0)
+    assert info().efficiency == pytest.approx(200 / 210)
+    slow = info(counts=(1, 1), wall=(20.0, 50.0), sync=0.0)
+    assert slow.efficiency == pytest.approx(2 / (50 * (1 / 20 + 1 / 50)))  # R v_min / sum v
+    assert slow.wait_ms == (30.0, 0.0)
+    assert History([info(), info(1)]).efficiency == pytest.approx(200 / 210)
+    assert History([info(), info(1)]).seconds == pytest.approx(0.42)
+
+
+def test_idle_replicas_have_no_speed():
+    assert info(counts=(3, 0), wall=(60.0, 0.0), sync=0.0, losses=(1.0, math.nan)).efficiency == pytest.approx(1.0)
+
+
+def test_json_reads_back_equal(tmp_path: Path):
+    history = History([info(), info(1, loss=0.25)])
+    path = tmp_path / "history.jsonl"
+    text = history.to_json(path)
+    assert path.read_text() == text
+    assert [json.loads(line)["round"] for line in text.splitlines()] == [0, 1]
+    assert History.from_json(path) == history
+    assert History.from_json(text) == history
+
+
+def test_numbers_json_cannot_say_survive():
+    back = History.from_json(History([info(losses=(1.0, math.nan))]).to_json())
+    assert math.isnan(back[0].losses[1])
+
+
+def test_a_foreign_file_is_refused():
+    with pytest.raises(ValueError, match="line 1"):
+        History.from_json('{"step": 3}\n')
+
+
+def test_tables_name_every_column():
+    history = History([info(r) for r in range(30)])
+    lines = history.table(rows=5).splitlines()
+    assert len(lines) == 6
+    assert lines[0].split()[:4] == ["round", "epoch", "counts", "loss"]
+    assert "accuracy" in lines[0]
+    assert "10 4" in lines[1]
+    html = history._repr_html_()
+    assert html.count("<tr>") == 21
+    assert "30 rounds, 6.3 s, efficiency 95.2%" in html
+    assert History().table() == "no rounds yet"
+    assert "no rounds yet" in History()._repr_html_()

@@ -1,0 +1,51 @@
+"""Every accepted shape of a loss function comes out in one form."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxche.training._loss import as_loss, batch_size
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "wanted"),
+    [
+        (lambda p, b: p * b, (6.0, ({}, "s"))),
+        (lambda p, b: (p * b, {"m": 1}), (6.0, ({"m": 1.0}, "s"))),
+        (lambda p, b, rng: p * b + rng, (16.0, ({}, "s"))),
+        (lambda p, b, model_state: (p * b, ({}, model_state + "!")), (6.0, ({}, "s!"))),
+        (lambda p, b, *, rng, model_state: (p * rng, ({"m": 2.0}, "t")), (20.0, ({"m": 2.0}, "t"))),
+        (lambda *args: args[0] * args[1], (6.0, ({}, "s"))),
+    ],
+)
+def test_accepted_forms(loss_fn, wanted):
+    loss, (metrics, state) = as_loss(loss_fn).call(2.0, "s", 3.0, 10.0)
+    assert (float(loss), ({k: float(v) for k, v in metrics.items()}, state)) == wanted
+    assert loss.dtype == jnp.float32
+
+
+def test_a_callable_object_is_a_loss():
+    class Mean:
+        def __call__(self, params, batch, rng):
+            return params + rng
+
+    loss = as_loss(Mean())
+    assert loss.wants_rng
+    assert not loss.wants_model_state
+    assert float(loss.call(1.0, None, None, 2.0)[0]) == 3.0
+
+
+@pytest.mark.parametrize(
+    "result", [jnp.ones(3), jnp.ones((1,)), jnp.array(3), (jnp.float32(1), {"m": jnp.ones(2)}), (1.0, [])]
+)
+def test_refused_results(result):
+    with pytest.raises(ValueError, match=r"return|write"):
+        as_loss(lambda p, b: result).call(1.0, None, None, None)
+
+
+def test_batch_size_is_the_common_leading_axis():
+    assert batch_size({"x": np.ones((4, 2)), "y": np.ones(4)}) == 4
+    with pytest.raises(ValueError, match=r"\['x'\]: 4, \['y'\]: 5"):
+        batch_size({"x": np.ones((4, 2)), "y": np.ones(5)})
+    with pytest.raises(ValueError, match="no examples"):
+        batch_size(np.ones((0, 2)))

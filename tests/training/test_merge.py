@@ -1,0 +1,79 @@
+"""The merge program: what it sends, what it leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.averaging import drift_from_gram, gram_matrix
+
+
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_a_merge_is_one_all_reduce(problem, devices, average):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2])
+    state = trainer.init(problem.params)
+    trainer.round(state, problem.data, counts=(1, 1))
+    merge, replicas = trainer._engine._merge, trainer._engine._replicas
+    carries = [r.begin(local, 0) for r, local in zip(replicas, state.locals, strict=True)]
+    arguments = (
+        merge.stack([{n: getattr(local, n) for n in merge._common} for local in state.locals]),
+        merge.stack([{n: c[n] for n in merge._sent} for c in carries]),
+        merge.stack([c["sums"] for c in carries]),
+        merge.stack([jax.device_put(np.zeros((1, 7), np.float32), d) for d in devices[:2]]),
+        np.float32(1),
+    )
+    text = merge._program.lower(*arguments).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+    assert "all_gather" not in text
+
+
+def test_drift_is_the_one_of_the_gram_matrix(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.3), replicas=devices[:2])
+    start = trainer.init(problem.params)
+    merged, info = trainer.round(start, problem.data, counts=(1, 4))
+    ends = []
+    for first, n in ((0, 1), (1, 4)):
+        alone = jaxche.Trainer(problem.loss, optax.sgd(0.3), replicas=devices[:1])
+        share = [problem.data[i] for i in range(first, first + n)]
+        ends.append(alone.params(alone.round(alone.init(problem.params), share, counts=(n,))[0]))
+    deltas = jax.tree.map(lambda x0, *x: jnp.stack([x0 - xi for xi in x]), problem.params, *ends)
+    norm = float(optax.tree.norm(trainer.params(merged)))
+    drift = drift_from_gram(gram_matrix(deltas), info.weights, norm)
+    assert info.drift_dir == pytest.approx(drift.dir, rel=1e-3)
+    # The root mean square stands for the largest; of two replicas each follows from the other.
+    assert info.drift == pytest.approx(drift.rel * np.sqrt(0.2 * 0.8) / 0.8, rel=1e-3)
+
+
+def test_low_precision_parameters_keep_their_dtype(devices):
+    for average in ("parameters", "gradients"):
+        trainer = jaxche.Trainer(
+            lambda w, b: jnp.mean((b @ w.astype(jnp.float32) - 1.0) ** 2),
+            optax.sgd(0.1),
+            average=average,
+            replicas=devices[:2],
+        )
+        data = [np.eye(4, dtype=np.float32)] * 6
+        state, info = trainer.round(trainer.init(jnp.zeros(4, jnp.bfloat16)), data, counts=(2, 4))
+        assert trainer.params(state).dtype == jnp.bfloat16
+        assert np.isfinite(info.loss)
+
+
+def test_integers_and_keys_in_model_state_stay_each_replicas_own(devices):
+    def loss(w, batch, model_state):
+        state = {
+            "n": model_state["n"] + 1,
+            "key": jax.random.fold_in(model_state["key"], 1),
+            "ema": model_state["ema"] + 1,
+        }
+        return jnp.mean((w - batch) ** 2), ({}, state)
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+    own = {"n": jnp.array(0), "key": jax.random.key(5), "ema": jnp.array(0.0)}
+    state = trainer.init(jnp.zeros(()), own)
+    state, _ = trainer.round(state, [np.ones(2, np.float32)] * 4, counts=(1, 3))
+    assert state.model_state["n"].tolist() == [1, 3]
+    assert state.model_state["ema"].tolist() == [2.5, 2.5]  # the mean by examples: (1 + 3 * 3) / 4
+    keys = jax.random.key_data(state.model_state["key"])
+    assert (keys[0] != keys[1]).any()

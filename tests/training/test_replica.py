@@ -1,0 +1,89 @@
+"""One replica's clock and its compiled steps."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxche.training import PaceError
+from jaxche.training._loss import as_loss
+from jaxche.training._replica import Local, LocalPrograms, Replica, first, lift
+
+
+@pytest.fixture
+def make(devices):
+    def build(average="parameters", pace_ms=None, loss=lambda w, b: jnp.mean((w - b) ** 2)):
+        tx = optax.sgd(0.1)
+        programs = LocalPrograms(as_loss(loss), tx, average, 0, ())
+        local = jax.device_put(lift(Local(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3])
+        return Replica(3, devices[3], programs, average, pace_ms), local
+
+    return build
+
+
+def test_lift_and_first_undo_each_other():
+    tree = {"a": jnp.arange(3), "k": jax.random.key(1)}
+    assert jax.tree.map(jnp.shape, lift(tree)) == {"a": (1, 3), "k": (1,)}
+    assert jax.tree.map(jnp.shape, first(lift(tree))) == {"a": (3,), "k": ()}
+
+
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_steps_stay_on_their_device_and_leave_the_start_alone(make, devices, average):
+    replica, local = make(average)
+    outcome = replica.run(local, [np.ones(4, np.float32)] * 3, 0)
+    assert outcome.error is None
+    assert outcome.steps == 3
+    assert {x.device for x in jax.tree.leaves(outcome.carry)} == {devices[3]}
+    assert float(local.params[0]) == 0.0
+    if average == "parameters":
+        assert float(outcome.carry["params"][0]) == pytest.approx(1 - 0.8**3)
+    else:
+        assert float(outcome.carry["grads"][0]) == pytest.approx(3 * 4 * -2.0)  # weighted by examples
+    assert outcome.carry["sums"][0, 0] == 12
+
+
+def test_the_clock_waits_for_the_last_step(make):
+    """Dispatch takes microseconds; the time reported is the work's."""
+
+    def slow(w, b):
+        x = jnp.outer(b, b) * w + 1e-3
+        for _ in range(30):
+            x = jnp.tanh(x @ x)
+        return jnp.mean(x)
+
+    replica, local = make(loss=slow)
+    batch = np.ones(256, np.float32)
+    replica.prepare(local, batch)
+    start = time.perf_counter()
+    outcome = replica.run(local, [batch] * 4, 0)
+    jax.block_until_ready(outcome.carry)
+    elapsed = (time.perf_counter() - start) * 1e3
+    assert outcome.wall_ms == pytest.approx(elapsed, rel=0.2, abs=5)
+
+
+def test_an_error_becomes_part_of_the_outcome(make):
+    def batches():
+        yield np.ones(2, np.float32)
+        raise OSError("gone")
+
+    replica, local = make()
+    outcome = replica.run(local, batches(), 0)
+    assert isinstance(outcome.error, OSError)
+    assert float(outcome.carry["params"][0]) == 0.0  # as if no step had been taken
+
+
+def test_a_step_slower_than_its_pace_is_refused(make):
+    replica, local = make(pace_ms=1e-4)
+    with pytest.raises(PaceError, match=r"pace of rank 3 is 0\.0001 ms"):
+        replica.prepare(local, np.ones(2, np.float32))
+    assert issubclass(PaceError, ValueError)
+
+
+def test_a_new_shape_compiles_once(make):
+    replica, local = make()
+    for size in (2, 3, 2, 3, 3):
+        replica.run(local, [np.ones(size, np.float32)], 0)
+    assert replica.compilations == 2

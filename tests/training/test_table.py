@@ -1,0 +1,71 @@
+"""Reading the table that every host sees alike."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxche.cadence import RoundPlan
+from jaxche.training import NonFiniteLossError, PlanMismatchError, RankError
+from jaxche.training import _table as module
+from jaxche.training._replica import Outcome
+from jaxche.training._table import Table, host_row
+
+PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
+
+
+def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
+    """Two replicas with 16 and 8 examples and one metric."""
+    rows = [host_row(plan, r, Outcome({}, 0, 10.0 * (r + 1)), 3.0 + r, False) for r, plan in enumerate(plans)]
+    sums = [[16.0, losses[0], 4.0], [8.0, losses[1], 8.0]]
+    numbers = np.float32([row + s for row, s in zip(rows, sums, strict=True)])
+    for name, (rank, value) in host.items():
+        numbers[rank, module._COLUMN[name]] = value
+    return Table(numbers, ("mae",))
+
+
+DONE = (Outcome({}, 2, 1.0), Outcome({}, 1, 1.0))
+
+
+def refuse(t, outcomes=DONE, ranks=(0, 1)):
+    t.refuse_bad("state", PLAN, ranks, outcomes)
+
+
+def test_reads():
+    t = table()
+    assert t.wall_ms == (10.0, 20.0)
+    assert t.last_sync_ms == 3.0  # who came last saw the true cost
+    assert t.losses == (0.5, 1.5)
+    assert t.loss == pytest.approx(20 / 24)
+    assert t.metrics == {"mae": 0.5}
+    assert not t.stop
+    assert table(stop=(1, 1.0)).stop
+    refuse(t)
+
+
+def test_plans_that_differ_stop_the_run():
+    other = RoundPlan(round=2, epoch=0, start=0, counts=(1, 2), epoch_size=9)
+    with pytest.raises(PlanMismatchError, match=r"counts=\(2, 1\).*ranks \[1\]"):
+        refuse(table(plans=(PLAN, other)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_names_its_rank(bad):
+    with pytest.raises(NonFiniteLossError, match="rank 1 became") as caught:
+        refuse(table(losses=(8.0, bad)))
+    assert (caught.value.rank, caught.value.round, caught.value.state) == (1, 2, "state")
+
+
+def test_the_local_error_wins():
+    outcomes = (Outcome({}, 0, 0.0), Outcome({}, 0, 0.0, OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        refuse(table(failed=(1, 1.0)), outcomes)
+
+
+def test_an_error_of_another_process_is_told(monkeypatch):
+    from jaxche.training import _agree
+
+    report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
+    monkeypatch.setattr(_agree, "gather_json", lambda own: [own, report])
+    with pytest.raises(RankError, match="rank 1 failed in round 2"):
+        refuse(table(failed=(1, 1.0)), outcomes=(Outcome({}, 2, 1.0),), ranks=(0,))

@@ -1,0 +1,469 @@
+"""The trainer against slow twins that a reader can check by eye."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.averaging import merge_weights, outer_step
+from jaxche.cadence import DivergenceCorrection, Verdict
+
+POLICIES = ["sync", "cadence", "async"]
+
+
+def single_device(problem, tx, batches):
+    """One optimizer step a batch on one device: what everybody already trusts."""
+    params = jax.tree.map(jnp.asarray, problem.params)
+    opt_state = tx.init(params)
+    for batch in batches:
+        grads = jax.grad(lambda p, b: problem.loss(p, b)[0])(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def local_sgd(problem, tx, rounds, rule="steps", opt_mode="local", outer=None):
+    """Replicas in a Python loop; ``rounds`` is a list of (epoch, start, counts)."""
+    x0 = jax.tree.map(jnp.asarray, problem.params)
+    states = [tx.init(x0) for _ in rounds[0][2]]
+    outer_state = outer.init(x0) if outer else None
+    for epoch, start, counts in rounds:
+        ends = []
+        for rank, n in enumerate(counts):
+            params = x0
+            for i in range(start, start + n):
+                grads = jax.grad(lambda p, b: problem.loss(p, b)[0])(params, problem.data.epoch(epoch)[i])
+                updates, states[rank] = tx.update(grads, states[rank], params)
+                params = optax.apply_updates(params, updates)
+            start += n
+            ends.append(params)
+        weights, alpha = merge_weights(rule, counts)
+
+        def mean(*leaves, weights=weights):
+            if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+                return leaves
+            total = sum(w * x for w, x in zip(weights, leaves, strict=True))
+            return (total,) * len(leaves)
+
+        merged = jax.tree.map(lambda *x, w=weights: sum(a * b for a, b in zip(w, x, strict=True)), *ends)
+        gradient = jax.tree.map(lambda a, b, alpha=alpha: alpha * (a - b), x0, merged)
+        x0, outer_state = outer_step(outer or optax.sgd(1.0), x0, gradient, outer_state or optax.sgd(1.0).init(x0))
+        if opt_mode == "average":
+            leaves = [jax.tree.leaves(s) for s in states]
+            averaged = [mean(*column) for column in zip(*leaves, strict=True)]
+            states = [
+                jax.tree.unflatten(jax.tree.structure(s), [column[r] for column in averaged])
+                for r, s in enumerate(states)
+            ]
+        elif opt_mode == "reset":
+            states = [tx.init(x0) for _ in states]
+    return x0, states
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("tx", [optax.sgd(0.3, momentum=0.9), optax.adam(0.05)], ids=["sgd", "adam"])
+def test_sync_equals_one_device_on_the_joined_batch(problem, devices, close, replicas, tx):
+    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", replicas=devices[:replicas])
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=2, progress=False)
+    size = len(problem.data)
+    groups = [(e, range(i, min(i + replicas, size))) for e in range(2) for i in range(0, size, replicas)]
+    wanted = single_device(problem, tx, [problem.joined(*group) for group in groups])
+    close(trainer.params(state), wanted)
+    assert [sum(info.counts) for info in history] == [len(indices) for _, indices in groups]
+
+
+def test_sync_weighs_a_smaller_last_batch_by_its_examples(make_problem, devices, close):
+    problem = make_problem(examples=44, batch_size=8)  # five batches of 8 and one of 4
+    tx = optax.sgd(0.3)
+    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", replicas=devices[:2])
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, progress=False)
+    close(trainer.params(state), single_device(problem, tx, [problem.joined(0, (i, i + 1)) for i in (0, 2, 4)]))
+    assert history[-1].weights == pytest.approx((8 / 12, 4 / 12))
+
+
+def test_averaged_gradients_equal_one_device_on_all_batches_of_the_round(problem, devices, close):
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05))
+    trainer = jaxche.Trainer(problem.loss, tx, average="gradients", replicas=devices[:2])
+    state = trainer.init(problem.params)
+    for counts in [(3, 5), (1, 3)]:
+        state, _ = trainer.round(state, problem.data, counts=counts)
+    wanted = single_device(problem, tx, [problem.joined(0, range(8)), problem.joined(0, range(8, 12))])
+    close(trainer.params(state), wanted)
+    rows = jax.tree.leaves(state.opt_state)
+    assert all((row == row[:1]).all() for row in map(np.asarray, rows))  # one identical update everywhere
+
+
+@pytest.mark.parametrize("rule", ["steps", "batch", "fednova"])
+@pytest.mark.parametrize("opt_mode", ["local", "average", "reset"])
+def test_averaged_parameters_equal_the_slow_twin(problem, devices, close, rule, opt_mode):
+    tx = optax.adam(0.05)
+    trainer = jaxche.Trainer(problem.loss, tx, merge=rule, opt_state=opt_mode, replicas=devices[:3])
+    state = trainer.init(problem.params)
+    rounds = [(0, 0, (1, 4, 2)), (0, 7, (0, 2, 3)), (1, 0, (2, 2, 1))]
+    for _, _, counts in rounds:
+        state, info = trainer.round(state, problem.data, counts=counts)
+        assert info.weights == pytest.approx(merge_weights(rule, counts)[0])
+    wanted, opt_states = local_sgd(problem, tx, rounds, rule, opt_mode)
+    close(trainer.params(state), wanted)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *opt_states)
+    close(state.opt_state, stacked)
+
+
+def test_outer_optimizer_steps_on_the_pseudo_gradient(problem, devices, close):
+    tx, outer = optax.sgd(0.1), optax.sgd(0.7, momentum=0.9, nesterov=True)
+    trainer = jaxche.Trainer(problem.loss, tx, outer=outer, replicas=devices[:2])
+    state = trainer.init(problem.params)
+    rounds = [(0, 0, (1, 3)), (0, 4, (2, 2)), (0, 8, (3, 1))]
+    for _, _, counts in rounds:
+        state, _ = trainer.round(state, problem.data, counts=counts)
+    close(trainer.params(state), local_sgd(problem, tx, rounds, outer=outer)[0])
+
+
+def test_one_replica_is_a_plain_training_loop(problem, devices, same):
+    tx = optax.adam(0.05)
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=devices[:1])
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=2, progress=False)
+    assert state.che is None
+    assert all(info.sync_ms == 0 for info in history)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        grads = jax.grad(lambda p: problem.loss(p, batch)[0])(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jax.tree.map(jnp.asarray, problem.params)
+    opt_state = tx.init(params)
+    for e in range(2):
+        for i in range(len(problem.data)):
+            params, opt_state = step(params, opt_state, problem.data.epoch(e)[i])
+    chex.assert_trees_all_close(trainer.params(state), params, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("examples", [96, 97, 3])
+def test_every_batch_of_every_epoch_is_read_exactly_once(make_problem, recorder, devices, policy, examples):
+    problem = make_problem(examples=examples)
+    data = recorder(problem.data)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy=policy, replicas=devices[:3])
+    state, history = trainer.fit(trainer.init(problem.params), data, epochs=3, progress=False)
+    assert sorted(data.reads) == [(e, i) for e in range(3) for i in range(len(data))]
+    assert (state.epoch, state.cursor) == (3, 0)
+    assert sum(info.examples for info in history) == 3 * examples
+
+
+def test_async_replicas_run_into_the_next_epoch(problem, devices):
+    che = jaxche.ElChe(world_size=2, anchor=7)
+    rounds = {}
+    for policy in ("cadence", "async"):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy=policy, che=che, replicas=devices[:2])
+        state = trainer.init(problem.params)
+        rounds[policy] = trainer.round(state, problem.data)
+    assert rounds["cadence"][1].counts == (6, 6)
+    assert (rounds["cadence"][0].epoch, rounds["cadence"][0].cursor) == (1, 0)
+    assert rounds["async"][1].counts == (7, 7)
+    assert (rounds["async"][0].epoch, rounds["async"][0].cursor) == (1, 2)
+
+
+def test_async_sees_replicas_part_and_nudges_the_anchor_down(devices):
+    """Two replicas pulled apart ever harder. The cadence is put back each round: timings here mean nothing."""
+    pull = np.geomspace(1e-3, 1e3, 160).astype(np.float32)
+    batches = [{"t": np.array([p * (1 if i // 8 % 2 else -1)], np.float32)} for i, p in enumerate(pull)]
+    che = jaxche.ElChe(world_size=2, anchor=8)
+
+    def loss(w, batch):
+        return jnp.mean(w[1] * batch["t"])
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.01), policy="async", che=che, replicas=devices[:2])
+    state = trainer.init(jnp.array([1e3, 0.0]))  # a norm that the pull does not change
+    seen = []
+    for _ in range(10):
+        state, info = trainer.round(dataclasses.replace(state, che=che), batches, counts=(8, 8))
+        seen.append((info.drift, info.verdict, state.che.anchor))
+    drifts = [drift for drift, _, _ in seen]
+    assert drifts == sorted(drifts)
+    assert any(verdict == "nudge" and anchor <= 4 for _, verdict, anchor in seen)
+
+
+def test_async_lets_the_anchor_recover_once_replicas_agree(problem, devices):
+    @dataclasses.dataclass(frozen=True)
+    class Scripted:
+        """Nudges once, then is calm; keeps what it was shown."""
+
+        verdicts: tuple = (Verdict.NUDGE,) + (Verdict.CALM,) * 40
+        shown: tuple = ()
+
+        def observe(self, drift, k_max):
+            return Scripted(self.verdicts[1:], (*self.shown, drift)), self.verdicts[0]
+
+    che = jaxche.ElChe(world_size=2, anchor=8, max_anchor=8)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.01), policy="async", che=che, replicas=devices[:2])
+    state = dataclasses.replace(trainer.init(problem.params), correction=DivergenceCorrection(guard=Scripted()))
+    anchors, drifts = [], []
+    for _ in range(30):
+        state, info = trainer.round(state, problem.data)
+        anchors.append(state.che.anchor)
+        drifts.append(info.drift)
+    assert anchors[0] == 4
+    assert anchors[-1] == 8
+    assert list(state.correction.guard.shown) == drifts
+
+
+def test_changing_counts_never_recompiles(problem, devices):
+    traced = []
+
+    def loss(params, batch):
+        traced.append(batch["x"].shape)
+        return problem.loss(params, batch)
+
+    trainer = jaxche.Trainer(loss, optax.adam(1e-2), replicas=devices[:3])
+    state = trainer.init(problem.params)
+    state, _ = trainer.round(state, problem.data, counts=(1, 1, 1))
+    compiled = trainer.compilations
+    assert compiled == 3  # one step program a device
+    before, merges = len(traced), trainer._engine._merge._program._cache_size()
+    for counts in [(1, 2, 3), (3, 0, 1), (1, 1, 9), (5, 1, 1), (0, 12, 0)]:
+        state, _ = trainer.round(state, problem.data, counts=counts)
+    assert trainer.compilations == compiled
+    assert len(traced) == before
+    assert trainer._engine._merge._program._cache_size() == merges == 1
+
+
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_a_round_leaves_its_state_valid_and_repeats_bit_for_bit(problem, devices, same, average):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), average=average, replicas=devices[:2])
+    start = trainer.init(problem.params)
+    first, info = trainer.round(start, problem.data, counts=(2, 4))
+    again, info_again = trainer.round(start, problem.data, counts=(2, 4))
+    same(first.params, again.params)
+    same(first.opt_state, again.opt_state)
+    same(start.params, jax.tree.map(lambda x: np.stack([x, x]), problem.params))
+    assert (info.loss, info.metrics, info.drift) == (info_again.loss, info_again.metrics, info_again.drift)
+
+
+def test_a_recorded_run_replays_bit_for_bit(problem, devices, same):
+    def train(counts=None):
+        trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:3])
+        state = trainer.init(problem.params)
+        if counts is None:
+            return trainer.fit(state, problem.data, epochs=2, progress=False)
+        for c in counts:
+            state, _ = trainer.round(state, problem.data, counts=c)
+        return state, None
+
+    state, history = train()
+    record = jaxche.History.from_json(history.to_json())
+    same(train([info.counts for info in record])[0].params, state.params)
+
+
+def test_the_replica_view_has_a_row_per_replica_and_costs_no_copy(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:4])
+    state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 2, 3, 4))
+    view = state.params["w"]
+    assert view.shape == (4, 5, 2)
+    assert view.sharding.spec == jax.sharding.PartitionSpec("replica")
+    mine = {s.device: s.data.unsafe_buffer_pointer() for s in view.addressable_shards}
+    held = {local.params["w"].device: local.params["w"].unsafe_buffer_pointer() for local in state.locals}
+    assert mine == held
+    assert state.opt_state[0].count.tolist() == [1, 2, 3, 4]  # integers are each replica's own
+
+
+def test_the_lead_of_the_fastest_is_limited_where_a_round_is_planned(problem, devices):
+    che = jaxche.ElChe(world_size=2, anchor=2, max_batch_diff=1).with_speed_ratio(1, 3.0)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), che=che, replicas=devices[:2])
+    _, info = trainer.round(trainer.init(problem.params), problem.data)
+    assert info.counts == (3, 2)
+
+
+def test_information_of_a_round(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    state, info = trainer.round(state, problem.data, counts=(2, 4))
+    losses = []
+    for share in ([0, 1], [2, 3, 4, 5]):
+        params, own = jax.tree.map(jnp.asarray, problem.params), []
+        for i in share:
+            (value, _), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, problem.data[i])
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            own.append(float(value))
+        losses.append(own)
+    assert info.losses == pytest.approx([np.mean(own) for own in losses], rel=1e-5)
+    assert info.loss == pytest.approx(np.mean([*losses[0], *losses[1]]), rel=1e-5)
+    assert info.metrics.keys() == {"mae"}
+    assert (info.round, info.epoch, info.cursor, info.counts, info.examples) == (0, 0, 0, (2, 4), 48)
+    assert len(info.wall_ms) == 2
+    assert min(info.wall_ms) > 0
+    assert info.sync_ms > 0
+    assert 0 < info.efficiency <= 1
+    assert info.drift > 0
+
+
+def test_no_compilation_is_timed(devices):
+    """The last batch of an epoch has another shape; its compilation takes far longer than its step."""
+    data = jaxche.Batches(np.ones((9, 64), np.float32), batch_size=4, seed=None)
+
+    def loss(w, x):
+        for _ in range(60):
+            x = jnp.sin(x @ w)
+        return jnp.mean(x)
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(jnp.eye(64))
+    _, info = trainer.round(state, data)
+    assert trainer.compilations == 2
+    # Compiling sixty layers forward and backward takes hundreds of ms, three steps of it a few.
+    assert info.wall_ms[0] < 150
+
+
+def test_paced_replicas_take_the_time_they_are_given(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(5, 20))
+    state = trainer.init(problem.params)
+    rates = trainer.measure_rates(state, problem.data, seconds=0.4)
+    assert rates[0] <= 200.0 * 1.02
+    assert rates[1] <= 50.0 * 1.02
+    for _ in range(4):
+        state, info = trainer.round(state, problem.data)
+    assert info.counts[0] > 2 * info.counts[1]  # measured, not told
+
+
+def test_pace_can_come_from_the_launcher(problem, devices, monkeypatch):
+    monkeypatch.setenv("JAXCHE_PACE_MS", "7")
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    _, info = trainer.round(trainer.init(problem.params), problem.data, counts=(3,))
+    assert info.wall_ms[0] >= 21
+
+
+class Empty:
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, i):
+        raise IndexError(i)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"policy": "fast"}, "fast"),
+        ({"average": "weights"}, "average='weights'"),
+        ({"merge": "mean"}, "merge='mean'"),
+        ({"opt_state": "keep"}, "opt_state='keep'"),
+        ({"tx": 0.1}, "tx=0.1"),
+        ({"loss_fn": "mse"}, "loss_fn='mse'"),
+        ({"loss_fn": lambda params: 0.0}, r"def loss_fn\(params, batch\)"),
+        ({"outer": 0.7}, "outer=0.7"),
+        ({"average": "gradients", "merge": "batch"}, "average='parameters'"),
+        ({"che": jaxche.ElChe(world_size=5)}, "world_size=5, but there are 2"),
+        ({"pace_ms": (1, 2, 3)}, "2, one per replica"),
+        ({"pace_ms": -1}, "pace_ms=-1"),
+        ({"pace_ms": float("nan")}, "pace_ms=nan"),
+        ({"replicas": []}, "replicas"),
+        ({"replicas": ["cpu"]}, "replicas"),
+    ],
+)
+def test_bad_arguments_are_named(problem, devices, arguments, named):
+    good = {"loss_fn": problem.loss, "tx": optax.sgd(0.1), "replicas": devices[:2]}
+    with pytest.raises(ValueError, match=named):
+        jaxche.Trainer(**(good | arguments))
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (Empty(), "data set is empty"),
+        ([], "data set is empty"),
+        (iter([1, 2]), "len"),
+        ([{"x": np.ones((4, 5)), "y": np.ones((3, 2))}], r"leading axes of a batch differ.*4.*3"),
+        ([{"x": np.ones((4, 5)), "y": np.float32(1)}], "scalar"),
+        ([{}], "without arrays"),
+    ],
+)
+def test_bad_data_is_refused_before_the_first_step(problem, devices, data, named):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match=named):
+        trainer.round(trainer.init(problem.params), data)
+
+
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [
+        (lambda p, b: b["x"] @ p["w"], r"shape \(8, 2\).*loss.mean\(\)"),
+        (lambda p, b: (jnp.sum(p["w"]), {"vector": p["b"]}), "metric 'vector'"),
+        (lambda p, b: (jnp.sum(p["w"]), 3.0), "metrics of type float"),
+        (lambda p, b: (1.0, {}, {}), "tuple of 3"),
+        (lambda p, b: jnp.sum(b["z"]), "z"),
+    ],
+)
+def test_bad_losses_are_refused_before_the_first_step(problem, devices, loss, named):
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    with pytest.raises((ValueError, KeyError), match=named):
+        trainer.round(state, problem.data)
+
+
+@pytest.mark.parametrize("params", [{}, {"w": np.ones(3), "n": np.arange(3)}])
+def test_bad_params_are_refused(problem, devices, params):
+    with pytest.raises(ValueError, match="params"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]).init(params)
+
+
+def test_counts_must_fit_the_replicas(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match="3 entries for 2"):
+        trainer.round(trainer.init(problem.params), problem.data, counts=(1, 2, 3))
+
+
+def test_a_pace_the_computation_cannot_keep_is_refused_with_one_that_works(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(50, 1e-3))
+    with pytest.raises(jaxche.PaceError, match=r"rank 1 is 0.001 ms.*pace_ms="):
+        trainer.round(trainer.init(problem.params), problem.data)
+
+
+def test_a_loss_that_becomes_nan_stops_with_the_last_good_state(devices):
+    batches = [{"t": np.full((2,), np.nan if i == 5 else 1.0, np.float32)} for i in range(12)]
+    trainer = jaxche.Trainer(lambda w, b: jnp.mean((w - b["t"]) ** 2), optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(jnp.zeros(()))
+    state, _ = trainer.round(state, batches, counts=(1, 1))
+    with pytest.raises(jaxche.NonFiniteLossError, match="rank 1 became nan in round 1") as caught:
+        trainer.round(state, batches, counts=(2, 2))
+    assert (caught.value.rank, caught.value.round) == (1, 1)
+    assert caught.value.state is state
+    assert np.isfinite(trainer.params(caught.value.state))
+
+
+def test_an_error_while_reading_keeps_its_type_and_says_where(problem, devices):
+    class Torn:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            if i == 5:
+                raise OSError("disk on fire")
+            return problem.data[i]
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        trainer.round(state, Torn(), counts=(4, 4))
+    assert any("rank 1 in round 0" in note for note in caught.value.__notes__)
+    after, _ = trainer.round(state, problem.data, counts=(4, 4))  # nothing is lost
+    assert after.round == 1
+
+
+def test_all_counts_zero_is_refused(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match="counts"):
+        trainer.round(trainer.init(problem.params), problem.data, counts=(0, 0))
+
+
+def test_state_is_a_value(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    assert "parameters=12" in repr(state)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.round = 3
