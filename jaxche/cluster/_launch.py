@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import queue
@@ -28,6 +29,7 @@ def launch(
     prefix: bool = True,
     only_rank0: bool = False,
     grace_s: float = 5.0,
+    pin: bool = True,
 ) -> int:
     """Runs a command once a replica on this machine, and waits; one rank that fails ends them all.
 
@@ -44,6 +46,8 @@ def launch(
       prefix: whether each line of output starts with its rank, ``[0] ...``.
       only_rank0: whether only rank 0's standard output is shown; standard error always is.
       grace_s: seconds between SIGTERM and SIGKILL where processes have to be ended. JAX can ignore the first.
+      pin: whether processes without a GPU are pinned to a core each. That keeps their speeds apart, but a collective
+        between pinned processes takes milliseconds: gloo polls on the core that the computation wants.
 
     Returns:
       0 if all processes ended well; else the exit code of the first that failed, 128 + signal if a signal
@@ -61,6 +65,8 @@ def launch(
     _check(command, processes, pace_ms, grace_s)
     base = {**os.environ, **(env or {})}
     where = places(processes, base)
+    if not pin:
+        where = [dataclasses.replace(place, core=None) for place in where]
     coordinator = f"127.0.0.1:{_free_port()}"
     group = _Group(LinePrinter(prefix), only_rank0, grace_s)
     with _passing_signals_on(group):

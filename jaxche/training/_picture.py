@@ -19,12 +19,13 @@ def draw(history: History) -> Any:
     if not history:
         raise ValueError("the history has no rounds; train first: state, history = trainer.fit(state, data)")
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot as plt
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'jaxche[plot]'") from error
 
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    cadence, clock, loss = figure.subplots(3, 1)
+    figure, (cadence, clock, loss) = plt.subplots(3, 1, figsize=(9, 8), layout="constrained")
+    # Closed, a notebook shows it once, as the value of the cell, and not again by pyplot.
+    plt.close(figure)
     rounds = np.array([info.round for info in history])
     counts = np.array([info.counts for info in history])
     wall = np.array([info.wall_ms for info in history])

@@ -71,7 +71,7 @@ class Trainer:
       >>> data = jaxche.Batches({"x": x, "y": x @ np.array([1.0, -2.0, 0.5], np.float32)}, batch_size=8)
       >>> trainer = jaxche.Trainer(lambda w, b: jnp.mean((b["x"] @ w - b["y"]) ** 2), optax.sgd(0.1))
       >>> state = trainer.init(jnp.zeros(3))
-      >>> state, history = trainer.fit(state, data, epochs=20, progress=False)
+      >>> state, history = trainer.fit(state, data, epochs=60, progress=False)
       >>> np.round(trainer.params(state), 2).tolist()
       [1.0, -2.0, 0.5]
     """

@@ -1,6 +1,7 @@
 """The picture holds what it promises."""
 
 import pytest
+from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from jaxche.training import History, RoundInfo
@@ -34,6 +35,7 @@ def history(world, rounds=6):
 def test_three_panels_with_units_and_ranks(world, tmp_path):
     figure = history(world).plot()
     assert isinstance(figure, Figure)
+    assert not plt.get_fignums()  # nothing left open
     cadence, clock, loss = figure.axes
     assert [axes.get_xlabel() for axes in figure.axes] == ["round", "ms per round (mean)", "training time (s)"]
     labels = [text.get_text() for text in cadence.get_legend().get_texts()]

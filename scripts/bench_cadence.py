@@ -1,0 +1,350 @@
+"""How fast is a fleet of unequal replicas? jaxche against plain jit data parallelism, in the same run.
+
+Every replica is a process whose steps are padded to a pace: compute is below the pace, so the fleet behaves like
+devices of these speeds. All systems run in turn in the same processes, several times over; a figure is the median over
+the turns. Efficiency is the rate over the sum of the rates the replicas reach when nobody waits for anybody, measured
+in the same turn.
+
+Processes pinned to a core each (the default) are the quieter fleet, but gloo then needs about 4 ms for any all-reduce,
+and a step written by hand makes one per parameter array. With --no-pin an all-reduce takes well below 1 ms: the
+stronger opponent.
+
+    python scripts/bench_cadence.py                 # rates on both fleets, overhead of one replica
+    python scripts/bench_cadence.py --no-pin        # the same with cheap all-reduces
+    python scripts/bench_cadence.py --target 0.95   # also the time to that test accuracy, three seeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+FLEETS = ((20, 50), (20, 20, 40, 80))
+POLICIES = ("sync", "cadence", "async")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5, help="turns over all systems (default 5)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement (default 5)")
+    parser.add_argument("--fleet", help="paces in ms instead of the two fleets, e.g. 20,50")
+    parser.add_argument("--target", type=float, help="also measure the time to this test accuracy, e.g. 0.95")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds for --target (default 3)")
+    parser.add_argument("--epochs", type=int, default=12, help="epochs for --target (default 12)")
+    parser.add_argument("--skip-rates", action="store_true", help="only --target and the overhead")
+    parser.add_argument("--no-pin", action="store_true", help="let each process run on any core")
+    parser.add_argument("--json", type=Path, help="write all numbers there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+
+    results: dict[str, Any] = {}
+    fleets = [tuple(map(float, args.fleet.split(",")))] if args.fleet else FLEETS
+    if not args.skip_rates:
+        for paces in fleets:
+            results[f"rates {_name(paces)}"] = rates = run("rates", paces, args)
+            print_rates(paces, rates)
+        results["overhead"] = overhead = run("overhead", None, args)
+        print_overhead(overhead)
+    if args.target:
+        for paces in fleets[:1]:
+            results[f"target {_name(paces)}"] = target = run("target", paces, args)
+            print_target(paces, target, args.target)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+def run(what: str, paces: Any, args: argparse.Namespace) -> Any:
+    """Start the processes of one measurement and read what rank 0 wrote."""
+    from jaxche.cluster import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        flags = ["--turns", args.turns, "--seconds", args.seconds, "--seeds", args.seeds, "--epochs", args.epochs]
+        flags += ["--target", args.target or 0.95, "--json", out]
+        command = [sys.executable, __file__, "--worker", what, *map(str, flags)]
+        if paces is None:  # one process as anybody would start it
+            code = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
+        else:
+            code = launch(command, len(paces), pace_ms=paces, env={"JAX_PLATFORMS": "cpu"}, pin=not args.no_pin)
+        if code:
+            sys.exit(code)
+        return json.loads(out.read_text())
+
+
+def worker(args: argparse.Namespace) -> int:
+    import jaxche
+
+    jaxche.initialize()
+    import jax
+
+    result = {"rates": measure_rates, "overhead": measure_overhead, "target": measure_target}[args.worker](args)
+    if jax.process_index() == 0:
+        args.json.write_text(json.dumps(result))
+    return 0
+
+
+class Plain:
+    """Data parallelism as people write it: one jitted step over a global batch, XLA adds the all-reduces.
+
+    Its local work is padded to the pace before the step: the step itself then takes what it computes.
+    """
+
+    def __init__(self, task: Any, seed: int, pace_ms: float):
+        import jax
+        import optax
+        from jax.sharding import AxisType, NamedSharding
+        from jax.sharding import PartitionSpec as P
+
+        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+        self._everywhere, self._split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        self.data, self.cursor, self.epoch = task.data, 0, 0
+
+        @jax.jit
+        def step(params: Any, opt_state: Any, batch: Any, index: Any) -> Any:
+            rng = jax.random.fold_in(jax.random.key(seed), index)
+            loss = lambda p: _loss_only(task.loss_fn(p, batch, rng=rng))  # noqa: E731
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, opt_state = task.tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value
+
+        self._step = step
+        host = jax.tree.map(lambda x: jax.device_get(x), task.init(seed)[0])
+        place = lambda tree: jax.tree.map(  # noqa: E731
+            lambda x: jax.make_array_from_process_local_data(self._everywhere, x), tree
+        )
+        self.params = place(host)
+        self.opt_state = place(jax.device_get(task.tx.init(host)))
+        jax.block_until_ready(step(self.params, self.opt_state, self._batch(0, 0), 0))  # compiles
+        self._sleep_s = max(0.0, pace_ms / 1e3 - self._local_compute(task, host))
+
+    def _local_compute(self, task: Any, params: Any) -> float:
+        """What a step computes without the others: median of a few."""
+        import jax
+
+        device = jax.local_devices()[0]
+        batch, params = jax.device_put((task.data[0], params), device)
+        grad = jax.jit(jax.grad(lambda p, b: _loss_only(task.loss_fn(p, b, rng=jax.random.key(0)))))
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            jax.block_until_ready(grad(params, batch))
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[2:])
+
+    def _batch(self, epoch: int, index: int) -> Any:
+        """This process's part of a global batch: the same exactly-once order as jaxche under sync."""
+        import jax
+
+        mine = min(index + jax.process_index(), len(self.data) - 1)
+        local = self.data.epoch(epoch)[mine]
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._split, x), local)
+
+    def run(self, batches: int) -> int:
+        """About so many batches; each step takes one a replica."""
+        import jax
+
+        done = 0
+        while done < batches:
+            if self.cursor + jax.process_count() > len(self.data) - 1:  # the smaller last batch would not stack
+                self.cursor, self.epoch = 0, self.epoch + 1
+            time.sleep(self._sleep_s)
+            batch = self._batch(self.epoch, self.cursor)
+            index = self.epoch * len(self.data) + self.cursor
+            self.params, self.opt_state, loss = self._step(self.params, self.opt_state, batch, index)
+            jax.block_until_ready(loss)
+            self.cursor += jax.process_count()
+            done += jax.process_count()
+        return done
+
+    def merged(self) -> Any:
+        import jax
+
+        return jax.tree.map(lambda x: x.addressable_data(0), self.params)
+
+
+class Jaxche:
+    """The trainer under one policy, everything else at its defaults."""
+
+    def __init__(self, task: Any, policy: str, seed: int):
+        import jaxche
+
+        self.trainer = jaxche.Trainer(task.loss_fn, task.tx, policy=policy, seed=seed)
+        self.data = task.data
+        self.state = self.trainer.init(*task.init(seed))
+        self.rounds: list[Any] = []
+
+    def run(self, batches: int) -> int:
+        done = 0
+        while done < batches:
+            self.state, info = self.trainer.round(self.state, self.data)
+            self.rounds.append(info)
+            done += sum(info.counts)
+        return done
+
+    def merged(self) -> Any:
+        return self.trainer.params(self.state)
+
+
+def measure_rates(args: argparse.Namespace) -> dict[str, Any]:
+    """Rates of all systems, interleaved."""
+    from jaxche.cli._tasks import load
+
+    task = load("mnist")
+    pace = float(os.environ["JAXCHE_PACE_MS"])
+    systems: dict[str, Any] = {"plain jit": Plain(task, 0, pace)}
+    systems |= {policy: Jaxche(task, policy, 0) for policy in POLICIES}
+    reference = systems["cadence"]
+    turns: list[dict[str, Any]] = []
+    for turn in range(args.turns + 1):  # the first one warms up and calibrates
+        free = sum(reference.trainer.measure_rates(reference.state, task.data, args.seconds / 2))
+        row: dict[str, Any] = {"free": free}
+        for name, system in systems.items():
+            _barrier()
+            start = time.perf_counter()
+            done = system.run(int(free * args.seconds * (0.45 if name in ("plain jit", "sync") else 0.95)))
+            row[name] = done / (time.perf_counter() - start)
+        if turn:
+            turns.append(row)
+    recent = {name: s.rounds[-20:] for name, s in systems.items() if isinstance(s, Jaxche)}
+    about = {
+        name: {
+            "counts": list(statistics.mode(r.counts for r in rounds)),
+            "sync_ms": statistics.median(r.sync_ms for r in rounds),
+            "wait_ms": statistics.median(max(r.wait_ms) for r in rounds),
+            "wall_ms": statistics.median(max(r.wall_ms) for r in rounds),
+        }
+        for name, rounds in recent.items()
+    }
+    return {"turns": turns, "about": about}
+
+
+def measure_overhead(args: argparse.Namespace) -> dict[str, Any]:
+    """One unpaced replica against a raw jitted loop over the same batches, interleaved."""
+    import jax
+    import optax
+
+    import jaxche
+    from jaxche.cli._tasks import load
+
+    results = {}
+    for name in ("mnist", "digits"):
+        task = load(name)
+
+        def raw_step(params: Any, opt_state: Any, batch: Any, index: Any, task: Any = task) -> Any:
+            rng = jax.random.fold_in(jax.random.key(0), index)
+            loss, grads = jax.value_and_grad(lambda p: _loss_only(task.loss_fn(p, batch, rng=rng)))(params)
+            updates, opt_state = task.tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        step = jax.jit(raw_step, donate_argnums=(0, 1))
+        params = jax.tree.map(jax.numpy.array, task.init(0)[0])
+        opt_state = task.tx.init(params)
+        trainer = jaxche.Trainer(task.loss_fn, task.tx)
+        state = trainer.init(*task.init(0))
+        turns = []
+        for turn in range(2 * args.turns + 1):
+            # The last, smaller batch is left out on both sides; the trainer's reader and the raw loop read alike.
+            data = [task.data.epoch(turn)[i] for i in range(len(task.data) - 1)]
+            start = time.perf_counter()
+            for index in range(len(data)):
+                params, opt_state, loss = step(params, opt_state, data[index], index)
+            jax.block_until_ready(loss)
+            middle = time.perf_counter()
+            state, _ = trainer.fit(state, data, progress=False)
+            end = time.perf_counter()
+            if turn:
+                turns.append({"raw": (middle - start) / len(data), "jaxche": (end - middle) / len(data)})
+        results[name] = turns
+    return results
+
+
+def measure_target(args: argparse.Namespace) -> dict[str, Any]:
+    """Training time to a test accuracy, and the accuracy at the end, for several seeds."""
+    import jax
+
+    from jaxche.cli._tasks import load
+
+    pace = float(os.environ["JAXCHE_PACE_MS"])
+    results: dict[str, list[Any]] = {"plain jit": [], **{policy: [] for policy in POLICIES}}
+    for seed in range(args.seeds):
+        task = load("mnist", seed=100 * seed)
+        for name in results:
+            system = Plain(task, seed, pace) if name == "plain jit" else Jaxche(task, name, seed)
+            curve, clock, done = [], 0.0, 0
+            system.run(1)  # compiles
+            total = args.epochs * len(task.data)
+            while done < total:
+                _barrier()
+                start = time.perf_counter()
+                done += system.run(25)
+                clock += time.perf_counter() - start  # looking at the test set is not training
+                curve.append((clock, task.evaluate(jax.device_get(system.merged()), None)["accuracy"]))
+            reached = next((seconds for seconds, accuracy in curve if accuracy >= args.target), None)
+            results[name].append({"seconds": reached, "final": curve[-1][1], "total_s": clock, "curve": curve})
+    return results
+
+
+def _barrier() -> None:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("bench")
+
+
+def _loss_only(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _name(paces: Any) -> str:
+    return "/".join(f"{p:g}" for p in paces)
+
+
+def print_rates(paces: Any, result: dict[str, Any]) -> None:
+    turns = result["turns"]
+    print(f"\nfleet {_name(paces)} ms, {len(turns)} turns; medians (lowest to highest)")
+    print(f"{'system':<12}{'batches/s':>10}{'efficiency':>12}{'range':>18}{'to plain jit':>14}   counts, merge")
+    for name in ("free", "plain jit", *POLICIES):
+        share = [turn[name] / turn["free"] for turn in turns]
+        ratio = statistics.median(turn[name] / turn["plain jit"] for turn in turns)
+        about = result["about"].get(name)
+        tail = f"   {':'.join(map(str, about['counts']))}, {about['sync_ms']:.1f} ms" if about else ""
+        print(
+            f"{name:<12}{statistics.median(t[name] for t in turns):>10.2f}{statistics.median(share):>12.3f}"
+            f"{min(share):>10.3f} - {max(share):.3f}{ratio:>13.2f}x{tail}"
+        )
+
+
+def print_overhead(result: dict[str, Any]) -> None:
+    print("\none unpaced replica against a raw jitted loop")
+    for name, turns in result.items():
+        raw = statistics.median(t["raw"] for t in turns) * 1e3
+        own = statistics.median(t["jaxche"] for t in turns) * 1e3
+        ratio = statistics.median(t["jaxche"] / t["raw"] for t in turns)
+        print(f"{name:<12}raw {raw:7.3f} ms/step   jaxche {own:7.3f} ms/step   ratio {ratio:.3f}")
+
+
+def print_target(paces: Any, result: dict[str, Any], target: float) -> None:
+    print(f"\nfleet {_name(paces)} ms: training time to {target:.0%} test accuracy, {len(result['plain jit'])} seeds")
+    print(f"{'system':<12}{'seconds':>24}{'to plain jit':>14}{'final accuracy':>26}{'whole run':>12}")
+    for name, runs in result.items():
+        seconds = [r["seconds"] for r in runs]
+        pairs = zip(seconds, (r["seconds"] for r in result["plain jit"]), strict=True)
+        ratios = [own / plain for own, plain in pairs if own is not None and plain is not None]
+        shown = " ".join("never" if s is None else f"{s:.1f}" for s in seconds)
+        ratio = f"{statistics.median(ratios):.2f}x" if ratios else "-"
+        finals = " ".join(f"{r['final']:.3f}" for r in runs)
+        print(f"{name:<12}{shown:>24}{ratio:>14}{finals:>26}{statistics.median(r['total_s'] for r in runs):>10.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
