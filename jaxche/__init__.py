@@ -3,6 +3,16 @@
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.cluster import initialize
+from jaxche.scaling import (
+    AdamScale,
+    AdaScale,
+    LEGWScale,
+    LinearScale,
+    SqrtScale,
+    noise_scale,
+    progress_schedule,
+    scale_learning_rate,
+)
 from jaxche.training import (
     Batches,
     History,
@@ -20,10 +30,14 @@ from jaxche.training import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaScale",
+    "AdamScale",
     "ApplyPolicy",
     "Batches",
     "ElChe",
     "History",
+    "LEGWScale",
+    "LinearScale",
     "NNXLoss",
     "NonFiniteLossError",
     "PaceError",
@@ -31,9 +45,13 @@ __all__ = [
     "RankError",
     "ReplicaState",
     "RoundInfo",
+    "SqrtScale",
     "Trainer",
     "initialize",
     "linen_loss",
     "merge_weights",
+    "noise_scale",
+    "progress_schedule",
+    "scale_learning_rate",
     "weighted_mean",
 ]

@@ -72,9 +72,7 @@ params = variables.pop("params")
 
 
 def test_accuracy(trainer, state):
-    logits = net.apply(
-        {"params": trainer.params(state), **trainer.model_state(state)}, images[1440:], train=False
-    )
+    logits = net.apply({"params": trainer.params(state), **trainer.model_state(state)}, images[1440:], train=False)
     return float((logits.argmax(-1) == labels[1440:]).mean())
 
 
@@ -87,9 +85,7 @@ def test_accuracy(trainer, state):
 # %%
 results = {}
 for policy in ("sync", "cadence", "async"):
-    trainer = jaxche.Trainer(
-        jaxche.linen_loss(net, loss_fn), optax.adam(2e-3), policy=policy, pace_ms=(4, 10)
-    )
+    trainer = jaxche.Trainer(jaxche.linen_loss(net, loss_fn), optax.adam(2e-3), policy=policy, pace_ms=(4, 10))
     state = trainer.init(params, model_state=variables)
     state, history = trainer.fit(state, train, epochs=8, progress=False)
     results[policy] = trainer, state, history

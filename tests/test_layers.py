@@ -8,7 +8,8 @@ import pytest
 import jaxche
 
 ROOT = Path(jaxche.__file__).parent
-LAYERS = {"cadence": 0, "averaging": 1, "training": 4, "cluster": 5, "cli": 6}
+ORDER = ("cadence", "averaging", "scaling", "training", "cluster", "cli")
+LAYERS = {package: layer for layer, package in enumerate(ORDER)}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 
 

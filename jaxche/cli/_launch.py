@@ -10,14 +10,14 @@ from jaxche.cluster import count_gpus, launch
 
 _EXAMPLES = """\
 examples:
-  jaxche launch -n 2 train.py --epochs 3             one process a GPU; a CPU core each where there are none
+  jaxche launch -n 2 train.py --epochs 3             one process a GPU, or a CPU core each
   jaxche launch -n 2 --pace 20,50 train.py           act as two devices of 20 and 50 ms a step
   JAX_PLATFORMS=cpu jaxche launch -n 4 train.py      CPU cores, on a machine with GPUs too
   jaxche launch -n 2 -m my_package.train --epochs 3  a module
   jaxche launch -n 2 -- python -O train.py           any command
 
-The script calls jaxche.initialize() before its first array. One process that fails ends them all, and its exit
-code is the launcher's.
+The script calls jaxche.initialize() before its first array. One process that fails ends them all,
+and its exit code is the launcher's.
 """
 
 

@@ -138,7 +138,11 @@ class Reader:
     def peek(self, key: Key) -> Any:
         """The batch, kept for the replica that will train on it."""
         self.request(key)
-        return self._ready[key].result()
+        try:
+            return self._ready[key].result()
+        except Exception:
+            del self._ready[key]  # so that trying again reads again
+            raise
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
 from jaxche.training._checks import check_params, checked_devices, checked_length, checked_paces, one_of
 from jaxche.training._engine import Engine
-from jaxche.training._fit import fit
+from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._learn import learn
 from jaxche.training._loss import as_loss
@@ -180,19 +180,29 @@ class Trainer:
         """
         return self._round(state, data, counts)
 
-    def fit(self, state: ReplicaState, data: Any, epochs: int = 1, **options: Any) -> tuple[ReplicaState, History]:
-        """Train for some epochs; see :func:`jaxche.training.fit` for the options.
+    def fit(
+        self,
+        state: ReplicaState,
+        data: Any,
+        epochs: int = 1,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+        dry_run: bool = False,
+    ) -> tuple[ReplicaState, History]:
+        """Train for some epochs; :func:`jaxche.training.fit` tells more of the arguments.
 
         Args:
           state: from :meth:`init` or an earlier fit.
           data: as for :meth:`round`.
           epochs: how many more epochs.
-          **options: ``callbacks``, ``progress``, ``dry_run``.
+          callbacks: called with ``(state, info)`` after every round; one that returns something true stops training.
+          progress: show a bar on rank 0.
+          dry_run: compile and run one batch a replica and one merge, and return the state unchanged.
 
         Returns:
           ``(state, history)``.
         """
-        return fit(self, state, data, epochs, **options)
+        return fit(self, state, data, epochs, callbacks, progress, dry_run)
 
     def request_stop(self) -> None:
         """Ask all processes to stop together: the next round's merge tells them."""

@@ -62,7 +62,14 @@ def test_options_reach_the_launch(monkeypatch):
     monkeypatch.setattr(cli, "count_gpus", lambda: 2)
     args = _parse("--pace", "20,50.5", "--only-rank0", "--no-prefix", "--grace", "1", __file__)
     assert args.run(args) == 0
-    assert seen == {"processes": 2, "pace_ms": [20, 50.5], "prefix": False, "only_rank0": True, "grace_s": 1}
+    assert seen == {
+        "processes": 2,
+        "pace_ms": [20, 50.5],
+        "prefix": False,
+        "only_rank0": True,
+        "grace_s": 1,
+        "pin": True,
+    }
 
 
 @pytest.mark.parametrize(

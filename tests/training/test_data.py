@@ -100,6 +100,23 @@ def test_an_error_of_the_data_reaches_whoever_takes_the_batch():
     reader.close()
 
 
+def test_what_failed_to_read_is_read_again_when_asked_again():
+    class Flaky:
+        tries = 0
+
+        def __getitem__(self, i):
+            self.tries += 1
+            if self.tries == 1:
+                raise OSError("busy")
+            return i
+
+    reader = Reader(Flaky())
+    with pytest.raises(OSError, match="busy"):
+        reader.peek((0, 7))
+    assert reader.peek((0, 7)) == 7
+    reader.close()
+
+
 def test_a_grain_pipeline_is_data(devices):
     rng = np.random.default_rng(0)
     rows = [{"x": x, "y": np.float32(x.sum())} for x in rng.normal(size=(40, 3)).astype(np.float32)]

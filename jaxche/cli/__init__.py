@@ -1,0 +1,5 @@
+"""Layer 6, the command line: `jaxche train | launch | simulate`."""
+
+from jaxche.cli._main import main
+
+__all__ = ["main"]

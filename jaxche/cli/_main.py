@@ -1,0 +1,55 @@
+"""The entry point: one parser a command, each of which imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxche.cli import _launch, _simulate, _train
+
+_START = """\
+jaxche trains one Flax model on whatever mix of devices you have, as fast as all of them together.
+
+  jaxche train                     two processes, one 2.5 times slower, real images; a minute
+  jaxche train --compare sync,cadence,async
+                                   the same, against waiting for the slow one after every batch
+  jaxche simulate --ms 20,50       what the cadence would do on devices of these speeds
+  jaxche launch -n 2 train.py      run your own script once a device
+
+jaxche COMMAND --help says more."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the words after ``jaxche``; default: this process's own.
+
+    Returns:
+      The exit code.
+
+    Example:
+      >>> main(["simulate", "--ms", "20,50", "--rounds", "5"])
+      2 ranks, 20 to 50 ms a batch...
+      0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="jaxche", description=_START, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (_train, _launch, _simulate):
+        command.add_parser(commands)
+    args = parser.parse_args(words)
+    if args.version:
+        import jaxche
+
+        print(f"jaxche {jaxche.__version__}")
+        return 0
+    if not hasattr(args, "run"):
+        print(_START)
+        return 0
+    args.words = words
+    return args.run(args)

@@ -1,0 +1,174 @@
+"""What each process of `jaxche train` does: joins, measures, trains, writes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxche.cli import _pace
+from jaxche.cli._report import Result, per_rank, round_header, step_text, table
+from jaxche.cli._settings import cadence, policies, trainer_options
+from jaxche.cli._tasks import TASKS, Task, load
+from jaxche.cli._watch import Watch, barrier, say
+from jaxche.cli._write import write_policy, write_result
+from jaxche.training import History, ReplicaState, Trainer
+
+_PACE_MS = "JAXCHE_PACE_MS"
+_PROBE_S, _MEASURE_S = 0.7, 2.0
+
+
+class Refused(ValueError):
+    """Something every process found at once, in the same words."""
+
+
+def train(args: argparse.Namespace, folder: Path) -> None:
+    """Trains with each policy in turn and writes what came out.
+
+    Args:
+      args: the arguments of `jaxche train`.
+      folder: for the files.
+
+    Raises:
+      Exception: whatever the trainer raises, and ``Refused``.
+    """
+    if jax.process_index() == 0 and folder.exists():
+        raise ValueError(f"{folder} is there already; choose another --name")
+    task = load(args.task, args.batch_size, args.learning_rate, args.seed)
+    start = task.init(args.seed)
+    world = jax.device_count()
+    epochs = args.epochs or task.epochs
+    try:
+        che = cadence(args, world)
+        paces, step_ms = _paces(args, task, start, world)
+        options = [trainer_options(args, policy) for policy in policies(args)]
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    say(_header(task, start[0], epochs, paces, step_ms))
+
+    results = []
+    for chosen in options:
+        trainer = Trainer(task.loss_fn, task.tx, che=che, pace_ms=paces, **chosen)
+        state = trainer.init(*start)
+        say(f"\npolicy {chosen['policy']}, averaging {trainer.average}" if world > 1 else "\na plain training loop")
+        if args.dry_run:
+            _, history = trainer.fit(state, task.data, dry_run=True)
+            say(f"dry run: one batch on every replica and one merge went well; loss {history[0].loss:.4f}")
+            continue
+        state, result, history = _fit(trainer, task, state, epochs)
+        results.append(result)
+        if jax.process_index() == 0:
+            part = folder / result.policy if args.compare else folder
+            write_policy(part, history, trainer.params(state))
+        barrier("written")
+    if args.dry_run:
+        say("nothing was written")
+    elif jax.process_index() == 0:
+        _end(args, task, folder, results, paces, step_ms)
+
+
+def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
+    """The pace of each rank, or None, and what a step took unpaced, where that had to be known."""
+    asked = args.pace
+    if asked is None and _PACE_MS in os.environ:
+        return None, ()
+    os.environ.pop(_PACE_MS, None)
+    if asked is None:
+        asked = "auto" if args.ratios or (world > 1 and jax.default_backend() == "cpu") else "none"
+    if asked == "none":
+        return None, ()
+    probe = Trainer(task.loss_fn, task.tx, average="parameters", seed=args.seed)
+    step_ms = tuple(1e3 / rate for rate in probe.measure_rates(probe.init(*start), task.data, seconds=_PROBE_S))
+    if asked == "auto":
+        return _pace.auto_paces(step_ms, args.ratios or _pace.default_ratios(world)), step_ms
+    _pace.check_paces(asked, step_ms)
+    return asked, step_ms
+
+
+def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None, step_ms: Sequence[float]) -> str:
+    plural = "s" if epochs > 1 else ""
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    devices = f"{jax.device_count()} x {' and '.join(kinds)}"
+    pace = ""
+    if paces is not None:
+        pace = f", paced to {per_rank(paces, '{:g}')} ms a step ({step_text(step_ms)})"
+    elif _PACE_MS in os.environ:
+        pace = f", paced by {_PACE_MS}"
+    return "\n".join(
+        [
+            f"task {task.name}: {TASKS[task.name][0]}",
+            f"  {size:,} parameters, {epochs} epoch{plural} of {len(task.data)} batches of {task.data.batch_size}",
+            f"  {devices}{pace}",
+        ]
+    )
+
+
+def _fit(trainer: Trainer, task: Task, state: ReplicaState, epochs: int) -> tuple[ReplicaState, Result, History]:
+    rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
+    _compile_last_batch(trainer, task, state)
+    say(round_header(trainer.world_size))
+    watch = Watch(trainer, task, epochs)
+    state, history = trainer.fit(state, task.data, epochs=epochs, callbacks=[watch], progress=False)
+    seconds = watch.seconds
+    result = Result(
+        policy=trainer.policy.value,
+        test={name: value for name, value in (watch.curve or [{}])[-1].items() if name not in ("epoch", "seconds")},
+        curve=tuple(watch.curve),
+        seconds=seconds,
+        examples=sum(info.examples for info in history),
+        batches=sum(sum(info.counts) for info in history),
+        rates=rates,
+        wait_ms=tuple(sum(waits) for waits in zip(*(info.wait_ms for info in history), strict=True)),
+        sync_ms=sum(info.sync_ms for info in history),
+        rounds=len(history),
+        merges=len(history) if trainer.world_size > 1 else 0,
+    )
+    return state, result, history
+
+
+def _compile_last_batch(trainer: Trainer, task: Task, state: ReplicaState) -> None:
+    """The last batch of an epoch may be smaller, a program of its own; without this it would be on the clock."""
+    last = len(task.data) - 1
+    if jax.tree.map(len, task.data[last]) == jax.tree.map(len, task.data[0]):
+        return
+    place = dataclasses.replace(state, cursor=last)
+    for rank in range(trainer.world_size):
+        trainer.round(place, task.data, counts=[int(r == rank) for r in range(trainer.world_size)])
+
+
+def _end(
+    args: argparse.Namespace,
+    task: Task,
+    folder: Path,
+    results: Sequence[Result],
+    paces: Sequence[float] | None,
+    step_ms: Sequence[float],
+) -> None:
+    write_result(
+        folder,
+        {
+            "task": task.name,
+            "metric": task.metric,
+            "higher_is_better": task.higher_is_better,
+            "devices": [device.device_kind for device in jax.devices()],
+            "pace_ms": paces,
+            "step_ms": step_ms,
+            "batch_size": task.data.batch_size,
+            "results": {result.policy: result.to_dict() for result in results},
+            "arguments": {name: value for name, value in vars(args).items() if name not in ("run", "words")},
+            "command": ["jaxche", *args.words],
+        },
+    )
+    say("\n" + table(results, task.metric, task.shown, task.percent))
+    files = "result.json, and a folder a policy with" if args.compare else "result.json,"
+    say(f"\nwritten to {folder}:\n  {files} history.jsonl, history.png, params (an Orbax checkpoint)")
+    if args.compare or jax.device_count() == 1:
+        say("next: jaxche simulate --ms 20,50, or your own script: jaxche launch -n 2 train.py")
+    else:
+        say(f"next: jaxche train --task {task.name} --compare sync,cadence,async")

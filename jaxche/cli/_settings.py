@@ -1,0 +1,55 @@
+"""From arguments to a trainer's settings, checked before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from jaxche.cadence import ApplyPolicy, ElChe
+
+# Those of the trainer, for when only some of the cadence's knobs are given.
+_ANCHOR, _OVERHEAD_TARGET, _TUNER = 4, 0.02, "steady"
+
+
+def policies(args: argparse.Namespace) -> tuple[str, ...]:
+    """The policies to run, in turn."""
+    return args.compare or (args.policy or ApplyPolicy.CADENCE.value,)
+
+
+def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
+    """The cadence the arguments ask for; None leaves it to the trainer.
+
+    Raises:
+      ValueError: a knob out of range.
+    """
+    knobs = (args.anchor, args.overhead_target, args.tuner, args.max_batch_diff)
+    if world_size == 1 or all(knob is None for knob in knobs):
+        return None
+    return ElChe(
+        world_size=world_size,
+        anchor=_ANCHOR if args.anchor is None else args.anchor,
+        overhead_target=_OVERHEAD_TARGET if args.overhead_target is None else args.overhead_target,
+        max_batch_diff=args.max_batch_diff,
+        tuner=args.tuner or _TUNER,
+    )
+
+
+def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
+    """The trainer's arguments for one policy.
+
+    Raises:
+      ValueError: settings that cannot act together.
+    """
+    average = args.average or ("gradients" if policy == ApplyPolicy.SYNC else "parameters")
+    rules = {"merge": args.merge, "opt_state": args.opt_state}
+    given = {name: value for name, value in rules.items() if value is not None}
+    if average == "gradients":
+        if given and not args.compare:
+            flags = " and ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(
+                f"{flags} acts on averaged parameters, but policy {policy} averages gradients here; "
+                "leave it out or add --average parameters"
+            )
+        # In a comparison they are for the other policies.
+        given = {}
+    return {"policy": policy, "average": average, "seed": args.seed} | given

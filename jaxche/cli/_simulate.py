@@ -1,0 +1,138 @@
+"""`jaxche simulate`: what a cadence would do on devices of given speeds, on a virtual clock."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
+from jaxche.cli._arguments import number, numbers, whole
+
+_SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
+
+_EXAMPLES = """\
+examples:
+  jaxche simulate --ms 20,50
+  jaxche simulate --ms 20,50 --slowdown 0@50x2 --tuner both   rank 0 slows down on the way
+  jaxche simulate --ranks 10000 --spread 4 --rounds 20        speeds between 20 and 80 ms
+  jaxche simulate --ms 10,10,23 --sync-ms 45 --plot fleet.png
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Registers `simulate`.
+
+    Args:
+      subparsers: what ``ArgumentParser.add_subparsers`` returned.
+
+    Returns:
+      The new parser; its arguments carry ``run``.
+    """
+    parser = subparsers.add_parser(
+        "simulate",
+        usage="%(prog)s [options]",
+        help="what the cadence would do on devices of given speeds",
+        description="What the cadence would do on devices of given speeds, on a virtual clock.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    fleet = parser.add_mutually_exclusive_group()
+    fleet.add_argument("--ms", type=numbers("--ms 20,50"), help="ms a batch of each rank (default: 20,50)")
+    fleet.add_argument("--ranks", type=whole("--ranks 64", 2), help="so many ranks, of random speeds")
+    add("--spread", type=number("--spread 4", 1.0), help="slowest over fastest of random speeds (default: 4)")
+    add("--seed", type=whole("--seed 0", 0), default=0, help="of speeds and jitter (default: 0)")
+    add(
+        "--jitter", type=number("--jitter 0.05", 0.0, 1.0), default=0.0, help="relative deviation of times (default: 0)"
+    )
+    add("--sync-ms", type=number("--sync-ms 8"), default=8.0, help="cost of a merge (default: %(default)g)")
+    add("--slowdown", type=_slowdown, metavar="RANK@ROUNDxFACTOR", help="a rank that becomes slower on the way")
+    add("--first-report-ms", type=number("--first-report-ms 3000"), default=0.0, help="what compilation adds at first")
+    add("--rounds", type=whole("--rounds 100"), default=100, help="how many (default: %(default)s)")
+    add(
+        "--anchor",
+        type=whole("--anchor 4", 1, 200),
+        default=4,
+        help="first batches of the slowest (default: %(default)s)",
+    )
+    add("--overhead-target", type=number("--overhead-target 0.02", 0.01, 0.5), default=0.02)
+    add("--tuner", choices=("seed", "steady", "both"), default="steady", help="default: %(default)s")
+    add("--plot", metavar="FILE.png", help="draw it (with both tuners: a file each)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the fleet and prints a table.
+
+    Args:
+      args: from the parser of ``add_parser``.
+
+    Returns:
+      The exit code: 0, or 2 if the arguments make no sense.
+    """
+    try:
+        fleet = _fleet(args)
+        tuners = ("seed", "steady") if args.tuner == "both" else (args.tuner,)
+        runs = {tuner: fleet.run(_cadence(args, fleet, tuner), rounds=args.rounds) for tuner in tuners}
+        print(_describe(fleet))
+        for tuner, done in runs.items():
+            print(f"\ntuner {tuner}\n{done.table()}")
+        for tuner, done in runs.items() if args.plot else ():
+            path = Path(args.plot)
+            _draw(done, path.with_stem(f"{path.stem}-{tuner}") if len(runs) > 1 else path)
+        return 0
+    except (ValueError, ImportError, OSError) as error:
+        sys.stderr.write(f"jaxche simulate: error: {error}\n")
+        return 2
+
+
+def _fleet(args: argparse.Namespace) -> VirtualFleet:
+    if args.spread is not None and args.ranks is None:
+        raise ValueError("--spread is for random speeds; write --ranks 64 --spread 4, or give the speeds: --ms 20,50")
+    if args.ranks is None:
+        ms = np.array(args.ms or (20.0, 50.0))
+    else:
+        # Rank 0 and the last one are the ends, so that the spread is as asked.
+        between = np.random.default_rng(args.seed).uniform(1.0, args.spread or 4.0, args.ranks - 2)
+        ms = 20.0 * np.array([1.0, *between, args.spread or 4.0])
+    if len(ms) < 2:
+        raise ValueError("one rank has nobody to wait for; write two or more speeds, e.g. --ms 20,50")
+    first = [args.first_report_ms] * len(ms) if args.first_report_ms else None
+    return VirtualFleet(
+        ms.tolist(), args.jitter, args.sync_ms, slowdown=args.slowdown, first_report_ms=first, seed=args.seed
+    )
+
+
+def _cadence(args: argparse.Namespace, fleet: VirtualFleet, tuner: str) -> ElChe:
+    size = len(fleet.ms_per_batch)
+    return ElChe(world_size=size, anchor=args.anchor, overhead_target=args.overhead_target, tuner=tuner)
+
+
+def _describe(fleet: VirtualFleet) -> str:
+    ms = fleet.ms_per_batch
+    text = f"{len(ms)} ranks, {min(ms):g} to {max(ms):g} ms a batch, {fleet.sync_ms:g} ms a merge"
+    if fleet.jitter:
+        text += f", jitter {100 * fleet.jitter:g} %"
+    if fleet.slowdown is not None:
+        text += f", rank {fleet.slowdown.rank} takes x {fleet.slowdown.factor:g} from round {fleet.slowdown.round}"
+    return text
+
+
+def _draw(done: FleetRun, path: Path) -> None:
+    try:
+        done.plot().savefig(path, dpi=110)
+    except ValueError as error:  # a format matplotlib does not know
+        raise ValueError(f"--plot {path}: {error}") from None
+    print(f"drawn to {path}")
+
+
+def _slowdown(text: str) -> Slowdown:
+    match = _SLOWDOWN.fullmatch(text)
+    if match is None or float(match[3]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no slowdown; write RANK@ROUNDxFACTOR, e.g. --slowdown 1@50x2")
+    return Slowdown(int(match[1]), int(match[2]), float(match[3]))

@@ -1,0 +1,190 @@
+"""`jaxche train`: see it work on real data, with one command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxche.averaging import MERGE_RULES
+from jaxche.cadence import ApplyPolicy
+from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._pace import pace_argument
+from jaxche.cli._settings import cadence, policies, trainer_options
+from jaxche.cli._tasks import TASKS, require
+
+_POLICIES = tuple(policy.value for policy in ApplyPolicy)
+_PROCESSES = 2
+
+_EXAMPLES = """\
+tasks:
+{tasks}
+
+examples:
+  jaxche train                                     two processes, one 2.5 times slower
+  jaxche train --compare sync,cadence,async        three policies in turn, side by side
+  jaxche train -n 4 --ratios 1,1,2,4 --task text   four replicas of these speeds
+  jaxche train --pace 20,50                        exactly 20 and 50 ms a step
+  jaxche train -n 1                                a plain training loop
+  srun -n 8 jaxche train                           as one of the processes of Slurm or mpirun
+
+Without GPUs each process has a CPU core and is paced: its steps are padded to a wall time, so that
+equal cores act as devices of different speeds. With GPUs each process has one, at its own speed.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Registers `train`.
+
+    Args:
+      subparsers: what ``ArgumentParser.add_subparsers`` returned.
+
+    Returns:
+      The new parser; its arguments carry ``run``.
+
+    Example:
+      >>> parser = argparse.ArgumentParser()
+      >>> _ = add_parser(parser.add_subparsers())
+      >>> parser.parse_args(["train", "--pace", "20,50", "--policy", "async"]).pace
+      (20.0, 50.0)
+    """
+    tasks = "\n".join(f"  {name:8s} {text}" for name, (text, _) in TASKS.items())
+    parser = subparsers.add_parser(
+        "train",
+        usage="%(prog)s [options]",
+        help="train a small model on real data, on replicas of different speeds",
+        description="Train a small model on real data, on replicas of different speeds.",
+        epilog=_EXAMPLES.format(tasks=tasks),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--task", choices=tuple(TASKS), default="mnist", help="what to train (default: %(default)s)")
+    add("-n", "--processes", type=whole("-n 2"), help="one a replica (default: one a GPU, 2 without GPUs)")
+    add("--pace", type=pace_argument, metavar="auto|none|MS,MS", help="default: auto on CPU cores, none on GPUs")
+    add("--ratios", type=numbers("--ratios 1,2.5"), metavar="R,R", help="step times under --pace auto (default: 1,2.5)")
+
+    group = parser.add_argument_group("how replicas meet")
+    add = group.add_argument
+    add("--policy", choices=_POLICIES, help="when they meet (default: cadence)")
+    add("--compare", type=_compared, metavar="P,P,P", help="run these policies in turn from the same start")
+    add("--average", choices=("parameters", "gradients"), help="default: gradients under sync, else parameters")
+    add("--merge", choices=tuple(MERGE_RULES), help="weights of the replicas in a merge (default: steps)")
+    add("--opt-state", choices=("local", "average", "reset"), help="optimizer states at a merge (default: local)")
+    add("--anchor", type=whole("--anchor 4", 1, 200), help="first batches of the slowest in a round (default: 4)")
+    add("--overhead-target", type=number("--overhead-target 0.02", 0.01, 0.5), help="of sync (default: 0.02)")
+    add("--tuner", choices=("seed", "steady"), help="what tunes the anchor (default: steady)")
+    add("--max-batch-diff", type=whole("--max-batch-diff 8", 0), help="largest lead of the fastest (default: no limit)")
+
+    group = parser.add_argument_group("what is trained")
+    add = group.add_argument
+    add("--batch-size", type=whole("--batch-size 32"), help="default: the task's own")
+    add("--learning-rate", type=number("--learning-rate 1e-3", above=True), help="default: the task's own")
+    add("--epochs", type=whole("--epochs 3"), help="default: the task's own")
+    add("--seed", type=whole("--seed 0", 0), default=0, help="of parameters, order and dropout (default: 0)")
+    add("--dry-run", action="store_true", help="one batch on every replica and one merge; writes nothing")
+
+    group = parser.add_argument_group("files")
+    add = group.add_argument
+    add("--name", help="of the run (default: task-policy-date-time)")
+    add("--out", default="runs", help="folder of the runs (default: %(default)s)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Starts the processes, or is one of them where a launcher has started it.
+
+    Args:
+      args: from the parser of ``add_parser``.
+
+    Returns:
+      The exit code.
+    """
+    import jaxche
+
+    name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        require(args.task)
+        # Under a launcher this joins the run; on its own it does nothing, and starts no device.
+        if jaxche.initialize().launcher != "none":
+            from jaxche.cli._worker import work
+
+            return work(args, name)
+        processes, platform = _processes(args)
+        _check(args, processes, Path(args.out) / name)
+        return _start(args, name, processes, platform)
+    except (ValueError, ImportError, TimeoutError) as error:
+        sys.stderr.write(f"jaxche train: error: {error}\n")
+        return 2
+
+
+def _start(args: argparse.Namespace, name: str, processes: int, platform: str | None) -> int:
+    if processes == 1:
+        from jaxche.cli._worker import work
+
+        return work(args, name)
+    from jaxche.cluster import launch
+
+    # The last of two equal arguments counts.
+    words = [*args.words, "--name", name, "-n", str(processes)]
+    command = [sys.executable, "-m", "jaxche", *words]
+    env = {"JAX_PLATFORMS": platform} if platform else None
+    return launch(command, processes, env=env, prefix=False, only_rank0=True)
+
+
+def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
+    """How many processes, and the platform to hold them to, if they must be."""
+    gpus, platform = _gpus()
+    given = {"-n": args.processes, "--ratios": args.ratios and len(args.ratios)}
+    if isinstance(args.pace, tuple):
+        given["--pace"] = len(args.pace)
+    counts = {flag: count for flag, count in given.items() if count}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{flag} has {count}" for flag, count in counts.items() if flag != "-n")
+        raise ValueError(
+            f"{listed}"
+            + (f" for -n {args.processes}" if args.processes else "")
+            + "; give one value a process, e.g. -n 2 --ratios 1,2.5"
+        )
+    return next(iter(counts.values()), gpus or _PROCESSES), platform
+
+
+def _gpus() -> tuple[int, str | None]:
+    from jaxche.cluster import count_gpus
+
+    wanted = os.environ.get("JAX_PLATFORMS", "").lower()
+    if wanted and "cuda" not in wanted and "gpu" not in wanted:
+        return 0, None
+    gpus = count_gpus()
+    if gpus and not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        sys.stderr.write(
+            f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "
+            "used. For the GPUs write: pip install 'jaxche[cuda13]' (or cuda12)\n"
+        )
+        return 0, "cpu"
+    return gpus, None
+
+
+def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
+    if args.compare and args.policy:
+        raise ValueError("--policy and --compare exclude each other; write --compare sync,cadence or --policy async")
+    if args.ratios and args.pace not in (None, "auto"):
+        raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
+    if not args.dry_run and folder.exists():
+        raise ValueError(f"{folder} is there already; choose another --name")
+    cadence(args, processes)
+    for policy in policies(args):
+        trainer_options(args, policy)
+
+
+def _compared(text: str) -> tuple[str, ...]:
+    names: Sequence[str] = text.split(",")
+    if len(set(names)) != len(names) or len(names) < 2 or set(names) - set(_POLICIES):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not two or more different policies of {', '.join(_POLICIES)}; write --compare sync,cadence"
+        )
+    return tuple(names)

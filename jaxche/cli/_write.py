@@ -1,0 +1,56 @@
+"""The files of a run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxche.training import History
+
+
+def write_policy(folder: Path, history: History, params: Any) -> None:
+    """Writes what one policy did: ``history.jsonl``, ``history.png`` and the parameters in ``params``.
+
+    For rank 0 alone: ``orbax.checkpoint.StandardCheckpointer().restore(folder / "params")`` reads them back.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    history.to_json(folder / "history.jsonl")
+    history.plot().savefig(folder / "history.png", dpi=110)
+    _save(folder / "params", params)
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Writes ``result.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result | {"versions": versions()}, indent=2, default=str)
+    (folder / "result.json").write_text(text + "\n", encoding="utf8")
+
+
+def versions() -> dict[str, str]:
+    """Of everything the numbers depend on."""
+    import flax
+    import jaxlib
+    import optax
+
+    import jaxche
+
+    packages = {module.__name__: module.__version__ for module in (jaxche, jax, jaxlib, flax, optax, np)}
+    return packages | {"python": platform.python_version()}
+
+
+def _save(path: Path, params: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    # Merged parameters are the same everywhere, and other machines may not see this folder. Left alone, Orbax
+    # waits for all processes of the run.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxche_rank0"
+    )
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        checkpointer.save(path.resolve(), args=ocp.args.StandardSave(jax.tree.map(np.asarray, params)))

@@ -1,0 +1,80 @@
+"""Parameter groups: which number belongs to which leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxche.averaging import is_float, sum_dtype
+
+
+class Groups(NamedTuple):
+    """Groups of the leaves of one tree; hashable, so that it can be a static part of a state.
+
+    Attributes:
+      names: the labels in sorted order, or None for one group that nobody named.
+      of_leaf: index of each leaf's group, in flattening order.
+    """
+
+    names: tuple[str, ...] | None
+    of_leaf: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return 1 if self.names is None else len(self.names)
+
+
+def make_groups(params: Any, labels: Any | Callable[[Any], Any] | None) -> Groups:
+    """Read a labelling the way ``optax.partition`` does: a tree (or prefix) of labels, or a function giving one.
+
+    Raises:
+      ValueError: labels that do not cover the parameters.
+    """
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError("params holds no arrays; pass the tree you train, e.g. model.init(rng, x)['params']")
+    if labels is None:
+        return Groups(None, (0,) * len(leaves))
+    tree = labels(params) if callable(labels) else labels
+    try:
+        flat = [str(label) for label in jax.tree.leaves(jax.tree.broadcast(tree, params))]
+    except ValueError as error:
+        raise ValueError(
+            f"groups={labels!r} does not label params: {error}; write a tree of labels like params or a prefix of "
+            "it, e.g. groups={'encoder': 'slow', 'head': 'fast'}, or a function of params that returns one"
+        ) from None
+    names = tuple(sorted(set(flat)))
+    return Groups(names, tuple(names.index(label) for label in flat))
+
+
+def group_squares(groups: Groups, leaves: Sequence[Any], divisors: Sequence[Any] | None = None) -> jax.Array:
+    r"""Squared norm :math:`\|x / d\|^2` of each group, ``[G]`` float32; leaves that are not float are skipped."""
+    if len(leaves) != len(groups.of_leaf):
+        raise ValueError(
+            f"grads has {len(leaves)} leaves, but the params given to init had {len(groups.of_leaf)}; "
+            "pass gradients of the same tree"
+        )
+    sums = [jnp.zeros((), jnp.float32)] * groups.count
+    for i, (leaf, group) in enumerate(zip(leaves, groups.of_leaf, strict=True)):
+        if not is_float(leaf):
+            continue
+        x = leaf.astype(sum_dtype(leaf.dtype))
+        if divisors is not None and divisors[i] is not None:
+            x = x / divisors[i].astype(x.dtype)
+        sums[group] = sums[group] + jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32)
+    return jnp.stack(sums)
+
+
+def scale_leaves(groups: Groups, tree: Any, factors: Any) -> Any:
+    """Multiply each float leaf by its group's factor (``[G]``), or by the one factor there is (``[]``)."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if len(leaves) != len(groups.of_leaf):
+        raise ValueError(f"updates has {len(leaves)} leaves, but the params given to init had {len(groups.of_leaf)}")
+    for i, (leaf, group) in enumerate(zip(leaves, groups.of_leaf, strict=True)):
+        if is_float(leaf):
+            factor = factors if factors.ndim == 0 else factors[group]
+            leaves[i] = leaf * factor.astype(leaf.dtype)
+    return jax.tree.unflatten(treedef, leaves)

@@ -1,0 +1,89 @@
+"""The second moments an Adam-type optimizer keeps, found wherever optax put them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Before this many steps the second moments say more about the first batch than about the curvature.
+_TRUSTED_AFTER = 5
+
+
+class Preconditioner(NamedTuple):
+    """What to divide gradients by.
+
+    Attributes:
+      divisors: one array like the leaf, or None, per leaf of the gradients.
+      active: whether the optimizer has taken enough steps; until then all divisors are ones.
+    """
+
+    divisors: list[Any]
+    active: jax.Array
+
+
+class _Moments(NamedTuple):
+    by_path: dict[Any, jax.Array]
+    count: jax.Array
+    b2: Any
+    eps: Any
+
+
+def preconditioner(opt_state: Any, grads: Any, b2: float, eps: float) -> Preconditioner:
+    r"""Divisors :math:`\sqrt{\hat v} + \epsilon` with :math:`\hat v = \nu / (1 - \beta_2^t)`, from the optax state.
+
+    Finds every state with ``mu``, ``nu`` and ``count`` (``ScaleByAdamState`` and its kin) in chains, ``masked``,
+    ``partition``, ``MultiSteps`` and ``inject_hyperparams``; of the last it also reads ``b2`` and ``eps``. Leaves
+    without second moments are divided by one.
+
+    Raises:
+      ValueError: no second moments for any leaf.
+    """
+    paths = jax.tree.leaves_with_path(grads)
+    found = _find(opt_state, b2, eps)
+    per_leaf: list[tuple[Any, _Moments] | None] = []
+    for path, leaf in paths:
+        hits = [m for m in found if path in m.by_path and m.by_path[path].shape == leaf.shape]
+        per_leaf.append((hits[0].by_path[path], hits[0]) if hits else None)
+    used = [hit for hit in per_leaf if hit is not None]
+    if not used:
+        kinds = sorted({type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=_is_state)})
+        raise ValueError(
+            f"opt_state holds {', '.join(kinds) or 'nothing'}: no second moments of an Adam-type optimizer for these "
+            "gradients; to precondition, use one, e.g. optax.adam(1e-3), and pass its state; for any other optimizer "
+            "leave opt_state out and scale with jaxche.AdaScale()"
+        )
+    count = jnp.min(jnp.stack([moments.count for _, moments in used]))
+    active = count >= _TRUSTED_AFTER
+
+    def divisor(nu: jax.Array, moments: _Moments) -> jax.Array:
+        steps = jnp.maximum(moments.count, 1).astype(jnp.float32)
+        correction = 1 - jnp.asarray(moments.b2, jnp.float32) ** steps
+        root = jnp.sqrt(nu.astype(jnp.float32) / correction) + jnp.asarray(moments.eps, jnp.float32)
+        return jnp.where(active, root, jnp.ones_like(root))
+
+    return Preconditioner([hit and divisor(*hit) for hit in per_leaf], active)
+
+
+def _is_state(node: Any) -> bool:
+    return _has_moments(node) or (isinstance(node, tuple) and hasattr(node, "_fields") and not jax.tree.leaves(node))
+
+
+def _has_moments(node: Any) -> bool:
+    return all(hasattr(node, name) for name in ("mu", "nu", "count"))
+
+
+def _is_injected(node: Any) -> bool:
+    return hasattr(node, "hyperparams") and hasattr(node, "inner_state")
+
+
+def _find(opt_state: Any, b2: Any, eps: Any) -> list[_Moments]:
+    found: list[_Moments] = []
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: _has_moments(x) or _is_injected(x)):
+        if _is_injected(node):
+            injected = node.hyperparams
+            found += _find(node.inner_state, injected.get("b2", b2), injected.get("eps", eps))
+        elif _has_moments(node):
+            found.append(_Moments(dict(jax.tree.leaves_with_path(node.nu)), node.count, b2, eps))
+    return found

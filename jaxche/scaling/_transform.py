@@ -1,0 +1,131 @@
+"""A scaling rule as an optax transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxche.scaling._checks import refuse_unless_positive
+from jaxche.scaling._groups import make_groups, scale_leaves
+from jaxche.scaling._rules import ScalingRule
+
+
+class ScaleLearningRateState(NamedTuple):
+    """State of :func:`scale_learning_rate`.
+
+    Attributes:
+      factor: what the last step's learning rate was multiplied by, ``[]``, or ``[G]`` with groups.
+      progress: effective steps so far: what these steps are worth in steps of the base batch.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    factor: jax.Array
+    progress: jax.Array
+    inner_state: Any
+
+
+def scale_learning_rate(
+    tx: Any, rule: ScalingRule, *, groups: Any | Callable[[Any], Any] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    r"""Multiply an optimizer's learning rate by a scaling rule's factor, step by step.
+
+    .. math:: u_t \leftarrow \mathrm{factor}(S_t, \mathrm{noise}_t, p_t) \, u_t, \qquad
+              p_{t+1} = p_t + \mathrm{gain}(S_t)
+
+    It wraps the whole optimizer: clipping, schedules, ``MultiSteps``, ``inject_hyperparams`` and all. Its updates are
+    multiplied, which for every optimizer whose updates are proportional to the learning rate (decoupled weight decay
+    included) is a change of the learning rate. ``tx.update`` takes three more arguments, all plain arrays, so that
+    no change of theirs recompiles a step:
+
+    * ``scale``: batch over base batch; always needed.
+    * ``noise``: a :class:`~jaxche.scaling.noise_scale.NoiseScale`. Without it a step is worth ``scale`` base
+      steps, as if every example counted in full: progress then counts examples.
+    * ``progress``: effective steps so far, when it is kept elsewhere; by default the state keeps it.
+
+    The progress before the step reaches the wrapped optimizer as ``progress=``, for
+    :func:`~jaxche.scaling.progress_schedule`. In ``optax.MultiSteps(scale_learning_rate(...), k)``, as in
+    ``scale_learning_rate(optax.MultiSteps(...), rule)``, progress grows with the updates and not with the mini-steps.
+
+    Args:
+      tx: any ``optax.GradientTransformation``, tuned for the base batch; also an ``optax.MultiSteps``.
+      rule: a scaling rule, e.g. ``jaxche.AdaScale()``.
+      groups: parameter groups, the same as given to ``noise_scale.init``, for a factor each.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs`` with a :class:`ScaleLearningRateState`.
+
+    Raises:
+      ValueError: a ``tx`` or ``rule`` that is none; in ``update``: no scale, one that is not positive, or noise of
+        other groups.
+
+    References:
+      AdaptDL's ``ScalingRuleBase.step`` (Qiao et al., *Pollux*, OSDI 2021).
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxche.scaling import SqrtScale, scale_learning_rate
+      >>> tx = scale_learning_rate(optax.sgd(0.1), SqrtScale())
+      >>> params = jnp.zeros(2)
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.ones(2), state, params, scale=4)
+      >>> jnp.round(updates, 3).tolist(), float(state.factor), float(state.progress)
+      ([-0.2..., -0.2...], 2.0, 4.0)
+    """
+    if isinstance(tx, optax.MultiSteps):
+        # Not its gradient_transformation(), which optax takes for one without extra arguments.
+        steps: Any = tx
+        tx = optax.GradientTransformationExtraArgs(steps.init, steps.update)
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
+    if isinstance(rule, type) or not hasattr(rule, "lr_factor"):
+        raise ValueError(f"rule={rule!r} is not a scaling rule; write e.g. rule=jaxche.AdaScale()")
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> ScaleLearningRateState:
+        shape = () if groups is None else (make_groups(params, groups).count,)
+        return ScaleLearningRateState(jnp.ones(shape, jnp.float32), jnp.zeros((), jnp.float32), inner.init(params))
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        scale: Any = None,
+        noise: Any = None,
+        progress: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, ScaleLearningRateState]:
+        if scale is None:
+            raise ValueError(
+                "scale is missing: the batch over the one the learning rate was tuned for; write "
+                "tx.update(grads, state, params, scale=8, noise=noise)"
+            )
+        refuse_unless_positive("scale", scale, "tx.update(grads, state, params, scale=8)")
+        labelled = make_groups(updates, groups)
+        before = jnp.asarray(state.progress if progress is None else progress).astype(jnp.float32)
+        factor = jnp.asarray(rule.lr_factor(scale, noise, before)).astype(jnp.float32)
+        # A rule may be given noise of any make; only one with labels can contradict the labels here.
+        theirs = getattr(noise, "groups", labelled)
+        if factor.shape not in ((), state.factor.shape) or (factor.ndim and theirs != labelled):
+            raise ValueError(
+                f"noise is of the groups {theirs.names}, the transform of {labelled.names}; give both the same: "
+                "noise_scale.init(params, groups=labels) and scale_learning_rate(tx, rule, groups=labels)"
+            )
+        factor = jnp.broadcast_to(factor, state.factor.shape)
+        updates, inner_state = inner.update(updates, state.inner_state, params, progress=before, **extra_args)
+        gain = jnp.asarray(scale if noise is None else noise.gain(scale)).astype(jnp.float32)
+        after = before + jnp.where(_made_update(state.inner_state, inner_state), gain, jnp.float32(0))
+        return scale_leaves(labelled, updates, factor), ScaleLearningRateState(factor, after, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _made_update(before: Any, after: Any) -> Any:
+    """Whether this call was a step: of ``MultiSteps``, only each last mini-step is."""
+    if isinstance(before, optax.MultiStepsState):
+        return jnp.asarray(after.gradient_step) != jnp.asarray(before.gradient_step)
+    return True

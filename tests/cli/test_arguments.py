@@ -1,0 +1,157 @@
+"""Words on the command line: what is understood, what is refused and how."""
+
+import argparse
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxche.cli import main
+from jaxche.cli._settings import cadence, policies, trainer_options
+from jaxche.cli._train import _processes, add_parser
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["train", *words])
+    args.words = ["train", *words]
+    return args
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would have been launched."""
+    calls = []
+    monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **more: calls.append((command, processes)))
+    return calls
+
+
+def test_without_arguments_it_says_where_to_start(capsys):
+    assert main([]) == 0
+    assert "jaxche train" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jaxche 0.")
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["simulate"], ["launch"]])
+def test_help_fits_100_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if len(line) > 100]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epochs", "0"], "write --epochs 3"),
+        (["--batch-size", "many"], "write --batch-size 32"),
+        (["--learning-rate", "nan"], "write --learning-rate 1e-3"),
+        (["--learning-rate", "0"], "above 0"),
+        (["--pace", "fast"], "--pace 20,50"),
+        (["--pace", "20,-1"], "--pace 20,50"),
+        (["--ratios", "1,x"], "--ratios 1,2.5"),
+        (["--compare", "sync"], "--compare sync,cadence"),
+        (["--compare", "sync,sync"], "--compare sync,cadence"),
+        (["--compare", "sync,other"], "--compare sync,cadence"),
+        (["--anchor", "500"], "from 1 to 200"),
+        (["--overhead-target", "0.9"], "from 0.01 to 0.5"),
+        (["--task", "cifar"], "invalid choice"),
+    ],
+)
+def test_a_bad_word_is_refused_with_the_one_to_write(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *words])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "2", "--ratios", "1,2,3"], "--ratios has 3 for -n 2"),
+        (["-n", "3", "--pace", "20,50"], "--pace has 2 for -n 3"),
+        (["--pace", "20,50", "--ratios", "1,2"], "leave one of them out"),
+        (["--policy", "sync", "--compare", "sync,async"], "exclude each other"),
+        (["--policy", "sync", "--merge", "batch"], "--average parameters"),
+        (["--average", "gradients", "--opt-state", "reset"], "--opt-state acts on averaged parameters"),
+    ],
+)
+def test_words_that_contradict_are_refused_before_any_process(words, message, capsys, launched):
+    assert main(["train", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not launched
+
+
+def test_an_existing_run_is_not_overwritten(capsys, launched, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert main(["train", "--name", "mine"]) == 2
+    assert "choose another --name" in capsys.readouterr().err
+    assert not launched
+
+
+def test_a_missing_package_is_named_with_what_to_install(capsys, launched, monkeypatch):
+    monkeypatch.setattr("jaxche.cli._tasks._is_there", lambda package: package != "mlxtend")
+    assert main(["train"]) == 2
+    assert "mlxtend; write: pip install 'jaxche[examples]'" in capsys.readouterr().err
+    assert main(["train", "--task", "text"]) is None  # started
+    assert launched
+
+
+def test_the_parent_hands_its_words_on(launched):
+    main(["train", "--task", "digits", "--ratios", "1,2,4"])
+    command, processes = launched[0]
+    assert processes == 3
+    assert command[:4] == [sys.executable, "-m", "jaxche", "train"]
+    assert command[4:8] == ["--task", "digits", "--ratios", "1,2,4"]
+    name = command[command.index("--name") + 1]
+    assert name.startswith("digits-cadence-")
+
+
+def test_processes(monkeypatch):
+    assert _processes(parse()) == (2, None)
+    assert _processes(parse("-n", "4")) == (4, None)
+    assert _processes(parse("--pace", "10,20,30")) == (3, None)
+
+
+def test_gpus_are_used_only_when_jax_can(monkeypatch, capsys):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _processes(parse()) == (2, "cpu")
+    assert "pip install 'jaxche[cuda13]'" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "jax_cuda12_plugin" or None)
+    assert _processes(parse()) == (4, None)
+
+
+def test_settings():
+    assert cadence(parse(), 2) is None
+    assert cadence(parse("--anchor", "9"), 1) is None
+    che = cadence(parse("--max-batch-diff", "5"), 3)
+    assert (che.world_size, che.anchor, che.overhead_target, che.tuner, che.max_batch_diff) == (3, 4, 0.02, "steady", 5)
+    assert policies(parse()) == ("cadence",)
+    assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
+    compared = parse("--compare", "sync,cadence", "--merge", "batch")
+    assert "merge" not in trainer_options(compared, "sync")
+    assert trainer_options(compared, "cadence")["merge"] == "batch"
+
+
+def test_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "jaxche", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("jaxche ")

@@ -1,0 +1,134 @@
+"""`jaxche train` as a user runs it: real processes, real files."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxche.training import History
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(folder, *words):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAXCHE_", "SLURM_", "OMPI_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "jaxche", "train", *words],
+        cwd=folder,
+        env=clean | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """One epoch on digits; its last batch is smaller than the others."""
+    folder = tmp_path_factory.mktemp("train")
+    return folder, run(folder, "--task", "digits", "--epochs", "1", "--batch-size", "28", "--name", "mine")
+
+
+def test_it_says_what_happened(trained):
+    _, done = trained
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stdout.splitlines()
+    assert re.search(r"2 x cpu, paced to \d+:\d+ ms a step", done.stdout)
+    assert re.search(r"epoch 1 of 1: test accuracy [\d.]+ % after [\d.]+ s", done.stdout)
+    assert any(line.startswith("efficiency") for line in lines)
+    assert lines[-3] == "written to runs/mine:"
+    assert lines[-1].startswith("next: jaxche train")
+    assert all(len(line) <= 100 for line in lines if not line.startswith("[Gloo]"))
+
+
+def test_every_round_is_on_file(trained):
+    folder, _ = trained
+    history = History.from_json(folder / "runs/mine/history.jsonl")
+    result = json.loads((folder / "runs/mine/result.json").read_text())
+    numbers = result["results"]["cadence"]
+    assert len(history) == numbers["rounds"] == numbers["merges"]
+    assert sum(info.examples for info in history) == numbers["examples"] == 1440
+    assert 0.3 < numbers["efficiency"] < 1.1
+    assert numbers["test"]["accuracy"] > 0.5
+    assert len(numbers["rates"]) == 2
+    assert result["arguments"]["batch_size"] == 28
+    assert {"jaxche", "jax", "flax", "python"} <= set(result["versions"])
+    assert (folder / "runs/mine/history.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_orbax_restores_the_parameters(trained):
+    folder, _ = trained
+    program = f"""
+import numpy as np, orbax.checkpoint as ocp
+params = ocp.StandardCheckpointer().restore({str((folder / "runs/mine/params").resolve())!r})
+np.savez({str(folder / "restored.npz")!r}, kernel=params["Conv_0"]["kernel"], bias=params["Dense_1"]["bias"])
+"""
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True)
+    restored = np.load(folder / "restored.npz")
+    assert restored["kernel"].shape == (3, 3, 1, 16)
+    assert np.isfinite(restored["kernel"]).all()
+    assert restored["bias"].any()
+
+
+def test_a_pace_nobody_can_keep_is_one_line(tmp_path):
+    done = run(tmp_path, "--task", "digits", "--pace", "0.01,50")
+    assert done.returncode == 2
+    assert "rank 0 is to take 0.01 ms a step" in done.stderr
+    assert re.search(r"write --pace \d+,50", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert "Check failure" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_worker_that_dies_fails_the_run(tmp_path):
+    # Rank 1 fails on its own, with nobody else to know.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('JAXCHE_PROCESS_ID') == '1':\n"
+        "    import jaxche.cli._run as run\n"
+        "    def train(args, folder): raise OSError('the disk is full')\n"
+        "    run.train = train\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("JAXCHE_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxche", "train", "--task", "digits"],
+        cwd=tmp_path,
+        env=clean | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "jaxche train: error: the disk is full" in done.stderr
+
+
+def test_one_process_is_a_plain_loop_and_a_dry_run_writes_nothing(tmp_path):
+    done = run(tmp_path, "-n", "1", "--task", "digits", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "a plain training loop" in done.stdout
+    assert "nothing was written" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_policies_are_compared(tmp_path):
+    done = run(tmp_path, "--task", "digits", "--epochs", "1", "--compare", "sync,cadence,async", "--name", "all")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "runs/all/result.json").read_text())["results"]
+    assert list(results) == ["sync", "cadence", "async"]
+    assert results["cadence"]["seconds"] < results["sync"]["seconds"]
+    for policy in results:
+        assert {path.name for path in (tmp_path / "runs/all" / policy).iterdir()} == {
+            "history.jsonl",
+            "history.png",
+            "params",
+        }
+    assert "cadence / sync" in done.stdout

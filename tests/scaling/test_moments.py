@@ -1,0 +1,115 @@
+"""Second moments are found wherever optax keeps them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxche.scaling import noise_scale
+from jaxche.scaling._moments import preconditioner
+
+PARAMS = {"dense": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, "head": jnp.ones(4)}
+LABELS = {"dense": "adam", "head": "sgd"}
+ALL = {"dense", "head"}
+
+
+def injected(b2):
+    return optax.inject_hyperparams(optax.adam)(learning_rate=1e-3, b2=b2)
+
+
+OPTIMIZERS = {
+    "adam": (optax.adam(1e-3), ALL),
+    "adamw": (optax.adamw(1e-3), ALL),
+    "nadam": (optax.nadam(1e-3), ALL),
+    "amsgrad": (optax.amsgrad(1e-3), ALL),
+    "chain": (optax.chain(optax.clip_by_global_norm(1e6), optax.adam(1e-3)), ALL),
+    "masked": (optax.masked(optax.adam(1e-3), {"dense": True, "head": False}), {"dense"}),
+    "partition": (optax.partition({"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1)}, LABELS), {"dense"}),
+    "two Adams": (optax.partition({"adam": optax.adam(1e-3), "sgd": optax.adam(0.1)}, LABELS), ALL),
+    "inject_hyperparams": (injected(0.999), ALL),
+    "nested": (optax.chain(optax.apply_if_finite(injected(0.999), 3)), ALL),
+    "MultiSteps": (optax.MultiSteps(optax.adam(1e-3), 1).gradient_transformation(), ALL),
+}
+
+
+def run(tx, steps, seed=0):
+    rng = np.random.default_rng(seed)
+    state = tx.init(PARAMS)
+    history = []
+    for _ in range(steps):
+        grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), PARAMS)
+        _, state = tx.update(grads, state, PARAMS)
+        history.append(grads)
+    return state, history
+
+
+def wanted_divisors(history, b2=0.999, eps=1e-8):
+    def one(*gs):
+        v = np.zeros(gs[0].shape)
+        for g in gs:
+            v = b2 * v + (1 - b2) * np.asarray(g, np.float64) ** 2
+        return np.sqrt(v / (1 - b2 ** len(gs))) + eps
+
+    return jax.tree.map(one, *history)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_found_in(name):
+    tx, covered = OPTIMIZERS[name]
+    state, history = run(tx, 6)
+    found = preconditioner(state, PARAMS, 0.999, 1e-8)
+    assert bool(found.active)
+    by_path = dict(zip((path[0].key for path, _ in jax.tree.leaves_with_path(PARAMS)), found.divisors, strict=True))
+    assert {key for key, divisor in by_path.items() if divisor is not None} == covered
+    for divisor, wanted in zip(found.divisors, jax.tree.leaves(wanted_divisors(history)), strict=True):
+        if divisor is not None:
+            np.testing.assert_allclose(divisor, wanted, rtol=1e-4)
+
+
+def test_b2_and_eps_are_read_from_injected_hyperparams():
+    state, history = run(injected(0.9), 6)
+    found = preconditioner(state, PARAMS, 0.999, 1e-8)
+    wanted = jax.tree.leaves(wanted_divisors(history, b2=0.9))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found.divisors, wanted)
+
+
+def test_nothing_is_divided_before_five_steps():
+    for steps, active in ((0, False), (4, False), (5, True)):
+        state, _ = run(optax.adam(1e-3), steps)
+        found = preconditioner(state, PARAMS, 0.999, 1e-8)
+        assert bool(found.active) == active
+        if not active:
+            assert all(bool(jnp.all(d == 1)) for d in found.divisors)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.rmsprop(0.1), optax.lion(1e-3)])
+def test_an_optimizer_without_them_is_refused(tx):
+    noise = noise_scale.init(PARAMS)
+    grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), PARAMS)
+    with pytest.raises(ValueError, match=r"no second moments.*use one, e\.g\. optax\.adam"):
+        noise_scale.update(noise, grads, [8, 8], opt_state=tx.init(PARAMS))
+
+
+def test_measured_as_adam_sees_it_and_anew_when_that_begins():
+    """Raw and divided gradients differ by orders of magnitude: their averages are not mixed."""
+    tx = optax.adam(1e-3)
+    state, noise = tx.init(PARAMS), noise_scale.init(PARAMS, base_batch_size=8)
+    rng = np.random.default_rng(0)
+    step = jax.jit(lambda n, g, s: noise_scale.update(n, g, [8, 8], opt_state=s))
+    for i in range(7):
+        grads = jax.tree.map(lambda x: 1e-4 * jnp.asarray(rng.normal(size=(2, *x.shape)), jnp.float32), PARAMS)
+        noise = step(noise, grads, state)
+        assert bool(noise.preconditioned) == (i >= 5)
+        if i == 5:
+            divided = jax.tree.map(
+                lambda g, d: g / d, grads, jax.tree.unflatten(jax.tree.structure(PARAMS), divisors(state))
+            )
+            alone = noise_scale.update(noise_scale.init(PARAMS, base_batch_size=8), divided, [8, 8])
+            np.testing.assert_allclose(noise.var, alone.var, rtol=1e-4)
+            assert float(noise.var) > 1.0
+        _, state = tx.update(jax.tree.map(lambda g: g.mean(0), grads), state, PARAMS)
+
+
+def divisors(state):
+    return preconditioner(state, PARAMS, 0.999, 1e-8).divisors

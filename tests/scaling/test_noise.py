@@ -1,0 +1,336 @@
+"""The noise scale: unbiased by simulation, one answer whatever the machinery, and what it does with bad input."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxche.averaging import weighted_mean
+from jaxche.scaling import AdaScale, noise_scale
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+
+class Twin:
+    """The same in plain NumPy, float64, one group, one loop."""
+
+    def __init__(self, base):
+        self.base, self.sqr_sum, self.var_sum, self.unbias = base, 0.0, 0.0, 0.0
+        self.biased, self.previous = False, None
+
+    def update(self, grads, sizes):
+        grads, sizes = np.asarray(grads, np.float64), np.asarray(sizes, np.float64)
+        if not np.all(np.isfinite(grads)):
+            return
+        total, r = sizes.sum(), len(sizes)
+        if r == 1:
+            previous, self.previous, self.biased = self.previous, grads[0], True
+            if previous is None:
+                return
+            grads, sizes, total, r = np.stack([previous, grads[0]]), np.repeat(sizes, 2), 2 * total, 2
+        else:
+            if self.biased:
+                self.sqr_sum = self.var_sum = self.unbias = 0.0
+            self.biased, self.previous = False, None
+        mean = sizes @ grads / total
+        trace = sum(b * np.sum((g - mean) ** 2) for b, g in zip(sizes, grads, strict=True)) / (r - 1)
+        theta = 0.999 ** (total / self.base)
+        self.sqr_sum = theta * self.sqr_sum + (1 - theta) * (mean @ mean - trace / total)
+        self.var_sum = theta * self.var_sum + (1 - theta) * trace / self.base
+        self.unbias = theta * self.unbias + (1 - theta)
+
+    @property
+    def sqr(self):
+        return max(self.sqr_sum / self.unbias, 0.0) if self.unbias else 1.0
+
+    @property
+    def var(self):
+        return max(self.var_sum / self.unbias, 1e-6) if self.unbias else 1e-6
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 64), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 10_000))
+def test_matches_the_twin_through_any_history(history, seed):
+    """Numbers of contributors come and go; now and then a gradient is not finite."""
+    rng = np.random.default_rng(seed)
+    noise, twin = noise_scale.init(jnp.zeros(5), base_batch_size=16, differenced=True), Twin(16)
+    for sizes in history:
+        grads = rng.normal(size=(len(sizes), 5)).astype(np.float32) + 0.5
+        if rng.random() < 0.15:
+            grads[0, 2] = rng.choice([np.nan, np.inf])
+        noise = noise_scale.update(noise, jnp.asarray(grads), sizes)
+        twin.update(grads, sizes)
+        assert float(noise.sqr) == pytest.approx(twin.sqr, rel=2e-4, abs=2e-5)
+        assert float(noise.var) == pytest.approx(twin.var, rel=2e-4, abs=2e-5)
+        assert bool(noise.biased) == twin.biased
+
+
+def draws(sizes, seed=0, n=20_000, dim=16):
+    """Gradients around a known truth: ``[n, R, dim]``, the squared norm and the trace per example."""
+    rng = np.random.default_rng(seed)
+    mean, sigma = rng.normal(size=dim) * 0.3, rng.uniform(0.5, 3.0, dim)
+    spread = sigma / np.sqrt(np.array(sizes))[:, None]
+    grads = mean + rng.normal(size=(n, len(sizes), dim)) * spread
+    return jnp.asarray(grads, jnp.float32), mean @ mean, np.sum(sigma**2)
+
+
+def raw(noise):
+    """Estimates before clipping, which would bias their mean."""
+    return noise.sqr_sum[..., 0] / noise.unbias, noise.var_sum[..., 0] / noise.unbias * noise.base_batch_size
+
+
+@pytest.mark.parametrize(("sizes", "adaptdl_off"), [((8, 32), 0.56), ((4, 8, 32), 0.99), ((16, 16, 16, 16), 0.0)])
+def test_unbiased_for_unequal_batches(sizes, adaptdl_off):
+    grads, true_sqr, true_trace = draws(sizes)
+    noise = noise_scale.init(jnp.zeros(grads.shape[-1]))
+    sqr, trace = raw(jax.jit(jax.vmap(lambda g: noise_scale.update(noise, g, sizes)))(grads))
+    assert float(jnp.mean(trace)) == pytest.approx(true_trace, rel=0.01)
+    assert float(jnp.mean(sqr)) == pytest.approx(true_sqr, rel=0.02)
+
+    # What AdaptDL computes from the same gradients when told their mean batch.
+    count = len(sizes)
+    local = jnp.mean(jnp.sum(grads**2, -1), -1)
+    total = jnp.sum(jnp.mean(grads, 1) ** 2, -1)
+    adaptdl = jnp.mean((local - total) / (count - 1)) * sum(sizes)
+    assert float(adaptdl) / true_trace - 1 == pytest.approx(adaptdl_off, abs=0.02)
+
+
+def test_unbiased_for_any_weights_of_the_mean():
+    """The merge of local SGD weighs replicas by steps, not by examples: no second mean is needed."""
+    sizes, weights = jnp.float32([4, 8, 32]), jnp.float32([5, 1, 2])
+    grads, true_sqr, true_trace = draws((4, 8, 32), seed=1)
+    noise = noise_scale.init(jnp.zeros(grads.shape[-1]))
+
+    def one(g):
+        parts = jax.vmap(lambda *x: noise_scale.local_sums(noise, *x))(g, sizes, weights)
+        sums = jax.tree.map(lambda x: x.sum(0), parts)
+        return noise_scale.update_from_sums(noise, sums, jnp.sum(weights[:, None] * g, 0) / weights.sum())
+
+    sqr, trace = raw(jax.jit(jax.vmap(one))(grads))
+    assert float(jnp.mean(trace)) == pytest.approx(true_trace, rel=0.01)
+    assert float(jnp.mean(sqr)) == pytest.approx(true_sqr, rel=0.03)
+
+
+def test_critical_batch_size_finds_the_truth():
+    grads, true_sqr, true_trace = draws((4, 8, 32), n=4000)
+    noise = noise_scale.init(jnp.zeros(grads.shape[-1]), base_batch_size=8)
+    step = jax.jit(lambda noise, g: (noise_scale.update(noise, g, [4, 8, 32]), None))
+    noise, _ = jax.lax.scan(step, noise, grads)
+    assert float(noise.critical_batch_size) == pytest.approx(true_trace / true_sqr, rel=0.1)
+    assert float(noise.gain(4)) == pytest.approx((true_trace / 8 + true_sqr) / (true_trace / 32 + true_sqr), rel=0.05)
+
+
+def test_groups_are_measured_apart_and_read_together():
+    params = {"body": {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}, "head": jnp.zeros(3)}
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=(3, *x.shape)), jnp.float32) + 1, params)
+    noise = noise_scale.init(params, groups={"body": "slow", "head": "fast"})
+    noise = noise_scale.update(noise, grads, [8, 16, 24])
+    assert noise.group_names == ("fast", "slow")
+    alone = [noise_scale.update(noise_scale.init(params[key]), grads[key], [8, 16, 24]) for key in ("head", "body")]
+    np.testing.assert_allclose(noise.var, [n.var for n in alone], rtol=1e-5)
+    np.testing.assert_allclose(noise.sqr, [n.sqr for n in alone], rtol=1e-5)
+    np.testing.assert_allclose(AdaScale().lr_factor(4, noise), [AdaScale().lr_factor(4, n) for n in alone], rtol=1e-5)
+    sqr, var = float(noise.sqr.sum()), float(noise.var.sum())
+    assert float(noise.gain(4)) == pytest.approx((sqr + var) / (sqr + var / 4), rel=1e-5)
+    assert float(noise.critical_batch_size) == pytest.approx(16 * var / sqr, rel=1e-5)
+    by_function = noise_scale.init(params, groups=lambda p: {"body": "slow", "head": "fast"})
+    assert by_function.groups == noise.groups
+
+
+def over_shard_map(noise, grads, sizes, **options):
+    mesh = Mesh(np.array(jax.devices()[: len(sizes)]), ("r",), axis_types=(AxisType.Auto,))
+
+    def body(noise, g, b):
+        return axis_update(noise, jax.tree.map(lambda x: x[0], g), b[0], **options)
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("r"), P("r")), out_specs=P()))(noise, grads, sizes)
+
+
+def over_pmap(noise, grads, sizes, **options):
+    mapped = jax.pmap(lambda g, b: axis_update(noise, g, b, **options), axis_name="r")
+    return jax.tree.map(lambda x: x[0], mapped(grads, sizes))
+
+
+def over_vmap(noise, grads, sizes, **options):
+    mapped = jax.vmap(lambda g, b: axis_update(noise, g, b, **options), axis_name="r")
+    return jax.tree.map(lambda x: x[0], mapped(grads, sizes))
+
+
+def axis_update(noise, grads, size, **options):
+    mean = weighted_mean(grads, size, "r")
+    return noise_scale.update(noise, grads, size, axis_name="r", mean_grads=mean, **options)
+
+
+def without_a_mean(noise, grads, sizes, **options):
+    mapped = jax.vmap(lambda g, b: noise_scale.update(noise, g, b, axis_name="r", **options), axis_name="r")
+    return jax.tree.map(lambda x: x[0], mapped(grads, sizes))
+
+
+def under_jit(noise, grads, sizes, **options):
+    return jax.jit(lambda n, g, b: noise_scale.update(n, g, b, **options))(noise, grads, sizes)
+
+
+@pytest.mark.parametrize("preconditioned", [False, True])
+@pytest.mark.parametrize("sizes", [(8, 32), (4, 8, 0, 32)])
+@pytest.mark.parametrize("run", [over_shard_map, over_pmap, over_vmap, without_a_mean])
+def test_one_answer_whatever_the_machinery(run, sizes, preconditioned):
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones(4)}
+    rng = np.random.default_rng(len(sizes))
+    grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=(len(sizes), *x.shape)), jnp.float32), params)
+    options = {}
+    if preconditioned:
+        nu = jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.1, 2, x.shape), jnp.float32), params)
+        options["opt_state"] = optax.ScaleByAdamState(jnp.int32(9), nu, nu)
+    noise = noise_scale.init(params, groups={"a": "a", "b": "b"}, base_batch_size=8)
+    wanted = got = noise
+    for _ in range(2):
+        wanted = under_jit(wanted, grads, jnp.array(sizes), **options)
+        got = run(got, grads, jnp.array(sizes), **options)
+    assert float(wanted.unbias) > 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+    if 0 not in sizes:
+        eager = noise_scale.update(noise_scale.update(noise, grads, sizes, **options), grads, sizes, **options)
+        np.testing.assert_allclose(eager.var, wanted.var, rtol=1e-5)
+
+
+def test_an_update_over_an_axis_sums_a_few_scalars_in_one_all_reduce():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("r",), axis_types=(AxisType.Auto,))
+    params = {"a": jnp.ones((30, 20)), "b": jnp.ones(40)}
+    noise = noise_scale.init(params, groups={"a": "a", "b": "b"})
+    update = jax.shard_map(
+        lambda n, g, m, b: noise_scale.update(n, g, b[0], axis_name="r", mean_grads=m),
+        mesh=mesh,
+        in_specs=(P(), P("r"), P(), P("r")),
+        out_specs=P(),
+    )
+    grads = {"a": jnp.ones((60, 20)), "b": jnp.ones(80)}
+    text = jax.jit(update).lower(noise, grads, params, jnp.array([8.0, 8.0])).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+    assert f"tensor<{2 + 5}xf32>" in text[text.index("stablehlo.all_reduce") :]
+
+
+def test_micro_batches_are_contributors_too():
+    """Sums carried through a loop equal the gradients stacked."""
+    rng = np.random.default_rng(3)
+    grads, sizes = jnp.asarray(rng.normal(size=(6, 4)), jnp.float32), jnp.array([8.0] * 6)
+    noise = noise_scale.init(jnp.zeros(4))
+    sums = noise_scale.local_sums(noise, grads[0], sizes[0])
+    for g, b in zip(grads[1:], sizes[1:], strict=True):
+        sums = jax.tree.map(jnp.add, sums, noise_scale.local_sums(noise, g, b))
+    looped = noise_scale.update_from_sums(noise, sums, jnp.mean(grads, axis=0))
+    np.testing.assert_allclose(looped.var, noise_scale.update(noise, grads, sizes).var, rtol=1e-4)
+
+
+def test_sizes_and_scales_never_recompile():
+    traces = []
+
+    @jax.jit
+    def step(noise, grads, sizes, scale):
+        traces.append(1)
+        noise = noise_scale.update(noise, grads, sizes)
+        return noise, AdaScale().lr_factor(scale, noise)
+
+    noise = noise_scale.init(jnp.zeros(3))
+    for sizes in ([8, 8], [8, 32], [0, 7], [100, 1]):
+        noise, _ = step(noise, jnp.ones((2, 3)), np.array(sizes), np.float32(sum(sizes)))
+    assert len(traces) == 1
+
+
+def test_the_first_batch_is_the_base_unless_given():
+    grads = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    noise = noise_scale.update(noise_scale.init(jnp.zeros(2)), grads, [24, 8])
+    assert float(noise.base_batch_size) == 16
+    assert float(noise_scale.update(noise, grads, [64, 64]).base_batch_size) == 16
+    given_base = noise_scale.update(noise_scale.init(jnp.zeros(2), base_batch_size=4), grads, [24, 8])
+    assert float(given_base.var) == pytest.approx(4 * float(noise.var), rel=1e-5)
+    assert float(given_base.critical_batch_size) == pytest.approx(float(noise.critical_batch_size), rel=1e-5)
+
+
+def test_before_any_gradient():
+    noise = noise_scale.init(jnp.zeros(2))
+    assert float(noise.sqr) == 1.0
+    assert float(noise.var) == pytest.approx(1e-6)
+    assert float(noise.gain(16)) == pytest.approx(1.0, abs=1e-4)
+    assert math.isnan(noise.critical_batch_size)
+
+
+def test_reads_are_clipped():
+    """Estimates may be negative: equal and opposite gradients leave no signal, equal ones no noise."""
+    noise = noise_scale.init(jnp.zeros(1))
+    opposite = noise_scale.update(noise, jnp.array([[1.0], [-1.0]]), [1, 1])
+    assert float(opposite.sqr_sum[0]) < 0
+    assert float(opposite.sqr) == 0.0
+    assert math.isinf(opposite.critical_batch_size)
+    assert float(opposite.gain(8)) == pytest.approx(8)
+    assert float(noise_scale.update(noise, jnp.ones((2, 1)), [1, 1]).var) == pytest.approx(1e-6)
+
+
+def test_an_idle_replica_may_hold_anything():
+    noise = noise_scale.init(jnp.zeros(2), base_batch_size=8)
+    grads = jnp.array([[1.0, 2.0], [jnp.nan, jnp.inf], [0.0, 1.0]])
+    got = under_jit(noise, grads, jnp.array([8, 0, 16]))
+    wanted = noise_scale.update(noise, grads[jnp.array([0, 2])], [8, 16])
+    np.testing.assert_allclose(got.var, wanted.var, rtol=1e-6)
+
+
+def test_one_contributor_left_teaches_nothing():
+    noise = noise_scale.init(jnp.zeros(2))
+    after = under_jit(noise, jnp.ones((2, 2)), jnp.array([8, 0]))
+    assert float(after.unbias) == 0.0
+
+
+def test_half_precision_is_measured_in_float32():
+    grads = jnp.array([[300.0], [100.0]], jnp.float16)  # 300 squared is infinite in float16
+    noise = noise_scale.update(noise_scale.init(jnp.zeros(1, jnp.float16)), grads, [1, 1])
+    assert float(noise.var) == pytest.approx(2e4, rel=1e-3)
+
+
+def test_leaves_that_are_not_float_are_skipped():
+    params = {"w": jnp.zeros(2), "n": jnp.zeros((), jnp.int32)}
+    grads = {"w": jnp.array([[1.0, 0.0], [0.0, 1.0]]), "n": jnp.array([1, 2])}
+    assert float(noise_scale.update(noise_scale.init(params), grads, [1, 1]).var) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("sizes", [[8, 0], [8, -1], [8, float("nan")], ["a", "b"], np.array([0, 8])])
+def test_sizes_that_cannot_be_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"batch_sizes=.*write e\.g\. batch_sizes="):
+        noise_scale.update(noise_scale.init(jnp.zeros(2)), jnp.ones((2, 2)), sizes)
+
+
+def test_a_single_contributor_is_refused_with_the_line_to_write():
+    noise = noise_scale.init(jnp.zeros(2))
+    with pytest.raises(ValueError, match="differenced=True"):
+        noise_scale.update(noise, jnp.ones((1, 2)), [8])
+    with pytest.raises(ValueError, match="differenced=True"):
+        noise_scale.update_from_sums(noise, noise_scale.local_sums(noise, jnp.ones(2), 8), jnp.ones(2))
+    with pytest.raises(ValueError, match="differenced=True"):
+        over_vmap(noise, jnp.ones((1, 2)), jnp.array([8]))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    noise = noise_scale.init({"a": jnp.zeros(2), "b": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="leading axes"):
+        noise_scale.update(noise, {"a": jnp.zeros((2, 2)), "b": jnp.zeros((3, 3))}, [8, 8])
+    with pytest.raises(ValueError, match="leading axes"):
+        noise_scale.update(noise, {"a": jnp.zeros((2, 2)), "b": jnp.zeros((2, 3))}, 8)
+    with pytest.raises(ValueError, match="1 leaves, but the params given to init had 2"):
+        noise_scale.update(noise, jnp.zeros((2, 3)), [8, 8])
+
+
+def test_init_refuses():
+    with pytest.raises(ValueError, match=r"base_batch_size=0.*write e\.g\. base_batch_size=32"):
+        noise_scale.init(jnp.zeros(2), base_batch_size=0)
+    with pytest.raises(ValueError, match="does not label params"):
+        noise_scale.init({"a": jnp.zeros(2)}, groups={"b": "x"})
+    with pytest.raises(ValueError, match="no arrays"):
+        noise_scale.init({})
+    with pytest.raises(ValueError, match=r"scale=0\.0 must be finite"):
+        noise_scale.init(jnp.zeros(2)).gain(0)
