@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--target", type=float, help="also measure the time to this test accuracy, e.g. 0.95")
     parser.add_argument("--seeds", type=int, default=3, help="seeds for --target (default 3)")
     parser.add_argument("--epochs", type=int, default=12, help="epochs for --target (default 12)")
-    parser.add_argument("--skip-rates", action="store_true", help="only --target and the overhead")
+    parser.add_argument("--skip-rates", action="store_true", help="only --target")
     parser.add_argument("--no-pin", action="store_true", help="let each process run on any core")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -1,0 +1,42 @@
+"""Refusals of a trainer's arguments; the trainer's own tests go through all of them."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxche.training._checks import check_params, checked_devices, checked_length, checked_paces, one_of
+
+
+def test_good_arguments_pass(devices, monkeypatch):
+    monkeypatch.delenv("JAXCHE_PACE_MS", raising=False)
+    one_of("merge", "steps", ("steps", "batch"))
+    assert checked_devices(None) == list(jax.devices())
+    assert checked_devices(devices[2:4]) == devices[2:4]
+    assert checked_paces(None, 2) == [None, None]
+    assert checked_paces(20, 2) == [20, 20]
+    assert checked_paces((20, 50), 2) == [20, 50]
+    assert checked_length([1, 2]) == 2
+    check_params({"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64)})
+
+
+def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
+    monkeypatch.setenv("JAXCHE_PACE_MS", "12.5")
+    assert checked_paces(None, 2) == [12.5, 12.5]
+    assert checked_paces(3, 2) == [3, 3]  # what is written in the script wins
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda d: one_of("merge", "mean", ("steps", "batch")), "'steps', 'batch'"),
+        (lambda d: checked_devices([d[0], d[0]]), "different devices"),
+        (lambda d: checked_paces((1, 0), 2), "positive"),
+        (lambda d: checked_paces(float("inf"), 2), "positive"),
+        (lambda d: checked_length(3), "len"),
+        (lambda d: check_params({"n": np.arange(3)}), r"\['n'\] is int64"),
+        (lambda d: check_params([]), "no arrays"),
+    ],
+)
+def test_bad_ones_are_named(devices, call, named):
+    with pytest.raises(ValueError, match=named):
+        call(devices)

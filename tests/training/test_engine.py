@@ -1,0 +1,70 @@
+"""Local replicas side by side."""
+
+import threading
+
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+
+
+@pytest.fixture
+def trainer(problem, devices):
+    return jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:3])
+
+
+def test_replicas_run_at_once_each_on_its_own_thread(problem, devices):
+    """Three replicas of 4 steps at 25 ms take 100 ms side by side; one after the other they would take 300."""
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:3], pace_ms=25)
+    state = trainer.init(problem.params)
+    trainer.round(state, problem.data, counts=(1, 1, 1))
+    _, info = trainer.round(state, problem.data, counts=(4, 4, 4))
+    assert max(info.wall_ms) + info.sync_ms < 250
+
+
+def test_rates_leave_the_state_alone_and_cover_every_replica(trainer, problem, same):
+    state = trainer.init(problem.params)
+    rates = trainer.measure_rates(state, problem.data, seconds=0.1)
+    assert len(rates) == 3
+    assert min(rates) > 0
+    same(trainer.params(state), problem.params)
+    assert state.round == 0
+
+
+def test_a_failed_preparation_can_be_corrected(trainer, problem):
+    state = trainer.init(problem.params)
+    with pytest.raises(ValueError, match="leading axes"):
+        trainer.round(state, [{"x": np.ones((4, 5)), "y": np.ones((3, 2))}])
+    state, info = trainer.round(state, problem.data)
+    assert info.round == 0
+    assert trainer.compilations == 3
+
+
+def test_an_odd_batch_at_the_end_of_an_epoch_that_cannot_work_fails_the_round_not_the_process(trainer, problem):
+    data = [problem.data[i] for i in range(5)] + [{"x": np.ones((4, 5)), "y": np.ones((3, 2))}]
+    state = trainer.init(problem.params)
+    with pytest.raises(ValueError, match="leading axes") as caught:
+        trainer.round(state, data, counts=(2, 2, 2))
+    assert any("rank 2 in round 0" in note for note in caught.value.__notes__)
+    after, _ = trainer.round(state, problem.data, counts=(1, 1, 1))
+    assert after.round == 1
+
+
+def test_user_data_is_never_read_from_two_threads_at_once(problem, devices):
+    busy = threading.Lock()
+
+    class Touchy:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            assert busy.acquire(blocking=False), "two threads read at once"
+            try:
+                return problem.data[i]
+            finally:
+                busy.release()
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:4])
+    state, _ = trainer.fit(trainer.init(problem.params), Touchy(), epochs=3, progress=False)
+    assert state.epoch == 3

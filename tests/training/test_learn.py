@@ -1,0 +1,83 @@
+"""What follows from a round: only the plan and the table decide."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
+from jaxche.training import ReplicaState
+from jaxche.training._learn import learn
+from jaxche.training._merge import HOST_COLUMNS, Merged
+from jaxche.training._table import Table
+
+
+def state(che, **fields):
+    return ReplicaState(locals=(), che=che, correction=DivergenceCorrection(), **fields)
+
+
+def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 0.5)):
+    rows = []
+    for n, w, b in zip(counts, wall, examples_per_batch, strict=True):
+        host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": n, "wall_ms": w, "last_sync_ms": last_sync}
+        rows.append([*host.values(), n * b, n * b * 0.5])
+    table = np.array(rows)
+    return Merged(("after",), table, drift), Table(table, ())
+
+
+def after(che, counts, wall, policy=ApplyPolicy.CADENCE, rule="steps", start=0, **options):
+    plan = RoundPlan(round=3, epoch=1, start=start, counts=counts, epoch_size=100)
+    return learn(state(che, round=3, epoch=1), plan, *merged(counts, wall, **options), policy, rule, 7.0)
+
+
+def test_a_whole_round_teaches_speeds_and_overhead():
+    che = ElChe(2, anchor=10)
+    next_state, info = after(che, (10, 10), (100.0, 250.0))
+    assert next_state.che == che.report_timing((100.0, 250.0), (10, 10), 20.0)
+    assert (next_state.round, next_state.epoch, next_state.cursor) == (4, 1, 20)
+    assert next_state.sync_ms == info.sync_ms == 7.0  # this process's own; it reaches the others in the next merge
+    assert next_state.locals == ("after",)
+    assert (info.weights, info.examples, info.anchor) == ((0.5, 0.5), 160, 10)
+
+
+def test_a_round_cut_short_teaches_speeds_only():
+    """Its overhead is that of a short round: learning from it would grow the anchor at every end of an epoch."""
+    che = ElChe(2, anchor=10)
+    next_state, _ = after(che, (2, 2), (20.0, 50.0), start=96)
+    assert next_state.che == che.report_timing((20.0, 50.0), (2, 2), 0.0)
+    assert next_state.che.anchor == 10
+    assert (next_state.epoch, next_state.cursor) == (2, 0)
+
+
+def test_a_round_cut_by_the_lead_limit_is_a_whole_one():
+    che = ElChe(2, anchor=10, max_batch_diff=2).with_speed_ratio(1, 3.0)
+    next_state, _ = after(che, (12, 10), (100.0, 100.0))
+    assert next_state.che.anchor > 10  # 20 ms of 100 is above the target, and was seen
+
+
+def test_only_async_corrects_divergence():
+    class Alarmed:
+        def observe(self, drift, k_max):
+            assert (drift, k_max) == (0.1, 10)
+            return self, Verdict.NUDGE
+
+    alarmed = DivergenceCorrection(guard=Alarmed())
+    for policy, verdict, anchor in [(ApplyPolicy.CADENCE, "calm", 10), (ApplyPolicy.ASYNC, "nudge", 5)]:
+        before = dataclasses.replace(state(ElChe(2, anchor=10)), correction=alarmed)
+        plan = RoundPlan(round=0, epoch=0, start=0, counts=(10, 10), epoch_size=100)
+        next_state, info = learn(before, plan, *merged((10, 10), (500.0, 500.0)), policy, "steps", 1.0)
+        assert (info.verdict, next_state.che.anchor) == (verdict, anchor)
+
+
+@pytest.mark.parametrize(
+    ("rule", "weights"), [("steps", (0.25, 0.75)), ("batch", (2 / 3, 1 / 3)), (None, (2 / 5, 3 / 5))]
+)
+def test_weights_are_those_of_the_merge(rule, weights):
+    _, info = after(ElChe(2, anchor=2), (1, 3), (10.0, 10.0), rule=rule, examples_per_batch=(16, 8))
+    assert info.weights == pytest.approx(weights)
+
+
+def test_one_replica_has_no_cadence():
+    next_state, info = after(None, (5, 0), (10.0, 0.0))
+    assert next_state.che is None
+    assert info.anchor == 5
