@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from tqdm import tqdm
 
+from jaxche.training._checks import checked_length
 from jaxche.training._history import History
 from jaxche.training._state import ReplicaState, RoundInfo
 
@@ -69,7 +70,7 @@ def fit(
         return state, History([info])
     history = History()
     last_epoch = state.epoch + int(epochs)
-    bar = _Progress(trainer, len(data) * int(epochs), progress)
+    bar = _Progress(trainer, checked_length(data) * int(epochs), progress)
     try:
         while state.epoch < last_epoch:
             state, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)

@@ -67,7 +67,11 @@ class LocalPrograms:
     def _begin(self, local: Local, index: Any) -> dict[str, Any]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local._asdict())
-        carry = {"model_state": copied["model_state"], "index": index, "sums": jnp.zeros((1, 2 + len(self._metrics)))}
+        carry = {
+            "model_state": copied["model_state"],
+            "index": index,
+            "sums": jnp.zeros((1, 2 + len(self._metrics)), jnp.float32),
+        }
         if self._average == "parameters":
             return carry | {"params": copied["params"], "opt_state": copied["opt_state"]}
         return carry | {"grads": jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)}
