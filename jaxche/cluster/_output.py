@@ -9,6 +9,8 @@ import re
 import threading
 from typing import IO, TextIO
 
+# What gloo prints on connecting, past every log level: nobody launched a run to read it.
+_CHATTER = "[Gloo] Rank "
 _END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -77,6 +79,8 @@ class Reader(threading.Thread):
 
     def _line(self, text: bytes) -> None:
         line = text.decode(errors="replace")
+        if line.startswith(_CHATTER):
+            return
         self.last.append(line)
         if self._stream is not None:
             self._printer.print(self._stream, self._rank, line)
