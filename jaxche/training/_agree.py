@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-_TEXT_BYTES = 4096
+# Room for the longest error report below, at six bytes for a character JSON has to escape.
+_TEXT_BYTES = 16384
 
 
 class RankError(RuntimeError):

@@ -1,5 +1,7 @@
 """Failing together, seen from one process; tests/multiprocess does it with real ones."""
 
+import json
+
 import pytest
 
 from jaxche.training import RankError
@@ -23,6 +25,14 @@ def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
         agree.raise_everywhere(None, 0, "round 2")
     assert caught.value.rank == 1
     assert "line 3" in str(caught.value)
+
+
+def test_the_longest_report_fits_what_is_exchanged(monkeypatch):
+    sent = []
+    monkeypatch.setattr(agree, "gather_json", lambda own: sent.append(own) or [own])
+    with pytest.raises(OSError, match="é"):
+        agree.raise_everywhere(OSError("é" * 9999), 123456, "round 7")
+    assert len(json.dumps(sent[0]).encode()) <= agree._TEXT_BYTES
 
 
 def test_differences_are_named_with_who_has_what(monkeypatch):
