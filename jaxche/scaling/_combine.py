@@ -16,7 +16,7 @@ from jaxche.scaling._moments import preconditioner
 from jaxche.scaling._state import NoiseScale
 from jaxche.scaling._sums import Sums, estimate, make_sums
 
-_LOG_SMOOTHING = math.log(0.999)
+LOG_SMOOTHING = math.log(0.999)
 
 
 def local_sums(
@@ -114,33 +114,43 @@ def update_from_sums(
         count_scale = jnp.where(several, jnp.float32(1), jnp.float32(2))
         measured = several | noise.has_previous
     base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, sums.examples / sums.contributors)
-    log_theta = _LOG_SMOOTHING * count_scale * sums.examples / base
+    log_theta = LOG_SMOOTHING * count_scale * sums.examples / base
     finite = jnp.all(jnp.isfinite(mean_squares)) & jnp.all(jnp.isfinite(sums.squares)) & (sums.contributors >= 1)
     write = measured & finite
     active = pre.active if pre else jnp.zeros((), bool)
     # Averages of another kind are no start for this one: biased against unbiased (AdaptDL), and raw against
     # preconditioned, whose sizes may differ by many orders.
     anew = (several & noise.biased) | (active != noise.preconditioned)
-
-    def average(total: jax.Array, value: Any) -> jax.Array:
-        kept = jnp.where(anew, jnp.zeros_like(total), total)
-        return jnp.where(write, jnp.exp(log_theta) * kept - jnp.expm1(log_theta) * value, total)
-
+    blended = blend(noise, sqr, trace, log_theta=log_theta, base=base, anew=anew, write=write)
     previous = noise.previous
     if previous is not None:
         previous = jax.tree.map(
             lambda old, new: jnp.where(finite & ~several, new.astype(old.dtype), old), previous, mean_grads
         )
     return replace(
-        noise,
-        sqr_sum=average(noise.sqr_sum, sqr),
-        var_sum=average(noise.var_sum, trace / base),
-        unbias=average(noise.unbias, jnp.float32(1)),
+        blended,
         base_batch_size=jnp.where(finite, base, noise.base_batch_size),
         biased=jnp.where(finite & (several | (noise.previous is not None)), ~several, noise.biased),
         preconditioned=jnp.where(write, active, noise.preconditioned),
         has_previous=jnp.where(finite, ~several, noise.has_previous),
         previous=previous,
+    )
+
+
+def blend(
+    noise: NoiseScale, sqr: jax.Array, trace: jax.Array, *, log_theta: Any, base: Any, anew: Any, write: Any
+) -> NoiseScale:
+    """Let one estimate into the averages, or, where ``write`` is false, leave them."""
+
+    def average(total: jax.Array, value: Any) -> jax.Array:
+        kept = jnp.where(anew, jnp.zeros_like(total), total)
+        return jnp.where(write, jnp.exp(log_theta) * kept - jnp.expm1(log_theta) * value, total)
+
+    return replace(
+        noise,
+        sqr_sum=average(noise.sqr_sum, sqr),
+        var_sum=average(noise.var_sum, trace / base),
+        unbias=average(noise.unbias, jnp.float32(1)),
     )
 
 

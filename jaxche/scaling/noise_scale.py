@@ -10,17 +10,21 @@ r"""The gradient noise scale, from equal or unequal replicas: ``init``, ``update
 
 from jaxche.scaling._combine import local_sums, update_from_sums
 from jaxche.scaling._deltas import delta_lengths, pseudo_gradients
+from jaxche.scaling._estimates import Estimates, local_estimates, update_from_estimates
 from jaxche.scaling._noise import init, update
 from jaxche.scaling._state import NoiseScale
 from jaxche.scaling._sums import Sums
 
 __all__ = [
+    "Estimates",
     "NoiseScale",
     "Sums",
     "delta_lengths",
     "init",
+    "local_estimates",
     "local_sums",
     "pseudo_gradients",
     "update",
+    "update_from_estimates",
     "update_from_sums",
 ]

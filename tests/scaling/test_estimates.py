@@ -1,0 +1,85 @@
+"""Estimates that replicas make apart, against the known truth."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxche.scaling import noise_scale
+
+DIM = 20
+
+
+def apart(noise, grads, sizes, opt_state=None):
+    """One replica's estimates from its gradients ``[n, DIM]`` of batches ``sizes``."""
+    parts = [noise_scale.local_sums(noise, g, b, opt_state=opt_state) for g, b in zip(grads, sizes, strict=True)]
+    mean = sum(b * g for g, b in zip(grads, sizes, strict=True)) / sum(sizes)
+    return noise_scale.local_estimates(noise, jax.tree.map(lambda *x: sum(x), *parts), mean, opt_state=opt_state)
+
+
+def add(*parts):
+    return jax.tree.map(lambda *x: sum(x), *parts)
+
+
+@pytest.mark.parametrize("sizes", [([8, 8], [8, 8, 8]), ([8, 8, 8, 8], [8]), ([8, 32, 4], [16, 2])])
+def test_unbiased_at_unequal_counts_batches_and_places(sizes):
+    """Replicas whose true gradients differ: what separates them is not noise."""
+    truth = [jnp.full(DIM, 0.2), jnp.full(DIM, 0.2) * jnp.where(jnp.arange(DIM) % 2, 1.0, -1.0)]
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8)
+
+    def once(key):
+        parts = []
+        for rank, (mean, own) in enumerate(zip(truth, sizes, strict=True)):
+            keys = jax.random.split(jax.random.fold_in(key, rank), len(own))
+            grads = [mean + jax.random.normal(k, (DIM,)) / jnp.sqrt(b) for k, b in zip(keys, own, strict=True)]
+            parts.append(apart(noise, grads, own))
+        total = add(*parts)
+        return total.sqr[0] / total.weight, total.trace[0] / total.weight
+
+    samples = jax.jit(jax.vmap(once))(jax.random.split(jax.random.key(0), 20_000))
+    for values, wanted in zip(samples, (DIM * 0.04, DIM), strict=True):
+        error = np.std(values) / np.sqrt(len(values))
+        assert abs(np.mean(values) - wanted) < 4 * error
+        assert error < 0.02 * wanted
+
+
+def test_one_replica_of_equal_batches_is_the_plain_update(strict_promotion):
+    grads = jax.random.normal(jax.random.key(0), (4, DIM)) + 1
+    noise = noise_scale.init(jnp.zeros(DIM))
+    ours = noise_scale.update_from_estimates(noise, apart(noise, list(grads), [8] * 4))
+    plain = noise_scale.update(noise, grads, [8] * 4)
+    for name in ("sqr", "var", "critical_batch_size", "base_batch_size", "unbias"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(plain, name), rtol=1e-4)
+
+
+def test_nothing_to_compare_and_nothing_finite_change_nothing():
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8)
+    grads = jax.random.normal(jax.random.key(0), (2, DIM))
+    single, several = apart(noise, grads[:1], [8]), apart(noise, grads, [8, 8])
+    broken = apart(noise, grads.at[0, 0].set(jnp.nan), [8, 8])
+    for bad in (single, add(several, broken)):
+        after = noise_scale.update_from_estimates(noise, bad)
+        assert float(after.unbias) == 0
+    idle = apart(noise, jnp.full((1, DIM), jnp.nan), [8])
+    with_idle = noise_scale.update_from_estimates(noise, add(several, idle))
+    alone = noise_scale.update_from_estimates(noise, several)
+    jax.tree.map(np.testing.assert_array_equal, with_idle, alone)
+
+
+def test_raw_and_preconditioned_estimates_do_not_mix():
+    params = jnp.zeros(DIM)
+    tx = optax.adam(0.1)
+    young = old = tx.init(params)
+    for _ in range(6):
+        _, old = tx.update(jnp.full(DIM, 0.1), old, params)
+    noise = noise_scale.init(params, base_batch_size=8)
+    grads = list(jax.random.normal(jax.random.key(0), (2, DIM)))
+    raw, seen = apart(noise, grads, [8, 8], young), apart(noise, grads, [8, 8], old)
+    assert float(noise_scale.update_from_estimates(noise, add(raw, seen)).unbias) == 0
+    noise = noise_scale.update_from_estimates(noise, raw)
+    assert not noise.preconditioned
+    noise = noise_scale.update_from_estimates(noise, add(seen, seen))
+    assert noise.preconditioned
+    # The averages began anew: only the second estimate is in them.
+    np.testing.assert_allclose(noise.var, seen.trace[0] / seen.weight / 8, rtol=1e-4)
