@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 
 from jaxche.averaging import is_float
+from jaxche.scaling import AdamScale
 from jaxche.training._replica import Device
 
 
@@ -41,6 +43,41 @@ def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> l
     if len(paces) != world_size or any(p is not None and not (math.isfinite(p) and p > 0) for p in paces):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
     return paces
+
+
+def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
+    """Refuse a scaling of the learning rate that cannot work."""
+    if rule is None:
+        if base_batch_size is not None:
+            raise ValueError(
+                f"base_batch_size={base_batch_size!r} has nothing to act on without a rule; write e.g. "
+                f"scaling=jaxche.AdaScale(), base_batch_size={base_batch_size!r}"
+            )
+        return
+    if isinstance(rule, type) or not hasattr(rule, "lr_factor"):
+        raise ValueError(f"scaling={rule!r} is not a scaling rule; write e.g. scaling=jaxche.AdaScale()")
+    size = base_batch_size
+    is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
+    if size is not None and not (is_number and math.isfinite(size) and size > 0):
+        raise ValueError(
+            f"base_batch_size={size!r} must be the examples of the batch the learning rate was tuned for, e.g. "
+            "base_batch_size=32; leave it out for those of one batch of the data"
+        )
+    if isinstance(tx, optax.MultiSteps):
+        raise ValueError(
+            "tx is an optax.MultiSteps, whose accumulated batches scaling= does not see; a round accumulates already: "
+            "give tx the optimizer inside it and write average='gradients'"
+        )
+    if isinstance(rule, AdamScale) and opt_state == "reset":
+        raise ValueError(
+            "opt_state='reset' leaves no second moments for scaling=jaxche.AdamScale() to read; write "
+            "opt_state='local' or scaling=jaxche.AdaScale()"
+        )
+
+
+def rule_text(rule: Any) -> str:
+    """A rule as processes compare it; one without a text of its own would show its address in memory."""
+    return type(rule).__qualname__ if type(rule).__repr__ is object.__repr__ else repr(rule)
 
 
 def checked_length(data: Any) -> int:

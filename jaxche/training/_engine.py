@@ -19,7 +19,8 @@ from jaxche.training._agree import gather_json, raise_everywhere, refuse_differe
 from jaxche.training._data import Feed, Reader
 from jaxche.training._loss import Loss, batch_size
 from jaxche.training._merge import AXIS, HOST_COLUMNS, Merge, Merged
-from jaxche.training._replica import Device, Local, LocalPrograms, Outcome, Replica, lift
+from jaxche.training._replica import Device, Local, LocalPrograms, Outcome, Replica, first, lift
+from jaxche.training._scaling import Scaled, Scaling, Worth
 
 
 class Engine:
@@ -35,6 +36,7 @@ class Engine:
       devices: one device a replica, over all processes.
       seed: seed of ``rng=``.
       paces: pace in ms per replica, or None.
+      scaling: scaling of the learning rate, or None.
     """
 
     def __init__(
@@ -48,15 +50,17 @@ class Engine:
         devices: Sequence[Device],
         seed: int,
         paces: Sequence[float | None],
+        scaling: Scaling | None = None,
     ):
-        self._loss, self._tx, self._outer = loss, tx, outer
+        tx = tx if scaling is None else scaling.transform(tx)
+        self._loss, self._tx, self._outer, self._scaling = loss, tx, outer, scaling
         self._average, self._rule, self._opt_mode = average, merge, opt_state
         self._seed, self._paces, self._devices = seed, paces, devices
         self.world_size = len(devices)
         self.ranks = [r for r, d in enumerate(devices) if d.process_index == jax.process_index()]
         mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-        self._make_merge = lambda metrics: Merge(mesh, average, merge, opt_state, tx, outer, metrics)
-        self._merge = self._make_merge(0)
+        self._make_merge = lambda metrics, scaling: Merge(mesh, average, merge, opt_state, tx, outer, metrics, scaling)
+        self._merge = self._make_merge(0, None)
         self.metrics: tuple[str, ...] = ()
         self._replicas: list[Replica] = []
         self._reader: Reader | None = None
@@ -67,7 +71,8 @@ class Engine:
 
         def start(params: Any, model_state: Any) -> Local:
             outer_state = self._outer.init(params) if self._outer else None
-            return lift(Local(params, self._tx.init(params), model_state, outer_state))
+            scaled = self._scaling.start(params) if self._scaling else {}
+            return lift(Local(params, self._tx.init(params), model_state, outer_state, **scaled))
 
         start = jax.jit(start)
         host = jax.tree.map(jnp.asarray, (params, model_state))
@@ -89,7 +94,9 @@ class Engine:
         error = None
         try:
             batch = self._read(data).peek((plan.epoch, plan.start))
-            self._build(locals_[0], batch)
+            # A run may go on from the last batch of an epoch, which is smaller than the others.
+            whole = batch if plan.start == 0 or not self._scaling else self._read(data).load((plan.epoch, 0))
+            self._build(locals_[0], batch, batch_size(whole))
             for replica, local in zip(self._replicas, locals_, strict=True):
                 replica.prepare(local, batch)
         except Exception as e:
@@ -104,8 +111,7 @@ class Engine:
         if self.world_size > 1:
             self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))), 1.0)
 
-    def _build(self, local: Local, batch: Any) -> None:
-        batch_size(batch)
+    def _build(self, local: Local, batch: Any, examples: int) -> None:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (local.params, local.model_state))
         shapes = jax.eval_shape(self._loss.call, *one, batch, jax.random.key(0))
         self.metrics = tuple(sorted(shapes[1][0]))
@@ -115,11 +121,10 @@ class Engine:
                 f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
                 "return every entry of model_state, updated or not, with its shape and dtype"
             )
-        programs = LocalPrograms(self._loss, self._tx, self._average, self._seed, self.metrics)
-        self._merge = self._make_merge(len(self.metrics))
-        self._replicas = [
-            Replica(rank, self._devices[rank], programs, self._average, self._paces[rank]) for rank in self.ranks
-        ]
+        scaling = self._scaling and self._scaling.on_batches_of(examples)
+        programs = LocalPrograms(self._loss, self._tx, self._average, self._seed, self.metrics, scaling)
+        self._merge = self._make_merge(len(self.metrics), scaling)
+        self._replicas = [Replica(rank, self._devices[rank], programs, self._paces[rank]) for rank in self.ranks]
 
     def _read(self, data: Any) -> Reader:
         if self._reader is None or self._reader.data is not data:
@@ -128,7 +133,7 @@ class Engine:
             self._reader = Reader(data)
         return self._reader
 
-    def run(self, locals_: Sequence[Local], data: Any, plan: RoundPlan) -> list[Outcome]:
+    def run(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, worth: Worth) -> list[Outcome]:
         """Take every local replica through its share of a plan, side by side; errors are part of the outcome."""
         reader = self._read(data)
         feeds = reader.start([plan.share(rank) for rank in self.ranks])
@@ -137,7 +142,7 @@ class Engine:
             if not feed.keys:
                 return replica.idle(local)
             epoch, index = feed.keys[0]
-            return replica.run(local, feed, epoch * plan.epoch_size + index)
+            return replica.run(local, feed, epoch * plan.epoch_size + index, worth)
 
         # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts.
         for replica, local, feed in zip(self._replicas, locals_, feeds, strict=True):
@@ -162,9 +167,14 @@ class Engine:
         carries = [outcome.carry for outcome in outcomes]
         if self.world_size > 1:
             return self._merge(locals_, carries, rows, alpha)
-        carry = carries[0]
-        local = Local(carry["params"], carry["opt_state"], carry["model_state"], locals_[0].outer_state)
-        return Merged((local,), np.concatenate([rows, np.asarray(carry["sums"])], axis=1), (0.0, 0.0))
+        carry, (start,) = carries[0], locals_
+        local = Local(carry["params"], carry["opt_state"], carry["model_state"], start.outer_state)
+        table = np.concatenate([rows, np.asarray(carry["sums"])], axis=1)
+        if self._scaling is None:
+            return Merged((local,), table, (0.0, 0.0))
+        progress, told = _told(carry["noise"], start.progress, carry["scaled"], np.float32(outcomes[0].steps))
+        local = local._replace(noise=carry["noise"], progress=progress)
+        return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
 
     def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica when nobody waits for anybody, all running at once."""
@@ -187,3 +197,10 @@ class Engine:
     def compilations(self) -> int:
         """How many step programs were compiled, over all local replicas."""
         return sum(replica.compilations for replica in self._replicas)
+
+
+@jax.jit
+def _told(noise: Any, progress: Any, scaled: Any, steps: Any) -> tuple[Any, Any]:
+    """The progress after a single replica's steps, and what the round tells of its scaling."""
+    progress = progress + scaled[:, 0]
+    return progress, jnp.stack([first(noise).critical_batch_size, *(scaled[0] / steps), progress[0]])

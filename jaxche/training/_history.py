@@ -38,9 +38,16 @@ class History(list[RoundInfo]):
         """Time spent in rounds."""
         return sum(info.period_ms for info in self) / 1e3
 
+    @property
+    def scaled(self) -> bool:
+        """Whether learning rates were scaled."""
+        return any(math.isfinite(info.progress) for info in self)
+
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict of plain values per round, e.g. for ``pandas.DataFrame``."""
         keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
+        if self.scaled:
+            keys += ("noise", "gain", "lr_factor", "progress")
         return [
             {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} | info.metrics
             for info in self
@@ -101,13 +108,14 @@ class History(list[RoundInfo]):
           ValueError: text that is not such a record.
         """
         text = source.read_text(encoding="utf8") if isinstance(source, Path) else source
-        names = {f.name for f in fields(RoundInfo)}
+        names = {f.name: f.type for f in fields(RoundInfo)}
         rounds = []
         for number, line in enumerate(text.splitlines(), 1):
             values = json.loads(line)
-            if not isinstance(values, dict) or set(values) != names:
+            if not isinstance(values, dict) or set(values) != set(names):
                 raise ValueError(f"line {number} is not a round of a jaxche history")
             values["losses"] = [math.nan if x is None else x for x in values["losses"]]
+            values |= {k: math.nan for k, v in values.items() if v is None and names[k] == "float"}
             fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
             rounds.append(RoundInfo(**fixed))
         return cls(rounds)

@@ -65,6 +65,7 @@ def learn(
         anchor=min(n for n in plan.counts if n),
         verdict=verdict.value,
         last=table.stop,
+        **merged.scaled._asdict(),
     )
     epoch, cursor = plan.end
     after = replace(

@@ -22,6 +22,7 @@ from jaxche.averaging import (
     to_moments,
 )
 from jaxche.training._replica import Local, first, lift
+from jaxche.training._scaling import Scaled, Scaling
 
 AXIS = "replica"
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
@@ -34,6 +35,7 @@ class Merged(NamedTuple):
     locals: tuple[Local, ...]
     table: np.ndarray  # [R, len(HOST_COLUMNS) + 2 + metrics]
     drift: tuple[float, float]
+    scaled: Scaled = Scaled()
 
 
 class Merge:
@@ -47,6 +49,7 @@ class Merge:
       tx: the optimizer (steps on merged gradients; re-initialises on reset).
       outer: optax transform on the pseudo-gradient, or None for plain averaging.
       metrics: number of metric columns.
+      scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class Merge:
         tx: optax.GradientTransformation,
         outer: optax.GradientTransformation | None,
         metrics: int,
+        scaling: Scaling | None = None,
     ):
+        self._scaling = scaling
         self._mesh, self._rule, self._opt_mode, self._outer = mesh, rule, opt_state, outer
-        self._tx = optax.with_extra_args_support(tx)
+        self._tx: Any = optax.with_extra_args_support(tx)
         self._columns = len(HOST_COLUMNS) + 2 + metrics
         self._sharding = NamedSharding(mesh, P(AXIS))
         self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -72,6 +77,9 @@ class Merge:
         else:
             self._common = ("params", "model_state", "outer_state", "opt_state")
             self._sent = ("grads", "model_state")
+        if scaling is not None:
+            compared = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
+            self._common = (*self._common, "noise", "progress", *compared)
         specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS), P())
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(AXIS), P(), P()), check_vma=False)
         # A carry's trees have the shapes of the merged ones and give their buffers to them. Gradient accumulators
@@ -87,19 +95,25 @@ class Merge:
           rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
           alpha: step length of the merge rule.
         """
+        merged, table, report = self._program(*self.arguments(starts, carries, rows, alpha))
+        # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
+        table, report = np.asarray(table), np.asarray(report).tolist()
+        kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
+        locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, self.unstack(merged), strict=True))
+        return Merged(locals_, table, (report[0], report[1]), Scaled(*report[2:]))
+
+    def arguments(self, starts: Any, carries: Any, rows: np.ndarray, alpha: float) -> tuple[Any, ...]:
+        """What the program is called with."""
         host = [jax.device_put(np.float32(row[None]), d) for row, d in zip(rows, self._devices, strict=True)]
-        merged, table, drift = self._program(
+        # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
+        measured = [{name: carry[name] for name in ("sums", "tracked", "scaled") if name in carry} for carry in carries]
+        return (
             self.stack([{name: getattr(local, name) for name in self._common} for local in starts]),
             self.stack([{name: carry[name] for name in self._sent} for carry in carries]),
-            self.stack([carry["sums"] for carry in carries]),
+            self.stack(measured),
             self.stack(host),
             np.float32(alpha),
         )
-        # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
-        table, drift = np.asarray(table), np.asarray(drift)
-        kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
-        locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, self.unstack(merged), strict=True))
-        return Merged(locals_, table, (float(drift[0]), float(drift[1])))
 
     def stack(self, trees: Any) -> Any:
         """The ``[R, ...]`` view of one tree per local replica: no copy."""
@@ -137,7 +151,8 @@ class Merge:
 
         return weighted, finish
 
-    def _parameters(self, start: Any, end: Any, sums: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
+    def _parameters(self, start: Any, end: Any, measured: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
+        sums = measured["sums"]
         x0, x = first(start["params"]), first(end["params"])
         count, examples = host[0, 0], sums[0, 0]
         # Not normalised: the sum of the weights travels in the same all-reduce.
@@ -160,6 +175,11 @@ class Merge:
             opt_leaves, opt_def = jax.tree.flatten(first(end["opt_state"]))
             floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
             payload["opt_state"] = [opt_leaves[i].astype(sum_dtype(opt_leaves[i].dtype)) * weight for i in floats]
+        if self._scaling is not None:
+            noise, gains = first(start["noise"]), first(measured["scaled"])
+            seen = first(start["opt_state"]) if self._scaling.preconditioned else None
+            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen)
+            payload["gains"] = jnp.append(gains, weight * gains[0])
         total = psum_buckets(payload, AXIS)
         mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
@@ -177,10 +197,19 @@ class Merge:
         elif self._opt_mode == "reset":
             merged["opt_state"] = lift(self._tx.init(params))
         drift = measure_drift(total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        return merged, total["table"], jnp.stack(drift)
+        report = [*drift]
+        if self._scaling is not None:
+            noise = self._scaling.learnt(noise, total["noise"])
+            # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
+            progress = first(start["progress"]) + alpha * total["gains"][2] / total["weight"]
+            merged |= {"noise": lift(noise), "progress": lift(progress)}
+            steps = total["table"][:, HOST_COLUMNS.index("count")].sum()
+            report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
+        return merged, total["table"], jnp.stack(report)
 
-    def _gradients(self, start: Any, end: Any, sums: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
+    def _gradients(self, start: Any, end: Any, measured: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
         del alpha  # the mean gradient over all examples is exact: there is nothing to correct
+        sums = measured["sums"]
         params = first(start["params"])
         statistics, finish = self._statistics(start, end, sums[0, 0])
         payload = {
@@ -189,18 +218,31 @@ class Merge:
             "statistics": statistics,
             "table": self._table(host, sums),
         }
+        if self._scaling is not None:
+            payload["noise"] = first(measured["tracked"])
         total = psum_buckets(payload, AXIS)
         examples = total["sums"][0]
         grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)
         loss = total["sums"][1] / examples
-        updates, opt_state = self._tx.update(grads, first(start["opt_state"]), params, value=loss)
+        before, scaled = first(start["opt_state"]), {}
+        if self._scaling is not None:
+            exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
+            noise = self._scaling.learnt(first(start["noise"]), total["noise"], exact, before)
+            scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
+        updates, opt_state = self._tx.update(grads, before, params, value=loss, **scaled)
         merged = {
             "params": lift(optax.apply_updates(params, updates)),
             "opt_state": lift(opt_state),
             "model_state": lift(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
-        return merged, total["table"], jnp.zeros(2)
+        report = jnp.zeros(2, jnp.float32)
+        if scaled:
+            progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
+            merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}
+            told = jnp.stack([scaled["noise"].critical_batch_size, gain, opt_state.factor, progress])
+            report = jnp.concatenate([report, told])
+        return merged, total["table"], report
 
 
 def _square_norm(tree: Any) -> Any:

@@ -15,7 +15,7 @@ _RANKS_SHOWN = 8
 
 
 def draw(history: History) -> Any:
-    """Draw a history: counts per round, compute and wait per rank, loss over time."""
+    """Draw a history: counts per round, compute and wait per rank, loss over time; the gain where there is one."""
     if not history:
         raise ValueError("the history has no rounds; train first: state, history = trainer.fit(state, data)")
     try:
@@ -23,7 +23,9 @@ def draw(history: History) -> Any:
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'jaxche[plot]'") from error
 
-    figure, (cadence, clock, loss) = plt.subplots(3, 1, figsize=(9, 8), layout="constrained")
+    panels = 4 if history.scaled else 3
+    figure, axes_ = plt.subplots(panels, 1, figsize=(9, 8 * panels / 3), layout="constrained")
+    cadence, clock, loss = axes_[:3]
     # Closed, a notebook shows it once, as the value of the cell, and not again by pyplot.
     plt.close(figure)
     rounds = np.array([info.round for info in history])
@@ -56,8 +58,21 @@ def draw(history: History) -> Any:
     seconds = np.cumsum([info.period_ms for info in history]) / 1e3
     loss.plot(seconds, [info.loss for info in history], color=COLOURS[0], linewidth=1.8)
     loss.set(xlabel="training time (s)", ylabel="loss", title="Loss: mean over the examples of a round")
-    for axes in (cadence, clock, loss):
+    if history.scaled:
+        _draw_scaling(axes_[3], rounds, history)
+    for axes in axes_:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x" if axes is clock else "y", color="0.9")
         axes.set_axisbelow(True)
     return figure
+
+
+def _draw_scaling(axes: Any, rounds: np.ndarray, history: History) -> None:
+    axes.plot(rounds, [info.gain for info in history], color=COLOURS[2], linewidth=1.8, label="gain")
+    factors = [info.lr_factor for info in history]
+    axes.plot(rounds, factors, color=COLOURS[5], linewidth=1.8, linestyle="--", label="learning rate")
+    noise = history[-1].noise
+    known = f" (critical batch size at the end: {noise:,.0f} examples)" if np.isfinite(noise) else ""
+    axes.set(xlabel="round", ylabel="times that of the base batch", title=f"What a step is worth{known}")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

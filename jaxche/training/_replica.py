@@ -13,6 +13,7 @@ import optax
 
 from jaxche.averaging import sum_dtype
 from jaxche.training._loss import Loss, batch_size
+from jaxche.training._scaling import Scaling, Worth
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 
@@ -20,14 +21,21 @@ Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 # of steps does not put hundreds of batches on the device at once.
 _IN_FLIGHT = 8
 
+_PLAIN = Worth()
+
 
 class Local(NamedTuple):
-    """What one replica keeps between rounds. Every leaf has a leading axis of 1: its row of the ``[R, ...]`` view."""
+    """What one replica keeps between rounds. Every leaf has a leading axis of 1: its row of the ``[R, ...]`` view.
+
+    ``noise`` and ``progress`` are None unless learning rates are scaled.
+    """
 
     params: Any
     opt_state: Any
     model_state: Any
     outer_state: Any
+    noise: Any = None
+    progress: Any = None
 
 
 def first(tree: Any) -> Any:
@@ -53,18 +61,41 @@ class LocalPrograms:
         gradient, weighted by examples, to an accumulator.
       seed: seed of ``rng=``.
       metrics: names of the loss function's metrics, sorted.
+      scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
     """
 
-    def __init__(self, loss: Loss, tx: optax.GradientTransformation, average: str, seed: int, metrics: tuple[str, ...]):
-        self._loss, self._tx, self._seed = loss, optax.with_extra_args_support(tx), seed
-        self._metrics = metrics
+    def __init__(
+        self,
+        loss: Loss,
+        tx: optax.GradientTransformation,
+        average: str,
+        seed: int,
+        metrics: tuple[str, ...],
+        scaling: Scaling | None = None,
+    ):
+        self._loss, self._seed = loss, seed
+        self._tx: Any = optax.with_extra_args_support(tx)
+        self._metrics, self._scaling = metrics, scaling
         step = self._local_step if average == "parameters" else self._accumulate
         self._average = average
         # keep_unused: the arguments also say on which device the zeros are made.
         self.begin = jax.jit(self._begin, keep_unused=True)
         self.step = jax.jit(step, donate_argnums=1)
 
-    def _begin(self, local: Local, index: Any) -> dict[str, Any]:
+    def constants(self, local: Local) -> Local:
+        """What a step reads of the start of the round, and never writes."""
+        gradients, scaling = self._average == "gradients", self._scaling
+        compared = scaling is not None and scaling.preconditioned and not scaling.solo
+        return Local(
+            local.params if gradients else None,
+            local.opt_state if compared else None,
+            None,
+            None,
+            None if scaling is None or scaling.solo else local.noise,
+            local.progress,
+        )
+
+    def _begin(self, local: Local, index: Any, worth: Worth) -> dict[str, Any]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local._asdict())
         carry = {
@@ -72,6 +103,9 @@ class LocalPrograms:
             "index": index,
             "sums": jnp.zeros((1, 2 + len(self._metrics)), jnp.float32),
         }
+        if self._scaling is not None:
+            begun = self._scaling.begin(first(local.noise), first(local.params), worth)
+            carry |= {name: value if name == "worth" else lift(value) for name, value in begun.items()}
         if self._average == "parameters":
             return carry | {"params": copied["params"], "opt_state": copied["opt_state"]}
         return carry | {"grads": jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)}
@@ -89,19 +123,41 @@ class LocalPrograms:
         }
         return loss, grads, examples, advanced
 
-    def _local_step(self, _: None, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
-        params = first(carry["params"])
-        loss, grads, _, carry_next = self._value_and_grad(params, carry, batch)
-        updates, opt_state = self._tx.update(grads, first(carry["opt_state"]), params, value=loss)
+    def _local_step(self, start: Local, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+        params, opt_state = first(carry["params"]), first(carry["opt_state"])
+        loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
+        scaled, more = self._scale(start, carry, grads, examples, opt_state) if self._scaling is not None else ({}, {})
+        updates, opt_state = self._tx.update(grads, opt_state, params, value=loss, **scaled)
+        if scaled:
+            worth = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
+            more["scaled"] = carry["scaled"] + worth[None]
         params = optax.apply_updates(params, updates)
-        return carry_next | {"params": lift(params), "opt_state": lift(opt_state)}, loss
+        return carry | carry_next | more | {"params": lift(params), "opt_state": lift(opt_state)}, loss
 
-    def _accumulate(self, params: Any, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
-        loss, grads, examples, carry_next = self._value_and_grad(first(params), carry, batch)
+    def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any, opt_state: Any) -> Any:
+        """Arguments of the scaled optimizer in a local step, and what the carry keeps of the noise."""
+        scaling, worth = self._scaling, carry["worth"]
+        assert scaling is not None
+        progress = first(start.progress) + worth.alpha * carry["scaled"][0, 0]
+        if scaling.solo:
+            noise = scaling.watch(first(carry["noise"]), grads, examples, opt_state)
+            more = {"noise": lift(noise)}
+        else:
+            noise = first(start.noise)
+            tracked = scaling.track(first(carry["tracked"]), noise, grads, examples, first(start.opt_state))
+            more = {"tracked": lift(tracked)}
+        return scaling.arguments(noise, progress, examples, worth.replicas), more
+
+    def _accumulate(self, start: Local, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+        loss, grads, examples, carry_next = self._value_and_grad(first(start.params), carry, batch)
 
         def add(total: Any, g: Any) -> Any:
             return total + examples.astype(total.dtype) * g[None].astype(total.dtype)
 
+        if self._scaling is not None:
+            tracked, noise = first(carry["tracked"]), first(start.noise)
+            tracked = self._scaling.track(tracked, noise, grads, examples, first(start.opt_state))
+            carry_next["tracked"] = lift(tracked)
         return carry_next | {"grads": jax.tree.map(add, carry["grads"], grads)}, loss
 
 
@@ -121,17 +177,13 @@ class PaceError(ValueError):
 class Replica:
     """One replica of this process: a device, its compiled steps, its clock."""
 
-    def __init__(self, rank: int, device: Device, programs: LocalPrograms, average: str, pace_ms: float | None):
-        self.rank, self.device, self._programs = rank, device, programs
-        self._average, self._pace_ms = average, pace_ms
+    def __init__(self, rank: int, device: Device, programs: LocalPrograms, pace_ms: float | None):
+        self.rank, self.device, self._programs, self._pace_ms = rank, device, programs, pace_ms
         self._executables: dict[Any, Any] = {}
         self.compilations = 0
 
-    def begin(self, local: Local, index: int) -> dict[str, Any]:
-        return self._programs.begin(local, np.uint32(index % 2**32))
-
-    def _constants(self, local: Local) -> Any:
-        return local.params if self._average == "gradients" else None
+    def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> dict[str, Any]:
+        return self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
 
     def _executable(self, local: Local, carry: dict[str, Any], batch: Any) -> tuple[Any, Any]:
         """The step compiled for a batch of these shapes, and the batch as it takes it."""
@@ -143,7 +195,7 @@ class Replica:
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
-            lowered = self._programs.step.lower(self._constants(local), carry, batch)
+            lowered = self._programs.step.lower(self._programs.constants(local), carry, batch)
             self._executables[key] = lowered.compile()
             self.compilations += 1
         return self._executables[key], batch
@@ -162,7 +214,7 @@ class Replica:
         fastest = float("inf")
         for _ in range(3 if self._pace_ms else 1):
             start = time.perf_counter()
-            carry, loss = step(self._constants(local), carry, batch)
+            carry, loss = step(self._programs.constants(local), carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - start) * 1e3)
         if self._pace_ms and fastest > self._pace_ms:
@@ -172,10 +224,10 @@ class Replica:
                 f"give it at least {enough:g} ms, e.g. pace_ms={enough:g}, or make the model or the batch smaller"
             )
 
-    def run(self, local: Local, feed: Iterable[Any], index: int) -> Outcome:
+    def run(self, local: Local, feed: Iterable[Any], index: int, worth: Worth = _PLAIN) -> Outcome:
         """Take one step on each batch of ``feed``; never raises, so that a failing replica still meets the others."""
-        carry = self.begin(local, index)
-        constants = self._constants(local)
+        carry = self.begin(local, index, worth)
+        constants = self._programs.constants(local)
         losses: list[Any] = []
         steps = 0
         start = due = time.perf_counter()

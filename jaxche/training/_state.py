@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +83,12 @@ class RoundInfo:
       anchor: the cadence's anchor in this round (0 without one).
       verdict: what the divergence guard said: calm, suppress or nudge.
       last: whether some replica asked to stop after this round.
+      noise: critical batch size in examples, where noise and signal of the gradient are equal (nan until it is
+        known, and when learning rates are not scaled).
+      gain: steps on the base batch that a step of this round was worth: the one update when gradients are averaged,
+        else the mean over local steps.
+      lr_factor: factor on the learning rate, likewise.
+      progress: steps on the base batch that all steps so far were worth (nan when learning rates are not scaled).
     """
 
     round: int
@@ -100,6 +107,10 @@ class RoundInfo:
     anchor: int
     verdict: str
     last: bool = False
+    noise: float = math.nan
+    gain: float = 1.0
+    lr_factor: float = 1.0
+    progress: float = math.nan
 
     @property
     def period_ms(self) -> float:

@@ -14,13 +14,23 @@ import optax
 
 from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
-from jaxche.training._checks import check_params, checked_devices, checked_length, checked_paces, one_of
+from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
+from jaxche.training._checks import (
+    check_params,
+    checked_devices,
+    checked_length,
+    checked_paces,
+    checked_scaling,
+    one_of,
+    rule_text,
+)
 from jaxche.training._engine import Engine
 from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._learn import learn
 from jaxche.training._loss import as_loss
 from jaxche.training._replica import Device
+from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._state import ReplicaState, RoundInfo
 from jaxche.training._table import Table, host_row
 
@@ -57,6 +67,14 @@ class Trainer:
       seed: seed of ``rng=``.
       pace_ms: for experiments on equal devices: pad every local step to this wall time in ms, one number or one
         per replica. ``jaxche launch --pace`` sets it through the variable ``JAXCHE_PACE_MS``.
+      scaling: a scaling rule, e.g. ``jaxche.AdaScale()``: ``tx`` keeps the learning rate tuned for one small batch,
+        and each update is scaled by what the larger batch is worth. Averaging gradients, that batch is the round's;
+        averaging parameters, each local step counts for the merge's
+        :func:`~jaxche.scaling.effective_replicas`, and the noise is estimated by replicas with two steps or more
+        in a round, from their own batches (one more gradient in memory). A single replica compares successive
+        gradients (likewise).
+      base_batch_size: examples in the batch the learning rate was tuned for; by default those of one batch of the
+        data.
 
     Raises:
       ValueError: an argument that cannot work, with the line to write instead.
@@ -89,6 +107,8 @@ class Trainer:
         replicas: Sequence[Device] | None = None,
         seed: int = 0,
         pace_ms: float | Sequence[float] | None = None,
+        scaling: ScalingRule | None = None,
+        base_batch_size: float | None = None,
     ):
         self.policy = ApplyPolicy(policy)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
@@ -105,6 +125,7 @@ class Trainer:
                 "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
                 "nothing to act on; leave them out or write average='parameters'"
             )
+        checked_scaling(scaling, base_batch_size, tx, opt_state)
         devices = checked_devices(replicas)
         self.world_size = len(devices)
         if che is not None and che.world_size != self.world_size:
@@ -119,13 +140,16 @@ class Trainer:
         self.average, self.merge, self.outer = average, merge, outer
         self._che = che
         paces = checked_paces(pace_ms, self.world_size)
-        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, devices, seed, paces)
+        scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
+        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, devices, seed, paces, scaled)
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,
             "merge": merge,
             "opt_state": opt_state,
             "seed": str(seed),
+            "scaling": rule_text(scaling),
+            "base_batch_size": str(base_batch_size),
             "che": hashlib.sha256(repr(che and che.to_dict()).encode()).hexdigest()[:12],
         }
         self._stop = False
@@ -155,6 +179,10 @@ class Trainer:
     def model_state(self, state: ReplicaState) -> Any:
         """The merged model state, one plain pytree."""
         return _first_row(state.locals[0].model_state)
+
+    def noise(self, state: ReplicaState) -> noise_scale.NoiseScale | None:
+        """The measured gradient noise scale, or None without ``scaling=``."""
+        return _first_row(state.locals[0].noise)
 
     def round(
         self, state: ReplicaState, data: Any, counts: Sequence[int] | None = None
@@ -277,12 +305,13 @@ class Trainer:
         plan = self._plan(state, checked_length(data), counts, last_epoch)
         self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
         clock = time.perf_counter()
-        outcomes = self._engine.run(state.locals, data, plan)
+        weights, alpha = merge_weights(self.merge, plan.counts)
+        worth = Worth(effective_replicas(weights, plan.counts, alpha), alpha)
+        outcomes = self._engine.run(state.locals, data, plan, worth)
         epoch, cursor = plan.end
         if ahead and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.anticipate(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
-        _, alpha = merge_weights(self.merge, plan.counts)
         rows = np.array(
             [
                 host_row(plan, rank, outcome, state.sync_ms, self._stop)

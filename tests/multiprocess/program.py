@@ -41,6 +41,8 @@ CONFIGURATIONS = {
     "averaged moments": {"merge": "fednova", "opt_state": "average"},
     "outer": {"merge": "batch", "outer": optax.sgd(0.7, momentum=0.9)},
     "gradients": {"average": "gradients"},
+    "scaled gradients": {"average": "gradients", "scaling": jaxche.AdaScale()},
+    "scaled parameters": {"scaling": jaxche.AdamScale()},
 }
 
 
@@ -52,6 +54,8 @@ def train(problem, **arguments):
     for counts in COUNTS:
         state, info = trainer.round(state, problem.data, counts=counts)
         told.append([info.counts, info.weights, info.loss, info.metrics["mae"], info.drift, info.losses, info.epoch])
+        if "scaling" in arguments:
+            told.append([info.noise, info.gain, info.lr_factor, info.progress])
     trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
     return {"trees": jax.tree.map(np.ndarray.tolist, trees), "told": told}
 

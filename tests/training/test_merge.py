@@ -10,20 +10,15 @@ import jaxche
 from jaxche.averaging import drift_from_gram, gram_matrix
 
 
+@pytest.mark.parametrize("scaling", [None, jaxche.AdaScale(), jaxche.AdamScale()])
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
-def test_a_merge_is_one_all_reduce(problem, devices, average):
-    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2])
+def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2], scaling=scaling)
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
     carries = [r.begin(local, 0) for r, local in zip(replicas, state.locals, strict=True)]
-    arguments = (
-        merge.stack([{n: getattr(local, n) for n in merge._common} for local in state.locals]),
-        merge.stack([{n: c[n] for n in merge._sent} for c in carries]),
-        merge.stack([c["sums"] for c in carries]),
-        merge.stack([jax.device_put(np.zeros((1, 7), np.float32), d) for d in devices[:2]]),
-        np.float32(1),
-    )
+    arguments = merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32), 1.0)
     text = merge._program.lower(*arguments).as_text()
     assert text.count("stablehlo.all_reduce") == 1
     assert "all_gather" not in text

@@ -19,7 +19,7 @@ def make(devices):
         tx = optax.sgd(0.1)
         programs = LocalPrograms(as_loss(loss), tx, average, 0, ())
         local = jax.device_put(lift(Local(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3])
-        return Replica(3, devices[3], programs, average, pace_ms), local
+        return Replica(3, devices[3], programs, pace_ms), local
 
     return build
 

@@ -1,0 +1,138 @@
+"""What a scaling rule adds to a round: noise measured where gradients are, a factor where updates are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxche.averaging import sum_dtype
+from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
+
+
+class Worth(NamedTuple):
+    """What the local steps of a planned round are worth once merged; arrays to the compiled step.
+
+    Attributes:
+      replicas: the merge's effective number of replicas.
+      alpha: its step length.
+    """
+
+    replicas: Any = 1.0
+    alpha: Any = 1.0
+
+
+class Scaled(NamedTuple):
+    """What a round tells of its scaling, in the order the merge program reports it.
+
+    Attributes:
+      noise: critical batch size in examples.
+      gain: base steps a step was worth.
+      lr_factor: factor on the learning rate.
+      progress: base steps that all steps so far were worth.
+    """
+
+    noise: float = math.nan
+    gain: float = 1.0
+    lr_factor: float = 1.0
+    progress: float = math.nan
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A rule, and the arithmetic it needs in the compiled programs. Trees here have no replica axis.
+
+    Args:
+      rule: the scaling rule.
+      base_batch_size: examples in the batch the learning rate was tuned for; None until the data is seen.
+      average: ``"parameters"`` or ``"gradients"``.
+      solo: whether there is a single replica, whose noise shows in the difference of successive gradients only.
+    """
+
+    rule: ScalingRule
+    base_batch_size: float | None
+    average: str
+    solo: bool
+
+    @property
+    def preconditioned(self) -> bool:
+        """Whether noise is measured as an Adam-type optimizer sees it."""
+        return isinstance(self.rule, AdamScale)
+
+    def transform(self, tx: Any) -> optax.GradientTransformationExtraArgs:
+        return scale_learning_rate(tx, self.rule)
+
+    def start(self, params: Any) -> dict[str, Any]:
+        """The entries of a ``Local`` before the first round."""
+        noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
+        return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
+
+    def begin(self, noise: Any, params: Any, worth: Any) -> dict[str, Any]:
+        """What a round's carry gets: ``tracked`` for the estimate, ``scaled`` for what the steps are worth."""
+        zero = noise_scale.Sums(jnp.zeros_like(noise.sqr_sum), *(jnp.zeros((), jnp.float32) for _ in range(5)))
+        if self.average == "gradients":
+            return {"tracked": zero}
+        steps = {"scaled": jnp.zeros(2, jnp.float32)}
+        if self.solo:
+            return steps | {"noise": jax.tree.map(jnp.copy, noise), "worth": worth}
+        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)
+        return steps | {"tracked": {"sums": zero, "grads": wide}, "worth": worth}
+
+    def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, opt_state: Any) -> Any:
+        """Add one batch to what the estimate is made of.
+
+        Args:
+          tracked: from :meth:`begin`.
+          noise: of the start of the round.
+          grads: of the batch.
+          examples: in the batch.
+          opt_state: of the start of the round: preconditioned gradients are compared as seen from one place.
+        """
+        sums = noise_scale.local_sums(noise, grads, examples, opt_state=self._seen(opt_state))
+        if self.average == "gradients":
+            return jax.tree.map(jnp.add, tracked, sums)
+        add = jax.tree.map(lambda t, g: t + examples.astype(t.dtype) * g.astype(t.dtype), tracked["grads"], grads)
+        return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": add}
+
+    def watch(self, noise: Any, grads: Any, examples: Any, opt_state: Any) -> Any:
+        """The single replica's update of the noise scale."""
+        opt_state, noise = self._seen(opt_state), self._based(noise)
+        sums = noise_scale.local_sums(noise, grads, examples, opt_state=opt_state)
+        return noise_scale.update_from_sums(noise, sums, grads, opt_state=opt_state)
+
+    def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
+        """What the scaled optimizer wants to know for an update on so many examples."""
+        noise = self._based(noise)
+        scale = examples * jnp.asarray(replicas, jnp.float32) / noise.base_batch_size
+        return {"scale": scale, "noise": noise, "progress": progress}
+
+    def sent(self, tracked: Any, noise: Any, opt_state: Any) -> Any:
+        """What a replica puts into the all-reduce for the estimate: a few numbers, nothing model-sized."""
+        if self.average == "gradients":
+            return tracked
+        examples = tracked["sums"].examples
+        mean = jax.tree.map(lambda g: g / examples.astype(g.dtype), tracked["grads"])
+        return noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))
+
+    def learnt(self, noise: Any, total: Any, mean_grads: Any = None, opt_state: Any = None) -> Any:
+        """The next noise scale, from what everybody sent."""
+        noise = self._based(noise)
+        if self.average == "gradients":
+            return noise_scale.update_from_sums(noise, total, mean_grads, opt_state=self._seen(opt_state))
+        return noise_scale.update_from_estimates(noise, total)
+
+    def on_batches_of(self, examples: int) -> Scaling:
+        """The same with the base batch known: the one given, else the batch of the data."""
+        return self if self.base_batch_size else replace(self, base_batch_size=float(examples))
+
+    def _seen(self, opt_state: Any) -> Any:
+        return opt_state if self.preconditioned else None
+
+    def _based(self, noise: Any) -> Any:
+        """The noise with its base batch, which the first round sets and a state keeps."""
+        kept = noise.base_batch_size
+        return replace(noise, base_batch_size=jnp.where(kept > 0, kept, jnp.float32(self.base_batch_size or 0)))
