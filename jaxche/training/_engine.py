@@ -112,6 +112,11 @@ class Engine:
             self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))), 1.0)
 
     def _build(self, local: Local, batch: Any, examples: int) -> None:
+        if (local.noise is None) != (self._scaling is None):
+            raise ValueError(
+                f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
+                "trainer's own: state = trainer.init(params)"
+            )
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (local.params, local.model_state))
         shapes = jax.eval_shape(self._loss.call, *one, batch, jax.random.key(0))
         self.metrics = tuple(sorted(shapes[1][0]))

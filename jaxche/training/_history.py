@@ -121,7 +121,7 @@ class History(list[RoundInfo]):
         return cls(rounds)
 
     def plot(self) -> Any:
-        """Draw counts and anchor, each rank's compute and wait, and the loss.
+        """Draw counts and anchor, each rank's compute and wait, the loss, and the gain if learning rates were scaled.
 
         Returns:
           A matplotlib ``Figure``.

@@ -304,6 +304,15 @@ def test_preconditioning_needs_second_moments(problem, devices, average):
         trainer.round(trainer.init(problem.params), problem.data)
 
 
+@pytest.mark.parametrize(
+    ("rules", "named"), [((None, RULES[0]), "without scaling="), ((RULES[0], None), "with scaling=")]
+)
+def test_a_state_of_the_other_kind_is_refused(problem, devices, rules, named):
+    first, second = (jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], scaling=r) for r in rules)
+    with pytest.raises(ValueError, match=named):
+        second.round(first.init(problem.params), problem.data)
+
+
 def test_processes_compare_rules_not_addresses(problem, devices):
     class Half:
         def lr_factor(self, scale, noise=None, progress=None):
