@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -149,18 +150,13 @@ class Engine:
             epoch, index = feed.keys[0]
             return replica.run(local, feed, epoch * plan.epoch_size + index, worth)
 
-        # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts.
+        # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts. What
+        # fails here fails again in the run, which makes it part of the outcome.
         for replica, local, feed in zip(self._replicas, locals_, feeds, strict=True):
             for key in feed.keys:
                 if key[1] == plan.epoch_size - 1:
-                    try:
+                    with contextlib.suppress(Exception):
                         replica.prepare(local, reader.peek(key))
-                    except Exception as error:
-                        idle = [r.idle(s) for r, s in zip(self._replicas, locals_, strict=True)]
-                        return [
-                            o._replace(error=error) if r is replica else o
-                            for r, o in zip(self._replicas, idle, strict=True)
-                        ]
         return list(self._pool.map(run_one, self._replicas, locals_, feeds))
 
     def anticipate(self, data: Any, plan: RoundPlan) -> None:
