@@ -55,7 +55,8 @@ class Trainer:
       policy: when replicas meet, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch,
         ``"cadence"`` when the slowest has done ``anchor`` batches, ``"async"`` the same with divergence correction
         and without stopping at the end of an epoch.
-      che: the cadence; by default one whose anchor is the smallest that keeps the merge below 2 % of the time.
+      che: the cadence; by default one whose anchor is the smallest that keeps merging and waiting near 1.5 % of the
+        time.
       average: ``"parameters"`` (local SGD) or ``"gradients"`` (replicas accumulate the gradients of their batches
         and make one identical update, equal to one device on the joined batch). By default gradients under
         ``sync`` and parameters otherwise.
@@ -134,7 +135,7 @@ class Trainer:
                 f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
             )
         if self.world_size > 1:
-            che = che or ElChe(world_size=self.world_size, anchor=2, overhead_target=0.02, tuner="steady")
+            che = che or ElChe(world_size=self.world_size, anchor=2, overhead_target=0.015, tuner="steady")
         else:
             average = "parameters"  # a plain training loop: one update a batch
         self.average, self.merge, self.outer = average, merge, outer
