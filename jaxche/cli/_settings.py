@@ -6,9 +6,7 @@ import argparse
 from typing import Any
 
 from jaxche.cadence import ApplyPolicy, ElChe
-
-# Those of the trainer, for when only some of the cadence's knobs are given.
-_ANCHOR, _OVERHEAD_TARGET, _TUNER = 4, 0.02, "steady"
+from jaxche.training import DEFAULT_CADENCE
 
 
 def policies(args: argparse.Namespace) -> tuple[str, ...]:
@@ -22,16 +20,11 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
     Raises:
       ValueError: a knob out of range.
     """
-    knobs = (args.anchor, args.overhead_target, args.tuner, args.max_batch_diff)
-    if world_size == 1 or all(knob is None for knob in knobs):
+    names = ("anchor", "overhead_target", "tuner", "max_batch_diff")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if world_size == 1 or not given:
         return None
-    return ElChe(
-        world_size=world_size,
-        anchor=_ANCHOR if args.anchor is None else args.anchor,
-        overhead_target=_OVERHEAD_TARGET if args.overhead_target is None else args.overhead_target,
-        max_batch_diff=args.max_batch_diff,
-        tuner=args.tuner or _TUNER,
-    )
+    return ElChe(world_size=world_size, **(DEFAULT_CADENCE | given))
 
 
 def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:

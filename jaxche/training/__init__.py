@@ -7,9 +7,10 @@ from jaxche.training._fit import fit
 from jaxche.training._history import History
 from jaxche.training._replica import PaceError
 from jaxche.training._state import ReplicaState, RoundInfo
-from jaxche.training._trainer import Trainer
+from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
 
 __all__ = [
+    "DEFAULT_CADENCE",
     "Batches",
     "History",
     "NNXLoss",

@@ -34,6 +34,9 @@ from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._state import ReplicaState, RoundInfo
 from jaxche.training._table import Table, host_row
 
+# The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
+DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
+
 # Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
 _SOLO_ROUND = 50
 
@@ -135,7 +138,7 @@ class Trainer:
                 f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
             )
         if self.world_size > 1:
-            che = che or ElChe(world_size=self.world_size, anchor=2, overhead_target=0.015, tuner="steady")
+            che = che or ElChe(world_size=self.world_size, **DEFAULT_CADENCE)
         else:
             average = "parameters"  # a plain training loop: one update a batch
         self.average, self.merge, self.outer = average, merge, outer

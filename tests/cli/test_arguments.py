@@ -10,6 +10,7 @@ import pytest
 from jaxche.cli import main
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._train import _processes, add_parser
+from jaxche.training import DEFAULT_CADENCE
 
 
 def parse(*words):
@@ -144,7 +145,11 @@ def test_settings():
     assert cadence(parse(), 2) is None
     assert cadence(parse("--anchor", "9"), 1) is None
     che = cadence(parse("--max-batch-diff", "5"), 3)
-    assert (che.world_size, che.anchor, che.overhead_target, che.tuner, che.max_batch_diff) == (3, 4, 0.02, "steady", 5)
+    assert (che.world_size, che.anchor, che.overhead_target, che.tuner, che.max_batch_diff) == (
+        3,
+        *DEFAULT_CADENCE.values(),
+        5,
+    )
     assert policies(parse()) == ("cadence",)
     assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
     compared = parse("--compare", "sync,cadence", "--merge", "batch")
