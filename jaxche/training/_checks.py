@@ -16,11 +16,13 @@ from jaxche.training._replica import Device
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuse a word that is not one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
 
 
 def checked_devices(replicas: Sequence[Device] | None) -> list[Device]:
+    """The devices of all replicas: different ones, of one kind in this process, at least one of them here."""
     devices = list(jax.devices() if replicas is None else replicas)
     if not devices or any(not isinstance(d, jax.Device) for d in devices) or len(set(devices)) != len(devices):
         raise ValueError(f"replicas={replicas!r} must be different devices, e.g. replicas=jax.devices()")
@@ -37,6 +39,7 @@ def checked_devices(replicas: Sequence[Device] | None) -> list[Device]:
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:
+    """A pace in ms per replica, from the argument or from the launcher's ``JAXCHE_PACE_MS``."""
     if pace_ms is None and "JAXCHE_PACE_MS" in os.environ:
         pace_ms = float(os.environ["JAXCHE_PACE_MS"])
     paces: list[float | None] = list(pace_ms) if isinstance(pace_ms, Sequence) else [pace_ms] * world_size
@@ -81,6 +84,7 @@ def rule_text(rule: Any) -> str:
 
 
 def checked_length(data: Any) -> int:
+    """Batches in an epoch, at least one."""
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(
             f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "
