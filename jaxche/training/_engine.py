@@ -16,9 +16,9 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jaxche.cadence import RoundPlan
+from jaxche.sharding import Loss, batch_size
 from jaxche.training._agree import gather_json, raise_everywhere, refuse_differences
 from jaxche.training._data import Feed, Reader
-from jaxche.training._loss import Loss, batch_size
 from jaxche.training._merge import AXIS, HOST_COLUMNS, Merge, Merged
 from jaxche.training._replica import Device, Local, LocalPrograms, Outcome, Replica, first, lift
 from jaxche.training._scaling import Scaled, Scaling, Worth

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxche.averaging import sum_dtype
-from jaxche.training._loss import Loss, batch_size
+from jaxche.sharding import Loss, batch_size
 from jaxche.training._scaling import Scaling, Worth
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable

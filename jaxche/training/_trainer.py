@@ -15,6 +15,7 @@ import optax
 from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
+from jaxche.sharding import as_loss
 from jaxche.training._checks import (
     check_params,
     checked_devices,
@@ -28,7 +29,6 @@ from jaxche.training._engine import Engine
 from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._learn import learn
-from jaxche.training._loss import as_loss
 from jaxche.training._replica import Device
 from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._state import ReplicaState, RoundInfo

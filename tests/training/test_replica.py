@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxche.sharding import as_loss
 from jaxche.training import PaceError
-from jaxche.training._loss import as_loss
 from jaxche.training._replica import Local, LocalPrograms, Replica, first, lift
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxche.training._loss import as_loss, batch_size
+from jaxche.sharding import as_loss, batch_size
 
 
 @pytest.mark.parametrize(
