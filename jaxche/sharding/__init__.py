@@ -1,5 +1,35 @@
 """Layer 2, places: where parameters, gradients and optimizer state live on a mesh, and the step that keeps them so."""
 
+from jaxche.sharding._gradient import value_and_grad
+from jaxche.sharding._layout import Layout, Leaf
 from jaxche.sharding._loss import Loss, as_loss, batch_size
+from jaxche.sharding._program import ShardedState
+from jaxche.sharding._step import ShardedStep, sharded_step
+from jaxche.sharding._strategy import (
+    FullShard,
+    HybridShard,
+    HybridShardGradOp,
+    NoShard,
+    ShardGradOp,
+    ShardingStrategy,
+)
+from jaxche.sharding._update import sharded_update
 
-__all__ = ["Loss", "as_loss", "batch_size"]
+__all__ = [
+    "FullShard",
+    "HybridShard",
+    "HybridShardGradOp",
+    "Layout",
+    "Leaf",
+    "Loss",
+    "NoShard",
+    "ShardGradOp",
+    "ShardedState",
+    "ShardedStep",
+    "ShardingStrategy",
+    "as_loss",
+    "batch_size",
+    "sharded_step",
+    "sharded_update",
+    "value_and_grad",
+]

@@ -1,0 +1,91 @@
+"""What a sharded step is given, refused by name before it runs if it cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxche.averaging import is_float
+from jaxche.sharding._layout import Layout
+from jaxche.sharding._loss import batch_size
+
+
+def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any) -> None:
+    """Refuse what :func:`sharded_step` cannot work with."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.adam(1e-3)")
+    if isinstance(strategy, type) or not hasattr(strategy, "shards_params"):
+        raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r} is a number of micro-batches, 1 or more; write accumulate=1")
+
+
+def refuse_bad_params(params: Any) -> None:
+    """Refuse a tree that has no gradient."""
+    leaves = jax.tree.leaves_with_path(params)
+    if not leaves:
+        raise ValueError("params has no arrays; pass the tree of parameters, e.g. model.init(rng, x)['params']")
+    for path, leaf in leaves:
+        if not is_float(leaf):
+            name, kind = jax.tree_util.keystr(path), getattr(leaf, "dtype", type(leaf).__name__)
+            raise ValueError(f"params{name} is {kind}, not float; move it into step.init(params, model_state=...)")
+
+
+def refuse_other_mesh(layout: Layout, tree: Any, name: str) -> None:
+    """Refuse arrays laid out on other devices than the mesh's; those on a single device are merely not placed yet."""
+    own = set(layout.mesh.devices.flat)
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and set(sharding.device_set) != own:
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} lies on a mesh of {len(sharding.device_set)} devices, "
+                f"{dict(sharding.mesh.shape)}, this step works on one of {len(own)}, {dict(layout.mesh.shape)}; "
+                f"write step.init(jax.device_get({name}))"
+            )
+
+
+def refuse_other_state(layout: Layout, state: Any, expected: Any) -> None:
+    """Refuse a state of another optimizer, another mesh or another layout."""
+    have, want = jax.tree.structure(state.opt_state), jax.tree.structure(expected.opt_state)
+    if have != want:
+        raise ValueError(
+            f"state.opt_state has {have.num_leaves} arrays in the tree {_short(have)}, the state of this step's tx has "
+            f"{want.num_leaves} in {_short(want)}; write state = step.init(params), or build the step with the tx the "
+            "state is of"
+        )
+    refuse_other_mesh(layout, state.params, "state.params")
+    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=False)
+    for (path, leaf), want in pairs:
+        name = f"state{jax.tree_util.keystr(path)}"
+        if leaf.shape != want.shape:
+            raise ValueError(
+                f"{name} has the shape {leaf.shape}, for these parameters it is {want.shape}; "
+                "write state = step.init(params)"
+            )
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is None or not sharding.is_equivalent_to(want.sharding, leaf.ndim):
+            laid = getattr(sharding, "spec", sharding)
+            raise ValueError(
+                f"{name} is laid out {laid}, {layout.strategy} keeps it {want.sharding.spec}; write state = "
+                "jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state(state.params)))"
+            )
+
+
+def refuse_uneven_batch(layout: Layout, batch: Any, accumulate: int) -> None:
+    """Refuse a batch that does not divide over the devices and micro-batches."""
+    rows, parts = batch_size(batch), layout.devices * accumulate
+    if rows % parts:
+        shape = " x ".join(f"{size} {name}" for name, size in layout.mesh.shape.items())
+        times = f" times accumulate={accumulate}" if accumulate > 1 else ""
+        better = max(parts, rows - rows % parts)
+        raise ValueError(
+            f"the batch has {rows} rows, which {layout.devices} devices ({shape}){times} do not divide; "
+            f"give batches of {better} rows, e.g. jaxche.Batches(arrays, batch_size={better})"
+        )
+
+
+def _short(treedef: Any, most: int = 200) -> str:
+    text = str(treedef)
+    return text if len(text) <= most else text[: most - 3] + "..."

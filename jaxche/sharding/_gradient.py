@@ -1,0 +1,188 @@
+"""Loss and gradient of a batch spread over a mesh, with the collectives the strategy promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
+from jaxche.sharding._layout import REPLICA, SHARD, Layout
+from jaxche.sharding._loss import batch_size
+
+# What merely rearranges an array. Done to a gathered parameter, its result is as large as the parameter.
+_REARRANGES = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
+
+
+def value_and_grad(
+    call: Callable[..., Any], layout: Layout, *, accumulate: int = 1, compute_dtype: Any = None
+) -> Callable[..., Any]:
+    r"""Value and gradient of a mean loss, each device with its part of the batch.
+
+    .. math:: g = \frac{1}{W k} \sum_{d=1}^{W} \sum_{j=1}^{k} \nabla f(p; B_{d,j})
+
+    For use inside ``jax.jit(..., compiler_options=layout.compiler_options)``, on global arrays laid out as ``layout``
+    says. Where parameters are sharded they are
+    gathered for the forward pass and again for the backward pass, so that no whole copy lives between; gradients
+    that are sharded are reduce-scattered over ``shard``, then slices are summed over ``replica``; all others are
+    all-reduced. Sums are taken in float32 at least. With micro-batches, all-reduces wait for the last one.
+
+    If the devices (times ``accumulate``) do not divide the rows of the batch, every device computes the whole
+    batch: slower, the same result. The key given as ``rng`` is then used as it is; otherwise it is folded with the
+    device's number, and with the micro-batch's if there are several.
+
+    Args:
+      call: ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``, from :func:`as_loss`; the loss
+        is a mean over the batch.
+      layout: where everything lives.
+      accumulate: micro-batches a batch is cut into, one after the other.
+      compute_dtype: dtype in which ``call`` sees float parameters and float arrays of the batch; default: their own.
+
+    Returns:
+      ``fn(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``: loss and metrics are means
+      over the batch, float leaves of the model state means over the devices (variances by the law of total
+      variance), ``grads`` lie as ``layout.grads``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.sharding import FullShard, Layout, as_loss, value_and_grad
+      >>> p, x = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([2.0, 4.0])
+      >>> layout = Layout(FullShard(), FullShard().mesh(jax.devices()[:2]), p)
+      >>> fn = value_and_grad(as_loss(lambda p, x: (x * p.sum()).mean()).call, layout)
+      >>> (loss, _), grads = jax.jit(fn)(jax.device_put(p, layout.params), None, x, jax.random.key(0))
+      >>> float(loss), grads.tolist(), tuple(grads.sharding.spec)
+      (30.0, [3.0, 3.0, 3.0, 3.0], ('shard',))
+    """
+
+    def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        split = batch_size(batch) % (layout.devices * accumulate) == 0
+        micro = accumulate if split else 1
+
+        def part(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+            if split:
+                rng = jax.random.fold_in(rng, lax.axis_index(layout.axes))
+            sums, end = _accumulate(_local(call, layout, compute_dtype), params, model_state, batch, rng, micro)
+            grads, (loss, metrics) = sums
+            grads = _reduce(layout, grads, layout.devices * micro)
+            loss, metrics = jax.tree.map(lambda x: lax.pmean(x / micro, layout.axes), (loss, metrics))
+            return (loss, (metrics, _pool(layout, model_state, end))), grads
+
+        # check_vma=False: a loss function may carry its own scans, whose zeros know nothing of the mesh.
+        mapped = jax.shard_map(
+            part,
+            mesh=layout.mesh,
+            in_specs=(layout.params_specs, P(), P(layout.axes) if split else P(), P()),
+            out_specs=(P(), layout.grads_specs),
+            check_vma=False,
+        )
+        return mapped(params, model_state, batch, rng)
+
+    return fn
+
+
+def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
+    """Value and gradient of this device's rows; gradients of sharded leaves already summed over ``shard``."""
+    gathers = layout.strategy.shards_params
+
+    def objective(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        whole = layout.map_leaves(lambda leaf, x: _whole(x, leaf.axis if gathers else None, compute_dtype), params)
+        return call(whole, model_state, jax.tree.map(lambda x: _cast(x, compute_dtype), batch), rng)
+
+    if gathers:
+        objective = jax.checkpoint(objective, policy=_forget_gathered(layout))
+
+    def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        value, grads = jax.value_and_grad(objective, has_aux=True)(params, model_state, batch, rng)
+        grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
+        if layout.strategy.shards_state and not gathers:
+            grads = layout.map_leaves(lambda leaf, g: _scatter(g, leaf.axis), grads)
+        return value, grads
+
+    return local
+
+
+def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any, micro: int) -> Any:
+    """Sums over this device's micro-batches of (grads, (loss, metrics)), and the model state after the last."""
+    if micro == 1:
+        (loss, (metrics, model_state)), grads = local(params, model_state, batch, rng)
+        return (grads, (loss, metrics)), model_state
+    parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
+
+    def one(carry: Any, turn: Any) -> Any:
+        sums, before = carry
+        part, index = turn
+        (loss, (metrics, after)), grads = local(params, before, part, jax.random.fold_in(rng, index))
+        # A scan's carry keeps its dtypes.
+        after = jax.tree.map(lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), after, before)
+        return (jax.tree.map(jnp.add, sums, (grads, (loss, metrics))), after), None
+
+    first = jax.tree.map(lambda x: x[0], parts)
+    (loss, (metrics, _)), grads = jax.eval_shape(local, params, model_state, first, rng)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, (loss, metrics)))
+    return lax.scan(one, (zeros, model_state), (parts, jnp.arange(micro)))[0]
+
+
+def _reduce(layout: Layout, grads: Any, parts: int) -> Any:
+    """The mean over all devices, of what is not yet summed over all of them."""
+    leaves, treedef = jax.tree.flatten(grads)
+    cut = [leaf.axis is not None for leaf in layout.leaves]
+    for axes, chosen in ((layout.axes, False), ((REPLICA,), True)):
+        where = [i for i, is_cut in enumerate(cut) if is_cut == chosen]
+        if where and set(axes) <= set(layout.axes):
+            for i, total in zip(where, lax.psum([leaves[i] for i in where], axes), strict=True):
+                leaves[i] = total
+    means = [(g / parts).astype(leaf.dtype) for g, leaf in zip(leaves, layout.leaves, strict=True)]
+    return jax.tree.unflatten(treedef, means)
+
+
+def _pool(layout: Layout, before: Any, after: Any) -> Any:
+    """Model states of equally many examples each, as one."""
+    moments = jax.tree.map(
+        lambda x: lax.pmean(x.astype(sum_dtype(x.dtype)), layout.axes) if is_float(x) else x, to_moments(after, before)
+    )
+    return jax.tree.map(
+        lambda new, old: new.astype(old.dtype) if is_float(old) else new, from_moments(moments, before), after
+    )
+
+
+def _whole(x: Any, axis: int | None, compute_dtype: Any) -> Any:
+    """A parameter as the loss function sees it; cast before it is gathered, which halves what is sent."""
+    if axis is None:
+        return _cast(x, compute_dtype)
+
+    @jax.custom_vjp
+    def gather(x: Any) -> Any:
+        return lax.all_gather(_cast(x, compute_dtype), SHARD, axis=axis, tiled=True)
+
+    # Not all_gather's own transpose, which would sum in the compute dtype.
+    gather.defvjp(
+        lambda x: (gather(x), None),
+        lambda _, g: (_scatter(g.astype(sum_dtype(g.dtype)), axis).astype(x.dtype),),
+    )
+    return gather(x)
+
+
+def _scatter(grad: Any, axis: int | None) -> Any:
+    return grad if axis is None else lax.psum_scatter(grad, SHARD, scatter_dimension=axis, tiled=True)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype)
+
+
+def _forget_gathered(layout: Layout) -> Callable[..., bool]:
+    """A policy for ``jax.checkpoint``: keep all but gathered parameters, in whatever shape or dtype they are used."""
+    sizes = {jax.ShapeDtypeStruct(leaf.shape, leaf.dtype).size for leaf in layout.leaves if leaf.axis is not None}
+
+    def policy(primitive: Any, *inputs: Any, **params: Any) -> bool:
+        if primitive.name in _REARRANGES:
+            return inputs[0].size not in sizes
+        # The gather below its custom derivative.
+        inner = getattr(params.get("call_jaxpr"), "eqns", ())
+        return not any(equation.primitive.name == "all_gather" for equation in inner)
+
+    return policy

@@ -1,0 +1,197 @@
+"""Which slice of which leaf lives where: the decisions of a strategy for one tree of parameters on one mesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+if TYPE_CHECKING:
+    from jaxche.sharding._strategy import ShardingStrategy
+
+REPLICA, SHARD = "replica", "shard"
+
+
+class Leaf(NamedTuple):
+    """What was decided for one leaf.
+
+    Attributes:
+      path: its names from the root, e.g. ``("dense", "kernel")``.
+      shape: of the whole leaf.
+      dtype: its dtype.
+      axis: the axis that is cut over ``shard``, or None: whole on every device.
+      why: the reason if it is whole although others are cut, else empty.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    axis: int | None
+    why: str = ""
+
+
+class Layout:
+    """Where parameters, gradients, optimizer state and batch live.
+
+    Args:
+      strategy: a strategy, e.g. ``FullShard()``.
+      mesh: from ``strategy.mesh()``.
+      params: pytree of arrays or ``jax.ShapeDtypeStruct``; only shapes and dtypes are read.
+
+    Attributes:
+      strategy: as given.
+      mesh: the mesh, its axes automatic.
+      leaves: a :class:`Leaf` for each leaf of ``params``, in order.
+      shapes: ``params`` as ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: a mesh without the axes of the strategy, or with others.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.sharding import FullShard, Layout
+      >>> layout = Layout(FullShard(), FullShard().mesh(jax.devices()[:2]), {"b": jnp.zeros(3), "w": jnp.zeros((3, 4))})
+      >>> tuple(layout.params["w"].spec), tuple(layout.params["b"].spec)
+      ((None, 'shard'), ())
+      >>> layout.leaves[0].why
+      'no axis of (3,) is divisible by 2'
+    """
+
+    def __init__(self, strategy: ShardingStrategy, mesh: Mesh, params: Any):
+        if mesh.axis_names != strategy.axes:
+            raise ValueError(
+                f"the mesh has the axes {mesh.axis_names}, {type(strategy).__name__} needs {strategy.axes}; "
+                "write mesh = strategy.mesh(devices)"
+            )
+        nodes = getattr(strategy, "intra_node_size", None)
+        if nodes is not None and mesh.shape[SHARD] != nodes:
+            raise ValueError(
+                f"the mesh has {mesh.shape[SHARD]} devices along {SHARD!r}, {strategy} has intra_node_size={nodes}; "
+                "write mesh = strategy.mesh(devices)"
+            )
+        # Explicit axes, jax.make_mesh's default, would demand a sharding of every operation in a loss function.
+        self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        self.strategy = strategy
+        shapes = jax.eval_shape(lambda tree: tree, params)
+        self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+        paths, self._treedef = jax.tree.flatten_with_path(self.shapes)
+        self.leaves = tuple(self._decide(_names(path), leaf.shape, leaf.dtype) for path, leaf in paths)
+
+    @property
+    def devices(self) -> int:
+        """How many devices share a batch: all of the mesh."""
+        return self.mesh.size
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh a batch is cut over: all of them."""
+        return self.mesh.axis_names
+
+    @property
+    def params_specs(self) -> Any:
+        """A ``PartitionSpec`` for each parameter."""
+        return self._specs(self.strategy.shards_params)
+
+    @property
+    def grads_specs(self) -> Any:
+        """A ``PartitionSpec`` for each gradient; what mirrors the parameters in the optimizer state has the same."""
+        return self._specs(self.strategy.shards_state)
+
+    @property
+    def params(self) -> Any:
+        """A ``NamedSharding`` for each parameter."""
+        return self._on_mesh(self.params_specs)
+
+    @property
+    def grads(self) -> Any:
+        """A ``NamedSharding`` for each gradient."""
+        return self._on_mesh(self.grads_specs)
+
+    @property
+    def batch(self) -> NamedSharding:
+        """The ``NamedSharding`` of every array of a batch: its leading axis over all devices."""
+        return NamedSharding(self.mesh, P(self.axes))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Whole on every device: scalars, model state, metrics."""
+        return NamedSharding(self.mesh, P())
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """Options a program with this layout should be given to ``jax.jit``.
+
+        The CPU compiler drops optimization barriers early and then takes the second gather of a parameter for the
+        first, so that whole parameters would live from the forward to the backward pass. Other compilers keep them.
+        """
+        if self.strategy.shards_params and self.mesh.devices.flat[0].platform == "cpu":
+            return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+        return None
+
+    def opt_state(self, tx: Any) -> Any:
+        """A ``NamedSharding`` for each leaf of an optimizer's state.
+
+        A leaf mirrors a parameter if its path ends in the parameter's and its shape in the parameter's shape
+        (stacked copies, as L-BFGS keeps them, have axes in front): it is cut as that parameter's gradient is. All
+        else, counters and scalars above all, is whole on every device. The update of any optax transformation is
+        right whatever is decided here, because it is computed on global arrays; only memory depends on it.
+
+        Args:
+          tx: any ``optax.GradientTransformation``.
+        """
+        by_path = {leaf.path: leaf for leaf in self.leaves}
+        paths, treedef = jax.tree.flatten_with_path(jax.eval_shape(tx.init, self.shapes))
+        specs = [self._mirrored(by_path, _names(path), leaf.shape) for path, leaf in paths]
+        return self._on_mesh(jax.tree.unflatten(treedef, specs))
+
+    def splits(self, rows: int) -> bool:
+        """Whether a batch of so many rows divides over the devices."""
+        return rows % self.devices == 0
+
+    def map_leaves(self, fn: Any, tree: Any, *rest: Any) -> Any:
+        """``fn(leaf, value, ...)`` on each :class:`Leaf` and the values of trees structured as the parameters."""
+        values = zip(*(self._treedef.flatten_up_to(t) for t in (tree, *rest)), strict=True)
+        return self._treedef.unflatten([fn(leaf, *v) for leaf, v in zip(self.leaves, values, strict=True)])
+
+    def _decide(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> Leaf:
+        strategy, count = self.strategy, self.mesh.shape[SHARD]
+        if not strategy.shards_state:
+            return Leaf(path, shape, dtype, None)
+        if not shape:
+            return Leaf(path, shape, dtype, None, "a scalar")
+        elements = jax.ShapeDtypeStruct(shape, dtype).size
+        if elements < strategy.min_size:
+            return Leaf(path, shape, dtype, None, f"{elements} elements, fewer than min_size={strategy.min_size}")
+        scanned = any(_contains(path, tuple(name.split("/"))) for name in strategy.scanned)
+        fitting = [i for i, n in enumerate(shape) if n and n % count == 0 and not (scanned and i == 0)]
+        if not fitting:
+            besides = " besides that of the layers" if scanned else ""
+            return Leaf(path, shape, dtype, None, f"no axis of {shape}{besides} is divisible by {count}")
+        return Leaf(path, shape, dtype, max(fitting, key=lambda i: shape[i]))
+
+    def _specs(self, cut: bool) -> Any:
+        return self._treedef.unflatten([_spec(leaf.axis if cut else None) for leaf in self.leaves])
+
+    def _on_mesh(self, specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+    def _mirrored(self, by_path: dict[tuple[str, ...], Leaf], path: tuple[str, ...], shape: tuple[int, ...]) -> P:
+        # The longest ending decides: {"w": ..., "a": {"w": ...}} has two parameters whose names end in w.
+        found = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
+        if found is None or found.axis is None or shape[-len(found.shape) :] != found.shape:
+            return P()
+        return _spec(found.axis + len(shape) - len(found.shape))
+
+
+def _spec(axis: int | None) -> P:
+    return P() if axis is None else P(*[None] * axis, SHARD)
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def _contains(path: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    return any(path[i : i + len(names)] == names for i in range(len(path) - len(names) + 1))

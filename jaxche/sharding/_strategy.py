@@ -1,0 +1,202 @@
+"""Sharding strategies as values: which trees are cut into slices, and over which axes of which mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxche.sharding._layout import REPLICA, SHARD, Layout
+
+Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+
+
+@dataclass(frozen=True)
+class ShardingStrategy:
+    """What every strategy has: a mesh, and a place on it for each leaf of a tree of parameters.
+
+    A leaf is cut along its largest axis that the devices divide; of equal ones along the first, whose slices lie
+    together in memory. A leaf without such an axis stays whole on every device.
+
+    Args:
+      min_size: leaves of fewer elements stay whole on every device: gathering them costs more than it saves.
+      scanned: names of subtrees whose leaves have a leading axis of layers that a ``lax.scan`` runs over, such as
+        ``("layers",)`` or ``("decoder/layers",)``. That axis is never cut: a scan takes one layer at a time, and a
+        slice of layers would have to be gathered whole for each.
+
+    Raises:
+      ValueError: ``min_size`` below 0, or ``scanned`` that is not a tuple of names.
+    """
+
+    min_size: int = field(default=0, kw_only=True)
+    scanned: tuple[str, ...] = field(default=(), kw_only=True)
+
+    axes: ClassVar[tuple[str, ...]] = (SHARD,)
+    # Whether each device keeps only its slice of the parameters; of the gradients and the optimizer state.
+    shards_params: ClassVar[bool] = True
+    shards_state: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.min_size < 0:
+            raise ValueError(f"min_size={self.min_size} is a number of elements, 0 or more; write min_size=0")
+        if not isinstance(self.scanned, tuple) or not all(isinstance(name, str) for name in self.scanned):
+            raise ValueError(f'scanned={self.scanned!r} is not a tuple of names; write scanned=("layers",)')
+
+    def mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
+        """The mesh the strategy works on.
+
+        Args:
+          devices: which, in order; devices next to each other share a node. Default: ``jax.devices()``.
+
+        Returns:
+          A mesh with the axis ``shard``, of the hybrid strategies ``replica`` and ``shard``; automatic axes.
+
+        Raises:
+          ValueError: no devices, or a number of them that nodes of ``intra_node_size`` do not divide.
+        """
+        flat = np.array(jax.devices() if devices is None else devices, dtype=object).ravel()
+        if flat.size == 0:
+            raise ValueError("devices=[] has no devices; write strategy.mesh(jax.devices())")
+        shape = self._shape(flat.size)
+        return Mesh(flat.reshape(shape), self.axes, axis_types=(AxisType.Auto,) * len(shape))
+
+    def shardings(self, params: Any, mesh: Mesh) -> Any:
+        """Where each parameter lives between steps.
+
+        Args:
+          params: pytree of arrays or ``jax.ShapeDtypeStruct``.
+          mesh: from :meth:`mesh`.
+
+        Returns:
+          A pytree of ``NamedSharding``, structured as ``params``.
+
+        Raises:
+          ValueError: a mesh of other axes.
+        """
+        return Layout(self, mesh, params).params
+
+    def _shape(self, devices: int) -> tuple[int, ...]:
+        return (devices,)
+
+
+@dataclass(frozen=True)
+class FullShard(ShardingStrategy):
+    """Every device keeps a slice of parameters, gradients and optimizer state (ZeRO-3, PyTorch's ``FULL_SHARD``).
+
+    Parameters are gathered for the forward pass and again for the backward pass, gradients reduce-scattered: of
+    ``P`` bytes a device sends :math:`3 (W - 1) / W \\cdot P` a step.
+
+    References:
+      Rajbhandari et al., *ZeRO: memory optimizations toward training trillion parameter models*, SC 2020;
+      Zhao et al., *PyTorch FSDP*, VLDB 2023.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> strategy = FullShard()
+      >>> mesh = strategy.mesh(jax.devices()[:2])
+      >>> p = jax.device_put(jnp.array([10.0, 20.0, 30.0, 40.0]), strategy.shardings(jnp.zeros(4), mesh))
+      >>> [shard.data.tolist() for shard in p.addressable_shards]
+      [[10.0, 20.0], [30.0, 40.0]]
+    """
+
+
+@dataclass(frozen=True)
+class ShardGradOp(ShardingStrategy):
+    """Parameters whole on every device, gradients and optimizer state in slices (ZeRO-2, ``SHARD_GRAD_OP``).
+
+    Gradients are reduce-scattered, each device updates its slice, and the updated parameters are gathered:
+    :math:`2 (W - 1) / W \\cdot P` bytes a step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> strategy = ShardGradOp()
+      >>> strategy.shardings(jnp.zeros((4, 3)), strategy.mesh(jax.devices()[:2])).is_fully_replicated
+      True
+    """
+
+    shards_params: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class NoShard(ShardingStrategy):
+    """Everything whole on every device, gradients all-reduced (plain data parallelism, ``NO_SHARD``).
+
+    :math:`2 (W - 1) / W \\cdot P` bytes a step.
+
+    Example:
+      >>> import jax
+      >>> NoShard().mesh(jax.devices()[:4]).axis_names
+      ('shard',)
+    """
+
+    shards_params: ClassVar[bool] = False
+    shards_state: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class _Hybrid(ShardingStrategy):
+    intra_node_size: int = 4
+
+    axes: ClassVar[tuple[str, ...]] = (REPLICA, SHARD)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.intra_node_size < 1:
+            raise ValueError(
+                f"intra_node_size={self.intra_node_size} is the number of devices in a node, 1 or more; "
+                f"write {type(self).__name__}(intra_node_size={jax.local_device_count()})"
+            )
+
+    def _shape(self, devices: int) -> tuple[int, ...]:
+        if devices % self.intra_node_size:
+            fitting = max(n for n in range(1, min(devices, self.intra_node_size) + 1) if devices % n == 0)
+            raise ValueError(
+                f"intra_node_size={self.intra_node_size} does not divide the {devices} devices; "
+                f"write {type(self).__name__}(intra_node_size={fitting})"
+            )
+        return (devices // self.intra_node_size, self.intra_node_size)
+
+
+@dataclass(frozen=True)
+class HybridShard(_Hybrid):
+    """:class:`FullShard` inside a node, copies of it across nodes (PyTorch's ``HYBRID_SHARD``).
+
+    Gathers and reduce-scatters stay on the fast links of a node; across nodes only slices of gradients are
+    all-reduced: of ``P`` bytes on ``R`` nodes of ``n`` devices
+    :math:`3 (n - 1) / n \\cdot P + 2 (R - 1) / R \\cdot P / n` a step.
+
+    Args:
+      intra_node_size: devices in a node; must divide the devices of the mesh.
+
+    Raises:
+      ValueError: ``intra_node_size`` below 1; in :meth:`mesh`: not dividing the devices.
+
+    Example:
+      >>> import jax
+      >>> HybridShard(intra_node_size=2).mesh(jax.devices()[:4]).shape_tuple
+      (('replica', 2), ('shard', 2))
+    """
+
+
+@dataclass(frozen=True)
+class HybridShardGradOp(_Hybrid):
+    """:class:`ShardGradOp` inside a node, copies of it across nodes (PyTorch's ``_HYBRID_SHARD_ZERO2``).
+
+    :math:`2 (n - 1) / n \\cdot P + 2 (R - 1) / R \\cdot P / n` bytes a step on ``R`` nodes of ``n`` devices.
+
+    Args:
+      intra_node_size: devices in a node; must divide the devices of the mesh.
+
+    Raises:
+      ValueError: ``intra_node_size`` below 1; in :meth:`mesh`: not dividing the devices.
+
+    Example:
+      >>> HybridShardGradOp(2).shards_params, HybridShardGradOp(2).shards_state
+      (False, True)
+    """
+
+    shards_params: ClassVar[bool] = False

@@ -1,0 +1,98 @@
+"""One small problem with leaves of every kind: even, odd, scalar, used once, used twice, used transposed."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+
+
+def _matrices(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+class Problem:
+    """A network of two layers with a head of odd shape."""
+
+    strategies: ClassVar = {
+        "full": lambda world: jaxche.FullShard(),
+        "grad_op": lambda world: jaxche.ShardGradOp(),
+        "none": lambda world: jaxche.NoShard(),
+        "hybrid": lambda world: jaxche.HybridShard(intra_node_size=max(world // 2, 1)),
+        "hybrid_grad_op": lambda world: jaxche.HybridShardGradOp(intra_node_size=max(world // 2, 1)),
+    }
+    optimizers: ClassVar = {
+        "sgd": lambda: optax.sgd(0.1),
+        "adam": lambda: optax.adam(1e-2),
+        # Clipping that acts at every step, decay of matrices only, an average.
+        "masked_chain": lambda: optax.chain(
+            optax.clip_by_global_norm(0.05),
+            optax.masked(optax.add_decayed_weights(0.1), _matrices),
+            optax.ema(0.9),
+            optax.adam(1e-2),
+        ),
+    }
+
+    def __init__(self):
+        self._twins = {}
+
+    @staticmethod
+    def loss(params, batch):
+        hidden = jnp.tanh(batch["x"] @ params["first"]["w"] + params["first"]["b"])
+        hidden = jnp.tanh(hidden @ params["second"]["w"] * params["scale"])
+        out = hidden @ params["head"].T
+        return jnp.mean((out - batch["y"]) ** 2), {"mean": jnp.mean(out)}
+
+    @staticmethod
+    def params():
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)  # noqa: E731
+        return {
+            "first": {"w": draw(5, 16), "b": draw(16)},
+            "second": {"w": draw(16, 7)},
+            "head": draw(3, 7),
+            "scale": jnp.float32(1.0),
+        }
+
+    @staticmethod
+    def batches(count, rows=16):
+        rng = np.random.default_rng(1)
+        draw = lambda size: rng.normal(size=(rows, size)).astype(np.float32)  # noqa: E731
+        return [{"x": draw(5), "y": draw(3)} for _ in range(count)]
+
+    def on_one_device(self, optimizer):
+        """The slow obvious twin: parameters and losses of 20 steps on one device with the joined batches."""
+        if optimizer not in self._twins:
+            tx, params, losses = self.optimizers[optimizer](), self.params(), []
+
+            @jax.jit
+            def step(params, opt_state, batch):
+                (loss, _), grads = jax.value_and_grad(self.loss, has_aux=True)(params, batch)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                return optax.apply_updates(params, updates), opt_state, loss
+
+            opt_state = tx.init(params)
+            for batch in self.batches(20):
+                params, opt_state, loss = step(params, opt_state, batch)
+                losses.append(float(loss))
+            self._twins[optimizer] = jax.device_get(params), losses
+        return self._twins[optimizer]
+
+    @staticmethod
+    def run(step, state, batches):
+        """Waits after every step: two programs with collectives in flight can deadlock fake devices."""
+        losses = []
+        for batch in batches:
+            state, metrics = jax.block_until_ready(step(state, batch))
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+
+@pytest.fixture(scope="session")
+def problem():
+    """The problem; what one device makes of it is computed once."""
+    return Problem()
