@@ -141,10 +141,13 @@ class Layout:
         Args:
           tx: any ``optax.GradientTransformation``.
         """
+        return self._on_mesh(self.mirrored(jax.eval_shape(tx.init, self.shapes)))
+
+    def mirrored(self, tree: Any) -> Any:
+        """A ``PartitionSpec`` for each leaf of any tree: that of the gradient it mirrors, as for :meth:`opt_state`."""
         by_path = {leaf.path: leaf for leaf in self.leaves}
-        paths, treedef = jax.tree.flatten_with_path(jax.eval_shape(tx.init, self.shapes))
-        specs = [self._mirrored(by_path, _names(path), leaf.shape) for path, leaf in paths]
-        return self._on_mesh(jax.tree.unflatten(treedef, specs))
+        paths, treedef = jax.tree.flatten_with_path(tree)
+        return treedef.unflatten([self._mirrored(by_path, _names(path), leaf.shape) for path, leaf in paths])
 
     def splits(self, rows: int) -> bool:
         """Whether a batch of so many rows divides over the devices."""

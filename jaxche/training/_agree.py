@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import traceback
 from typing import Any
 
 import jax
-import numpy as np
 
-# Room for the longest error report below, at six bytes for a character JSON has to escape.
-_TEXT_BYTES = 16384
+# The store in which the processes of a run met. jax has no public name for it.
+from jax._src import distributed as _jax_distributed
+
+# Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
+_PATIENCE_MS = 3_600_000
+_turns = itertools.count()
 
 
 class RankError(RuntimeError):
@@ -44,18 +48,22 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def gather_json(value: Any) -> list[Any]:
-    """One small JSON value from every process, in process order."""
+    """One small JSON value from every process, in process order; all must call this together.
+
+    It goes through the coordination service, not the devices: processes may have unlike numbers and kinds of them.
+    """
     if jax.process_count() == 1:
         return [value]
-    from jax.experimental import multihost_utils
-
-    text = json.dumps(value).encode()
-    if len(text) > _TEXT_BYTES:
-        raise ValueError(f"{len(text)} bytes to exchange, at most {_TEXT_BYTES} fit")
-    padded = np.zeros(_TEXT_BYTES, np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(padded))
-    return [json.loads(bytes(row).rstrip(b"\0").decode()) for row in rows]
+    client: Any = _jax_distributed.global_state.client
+    turn, own = next(_turns), jax.process_index()
+    client.key_value_set(f"jaxche/agree/{turn}/{own}", json.dumps(value))
+    everyone = [
+        client.blocking_key_value_get(f"jaxche/agree/{turn}/{process}", _PATIENCE_MS)
+        for process in range(jax.process_count())
+    ]
+    if turn:  # whoever has begun this turn has read all of the last one
+        client.key_value_delete(f"jaxche/agree/{turn - 1}/{own}")
+    return [json.loads(text) for text in everyone]
 
 
 def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:

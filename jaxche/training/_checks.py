@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from jaxche.averaging import is_float
 from jaxche.scaling import AdamScale
-from jaxche.training._replica import Device
+from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, Layout, NoShard, ShardGradOp, ShardingStrategy
+from jaxche.training._island import Island
+from jaxche.training._place import Device, OneDevice, Place, spans_processes
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -21,11 +24,17 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
 
 
-def checked_devices(replicas: Sequence[Device] | None) -> list[Device]:
-    """The devices of all replicas: different ones, of one kind in this process, at least one of them here."""
-    devices = list(jax.devices() if replicas is None else replicas)
+def checked_places(replicas: Sequence[Device | Mesh] | None, strategy: ShardingStrategy) -> list[Place]:
+    """Where all replicas live: different devices, of one kind in this process, at least one of them here."""
+    if not isinstance(strategy, ShardingStrategy):
+        raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
+    given = _default_replicas(strategy) if replicas is None else list(replicas)
+    devices = [d for r in given for d in (r.devices.flat if isinstance(r, Mesh) else (r,))]
     if not devices or any(not isinstance(d, jax.Device) for d in devices) or len(set(devices)) != len(devices):
-        raise ValueError(f"replicas={replicas!r} must be different devices, e.g. replicas=jax.devices()")
+        raise ValueError(
+            f"replicas={replicas!r} must be different devices or meshes of them, e.g. replicas=jax.devices() or "
+            "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]"
+        )
     here = [d for d in devices if d.process_index == jax.process_index()]
     if not here:
         raise ValueError("replicas has no device of this process; every process must hold at least one replica")
@@ -35,7 +44,40 @@ def checked_devices(replicas: Sequence[Device] | None) -> list[Device]:
             f"one process cannot merge devices of different kinds ({', '.join(kinds)}); start one process per device, "
             f"e.g. jaxche launch -n {len(here)} script.py"
         )
-    return devices
+    if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
+        strategy = _within_node(strategy)
+    if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
+        return [OneDevice(device) for device in given]
+    return _islands([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
+
+
+def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
+    if isinstance(strategy, NoShard):
+        return jax.devices()
+    if isinstance(strategy, HybridShard | HybridShardGradOp):
+        nodes = strategy.mesh().devices  # refuses a node size that does not divide the devices
+        return [_within_node(strategy).mesh(node) for node in nodes]
+    processes = sorted({d.process_index for d in jax.devices()})
+    return [strategy.mesh([d for d in jax.devices() if d.process_index == p]) for p in processes]
+
+
+def _within_node(strategy: Any) -> ShardingStrategy:
+    inside = FullShard if isinstance(strategy, HybridShard) else ShardGradOp
+    return inside(min_size=strategy.min_size, scanned=strategy.scanned)
+
+
+def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
+    for mesh in meshes:
+        Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
+    islands: list[Place] = [Island(mesh, strategy) for mesh in meshes]
+    shapes = {island.devices.shape for island in islands}
+    if len(shapes) > 1 and any(spans_processes(island) for island in islands):
+        raise ValueError(
+            f"replicas has islands of {sorted(island.devices.size for island in islands)} devices, and one of them "
+            "spans processes; such islands must all be of one shape. Give each process an island of its own, or all "
+            "islands equally many devices"
+        )
+    return islands
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:

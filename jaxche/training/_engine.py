@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh
 
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._agree import gather_json, raise_everywhere, refuse_differences
 from jaxche.training._data import Feed, Reader
-from jaxche.training._merge import AXIS, HOST_COLUMNS, Merge, Merged
-from jaxche.training._replica import Device, Local, LocalPrograms, Outcome, Replica, first, lift
+from jaxche.training._meeting import Meeting
+from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
+from jaxche.training._place import Place, first, is_local, lift, spans_processes
+from jaxche.training._replica import Local, LocalPrograms, Outcome, Replica
 from jaxche.training._scaling import Scaled, Scaling, Worth
 
 
@@ -34,7 +36,7 @@ class Engine:
       merge: merge rule.
       opt_state: fate of the optimizer states at a merge.
       outer: optax transform on the pseudo-gradient, or None.
-      devices: one device a replica, over all processes.
+      places: where each replica lives, over all processes.
       seed: seed of ``rng=``.
       paces: pace in ms per replica, or None.
       scaling: scaling of the learning rate, or None.
@@ -48,7 +50,7 @@ class Engine:
         merge: str,
         opt_state: str,
         outer: optax.GradientTransformation | None,
-        devices: Sequence[Device],
+        places: Sequence[Place],
         seed: int,
         paces: Sequence[float | None],
         scaling: Scaling | None = None,
@@ -56,32 +58,39 @@ class Engine:
         tx = tx if scaling is None else scaling.transform(tx)
         self._loss, self._tx, self._outer, self._scaling = loss, tx, outer, scaling
         self._average, self._rule, self._opt_mode = average, merge, opt_state
-        self._seed, self._paces, self._devices = seed, paces, devices
-        self.world_size = len(devices)
-        self.ranks = [r for r, d in enumerate(devices) if d.process_index == jax.process_index()]
-        mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-        self._make_merge = lambda metrics, scaling: Merge(mesh, average, merge, opt_state, tx, outer, metrics, scaling)
-        self._merge = self._make_merge(0, None)
+        self._seed, self._paces, self._places = seed, paces, list(places)
+        self.world_size = len(self._places)
+        self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self.metrics: tuple[str, ...] = ()
+        self._shapes: Any = None
+        self._meeting: Any = None
+        self._merge: Any = None
         self._replicas: list[Replica] = []
         self._reader: Reader | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
     def place(self, params: Any, model_state: Any) -> tuple[Local, ...]:
-        """Put the same starting point on every local replica's device."""
+        """Put the same starting point on every local replica."""
 
-        def start(params: Any, model_state: Any) -> Local:
+        def start(params: Any, model_state: Any) -> dict[str, Any]:
             outer_state = self._outer.init(params) if self._outer else None
             scaled = self._scaling.start(params) if self._scaling else {}
-            return lift(Local(params, self._tx.init(params), model_state, outer_state, **scaled))
+            return lift(Local(params, self._tx.init(params), model_state, outer_state, **scaled))._asdict()
 
-        start = jax.jit(start)
-        host = jax.tree.map(jnp.asarray, (params, model_state))
-        return tuple(start(*jax.device_put(host, self._devices[rank])) for rank in self.ranks)
+        self._lay_out(jax.eval_shape(params) if callable(params) else params)
+        return tuple(Local(**self._places[rank].start(start, params, model_state)) for rank in self.ranks)
 
-    def stack(self, trees: Sequence[Any]) -> Any:
-        """The ``[R, ...]`` view over all replicas of one tree per local replica."""
-        return self._merge.stack(trees)
+    def _lay_out(self, params: Any) -> None:
+        """Decide how parameters of these shapes lie on each replica, and where replicas meet."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
+        if self._shapes != shapes:
+            self._shapes, self._replicas = shapes, []
+            self._places = [place.laid_out(shapes) for place in self._places]
+            self._meeting = Meeting(self._places)
+
+    def view(self, name: str, trees: Sequence[Any]) -> Any:
+        """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
+        return self._meeting.stack([{name: tree} for tree in trees])[name]
 
     def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
         """Compile and warm up everything a round runs, and check that all processes agree; once.
@@ -94,15 +103,23 @@ class Engine:
             return
         error = None
         try:
+            self._lay_out(_without_replica_axis(locals_[0].params))
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
             whole = batch if plan.start == 0 or not self._scaling else self._read(data).load((plan.epoch, 0))
             self._build(locals_[0], batch, batch_size(whole))
             for replica, local in zip(self._replicas, locals_, strict=True):
-                replica.prepare(local, batch)
+                replica.compile(local, batch)
         except Exception as e:
             error = e
         try:
+            # Nothing runs before all have compiled: in an island of several processes each step waits for all.
+            raise_everywhere(error, self.ranks[0], "preparation")
+            try:
+                for replica, local in zip(self._replicas, locals_, strict=True):
+                    replica.warm_up(local, batch)
+            except Exception as e:
+                error = e
             raise_everywhere(error, self.ranks[0], "preparation")
             refuse_differences(fingerprint | {"metrics": ", ".join(self.metrics)})
         except Exception:
@@ -118,7 +135,7 @@ class Engine:
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
                 "trainer's own: state = trainer.init(params)"
             )
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (local.params, local.model_state))
+        one = _without_replica_axis((local.params, local.model_state))
         shapes = jax.eval_shape(self._loss.call, *one, batch, jax.random.key(0))
         self.metrics = tuple(sorted(shapes[1][0]))
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
@@ -128,9 +145,13 @@ class Engine:
                 "return every entry of model_state, updated or not, with its shape and dtype"
             )
         scaling = self._scaling and self._scaling.on_batches_of(examples)
-        programs = LocalPrograms(self._loss, self._tx, self._average, self._seed, self.metrics, scaling)
-        self._merge = self._make_merge(len(self.metrics), scaling)
-        self._replicas = [Replica(rank, self._devices[rank], programs, self._paces[rank]) for rank in self.ranks]
+        knobs = (self._loss, self._tx, self._average, self._seed, self.metrics, scaling)
+        self._replicas = [
+            Replica(rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
+            for rank in self.ranks
+        ]
+        rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, len(self.metrics), scaling)
+        self._merge = Merge(self._meeting, *rules, local)
 
     def _read(self, data: Any) -> Reader:
         if self._reader is None or self._reader.data is not data:
@@ -156,7 +177,9 @@ class Engine:
             for key in feed.keys:
                 if key[1] == plan.epoch_size - 1:
                     with contextlib.suppress(Exception):
-                        replica.prepare(local, reader.peek(key))
+                        batch = reader.peek(key)
+                        if replica.compile(local, batch) and not spans_processes(replica.place):
+                            replica.warm_up(local, batch)
         return list(self._pool.map(run_one, self._replicas, locals_, feeds))
 
     def anticipate(self, data: Any, plan: RoundPlan) -> None:
@@ -169,6 +192,8 @@ class Engine:
         if self.world_size > 1:
             return self._merge(locals_, carries, rows, alpha)
         carry, (start,) = carries[0], locals_
+        if spans_processes(self._places[0]):
+            rows = np.max(gather_json(rows.tolist()), axis=0)  # they stop together, and fail together
         local = Local(carry["params"], carry["opt_state"], carry["model_state"], start.outer_state)
         table = np.concatenate([rows, np.asarray(carry["sums"])], axis=1)
         if self._scaling is None:
@@ -180,12 +205,29 @@ class Engine:
     def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica when nobody waits for anybody, all running at once."""
         batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
-        gather_json(None)  # start together
+        # The processes of one island must stop after the same step, so these count steps instead of seconds.
+        spanning = {
+            replica.rank: (replica, local)
+            for replica, local in zip(self._replicas, locals_, strict=True)
+            if spans_processes(replica.place)
+        }
+        times = {
+            rank: replica.run(local, batches, 0).wall_ms / len(batches) for rank, (replica, local) in spanning.items()
+        }
+        together = gather_json(times)  # and all start together
+        agreed = {
+            rank: math.ceil(seconds * 1e3 / max(part[str(rank)] for part in together if str(rank) in part))
+            for rank in spanning
+        }
 
         def run_one(replica: Replica, local: Local) -> float:
             until = time.perf_counter() + seconds
-            endless = itertools.takewhile(lambda _: time.perf_counter() < until, itertools.cycle(batches))
-            outcome = replica.run(local, endless, 0)
+            feed: Iterable[Any] = itertools.cycle(batches)
+            if replica.rank in agreed:
+                feed = itertools.islice(feed, agreed[replica.rank])
+            else:
+                feed = itertools.takewhile(lambda _: time.perf_counter() < until, feed)
+            outcome = replica.run(local, feed, 0)
             if outcome.error:
                 raise outcome.error
             return outcome.steps / outcome.wall_ms * 1e3
@@ -205,3 +247,7 @@ def _told(noise: Any, progress: Any, scaled: Any, steps: Any) -> tuple[Any, Any]
     """The progress after a single replica's steps, and what the round tells of its scaling."""
     progress = progress + scaled[:, 0]
     return progress, jnp.stack([first(noise).critical_batch_size, *(scaled[0] / steps), progress[0]])
+
+
+def _without_replica_axis(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import (
@@ -21,10 +21,11 @@ from jaxche.averaging import (
     sum_dtype,
     to_moments,
 )
-from jaxche.training._replica import Local, first, lift
+from jaxche.training._meeting import AXIS, Meeting
+from jaxche.training._place import first, lift
+from jaxche.training._replica import Local
 from jaxche.training._scaling import Scaled, Scaling
 
-AXIS = "replica"
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
 HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "plan_high", "plan_low")
 
@@ -39,10 +40,13 @@ class Merged(NamedTuple):
 
 
 class Merge:
-    """Merge over the ``replica`` axis of a mesh, by one ``psum``.
+    """Merge over the ``replica`` axis, by one ``psum``.
+
+    The program is manual over ``replica`` and automatic within a replica: norms, the outer optimizer and the update on
+    merged gradients see whole arrays however they are cut. Only the sum itself runs on pieces.
 
     Args:
-      mesh: mesh with the axis ``replica``, one device a replica.
+      meeting: the mesh of all replicas and the way there.
       average: ``"parameters"`` or ``"gradients"``.
       rule: merge rule for parameters.
       opt_state: ``"local"``, ``"average"`` or ``"reset"``: what becomes of each replica's optimizer state.
@@ -50,41 +54,63 @@ class Merge:
       outer: optax transform on the pseudo-gradient, or None for plain averaging.
       metrics: number of metric columns.
       scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
+      local: one replica's :class:`Local`, for its shapes.
     """
 
     def __init__(
         self,
-        mesh: Mesh,
+        meeting: Meeting,
         average: str,
         rule: str,
         opt_state: str,
         tx: optax.GradientTransformation,
         outer: optax.GradientTransformation | None,
         metrics: int,
-        scaling: Scaling | None = None,
+        scaling: Scaling | None,
+        local: Local,
     ):
-        self._scaling = scaling
-        self._mesh, self._rule, self._opt_mode, self._outer = mesh, rule, opt_state, outer
+        self._scaling, self._meeting = scaling, meeting
+        self._rule, self._opt_mode, self._outer = rule, opt_state, outer
         self._tx: Any = optax.with_extra_args_support(tx)
         self._columns = len(HOST_COLUMNS) + 2 + metrics
-        self._sharding = NamedSharding(mesh, P(AXIS))
-        self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         body = self._parameters if average == "parameters" else self._gradients
         # Optimizer states that stay with their replica never enter the global program.
         if average == "parameters":
             self._common = ("params", "model_state", "outer_state")
             self._sent = ("params", "model_state", "opt_state")[: 3 if opt_state == "average" else 2]
+            made = ("params", "model_state", "outer_state", *(("opt_state",) if opt_state != "local" else ()))
         else:
             self._common = ("params", "model_state", "outer_state", "opt_state")
             self._sent = ("grads", "model_state")
+            made = self._common
         if scaling is not None:
             compared = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
             self._common = (*self._common, "noise", "progress", *compared)
+            made = (*made, "noise", "progress")
+        # Gradients are cut at least as finely as parameters, so what is summed is cut like them.
+        self._cut = {
+            "delta": meeting.specs("grads", local.params),
+            "grads": meeting.specs("grads", local.params),
+            "opt_state": meeting.specs("opt_state", local.opt_state),
+        }
         specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS), P())
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(AXIS), P(), P()), check_vma=False)
+        mapped = jax.shard_map(
+            body,
+            mesh=meeting.mesh,
+            in_specs=specs,
+            out_specs=(P(AXIS), P(), P()),
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        merged = {name: meeting.shardings(name, getattr(local, name)) for name in made}
+        everywhere = NamedSharding(meeting.mesh, P())
         # A carry's trees have the shapes of the merged ones and give their buffers to them. Gradient accumulators
         # of low-precision parameters do not: they are float32.
-        self._program = jax.jit(mapped, donate_argnums=1 if average == "parameters" else ())
+        self._program = jax.jit(
+            mapped,
+            donate_argnums=1 if average == "parameters" else (),
+            out_shardings=(merged, everywhere, everywhere),
+        )
 
     def __call__(self, starts: Any, carries: Any, rows: np.ndarray, alpha: float) -> Merged:
         """Merge the replicas of this process with all others and wait for the result.
@@ -97,43 +123,48 @@ class Merge:
         """
         merged, table, report = self._program(*self.arguments(starts, carries, rows, alpha))
         # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
-        table, report = np.asarray(table), np.asarray(report).tolist()
+        table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
         kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
-        locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, self.unstack(merged), strict=True))
+        parts = self._meeting.unstack(merged)
+        locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, parts, strict=True))
         return Merged(locals_, table, (report[0], report[1]), Scaled(*report[2:]))
 
     def arguments(self, starts: Any, carries: Any, rows: np.ndarray, alpha: float) -> tuple[Any, ...]:
         """What the program is called with."""
-        host = [jax.device_put(np.float32(row[None]), d) for row, d in zip(rows, self._devices, strict=True)]
+        stack = self._meeting.stack
         # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
         measured = [{name: carry[name] for name in ("sums", "tracked", "scaled") if name in carry} for carry in carries]
         return (
-            self.stack([{name: getattr(local, name) for name in self._common} for local in starts]),
-            self.stack([{name: carry[name] for name in self._sent} for carry in carries]),
-            self.stack(measured),
-            self.stack(host),
+            stack([{name: getattr(local, name) for name in self._common} for local in starts]),
+            stack([{name: carry[name] for name in self._sent} for carry in carries]),
+            stack(measured),
+            self._meeting.rows(rows),
             np.float32(alpha),
         )
 
-    def stack(self, trees: Any) -> Any:
-        """The ``[R, ...]`` view of one tree per local replica: no copy."""
-
-        def assemble(*leaves: jax.Array) -> jax.Array:
-            shape = (self._mesh.size, *leaves[0].shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, self._sharding, list(leaves))
-
-        return jax.tree.map(assemble, *trees)
-
-    def unstack(self, tree: Any) -> list[Any]:
-        """One tree per local replica of an ``[R, ...]`` view: no copy."""
-        leaves, treedef = jax.tree.flatten(tree)
-        by_device = [{s.device: s.data for s in leaf.addressable_shards} for leaf in leaves]
-        return [jax.tree.unflatten(treedef, [shards[d] for shards in by_device]) for d in self._devices]
+    def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Sum over replicas, each device its own pieces: the all-reduce of the round."""
+        if not self._meeting.inner:
+            return psum_buckets(payload, AXIS)
+        cut = {name: self._cut.get(name, P()) for name in payload}
+        if "opt_state" in payload:
+            specs = jax.tree.leaves(self._cut["opt_state"], is_leaf=lambda x: isinstance(x, P))
+            cut["opt_state"] = {i: specs[i] for i in payload["opt_state"]}
+        inner = set(self._meeting.inner)
+        by_piece = jax.shard_map(
+            lambda pieces: psum_buckets(pieces, AXIS),
+            in_specs=(cut,),
+            out_specs=cut,
+            axis_names=inner,
+            check_vma=False,
+        )
+        return by_piece(payload)
 
     def _table(self, host: Any, sums: Any) -> Any:
-        """This replica's row in an otherwise empty table; the sum over replicas is the whole table."""
-        row = jnp.concatenate([first(host), first(sums)])
-        return jnp.zeros((self._mesh.size, self._columns), jnp.float32).at[lax.axis_index(AXIS)].set(row)
+        """This replica's rows in an otherwise empty table; the sum over replicas is the whole table."""
+        rows = jnp.concatenate([host[0], jnp.broadcast_to(sums, (host.shape[1], sums.shape[1]))], axis=1)
+        table = jnp.zeros((self._meeting.mesh.shape[AXIS], *rows.shape), jnp.float32)
+        return table.at[lax.axis_index(AXIS)].set(rows)
 
     def _statistics(self, start: Any, end: Any, examples: Any) -> tuple[Any, Any]:
         """Model state as weighted moments, and how to finish once they are summed."""
@@ -154,7 +185,7 @@ class Merge:
     def _parameters(self, start: Any, end: Any, measured: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
         sums = measured["sums"]
         x0, x = first(start["params"]), first(end["params"])
-        count, examples = host[0, 0], sums[0, 0]
+        count, examples = host[0, 0, 0], sums[0, 0]
         # Not normalised: the sum of the weights travels in the same all-reduce.
         weight = {
             "steps": count,
@@ -174,13 +205,13 @@ class Merge:
         if self._opt_mode == "average":
             opt_leaves, opt_def = jax.tree.flatten(first(end["opt_state"]))
             floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
-            payload["opt_state"] = [opt_leaves[i].astype(sum_dtype(opt_leaves[i].dtype)) * weight for i in floats]
+            payload["opt_state"] = {i: opt_leaves[i].astype(sum_dtype(opt_leaves[i].dtype)) * weight for i in floats}
         if self._scaling is not None:
             noise, gains = first(start["noise"]), first(measured["scaled"])
             seen = first(start["opt_state"]) if self._scaling.preconditioned else None
             payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen)
             payload["gains"] = jnp.append(gains, weight * gains[0])
-        total = psum_buckets(payload, AXIS)
+        total = self._sum(payload)
         mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
         outer_state = first(start["outer_state"])
@@ -191,7 +222,7 @@ class Merge:
         merged = {"params": lift(params), "outer_state": lift(outer_state)}
         merged["model_state"] = lift(finish(total["statistics"], total["examples"]))
         if self._opt_mode == "average":
-            for i, s in zip(floats, total["opt_state"], strict=True):
+            for i, s in total["opt_state"].items():
                 opt_leaves[i] = (s / total["weight"]).astype(opt_leaves[i].dtype)
             merged["opt_state"] = lift(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
@@ -203,7 +234,7 @@ class Merge:
             # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
             progress = first(start["progress"]) + alpha * total["gains"][2] / total["weight"]
             merged |= {"noise": lift(noise), "progress": lift(progress)}
-            steps = total["table"][:, HOST_COLUMNS.index("count")].sum()
+            steps = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
             report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
         return merged, total["table"], jnp.stack(report)
 
@@ -220,7 +251,7 @@ class Merge:
         }
         if self._scaling is not None:
             payload["noise"] = first(measured["tracked"])
-        total = psum_buckets(payload, AXIS)
+        total = self._sum(payload)
         examples = total["sums"][0]
         grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)
         loss = total["sums"][1] / examples
@@ -248,3 +279,13 @@ class Merge:
 def _square_norm(tree: Any) -> Any:
     squares = [jnp.sum(jnp.square(jnp.abs(x)), dtype=jnp.float32) for x in jax.tree.leaves(tree) if is_float(x)]
     return jnp.sum(jnp.stack(squares))
+
+
+def _one_row_each(table: np.ndarray) -> np.ndarray:
+    """``[R, columns]`` from a row per device: the processes of an island wait for their slowest, and stop together."""
+    rows = table.max(axis=1)
+    # Processes of one island that planned differently must not look like one that agrees with itself.
+    plan = slice(HOST_COLUMNS.index("plan_high"), HOST_COLUMNS.index("plan_low") + 1)
+    differ = (table[:, :, plan] != table[:, :1, plan]).any(axis=(1, 2))
+    rows[differ, plan] = -1
+    return rows

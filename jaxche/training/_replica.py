@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ import optax
 
 from jaxche.averaging import sum_dtype
 from jaxche.sharding import Loss, batch_size
+from jaxche.training._data import Feed
+from jaxche.training._place import Place, first, lift, spans_processes
 from jaxche.training._scaling import Scaling, Worth
-
-Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 
 # Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
 # of steps does not put hundreds of batches on the device at once.
@@ -38,23 +39,14 @@ class Local(NamedTuple):
     progress: Any = None
 
 
-def first(tree: Any) -> Any:
-    """Drop the leading replica axis inside a compiled program (no copy there)."""
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def lift(tree: Any) -> Any:
-    """Put the leading replica axis back."""
-    return jax.tree.map(lambda x: x[None], tree)
-
-
 class LocalPrograms:
-    """The compiled programs of a local phase, shared by all replicas: ``begin`` and ``step``.
+    """The compiled programs of a replica's local phase: ``begin`` and ``step``.
 
     ``begin`` copies the state a round starts from, so that the steps may donate their buffers and the state the
     caller holds stays valid: whatever goes wrong in a round, the last good state is still there.
 
     Args:
+      place: where the replica lives.
       loss: the loss in its one form.
       tx: optimizer of the local steps.
       average: ``"parameters"``: a step updates the replica's own parameters. ``"gradients"``: a step adds its
@@ -66,6 +58,7 @@ class LocalPrograms:
 
     def __init__(
         self,
+        place: Place,
         loss: Loss,
         tx: optax.GradientTransformation,
         average: str,
@@ -73,14 +66,15 @@ class LocalPrograms:
         metrics: tuple[str, ...],
         scaling: Scaling | None = None,
     ):
-        self._loss, self._seed = loss, seed
+        self._place, self._seed = place, seed
+        self._objective = place.value_and_grad(loss.call)
         self._tx: Any = optax.with_extra_args_support(tx)
         self._metrics, self._scaling = metrics, scaling
         step = self._local_step if average == "parameters" else self._accumulate
         self._average = average
         # keep_unused: the arguments also say on which device the zeros are made.
         self.begin = jax.jit(self._begin, keep_unused=True)
-        self.step = jax.jit(step, donate_argnums=1)
+        self.step = jax.jit(step, donate_argnums=1, compiler_options=place.compiler_options)
 
     def constants(self, local: Local) -> Local:
         """What a step reads of the start of the round, and never writes."""
@@ -107,13 +101,14 @@ class LocalPrograms:
             begun = self._scaling.begin(first(local.noise), first(local.params), worth)
             carry |= {name: value if name == "worth" else lift(value) for name, value in begun.items()}
         if self._average == "parameters":
-            return carry | {"params": copied["params"], "opt_state": copied["opt_state"]}
-        return carry | {"grads": jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)}
+            carry |= {"params": copied["params"], "opt_state": copied["opt_state"]}
+        else:
+            carry["grads"] = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)
+        return self._place.constrain(carry)
 
     def _value_and_grad(self, params: Any, carry: dict[str, Any], batch: Any) -> Any:
         rng = jax.random.fold_in(jax.random.key(self._seed), carry["index"])
-        objective = jax.value_and_grad(self._loss.call, has_aux=True)
-        (loss, (metrics, model_state)), grads = objective(params, first(carry["model_state"]), batch, rng)
+        (loss, (metrics, model_state)), grads = self._objective(params, first(carry["model_state"]), batch, rng)
         examples = jnp.float32(batch_size(batch))
         row = jnp.stack([jnp.float32(1), loss, *(metrics[name] for name in self._metrics)]) * examples
         advanced = {
@@ -127,12 +122,12 @@ class LocalPrograms:
         params, opt_state = first(carry["params"]), first(carry["opt_state"])
         loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
         scaled, more = self._scale(start, carry, grads, examples, opt_state) if self._scaling is not None else ({}, {})
-        updates, opt_state = self._tx.update(grads, opt_state, params, value=loss, **scaled)
+        params, opt_state = self._place.update(self._tx, grads, opt_state, params, value=loss, **scaled)
         if scaled:
             worth = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
             more["scaled"] = carry["scaled"] + worth[None]
-        params = optax.apply_updates(params, updates)
-        return carry | carry_next | more | {"params": lift(params), "opt_state": lift(opt_state)}, loss
+        stepped = {"params": lift(params), "opt_state": lift(opt_state)}
+        return self._place.constrain(carry | carry_next | more | stepped), loss
 
     def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any, opt_state: Any) -> Any:
         """Arguments of the scaled optimizer in a local step, and what the carry keeps of the noise."""
@@ -158,7 +153,8 @@ class LocalPrograms:
             tracked, noise = first(carry["tracked"]), first(start.noise)
             tracked = self._scaling.track(tracked, noise, grads, examples, first(start.opt_state))
             carry_next["tracked"] = lift(tracked)
-        return carry_next | {"grads": jax.tree.map(add, carry["grads"], grads)}, loss
+        summed = {"grads": jax.tree.map(add, carry["grads"], grads)}
+        return self._place.constrain(carry_next | summed), loss
 
 
 class Outcome(NamedTuple):
@@ -175,11 +171,13 @@ class PaceError(ValueError):
 
 
 class Replica:
-    """One replica of this process: a device, its compiled steps, its clock."""
+    """One replica of this process: its place, its compiled steps, its clock."""
 
-    def __init__(self, rank: int, device: Device, programs: LocalPrograms, pace_ms: float | None):
-        self.rank, self.device, self._programs, self._pace_ms = rank, device, programs, pace_ms
+    def __init__(self, rank: int, place: Place, programs: LocalPrograms, pace_ms: float | None):
+        self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
         self._executables: dict[Any, Any] = {}
+        self._stand_in: Any = None
+        self._unread: list[Exception] = []
         self.compilations = 0
 
     def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> dict[str, Any]:
@@ -187,11 +185,8 @@ class Replica:
 
     def _executable(self, local: Local, carry: dict[str, Any], batch: Any) -> tuple[Any, Any]:
         """The step compiled for a batch of these shapes, and the batch as it takes it."""
+        batch = self.place.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
-        # NumPy arrays travel with the call itself, several times faster than by device_put.
-        if not all(isinstance(x, np.ndarray) for x in leaves):
-            batch = jax.device_put(batch, self.device)
-            leaves = jax.tree.leaves(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
@@ -200,17 +195,21 @@ class Replica:
             self.compilations += 1
         return self._executables[key], batch
 
-    def prepare(self, local: Local, batch: Any) -> None:
-        """Compile for this batch's shapes and run on a scratch copy until caches are warm; check the pace.
+    def compile(self, local: Local, batch: Any) -> bool:
+        """Compile for this batch's shapes, without running anything; false if that was done before."""
+        before = self.compilations
+        self._executable(local, self.begin(local, 0), batch)
+        self._stand_in = batch
+        return self.compilations > before
+
+    def warm_up(self, local: Local, batch: Any) -> None:
+        """Run on a scratch copy until caches are warm; check the pace.
 
         Raises:
           PaceError: the step takes longer than the pace.
         """
         carry = self.begin(local, 0)
-        before = self.compilations
         step, batch = self._executable(local, carry, batch)
-        if self.compilations == before:
-            return
         fastest = float("inf")
         for _ in range(3 if self._pace_ms else 1):
             start = time.perf_counter()
@@ -232,7 +231,7 @@ class Replica:
         steps = 0
         start = due = time.perf_counter()
         try:
-            for batch in feed:
+            for batch in self._gapless(feed):
                 before, clock = self.compilations, time.perf_counter()
                 step, batch = self._executable(local, carry, batch)
                 if self.compilations != before:
@@ -249,6 +248,8 @@ class Replica:
                     losses[_IN_FLIGHT // 2 - 1].block_until_ready()
                     del losses[: _IN_FLIGHT // 2]
             jax.block_until_ready(carry)
+            if self._unread:
+                raise self._unread.pop()
         except Exception as error:
             return self.idle(local)._replace(error=error)
         return Outcome(carry, steps, (time.perf_counter() - start) * 1e3 if steps else 0.0)
@@ -256,3 +257,20 @@ class Replica:
     def idle(self, local: Local) -> Outcome:
         """The outcome of taking no step."""
         return Outcome(self.begin(local, 0), 0, 0.0)
+
+    def _gapless(self, feed: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a feed. Where another process of an island waits in each step, a batch that cannot be read is
+        replaced by the one before, and the error kept for the end: it then has its steps, and nobody hangs.
+        """
+        if not (spans_processes(self.place) and isinstance(feed, Feed)):
+            yield from feed
+            return
+        done = 0
+        try:
+            for batch in feed:
+                self._stand_in = batch
+                yield batch
+                done += 1
+        except Exception as error:
+            self._unread.append(error)
+            yield from itertools.repeat(self._stand_in, len(feed.keys) - done)

@@ -38,23 +38,23 @@ class ReplicaState:
     epoch: int = 0
     cursor: int = 0
     sync_ms: float = 0.0
-    _stack: Callable[[Any], Any] = field(default=lambda trees: trees, repr=False, compare=False)
+    _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property
     def params(self) -> Any:
-        return self._stack([local.params for local in self.locals])
+        return self._view("params", [local.params for local in self.locals])
 
     @property
     def opt_state(self) -> Any:
-        return self._stack([local.opt_state for local in self.locals])
+        return self._view("opt_state", [local.opt_state for local in self.locals])
 
     @property
     def model_state(self) -> Any:
-        return self._stack([local.model_state for local in self.locals])
+        return self._view("model_state", [local.model_state for local in self.locals])
 
     @property
     def outer_state(self) -> Any:
-        return self._stack([local.outer_state for local in self.locals])
+        return self._view("outer_state", [local.outer_state for local in self.locals])
 
     def __repr__(self) -> str:
         count = sum(x.size for x in jax.tree.leaves(self.locals[0].params))

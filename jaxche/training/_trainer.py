@@ -11,16 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import as_loss
+from jaxche.sharding import NoShard, ShardingStrategy, as_loss
 from jaxche.training._checks import (
     check_params,
-    checked_devices,
     checked_length,
     checked_paces,
+    checked_places,
     checked_scaling,
     one_of,
     rule_text,
@@ -29,7 +30,7 @@ from jaxche.training._engine import Engine
 from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._learn import learn
-from jaxche.training._replica import Device
+from jaxche.training._place import Device
 from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._state import ReplicaState, RoundInfo
 from jaxche.training._table import Table, host_row
@@ -67,7 +68,12 @@ class Trainer:
       opt_state: what a merge does with each replica's optimizer state: ``"local"`` leaves it, ``"average"`` takes
         the weighted mean of its float leaves, ``"reset"`` starts anew.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
-      replicas: the devices of all processes, one replica each; default ``jax.devices()``.
+      replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default every device
+        is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other sharding strategies all
+        devices of a process together.
+      strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
+        Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
+        gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
       seed: seed of ``rng=``.
       pace_ms: for experiments on equal devices: pad every local step to this wall time in ms, one number or one
         per replica. ``jaxche launch --pace`` sets it through the variable ``JAXCHE_PACE_MS``.
@@ -108,7 +114,8 @@ class Trainer:
         merge: str = "steps",
         opt_state: str = "local",
         outer: optax.GradientTransformation | None = None,
-        replicas: Sequence[Device] | None = None,
+        replicas: Sequence[Device | Mesh] | None = None,
+        strategy: ShardingStrategy | None = None,
         seed: int = 0,
         pace_ms: float | Sequence[float] | None = None,
         scaling: ScalingRule | None = None,
@@ -130,8 +137,9 @@ class Trainer:
                 "nothing to act on; leave them out or write average='parameters'"
             )
         checked_scaling(scaling, base_batch_size, tx, opt_state)
-        devices = checked_devices(replicas)
-        self.world_size = len(devices)
+        strategy = strategy or NoShard()
+        places = checked_places(replicas, strategy)
+        self.world_size = len(places)
         if che is not None and che.world_size != self.world_size:
             raise ValueError(
                 f"che is for world_size={che.world_size}, but there are {self.world_size} replicas; "
@@ -145,13 +153,14 @@ class Trainer:
         self._che = che
         paces = checked_paces(pace_ms, self.world_size)
         scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
-        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, devices, seed, paces, scaled)
+        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, places, seed, paces, scaled)
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,
             "merge": merge,
             "opt_state": opt_state,
             "seed": str(seed),
+            "strategy": repr(strategy),
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
             "che": hashlib.sha256(repr(che and che.to_dict()).encode()).hexdigest()[:12],
@@ -163,7 +172,9 @@ class Trainer:
         """Put one set of parameters on every replica.
 
         Args:
-          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``. Every process passes the same.
+          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``, or a function of no arguments that
+            makes it: an island then makes each piece where it belongs, and a model larger than one device can start.
+            Every process passes the same.
           model_state: pytree of what the loss changes besides parameters, e.g. batch statistics.
 
         Returns:
@@ -172,9 +183,9 @@ class Trainer:
         Raises:
           ValueError: no arrays, or a leaf that is not float.
         """
-        check_params(params)
+        check_params(jax.eval_shape(params) if callable(params) else params)
         locals_ = self._engine.place(params, model_state)
-        return ReplicaState(locals_, self._che, DivergenceCorrection(), _stack=self._engine.stack)
+        return ReplicaState(locals_, self._che, DivergenceCorrection(), _view=self._engine.view)
 
     def params(self, state: ReplicaState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""

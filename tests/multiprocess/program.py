@@ -1,6 +1,7 @@
 """What each process of test_training does; run by ``jaxche launch``. Prints one JSON line per experiment."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,11 +18,11 @@ class Problem:
 
     def __init__(self):
         rng = np.random.default_rng(0)
-        x = rng.normal(size=(100, 5)).astype(np.float32)
-        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
+        x = rng.normal(size=(100, 8)).astype(np.float32)
+        y = np.tanh(x @ rng.normal(size=(8, 4))).astype(np.float32)
         self.data = jaxche.Batches({"x": x, "y": y}, batch_size=8, seed=3)
-        self.params = {"w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3, "b": np.zeros(2, np.float32)}
-        self.model_state = {"mean": np.zeros(2, np.float32), "var": np.ones(2, np.float32)}
+        self.params = {"w": rng.normal(size=(8, 4)).astype(np.float32) * 0.3, "b": np.zeros(4, np.float32)}
+        self.model_state = {"mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)}
 
     @staticmethod
     def loss(params, batch, rng, model_state):
@@ -115,11 +116,62 @@ def faults(problem):
     return seen
 
 
+# Devices of each process, and which processes make an island.
+ISLANDS = {
+    "islands": ((2, 2), ((0,), (1,))),
+    "unequal islands": ((2, 4), ((0,), (1,))),
+    "wide islands": ((2, 2, 4), ((0, 1), (2,))),
+    "one island": ((2, 2), ((0, 1),)),
+}
+
+
+def islands(problem, groups):
+    """Training on islands, then a batch that one process of the first cannot read."""
+    strategy = jaxche.FullShard()
+    meshes = [strategy.mesh([d for d in jax.devices() if d.process_index in group]) for group in groups]
+    counts = COUNTS if len(groups) > 1 else [(sum(row),) for row in COUNTS]
+    trainer = jaxche.Trainer(Sums.loss, optax.adam(0.05), strategy=strategy, replicas=meshes)
+    state = trainer.init(problem.params)
+    told = []
+    for row in counts:
+        state, info = trainer.round(state, problem.data, counts=row)
+        told.append([info.counts, info.loss, info.drift, info.losses])
+    rates = trainer.measure_rates(state, problem.data, seconds=0.05)
+    torn = name_of_error(lambda: trainer.round(state, Torn(problem.data, range(99)), counts=(3,) * len(groups)))
+    state, info = trainer.round(state, problem.data, counts=(1,) * len(groups))
+    gather = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(_mesh_of(state), jax.P()))
+    trees = jax.device_get(gather(trainer.params(state)))
+    return {
+        "trees": jax.tree.map(np.ndarray.tolist, trees),
+        "told": told,
+        "rates": len(rates),
+        "torn": torn,
+        "cut": str(state.locals[0].params["w"].sharding.spec),
+    }
+
+
+def _mesh_of(state):
+    return jax.tree.leaves(state.locals[0].params)[0].sharding.mesh
+
+
+class Sums:
+    """A loss without randomness, so that it does not matter how a batch is cut."""
+
+    @staticmethod
+    def loss(params, batch):
+        error = jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]
+        return jnp.mean(error**2)
+
+
 def main(what, folder):
+    if what in ISLANDS:
+        jax.config.update("jax_num_cpu_devices", ISLANDS[what][0][int(os.environ["JAXCHE_PROCESS_ID"])])
     jaxche.initialize(timeout_s=60)
     problem = Problem()
     if what == "results":
         result = {name: train(problem, **arguments) for name, arguments in CONFIGURATIONS.items()}
+    elif what in ISLANDS:
+        result = islands(problem, ISLANDS[what][1])
     elif what == "faults":
         result = faults(problem)
     else:

@@ -6,9 +6,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
 
+import jaxche
 from jaxche.cluster import launch
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,31 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(program, t
         np.testing.assert_allclose(*flat, rtol=1e-5, atol=1e-6, err_msg=name)
         told = [np.array(list(_leaves(r["told"])), np.float64) for r in (zero[name], here)]
         np.testing.assert_allclose(*told, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("what", ["islands", "unequal islands", "wide islands", "one island"])
+def test_islands_of_one_and_of_several_processes_train_as_devices_do(program, tmp_path, devices, what):
+    sizes, groups = program.ISLANDS[what]
+    code, results = run(what, tmp_path, processes=len(sizes))
+    assert code == 0
+    problem, world = program.Problem(), len(groups)
+    trainer = jaxche.Trainer(program.Sums.loss, optax.adam(0.05), replicas=devices[:world])
+    state = trainer.init(problem.params)
+    told = []
+    for counts in program.COUNTS:
+        state, info = trainer.round(state, problem.data, counts=counts if world > 1 else (sum(counts),))
+        told.append([info.counts, info.loss, info.drift, info.losses])
+    state, _ = trainer.round(state, problem.data, counts=(1,) * world)
+    here = jax.device_get(trainer.params(state))
+    for process, result in enumerate(results):
+        for name, leaf in here.items():
+            np.testing.assert_allclose(result["trees"][name], leaf, rtol=1e-5, atol=1e-6)
+        shown = [np.array(list(_leaves(t)), np.float64) for t in (result["told"], json.loads(json.dumps(told)))]
+        np.testing.assert_allclose(*shown, rtol=1e-4, atol=1e-4)
+        assert result["rates"] == world
+        assert result["torn"][0] == ("OSError" if process == 1 else "RankError")
+        assert "disk on fire" in result["torn"][1]
+        assert "shard" in result["cut"]
 
 
 def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp_path):

@@ -4,14 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxche.training._checks import check_params, checked_devices, checked_length, checked_paces, one_of
+from jaxche.sharding import NoShard
+from jaxche.training._checks import check_params, checked_length, checked_paces, checked_places, one_of
 
 
 def test_good_arguments_pass(devices, monkeypatch):
     monkeypatch.delenv("JAXCHE_PACE_MS", raising=False)
     one_of("merge", "steps", ("steps", "batch"))
-    assert checked_devices(None) == list(jax.devices())
-    assert checked_devices(devices[2:4]) == devices[2:4]
+    assert [p.devices.item() for p in checked_places(None, NoShard())] == list(jax.devices())
+    assert [p.devices.item() for p in checked_places(devices[2:4], NoShard())] == devices[2:4]
     assert checked_paces(None, 2) == [None, None]
     assert checked_paces(20, 2) == [20, 20]
     assert checked_paces((20, 50), 2) == [20, 50]
@@ -29,7 +30,7 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
     ("call", "named"),
     [
         (lambda d: one_of("merge", "mean", ("steps", "batch")), "'steps', 'batch'"),
-        (lambda d: checked_devices([d[0], d[0]]), "different devices"),
+        (lambda d: checked_places([d[0], d[0]], NoShard()), "different devices"),
         (lambda d: checked_paces((1, 0), 2), "positive"),
         (lambda d: checked_paces(float("inf"), 2), "positive"),
         (lambda d: checked_length(3), "len"),

@@ -10,16 +10,18 @@ import pytest
 
 from jaxche.sharding import as_loss
 from jaxche.training import PaceError
-from jaxche.training._replica import Local, LocalPrograms, Replica, first, lift
+from jaxche.training._place import OneDevice, first, lift
+from jaxche.training._replica import Local, LocalPrograms, Replica
 
 
 @pytest.fixture
 def make(devices):
     def build(average="parameters", pace_ms=None, loss=lambda w, b: jnp.mean((w - b) ** 2)):
         tx = optax.sgd(0.1)
-        programs = LocalPrograms(as_loss(loss), tx, average, 0, ())
+        place = OneDevice(devices[3])
+        programs = LocalPrograms(place, as_loss(loss), tx, average, 0, ())
         local = jax.device_put(lift(Local(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3])
-        return Replica(3, devices[3], programs, pace_ms), local
+        return Replica(3, place, programs, pace_ms), local
 
     return build
 
@@ -56,7 +58,7 @@ def test_the_clock_waits_for_the_last_step(make):
 
     replica, local = make(loss=slow)
     batch = np.ones(256, np.float32)
-    replica.prepare(local, batch)
+    replica.warm_up(local, batch)
     start = time.perf_counter()
     outcome = replica.run(local, [batch] * 4, 0)
     jax.block_until_ready(outcome.carry)
@@ -78,7 +80,7 @@ def test_an_error_becomes_part_of_the_outcome(make):
 def test_a_step_slower_than_its_pace_is_refused(make):
     replica, local = make(pace_ms=1e-4)
     with pytest.raises(PaceError, match=r"pace of rank 3 is 0\.0001 ms"):
-        replica.prepare(local, np.ones(2, np.float32))
+        replica.warm_up(local, np.ones(2, np.float32))
     assert issubclass(PaceError, ValueError)
 
 

@@ -1,0 +1,142 @@
+"""An island: a replica on several devices, cut among them by a sharding strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxche.sharding import (
+    FullShard,
+    HybridShard,
+    HybridShardGradOp,
+    Layout,
+    NoShard,
+    ShardGradOp,
+    ShardingStrategy,
+    batch_size,
+    sharded_update,
+    value_and_grad,
+)
+
+# Small enough, or of a kind, to be whole on every device.
+_WHOLE = ("model_state", "progress", "sums", "scaled", "index", "worth")
+
+
+class Island:
+    """A replica on a mesh.
+
+    Args:
+      mesh: its devices, with the axes of the strategy.
+      strategy: how parameters, gradients and optimizer state are cut.
+      shapes: the parameters' shapes, once known.
+    """
+
+    def __init__(self, mesh: Mesh, strategy: ShardingStrategy, shapes: Any = None):
+        self._mesh, self._strategy = mesh, strategy
+        self.devices = mesh.devices.reshape(-1, mesh.devices.shape[-1])
+        self._layout = None if shapes is None else Layout(strategy, mesh, shapes)
+        self._local = [d for d in self.devices.flat if d.process_index == jax.process_index()]
+
+    @property
+    def compiler_options(self) -> Any:
+        return self._decided.compiler_options
+
+    @property
+    def _decided(self) -> Layout:
+        assert self._layout is not None, "laid_out(params) comes first"
+        return self._layout
+
+    def laid_out(self, params: Any) -> Island:
+        return Island(self._mesh, self._strategy, params)
+
+    def resized(self, width: int) -> Island:
+        """The same devices as rows of ``width``, each row a copy: what is cut is cut into ``width`` pieces."""
+        knobs = {"min_size": self._strategy.min_size, "scanned": self._strategy.scanned}
+        if isinstance(self._strategy, (FullShard, HybridShard)):
+            strategy = HybridShard(width, **knobs)
+        elif isinstance(self._strategy, (ShardGradOp, HybridShardGradOp)):
+            strategy = HybridShardGradOp(width, **knobs)
+        else:
+            strategy = NoShard(**knobs)
+        return Island(strategy.mesh(list(self.devices.flat)), strategy, self._decided.shapes)
+
+    def specs(self, name: str, tree: Any) -> Any:
+        if name == "params":
+            return self._decided.params_specs
+        if name == "grads":
+            return self._decided.grads_specs
+        if name in _WHOLE:
+            return P()
+        # Optimizer states and whatever else keeps one value a parameter.
+        return self._decided.mirrored(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree))
+
+    def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return value_and_grad(call, self._decided)
+
+    def update(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        return sharded_update(tx, self._decided, grads, opt_state, params, **extra)
+
+    def constrain(self, trees: dict[str, Any]) -> dict[str, Any]:
+        return lax.with_sharding_constraint(trees, self._shardings(trees))
+
+    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
+        program: Callable[..., Any] = begin
+        arguments = [self._put(model_state, P())]
+        if callable(params):  # made in pieces: no device ever holds all of it
+            program = lambda model_state: begin(params(), model_state)  # noqa: E731
+        else:
+            arguments.insert(0, jax.tree.map(self._put, params, self._decided.params_specs))
+        shapes = jax.eval_shape(program, *arguments)
+        return jax.jit(program, out_shardings=self._shardings(shapes))(*arguments)
+
+    def move(self, trees: dict[str, Any]) -> dict[str, Any]:
+        return jax.jit(_same, out_shardings=self._shardings(trees))(trees)
+
+    def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        arrays = []
+        for leaf, sharding, here in zip(leaves, jax.tree.leaves(self._shardings({name: tree})), pieces, strict=True):
+            if len(here) < len(self._local):
+                # A meeting of islands of different sizes has one row of this one; the other rows get theirs from it.
+                here = [jax.device_put(here[i % len(here)], device) for i, device in enumerate(self._local)]
+            shape = (1, *leaf.shape[1:])
+            arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, list(here)))
+        return jax.tree.unflatten(treedef, arrays)
+
+    def put(self, batch: Any) -> Any:
+        # Over all devices; whole on each if they do not divide it, as the last of an epoch may be.
+        layout = self._decided
+        return self._put(batch, P(layout.axes) if layout.splits(batch_size(batch)) else P())
+
+    def _put(self, tree: Any, spec: P) -> Any:
+        """Host arrays here, each process its own part."""
+        sharding = NamedSharding(self._decided.mesh, spec)
+
+        def place(x: Any) -> jax.Array:
+            if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+                return jax.device_put(x, sharding)
+            host = np.asarray(x)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return jax.tree.map(place, tree)
+
+    def _shardings(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """A NamedSharding for every leaf of named trees."""
+        return {name: self._named(self.specs(name, tree), tree) for name, tree in trees.items()}
+
+    def _named(self, specs: Any, tree: Any) -> Any:
+        def broadcast(spec: P, part: Any) -> Any:
+            return jax.tree.map(lambda x: NamedSharding(self._decided.mesh, P(None, *spec) if x.ndim else P()), part)
+
+        return jax.tree.map(broadcast, specs, tree, is_leaf=lambda x: isinstance(x, P))
+
+
+def _same(tree: Any) -> Any:
+    return tree

@@ -1,0 +1,109 @@
+"""The mesh on which replicas meet, and the way of a replica's trees there and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxche.training._place import Place, is_local
+
+AXIS = "replica"
+# Within a replica: what is sharded is cut along the second axis, the first holds copies.
+_INNER = ("copy", "shard")
+
+
+class Meeting:
+    """All replicas' devices as one mesh, the replicas along its axis ``replica``.
+
+    Replicas of one device make a mesh of that axis alone. Islands of one shape bring all their devices, so that each
+    meets those of the other islands that hold the same piece, and nothing is gathered. Islands of different sizes
+    meet on as many devices of each as the greatest common divisor of their widths: each first lays its trees out
+    that way among its own devices, and spreads the merged ones again.
+
+    Args:
+      places: where each replica lives, laid out, over all processes.
+    """
+
+    def __init__(self, places: Sequence[Place]):
+        self._here = [place for place in places if is_local(place)]
+        width = math.gcd(*(place.devices.shape[1] for place in places))
+        self._direct = len({place.devices.shape for place in places}) == 1
+        self._views = self._here if self._direct else [place.resized(width) for place in self._here]
+        rows = [place.devices if self._direct else place.devices.reshape(-1, width)[:1] for place in places]
+        self._alone = all(row.size == 1 for row in rows)
+        grid = np.array([row[0, 0] for row in rows]) if self._alone else np.stack(rows)
+        names = (AXIS,) if self._alone else (AXIS, *_INNER)
+        self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+        process = jax.process_index()
+        self._rows = [
+            [d for d in row.flat if d.process_index == process]
+            for place, row in zip(places, rows, strict=True)
+            if is_local(place)
+        ]
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The mesh axes within a replica: none when every replica is one device."""
+        return self.mesh.axis_names[1:]
+
+    def specs(self, name: str, tree: Any) -> Any:
+        """How the tree of this name is cut within a replica at the meeting."""
+        return self._views[0].specs(name, tree)
+
+    def sharding(self, spec: Any) -> NamedSharding:
+        """Sharding of an ``[R, ...]`` view whose rows are cut by ``spec``."""
+        return NamedSharding(self.mesh, P(AXIS, *spec))
+
+    def shardings(self, name: str, tree: Any) -> Any:
+        """Sharding of every leaf of the ``[R, ...]`` view of this name; ``tree`` is one replica's."""
+        return jax.tree.map(self.sharding, self.specs(name, tree), is_leaf=lambda x: isinstance(x, P))
+
+    def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The ``[R, ...]`` views of named trees, given one dict per local replica: no copy where islands are alike."""
+        if not self._direct:
+            trees = [view.move(named) for view, named in zip(self._views, trees, strict=True)]
+        return {name: self._stack_one(name, [named[name] for named in trees]) for name in trees[0]}
+
+    def _stack_one(self, name: str, trees: Sequence[Any]) -> Any:
+        specs = self.specs(name, trees[0])
+
+        def assemble(spec: P, *leaves: Any) -> jax.Array:
+            shards = []
+            for leaf, devices in zip(leaves, self._rows, strict=True):
+                by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+                shards += [by_device[device] for device in devices]
+            shape = (self.mesh.shape[AXIS], *leaves[0].shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), shards)
+
+        if isinstance(specs, P):
+            return jax.tree.map(lambda *leaves: assemble(specs, *leaves), *trees)
+        return jax.tree.map(assemble, specs, *trees, is_leaf=lambda x: isinstance(x, P))
+
+    def unstack(self, named: dict[str, Any]) -> list[dict[str, Any]]:
+        """One dict of named trees per local replica from their ``[R, ...]`` views."""
+        parts: list[dict[str, Any]] = [{} for _ in self._here]
+        for name, tree in named.items():
+            leaves = jax.tree.leaves(tree)
+            by_device = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
+            for part, view, devices in zip(parts, self._views, self._rows, strict=True):
+                pieces = [[shards[device] for device in devices] for shards in by_device]
+                part[name] = view.assemble(name, tree, pieces)
+        return parts if self._direct else [place.move(p) for place, p in zip(self._here, parts, strict=True)]
+
+    def rows(self, numbers: np.ndarray) -> jax.Array:
+        """``[R, devices of a replica, columns]`` of one row of host numbers per local replica."""
+        per_replica = self.mesh.size // self.mesh.shape[AXIS]
+        shape = (self.mesh.shape[AXIS], per_replica, numbers.shape[1])
+        sharding = NamedSharding(self.mesh, P(AXIS, self.inner or None))
+        placed = [
+            jax.device_put(np.float32(row[None, None]), device)
+            for row, devices in zip(numbers, self._rows, strict=True)
+            for device in devices
+        ]
+        return jax.make_array_from_single_device_arrays(shape, sharding, placed)

@@ -1,0 +1,131 @@
+"""Where a replica lives: the contract, and its simplest form, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+
+
+class Place(Protocol):
+    """What local programs, the clock and the merge need to know of a replica's devices.
+
+    Trees of arrays have a leading axis of 1, the replica's row of the ``[R, ...]`` view; trees inside programs do not,
+    unless they are called named trees.
+
+    Attributes:
+      devices: ``[copies, shards]``: what is sharded is cut along a row, and rows hold the same.
+      compiler_options: of its programs.
+    """
+
+    devices: np.ndarray
+    compiler_options: Any
+
+    def laid_out(self, params: Any) -> Place:
+        """This place, with the layout of parameters of these shapes decided."""
+        ...
+
+    def resized(self, width: int) -> Place:
+        """The same devices as rows of ``width``."""
+        ...
+
+    def specs(self, name: str, tree: Any) -> Any:
+        """How a named tree is cut: a PartitionSpec (without the replica axis) a leaf, or one for all."""
+        ...
+
+    def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``, for use inside ``jit``."""
+        ...
+
+    def update(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """One optimizer step inside ``jit``: ``(params, opt_state)``."""
+        ...
+
+    def constrain(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Keep named trees where :meth:`specs` says, inside ``jit``."""
+        ...
+
+    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
+        """Named trees made here from parameters (a tree, or a function that makes it) and model state."""
+        ...
+
+    def move(self, trees: dict[str, Any]) -> dict[str, Any]:
+        """Named trees that lie on these devices in another way, laid out as :meth:`specs` says."""
+        ...
+
+    def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
+        """A named tree from its pieces, a sequence over this process's devices for each leaf of ``tree``."""
+        ...
+
+    def put(self, batch: Any) -> Any:
+        """A batch as the compiled step takes it."""
+        ...
+
+
+def is_local(place: Place) -> bool:
+    """Whether some of its devices belong to this process."""
+    return any(d.process_index == jax.process_index() for d in place.devices.flat)
+
+
+def spans_processes(place: Place) -> bool:
+    """Whether several processes drive it together."""
+    return len({d.process_index for d in place.devices.flat}) > 1
+
+
+def first(tree: Any) -> Any:
+    """Drop the leading replica axis inside a compiled program (no copy there)."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def lift(tree: Any) -> Any:
+    """Put the leading replica axis back."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+class OneDevice:
+    """A replica on one device: programs as they are, arrays where they are."""
+
+    def __init__(self, device: Device):
+        self._device, self.compiler_options = device, None
+        self.devices = np.array([[device]], dtype=object)
+
+    def laid_out(self, params: Any) -> OneDevice:
+        return self
+
+    def resized(self, width: int) -> OneDevice:
+        return self
+
+    def specs(self, name: str, tree: Any) -> Any:
+        return P()
+
+    def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(call, has_aux=True)
+
+    def update(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), opt_state
+
+    def constrain(self, trees: dict[str, Any]) -> dict[str, Any]:
+        return trees
+
+    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
+        host = jax.tree.map(jnp.asarray, (params() if callable(params) else params, model_state))
+        return jax.jit(begin)(*jax.device_put(host, self._device))
+
+    def move(self, trees: dict[str, Any]) -> dict[str, Any]:
+        return trees
+
+    def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(tree), [piece for (piece,) in pieces])
+
+    def put(self, batch: Any) -> Any:
+        # NumPy arrays travel with the call itself, several times faster than by device_put.
+        numpy = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch))
+        return batch if numpy else jax.device_put(batch, self._device)
