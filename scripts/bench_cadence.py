@@ -12,6 +12,7 @@ stronger opponent.
     python scripts/bench_cadence.py                 # rates on both fleets, overhead of one replica
     python scripts/bench_cadence.py --no-pin        # the same with cheap all-reduces
     python scripts/bench_cadence.py --target 0.95   # also the time to that test accuracy, three seeds
+    python scripts/bench_cadence.py --islands       # only: replicas of two devices each, sharded, against unsharded
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="seeds for --target (default 3)")
     parser.add_argument("--epochs", type=int, default=12, help="epochs for --target (default 12)")
     parser.add_argument("--skip-rates", action="store_true", help="only --target")
+    parser.add_argument("--islands", action="store_true", help="only compare sharded islands with single devices")
     parser.add_argument("--no-pin", action="store_true", help="let each process run on any core")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -49,7 +51,11 @@ def main() -> int:
 
     results: dict[str, Any] = {}
     fleets = [tuple(map(float, args.fleet.split(",")))] if args.fleet else FLEETS
-    if not args.skip_rates:
+    if args.islands:
+        for paces in fleets[:1]:
+            results[f"islands {_name(paces)}"] = islands = run("islands", paces, args)
+            print_rates(paces, islands)
+    elif not args.skip_rates:
         for paces in fleets:
             results[f"rates {_name(paces)}"] = rates = run("rates", paces, args)
             print_rates(paces, rates)
@@ -83,12 +89,20 @@ def run(what: str, paces: Any, args: argparse.Namespace) -> Any:
 
 
 def worker(args: argparse.Namespace) -> int:
-    import jaxche
-
-    jaxche.initialize()
     import jax
 
-    result = {"rates": measure_rates, "overhead": measure_overhead, "target": measure_target}[args.worker](args)
+    import jaxche
+
+    if args.worker == "islands":
+        jax.config.update("jax_num_cpu_devices", 2)
+    jaxche.initialize()
+    measure = {
+        "rates": measure_rates,
+        "islands": measure_islands,
+        "overhead": measure_overhead,
+        "target": measure_target,
+    }
+    result = measure[args.worker](args)
     if jax.process_index() == 0:
         args.json.write_text(json.dumps(result))
     return 0
@@ -176,10 +190,10 @@ class Plain:
 class Jaxche:
     """The trainer under one policy, everything else at its defaults."""
 
-    def __init__(self, task: Any, policy: str, seed: int):
+    def __init__(self, task: Any, policy: str, seed: int, **knobs: Any):
         import jaxche
 
-        self.trainer = jaxche.Trainer(task.loss_fn, task.tx, policy=policy, seed=seed)
+        self.trainer = jaxche.Trainer(task.loss_fn, task.tx, policy=policy, seed=seed, **knobs)
         self.data = task.data
         self.state = self.trainer.init(*task.init(seed))
         self.rounds: list[Any] = []
@@ -201,9 +215,31 @@ def measure_rates(args: argparse.Namespace) -> dict[str, Any]:
     from jaxche.cli._tasks import load
 
     task = load("mnist", batch_size=16)  # an epoch of 250 batches: its cut-off last round weighs less
-    pace = float(os.environ["JAXCHE_PACE_MS"])
-    systems: dict[str, Any] = {"plain jit": Plain(task, 0, pace)}
+    systems: dict[str, Any] = {"plain jit": Plain(task, 0, float(os.environ["JAXCHE_PACE_MS"]))}
     systems |= {policy: Jaxche(task, policy, 0) for policy in POLICIES}
+    return interleave(args, task, systems)
+
+
+def measure_islands(args: argparse.Namespace) -> dict[str, Any]:
+    """The cadence of single devices and of islands of two, which shard the model between them."""
+    import jax
+
+    import jaxche
+    from jaxche.cli._tasks import load
+
+    task = load("mnist", batch_size=16)
+    firsts = [
+        d for d in jax.devices() if d.id == min(e.id for e in jax.devices() if e.process_index == d.process_index)
+    ]
+    systems = {
+        "cadence": Jaxche(task, "cadence", 0, replicas=firsts),
+        "islands": Jaxche(task, "cadence", 0, strategy=jaxche.FullShard()),
+    }
+    return interleave(args, task, systems)
+
+
+def interleave(args: argparse.Namespace, task: Any, systems: dict[str, Any]) -> dict[str, Any]:
+    """All systems in turn, several times; first what the replicas reach when nobody waits."""
     reference = systems["cadence"]
     turns: list[dict[str, Any]] = []
     for turn in range(args.turns + 1):  # the first one warms up and calibrates
@@ -312,10 +348,11 @@ def _name(paces: Any) -> str:
 def print_rates(paces: Any, result: dict[str, Any]) -> None:
     turns = result["turns"]
     print(f"\nfleet {_name(paces)} ms, {len(turns)} turns; medians (lowest to highest)")
-    print(f"{'system':<12}{'batches/s':>10}{'efficiency':>12}{'range':>18}{'to plain jit':>14}   counts, merge")
-    for name in ("free", "plain jit", *POLICIES):
+    peer = next(name for name in turns[0] if name != "free")
+    print(f"{'system':<12}{'batches/s':>10}{'efficiency':>12}{'range':>18}{'to ' + peer:>14}   counts, merge")
+    for name in turns[0]:
         share = [turn[name] / turn["free"] for turn in turns]
-        ratio = statistics.median(turn[name] / turn["plain jit"] for turn in turns)
+        ratio = statistics.median(turn[name] / turn[peer] for turn in turns)
         about = result["about"].get(name)
         tail = f"   {':'.join(map(str, about['counts']))}, {about['sync_ms']:.1f} ms" if about else ""
         print(

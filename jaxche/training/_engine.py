@@ -40,6 +40,7 @@ class Engine:
       seed: seed of ``rng=``.
       paces: pace in ms per replica, or None.
       scaling: scaling of the learning rate, or None.
+      host: merge on CPU devices.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Engine:
         seed: int,
         paces: Sequence[float | None],
         scaling: Scaling | None = None,
+        host: bool = False,
     ):
         tx = tx if scaling is None else scaling.transform(tx)
         self._loss, self._tx, self._outer, self._scaling = loss, tx, outer, scaling
         self._average, self._rule, self._opt_mode = average, merge, opt_state
-        self._seed, self._paces, self._places = seed, paces, list(places)
+        self._seed, self._paces, self._places, self._host = seed, paces, list(places), host
         self.world_size = len(self._places)
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self.metrics: tuple[str, ...] = ()
@@ -86,7 +88,7 @@ class Engine:
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
             self._places = [place.laid_out(shapes) for place in self._places]
-            self._meeting = Meeting(self._places)
+            self._meeting = Meeting(self._places, self._host)
 
     def view(self, name: str, trees: Sequence[Any]) -> Any:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""

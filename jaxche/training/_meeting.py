@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ _INNER = ("copy", "shard")
 
 
 class Meeting:
-    """All replicas' devices as one mesh, the replicas along its axis ``replica``.
+    """All replicas as one mesh, the replicas along its axis ``replica``.
 
     Replicas of one device make a mesh of that axis alone. Islands of one shape bring all their devices, so that each
     meets those of the other islands that hold the same piece, and nothing is gathered. Islands of different sizes
@@ -28,24 +29,27 @@ class Meeting:
 
     Args:
       places: where each replica lives, laid out, over all processes.
+      host: meet on CPU devices: pieces are copied there and back, and no program spans accelerators.
+
+    Raises:
+      ValueError: a process with fewer CPU devices than pieces to meet.
     """
 
-    def __init__(self, places: Sequence[Place]):
+    def __init__(self, places: Sequence[Place], host: bool = False):
         self._here = [place for place in places if is_local(place)]
         width = math.gcd(*(place.devices.shape[1] for place in places))
         self._direct = len({place.devices.shape for place in places}) == 1
         self._views = self._here if self._direct else [place.resized(width) for place in self._here]
         rows = [place.devices if self._direct else place.devices.reshape(-1, width)[:1] for place in places]
-        self._alone = all(row.size == 1 for row in rows)
-        grid = np.array([row[0, 0] for row in rows]) if self._alone else np.stack(rows)
-        names = (AXIS,) if self._alone else (AXIS, *_INNER)
+        homes = _own(rows)
+        if host:
+            rows = _on_host(rows)
+        alone = all(row.size == 1 for row in rows)
+        grid = np.array([row[0, 0] for row in rows]) if alone else np.stack(rows)
+        names = (AXIS,) if alone else (AXIS, *_INNER)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-        process = jax.process_index()
-        self._rows = [
-            [d for d in row.flat if d.process_index == process]
-            for place, row in zip(places, rows, strict=True)
-            if is_local(place)
-        ]
+        # For each local replica: where its pieces meet, and where they live.
+        self._rows = list(zip(_own(rows), homes, strict=True))
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -75,9 +79,9 @@ class Meeting:
 
         def assemble(spec: P, *leaves: Any) -> jax.Array:
             shards = []
-            for leaf, devices in zip(leaves, self._rows, strict=True):
+            for leaf, (devices, homes) in zip(leaves, self._rows, strict=True):
                 by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-                shards += [by_device[device] for device in devices]
+                shards += [_moved(by_device[home], device) for device, home in zip(devices, homes, strict=True)]
             shape = (self.mesh.shape[AXIS], *leaves[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), shards)
 
@@ -91,8 +95,8 @@ class Meeting:
         for name, tree in named.items():
             leaves = jax.tree.leaves(tree)
             by_device = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
-            for part, view, devices in zip(parts, self._views, self._rows, strict=True):
-                pieces = [[shards[device] for device in devices] for shards in by_device]
+            for part, view, row in zip(parts, self._views, self._rows, strict=True):
+                pieces = [[_moved(shards[d], home) for d, home in zip(*row, strict=True)] for shards in by_device]
                 part[name] = view.assemble(name, tree, pieces)
         return parts if self._direct else [place.move(p) for place, p in zip(self._here, parts, strict=True)]
 
@@ -103,7 +107,36 @@ class Meeting:
         sharding = NamedSharding(self.mesh, P(AXIS, self.inner or None))
         placed = [
             jax.device_put(np.float32(row[None, None]), device)
-            for row, devices in zip(numbers, self._rows, strict=True)
+            for row, (devices, _) in zip(numbers, self._rows, strict=True)
             for device in devices
         ]
         return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+def _moved(piece: Any, device: Any) -> Any:
+    """A piece on a device: itself if it is there, else a copy that is under way when this returns."""
+    return piece if piece.device == device else jax.device_put(piece, device)
+
+
+def _own(rows: Sequence[np.ndarray]) -> list[list[Any]]:
+    """This process's devices in each row that has some."""
+    process = jax.process_index()
+    own = [[d for d in row.flat if d.process_index == process] for row in rows]
+    return [devices for devices in own if devices]
+
+
+def _on_host(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """CPU devices of the same processes for each row, by preference such that no replica computes on."""
+    busy = {device for row in rows for device in row.flat}
+    free: dict[int, list[Any]] = {}
+    for device in sorted(jax.devices("cpu"), key=lambda d: (d in busy, d.id)):
+        free.setdefault(device.process_index, []).append(device)
+    wanted = collections.Counter(device.process_index for row in rows for device in row.flat)
+    for process, count in wanted.items():
+        if count > len(free[process]):
+            raise ValueError(
+                f"backend='host' merges on CPU devices, and process {process} has {len(free[process])} of them for its "
+                f"{count} devices; write jax.config.update('jax_num_cpu_devices', {count}) before jaxche.initialize()"
+            )
+    taken = [[free[device.process_index].pop(0) for device in row.flat] for row in rows]
+    return [np.array(devices, dtype=object).reshape(row.shape) for devices, row in zip(taken, rows, strict=True)]

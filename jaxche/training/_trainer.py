@@ -74,6 +74,8 @@ class Trainer:
       strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
         Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
         gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
+      backend: where replicas meet: ``"device"``, on their own devices; ``"host"``, on the CPU devices of their
+        processes, so that no program spans accelerators; ``"auto"``, on the host when replicas are of different kinds.
       seed: seed of ``rng=``.
       pace_ms: for experiments on equal devices: pad every local step to this wall time in ms, one number or one
         per replica. ``jaxche launch --pace`` sets it through the variable ``JAXCHE_PACE_MS``.
@@ -116,6 +118,7 @@ class Trainer:
         outer: optax.GradientTransformation | None = None,
         replicas: Sequence[Device | Mesh] | None = None,
         strategy: ShardingStrategy | None = None,
+        backend: str = "auto",
         seed: int = 0,
         pace_ms: float | Sequence[float] | None = None,
         scaling: ScalingRule | None = None,
@@ -126,6 +129,7 @@ class Trainer:
         one_of("average", average, ("parameters", "gradients"))
         one_of("merge", merge, MERGE_RULES)
         one_of("opt_state", opt_state, ("local", "average", "reset"))
+        one_of("backend", backend, ("auto", "device", "host"))
         for name, transform in (("tx", tx), ("outer", outer)):
             if transform is not None and not (hasattr(transform, "init") and hasattr(transform, "update")):
                 raise ValueError(
@@ -153,7 +157,10 @@ class Trainer:
         self._che = che
         paces = checked_paces(pace_ms, self.world_size)
         scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
-        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, places, seed, paces, scaled)
+        host = backend == "host" or (
+            backend == "auto" and len({d.device_kind for p in places for d in p.devices.flat}) > 1
+        )
+        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,
@@ -161,6 +168,7 @@ class Trainer:
             "opt_state": opt_state,
             "seed": str(seed),
             "strategy": repr(strategy),
+            "backend": "host" if host else "device",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
             "che": hashlib.sha256(repr(che and che.to_dict()).encode()).hexdigest()[:12],

@@ -122,15 +122,20 @@ ISLANDS = {
     "unequal islands": ((2, 4), ((0,), (1,))),
     "wide islands": ((2, 2, 4), ((0, 1), (2,))),
     "one island": ((2, 2), ((0, 1),)),
+    "host": ((2, 2), ((0,), (1,))),  # a device of each process computes, the other one merges
 }
 
 
-def islands(problem, groups):
+def islands(problem, groups, host):
     """Training on islands, then a batch that one process of the first cannot read."""
     strategy = jaxche.FullShard()
-    meshes = [strategy.mesh([d for d in jax.devices() if d.process_index in group]) for group in groups]
+    grouped = [[d for d in jax.devices() if d.process_index in group] for group in groups]
+    if host:
+        knobs = {"replicas": [devices[0] for devices in grouped], "backend": "host"}
+    else:
+        knobs = {"replicas": [strategy.mesh(devices) for devices in grouped], "strategy": strategy}
     counts = COUNTS if len(groups) > 1 else [(sum(row),) for row in COUNTS]
-    trainer = jaxche.Trainer(Sums.loss, optax.adam(0.05), strategy=strategy, replicas=meshes)
+    trainer = jaxche.Trainer(Sums.loss, optax.adam(0.05), **knobs)
     state = trainer.init(problem.params)
     told = []
     for row in counts:
@@ -139,14 +144,14 @@ def islands(problem, groups):
     rates = trainer.measure_rates(state, problem.data, seconds=0.05)
     torn = name_of_error(lambda: trainer.round(state, Torn(problem.data, range(99)), counts=(3,) * len(groups)))
     state, info = trainer.round(state, problem.data, counts=(1,) * len(groups))
-    gather = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(_mesh_of(state), jax.P()))
-    trees = jax.device_get(gather(trainer.params(state)))
+    whole = None if host else jax.sharding.NamedSharding(_mesh_of(state), jax.P())
+    trees = jax.device_get(jax.jit(lambda x: x, out_shardings=whole)(trainer.params(state)))
     return {
         "trees": jax.tree.map(np.ndarray.tolist, trees),
         "told": told,
         "rates": len(rates),
         "torn": torn,
-        "cut": str(state.locals[0].params["w"].sharding.spec),
+        "cut": len({str(shard.index) for shard in state.locals[0].params["w"].global_shards}),
     }
 
 
@@ -171,7 +176,7 @@ def main(what, folder):
     if what == "results":
         result = {name: train(problem, **arguments) for name, arguments in CONFIGURATIONS.items()}
     elif what in ISLANDS:
-        result = islands(problem, ISLANDS[what][1])
+        result = islands(problem, ISLANDS[what][1], host=what == "host")
     elif what == "faults":
         result = faults(problem)
     else:

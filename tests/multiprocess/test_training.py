@@ -45,7 +45,7 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(program, t
         np.testing.assert_allclose(*told, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("what", ["islands", "unequal islands", "wide islands", "one island"])
+@pytest.mark.parametrize("what", ["islands", "unequal islands", "wide islands", "one island", "host"])
 def test_islands_of_one_and_of_several_processes_train_as_devices_do(program, tmp_path, devices, what):
     sizes, groups = program.ISLANDS[what]
     code, results = run(what, tmp_path, processes=len(sizes))
@@ -67,7 +67,8 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(program, tm
         assert result["rates"] == world
         assert result["torn"][0] == ("OSError" if process == 1 else "RankError")
         assert "disk on fire" in result["torn"][1]
-        assert "shard" in result["cut"]
+        mine = next(group for group in groups if process in group)
+        assert result["cut"] == (1 if what == "host" else sum(sizes[p] for p in mine))
 
 
 def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp_path):

@@ -1,0 +1,61 @@
+"""Where replicas meet: the same numbers on their own devices and on the host's."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.sharding import FullShard, ShardGradOp
+from jaxche.training._meeting import Meeting
+from jaxche.training._place import OneDevice
+
+
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_the_host_merges_to_the_same_numbers(problem, devices, average):
+    ends = []
+    for backend in ("device", "host"):
+        trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), average=average, replicas=devices[:3], backend=backend)
+        state = trainer.init(problem.params)
+        for counts in ((1, 2, 3), (2, 0, 1)):
+            state, info = trainer.round(state, problem.data, counts=counts)
+        ends.append((jax.device_get(trainer.params(state)), info.loss))
+        places = [next(iter(local.params["w"].devices())) for local in state.locals]
+        assert places == devices[:3]  # wherever they met, they are home again
+        used = set(trainer._engine._meeting.mesh.devices.flat)
+        assert used == set(devices[:3] if backend == "device" else devices[3:6])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *ends)
+
+
+def test_islands_meet_on_the_host_too(problem, devices):
+    ends = []
+    for backend in ("device", "host"):
+        strategy = ShardGradOp()
+        meshes = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
+        trainer = jaxche.Trainer(
+            problem.loss, optax.adam(0.05), strategy=strategy, replicas=meshes, backend=backend, opt_state="average"
+        )
+        state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 3))
+        ends.append(jax.device_get((trainer.params(state), state.opt_state)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), *ends)
+
+
+def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
+    with pytest.raises(ValueError, match=r"process 0 has 1 of them for its 2 devices.*jax_num_cpu_devices', 2"):
+        Meeting([OneDevice(d) for d in devices[:2]], host=True)
+
+
+def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(devices):
+    assert Meeting([OneDevice(d) for d in devices[:2]]).mesh.shape == {"replica": 2}
+    strategy = FullShard()
+    trainer = jaxche.Trainer(
+        lambda p, b: (p * b).mean(),
+        optax.sgd(0.1),
+        strategy=strategy,
+        replicas=[strategy.mesh(devices[:2]), strategy.mesh(devices[2:6])],
+    )
+    state = trainer.init(np.ones(8, np.float32))
+    assert trainer._engine._meeting.mesh.shape == {"replica": 2, "copy": 1, "shard": 2}
+    assert state.params.shape == (2, 8)
+    assert np.asarray(state.params).tolist() == np.ones((2, 8)).tolist()
