@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from jaxche.cli._arguments import number, whole
 from jaxche.cluster import count_gpus, launch
 
 _EXAMPLES = """\
@@ -15,9 +16,21 @@ examples:
   JAX_PLATFORMS=cpu jaxche launch -n 4 train.py      CPU cores, on a machine with GPUs too
   jaxche launch -n 2 -m my_package.train --epochs 3  a module
   jaxche launch -n 2 -- python -O train.py           any command
+  jaxche launch -n 4 --max-restarts 3 --hang-timeout 600 --events run.jsonl train.py
 
-The script calls jaxche.initialize() before its first array. One process that fails ends them all,
-and its exit code is the launcher's.
+The script calls jaxche.initialize() before its first array. One process that fails ends them all.
+With --max-restarts all are then started again, on a new port and with JAXCHE_RESTART=1, 2, ...; the
+script goes on from its checkpoint. With --survivors a rank that is the first to fail twice in a row
+is left out of the next start, down to one process.
+
+exit codes:
+  0     all processes ended well
+  2     the arguments make no sense, or a process refused its input with 2; never tried again
+  124   no process touched its JAXCHE_HEARTBEAT file for the --hang-timeout
+  130   Ctrl-C
+  143   SIGTERM, which the processes were passed, with --term-grace seconds to write a checkpoint
+  128+n a process was ended by signal n (137: SIGKILL, often for want of memory)
+  else  that of the first process that failed
 """
 
 
@@ -58,6 +71,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: %(default)g)",
     )
+    group = parser.add_argument_group("when something fails")
+    group.add_argument(
+        "--max-restarts", type=whole("--max-restarts 3", 0), default=0, metavar="N", help="start all again (default: 0)"
+    )
+    group.add_argument("--survivors", action="store_true", help="leave out a rank that fails first twice in a row")
+    group.add_argument(
+        "--hang-timeout",
+        type=number("--hang-timeout 600", above=True),
+        metavar="S",
+        help="seconds without a heartbeat of any process that are a failure (default: none)",
+    )
+    group.add_argument(
+        "--term-grace",
+        type=number("--term-grace 25"),
+        default=25.0,
+        metavar="S",
+        help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
+    )
+    group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit and restart")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
@@ -84,6 +116,11 @@ def run(args: argparse.Namespace) -> int:
             only_rank0=args.only_rank0,
             grace_s=args.grace,
             pin=not args.no_pin,
+            max_restarts=args.max_restarts,
+            survivors=args.survivors,
+            hang_timeout_s=args.hang_timeout,
+            term_grace_s=args.term_grace,
+            events=args.events,
         )
     except ValueError as error:
         sys.stderr.write(f"jaxche launch: error: {error}\n")

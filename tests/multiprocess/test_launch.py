@@ -180,7 +180,9 @@ def test_a_signal_to_the_launcher_ends_the_ranks(script, number):
         print("pid", os.getpid(), flush=True)
         time.sleep(100)
     """)
-    program = f"import sys; from jaxche.cluster import launch; sys.exit(launch({ranks!r}, 2, grace_s=0.3))"
+    program = (
+        f"import sys; from jaxche.cluster import launch; sys.exit(launch({ranks!r}, 2, grace_s=0.3, term_grace_s=0.3))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, **CPU},
