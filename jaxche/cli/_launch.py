@@ -1,12 +1,14 @@
-"""`jaxche launch`: one process a replica on this machine."""
+"""`jaxche launch`: one process a replica on this machine, or a file that starts them on a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 
-from jaxche.cluster import count_gpus, launch
+from jaxche.cli._arguments import number, whole
+from jaxche.cluster import count_gpus, emit, launch
 
 _EXAMPLES = """\
 examples:
@@ -15,9 +17,25 @@ examples:
   JAX_PLATFORMS=cpu jaxche launch -n 4 train.py      CPU cores, on a machine with GPUs too
   jaxche launch -n 2 -m my_package.train --epochs 3  a module
   jaxche launch -n 2 -- python -O train.py           any command
+  jaxche launch -n 4 --max-restarts 3 --hang-timeout 600 --events run.jsonl train.py
+  jaxche launch --emit slurm --nodes 2x8 train.py >train.sbatch
+  jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 train.py >train.sbatch    two kinds in one job
+  jaxche launch --emit jobset --nodes 2x8 --image registry/me/train:1 train.py | kubectl apply -f -
+  jaxche launch --emit mpirun --nodes 2x8 train.py >train.sh; HOSTS=node1,node2 bash train.sh
 
-The script calls jaxche.initialize() before its first array. One process that fails ends them all,
-and its exit code is the launcher's.
+The script calls jaxche.initialize() before its first array. One process that fails ends them all.
+With --max-restarts all are then started again, on a new port and with JAXCHE_RESTART=1, 2, ...; the
+script goes on from its checkpoint. With --survivors a rank that is the first to fail twice in a row
+is left out of the next start, down to one process.
+
+exit codes:
+  0     all processes ended well
+  2     the arguments make no sense, or a process refused its input with 2; never tried again
+  124   no process touched its JAXCHE_HEARTBEAT file for the --hang-timeout
+  130   Ctrl-C
+  143   SIGTERM, which the processes were passed, with --term-grace seconds to write a checkpoint
+  128+n a process was ended by signal n (137: SIGKILL, often for want of memory)
+  else  that of the first process that failed
 """
 
 
@@ -58,6 +76,33 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: %(default)g)",
     )
+    group = parser.add_argument_group("when something fails")
+    group.add_argument(
+        "--max-restarts", type=whole("--max-restarts 3", 0), default=0, metavar="N", help="start all again (default: 0)"
+    )
+    group.add_argument("--survivors", action="store_true", help="leave out a rank that fails first twice in a row")
+    group.add_argument(
+        "--hang-timeout",
+        type=number("--hang-timeout 600", above=True),
+        metavar="S",
+        help="seconds without a heartbeat of any process that are a failure (default: none)",
+    )
+    group.add_argument(
+        "--term-grace",
+        type=number("--term-grace 25"),
+        default=25.0,
+        metavar="S",
+        help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
+    )
+    group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit and restart")
+    group = parser.add_argument_group("on a cluster")
+    group.add_argument(
+        "--emit", choices=("slurm", "jobset", "mpirun"), help="print a file that starts the script there, and end"
+    )
+    group.add_argument(
+        "--nodes", metavar="COUNTxGPUS:KIND,...", help="the machines, e.g. 4 (no GPUs), 2x8, or 2x8:h100,4x1:l4"
+    )
+    group.add_argument("--image", help="container image of the pods of a jobset")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
@@ -76,14 +121,27 @@ def run(args: argparse.Namespace) -> int:
       The exit code: the launch's, or 2 if the arguments make no sense.
     """
     try:
+        if args.emit:
+            sys.stdout.write(_emitted(args))
+            return 0
+        if args.nodes or args.image:
+            raise ValueError("--nodes and --image are for a cluster. Write: jaxche launch --emit slurm --nodes 2x8 ...")
+        command = _command(args.module, args.command, sys.executable)
+        if command[0] == sys.executable and args.module is None and not os.path.isfile(command[1]):
+            raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
         return launch(
-            _command(args.module, args.command),
+            command,
             processes=_one_a_gpu() if args.processes is None else args.processes,
             pace_ms=args.pace,
             prefix=not args.no_prefix,
             only_rank0=args.only_rank0,
             grace_s=args.grace,
             pin=not args.no_pin,
+            max_restarts=args.max_restarts,
+            survivors=args.survivors,
+            hang_timeout_s=args.hang_timeout,
+            term_grace_s=args.term_grace,
+            events=args.events,
         )
     except ValueError as error:
         sys.stderr.write(f"jaxche launch: error: {error}\n")
@@ -97,20 +155,39 @@ def _one_a_gpu() -> int:
     return gpus
 
 
-def _command(module: list[str] | None, words: list[str]) -> list[str]:
+def _emitted(args: argparse.Namespace) -> str:
+    if args.nodes is None or args.processes is not None or args.pace is not None:
+        raise ValueError(
+            f"--emit {args.emit} takes the machines in --nodes, not -n or --pace. "
+            f"Write: jaxche launch --emit {args.emit} --nodes 2x8 train.py"
+        )
+    # Of the environment in which the file is used, not of this one.
+    command = _command(args.module, args.command, "python")
+    if args.module is not None:
+        name = args.module[0].rpartition(".")[2]
+    else:
+        name = os.path.splitext(os.path.basename(next((w for w in command if w.endswith(".py")), command[0])))[0]
+    return emit(
+        args.emit,
+        command,
+        args.nodes,
+        max_restarts=args.max_restarts,
+        name=name,
+        made_by=f"Made by: {shlex.join(['jaxche', *args.words])}",
+        image=args.image,
+    )
+
+
+def _command(module: list[str] | None, words: list[str], python: str) -> list[str]:
     if module is not None:
         if not module:
             raise ValueError("-m has no module. Write: jaxche launch -n 2 -m my_package.train")
-        return [sys.executable, "-m", *module, *words]
+        return [python, "-m", *module, *words]
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
         raise ValueError("there is nothing to run. Write: jaxche launch -n 2 train.py")
-    if not words[0].endswith(".py"):
-        return words
-    if not os.path.isfile(words[0]):
-        raise ValueError(f"no script {words[0]!r} in {os.getcwd()}")
-    return [sys.executable, *words]
+    return [python, *words] if words[0].endswith(".py") else words
 
 
 def _paces(text: str) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
@@ -154,13 +153,13 @@ def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
 
 
 def _gpus() -> tuple[int, str | None]:
-    from jaxche.cluster import count_gpus
+    from jaxche.cluster import count_gpus, has_cuda
 
     wanted = os.environ.get("JAX_PLATFORMS", "").lower()
     if wanted and "cuda" not in wanted and "gpu" not in wanted:
         return 0, None
     gpus = count_gpus()
-    if gpus and not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    if gpus and not has_cuda():
         sys.stderr.write(
             f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "
             "used. For the GPUs write: pip install 'jaxche[cuda13]' (or cuda12)\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 COORDINATOR = "JAXCHE_COORDINATOR"
 NUM_PROCESSES = "JAXCHE_NUM_PROCESSES"
@@ -15,15 +15,24 @@ _VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 _CALL = 'jaxche.initialize("10.0.0.1:1234", num_processes=2, process_id=0)'
 _EXPORT = f"{COORDINATOR}=10.0.0.1:1234 {NUM_PROCESSES}=2 {PROCESS_ID}=0"
 
+# How schedulers number the processes of a run, and those of one machine. With the address and the count given,
+# they are all that is missing; so one line serves every process.
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
+_LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What is known before JAX is asked: ``address`` is None where JAX's own detection will fill it in."""
+    """What is known before JAX is asked: ``address`` is None where JAX's own detection will fill it in.
+
+    ``local_id`` numbers the processes of this machine, where a scheduler says so.
+    """
 
     launcher: str
     address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
+    local_id: int | None = None
 
 
 def detect(
@@ -38,7 +47,8 @@ def detect(
       coordinator_address: host and port of process 0, or None.
       num_processes: how many processes train together, or None.
       process_id: the number of this one, or None.
-      environ: environment variables.
+      environ: environment variables. ``JAXCHE_PROCESS_ID`` may be left to the number that Slurm, MPI or an
+        indexed Kubernetes job gives each process.
 
     Returns:
       The launcher ("none" for a process on its own) and what it said.
@@ -48,7 +58,7 @@ def detect(
 
     Example:
       >>> detect(None, None, None, {})
-      Found(launcher='none', address=None, num_processes=1, process_id=0)
+      Found(launcher='none', address=None, num_processes=1, process_id=0, local_id=None)
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in arguments):
@@ -59,8 +69,17 @@ def detect(
             return Found("jaxche", None, 1, 0)
         given = {name: environ.get(name) for name in _VARIABLES}
         numbers = {name: _integer(name, given[name]) for name in _VARIABLES[1:]}
-        return _explicit("jaxche", {COORDINATOR: given[COORDINATOR], **numbers}, _EXPORT)
+        local_id = None
+        if numbers[PROCESS_ID] is None:
+            numbers[PROCESS_ID] = _first(_RANKS, environ)
+            local_id = _first(_LOCAL_RANKS, environ)
+        found = _explicit("jaxche", {COORDINATOR: given[COORDINATOR], **numbers}, _EXPORT)
+        return dataclasses.replace(found, local_id=local_id)
     return _scheduler(environ) or Found("none", None, 1, 0)
+
+
+def _first(names: Sequence[str], environ: Mapping[str, str]) -> int | None:
+    return next((_integer(name, environ[name]) for name in names if name in environ), None)
 
 
 def _integer(name: str, text: str | None) -> int | None:
@@ -104,8 +123,8 @@ def _scheduler(environ: Mapping[str, str]) -> Found | None:
         # Open MPI 5 no longer says where mpirun is. Without this, each rank would train a model alone.
         raise ValueError(
             f"OMPI_COMM_WORLD_SIZE={count}, but this Open MPI does not tell the address of mpirun, so JAX "
-            "cannot find process 0. Write: jaxche.initialize('<host of rank 0>:1234', "
-            'int(os.environ["OMPI_COMM_WORLD_SIZE"]), int(os.environ["OMPI_COMM_WORLD_RANK"]))'
+            f"cannot find process 0. Write: mpirun -n {count} -x {COORDINATOR}=<host of rank 0>:1234 "
+            f"-x {NUM_PROCESSES}={count} python train.py"
         )
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         if importlib.util.find_spec("kubernetes") is None:

@@ -20,9 +20,10 @@ PROCESS_FLAGS: Mapping[str, str] = {
     "xla_cpu_collective_timeout_seconds": str(_PATIENCE_S),
     "xla_cpu_collective_call_terminate_timeout_seconds": str(_PATIENCE_S),
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": str(_WARN_S),
-    # Sharded autotuning waits for a peer that compiles the same program for the same kind of GPU.
-    "xla_gpu_shard_autotuning": "false",
 }
+
+# Sharded autotuning waits for a peer that compiles the same program for the same kind of GPU.
+MIXED_FLAGS: Mapping[str, str] = {"xla_gpu_shard_autotuning": "false"}
 
 # Every flag used by jaxche is known to these jaxlib versions; in a later one it is looked for first.
 _CHECKED_JAXLIB = (0, 12)

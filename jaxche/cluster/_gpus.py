@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
+import pathlib
 import re
 import subprocess
 from collections.abc import Mapping
@@ -29,30 +32,76 @@ def gpu_ids(environ: Mapping[str, str]) -> list[str]:
       >>> gpu_ids({"CUDA_VISIBLE_DEVICES": "0,2"})
       ['0', '2']
     """
+    visible = _visible(environ)
+    return [uuid for uuid, _ in parse_listing(_nvidia_smi())] if visible is None else visible
+
+
+def gpu_kinds(environ: Mapping[str, str], listing: str | None = None) -> list[str]:
+    """Names the kind of each GPU that a process with these variables would see, as the driver spells it.
+
+    Args:
+      environ: environment variables.
+      listing: the output of ``nvidia-smi -L``; default: asked for, else read from ``/proc/driver/nvidia``.
+
+    Returns:
+      One kind a GPU, in the order of ``gpu_ids``; "GPU" for one that the driver does not list.
+
+    Example:
+      >>> listing = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)"
+      >>> gpu_kinds({"CUDA_VISIBLE_DEVICES": "1,GPU-aa"}, listing)
+      ['NVIDIA L4', 'NVIDIA H100']
+    """
+    visible = _visible(environ)
+    if visible == []:
+        return []
+    there = parse_listing(_nvidia_smi() if listing is None else listing) or _driver_files()
+    if visible is None:
+        return [kind for _, kind in there]
+    return [_kind(word, there) for word in visible]
+
+
+def parse_listing(listing: str) -> list[tuple[str, str]]:
+    """Reads the output of ``nvidia-smi -L``: UUID and kind of each GPU; a partitioned one is its parts.
+
+    Example:
+      >>> parse_listing("GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)")
+      [('GPU-aa', 'NVIDIA H100'), ('GPU-bb', 'NVIDIA L4')]
+    """
+    found: list[tuple[str, str]] = []
+    whole, model = False, ""
+    line = r"^\s*(GPU|MIG)\s+([^\n]*?)\s*\(UUID: ([^)\s]+)\)"
+    for kind, text, uuid in re.findall(line, listing, re.MULTILINE):
+        if kind == "MIG":
+            if whole:
+                found.pop()
+            found.append((uuid, f"{model} MIG {text.split()[0]}"))
+        else:
+            model = text.partition(": ")[2]
+            found.append((uuid, model))
+        whole = kind == "GPU"
+    return found
+
+
+def has_cuda() -> bool:
+    """Whether JAX is installed with CUDA."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def _visible(environ: Mapping[str, str]) -> list[str] | None:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return parse_listing(_nvidia_smi())
+        return None
     ids = [word.strip() for word in visible.split(",")]
     # CUDA reads the list up to its first entry that names no device, for which "-1" and "" are customary.
     end = next((i for i, word in enumerate(ids) if word in ("", "-1", "NoDevFiles")), len(ids))
     return ids[:end]
 
 
-def parse_listing(listing: str) -> list[str]:
-    """Reads the output of ``nvidia-smi -L``: each GPU by its UUID, a partitioned one by those of its parts.
-
-    Example:
-      >>> parse_listing("GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)")
-      ['GPU-aa', 'GPU-bb']
-    """
-    ids: list[str] = []
-    whole = False
-    for kind, uuid in re.findall(r"^\s*(GPU|MIG)\b.*\(UUID: ([^)\s]+)\)", listing, re.MULTILINE):
-        if kind == "MIG" and whole:
-            ids.pop()
-        whole = kind == "GPU"
-        ids.append(uuid)
-    return ids
+def _kind(word: str, there: list[tuple[str, str]]) -> str:
+    if word.isdigit():
+        return there[int(word)][1] if int(word) < len(there) else "GPU"
+    # CUDA takes the beginning of a UUID too.
+    return next((kind for uuid, kind in there if uuid.startswith(word)), "GPU")
 
 
 def _nvidia_smi() -> str:
@@ -61,3 +110,14 @@ def _nvidia_smi() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return asked.stdout if asked.returncode == 0 else ""
+
+
+def _driver_files() -> list[tuple[str, str]]:
+    # Containers without the driver's tools. The folders are named by PCI address, the order of nvidia-smi.
+    found = []
+    for path in sorted(pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            lines = (line.partition(":") for line in path.read_text().splitlines())
+            fields = {name.strip(): value.strip() for name, _, value in lines}
+            found.append((fields.get("GPU UUID", ""), fields.get("Model", "GPU")))
+    return found

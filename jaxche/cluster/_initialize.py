@@ -6,12 +6,11 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-import math
 import os
-import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import jax
 
@@ -19,11 +18,13 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 
-from jaxche.cluster._detect import Found, detect
-from jaxche.cluster._flags import PROCESS_FLAGS, with_flags
+from jaxche.cluster._connect import connect, local_devices, resolved
+from jaxche.cluster._detect import detect
+from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
+from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
 
 _log = logging.getLogger("jaxche")
-_LOOPBACK = ("127.0.0.1", "localhost")
+_LEAST_ROLL_CALL_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +59,21 @@ def initialize(
     under Slurm, Open MPI or an indexed Kubernetes job of more than one process. With none of these the script
     is on its own and runs unchanged. A second call returns what the first did.
 
+    Right after joining the processes tell each other what they run: different versions of JAX, jaxlib, Flax, Optax,
+    jaxche or Python, or different numbers of processes, are refused with a table of who differs. A process that sees
+    GPUs of several kinds is refused too; kinds may differ between processes.
+
     Flags that ranks of different speeds need are added to ``XLA_FLAGS`` unless they are there: two hours of
-    patience in CPU collectives, no sharded GPU autotuning. A rank that ends by an exception leaves at once;
+    patience in CPU collectives, and where device kinds differ no sharded GPU autotuning and, in the compilation
+    cache that is configured, a folder a kind. A rank that ends by an exception leaves at once;
     by default JAX makes it wait at exit, up to 300 s, for the very ranks that wait for it. It still does after
     ``sys.exit(1)``, which Python shows to nobody: raise an exception instead.
 
     Args:
       coordinator_address: ``host:port`` of process 0, which opens that port. Give all three or none.
       num_processes: how many processes train together.
-      process_id: the number of this one, from 0. With explicit values every process sees all its GPUs: set
+      process_id: the number of this one, from 0. ``JAXCHE_PROCESS_ID`` may be left out where Slurm, MPI or an indexed
+        Kubernetes job numbers the processes. With explicit values every process sees all its GPUs: set
         ``CUDA_VISIBLE_DEVICES`` or ``JAX_LOCAL_DEVICE_IDS`` where several share a machine.
       timeout_s: seconds to wait for process 0 to be there, and for process 0 to see all the others.
 
@@ -74,8 +81,10 @@ def initialize(
       The number of this process, how many there are, and who said so.
 
     Raises:
-      ValueError: if the values are half given or make no sense, or the port is taken.
-      RuntimeError: if JAX has started its backend already, or the run was joined with other values.
+      ValueError: if the values are half given or make no sense, the port is taken, or this process sees GPUs of
+        several kinds.
+      RuntimeError: if JAX has started its backend already, the run was joined with other values, or the processes
+        disagree on their number or their versions.
       TimeoutError: if process 0 cannot be reached within ``timeout_s``. Where process 0 answers but not all
         ranks come, jaxlib ends the process, after a line on stderr that says so.
 
@@ -96,6 +105,8 @@ def initialize(
 
     found = detect(coordinator_address, num_processes, process_id, os.environ)
     if found.num_processes == 1:
+        if not _xla_bridge.backends_are_initialized():
+            _one_kind(device_kinds(os.environ))
         return ClusterInfo(0, 1, found.launcher)
     if _xla_bridge.backends_are_initialized():
         raise RuntimeError(
@@ -103,12 +114,27 @@ def initialize(
             "the others. Move the line `jaxche.initialize()` up, right after the imports: before the first "
             "jax.devices(), jax.device_count(), jnp.* or jax.random.* call."
         )
+    deadline = time.monotonic() + timeout_s
+    found = resolved(found, timeout_s)
+    local_ids = local_devices(found)
+    kind = _one_kind(device_kinds(os.environ, local_ids))
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), PROCESS_FLAGS)
+    # By default CUDA puts the fastest card first, while the numbers of schedulers and of the driver go by slot.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    _connect(found, timeout_s)
+    connect(found, local_ids, timeout_s, deadline)
     _leave_at_once_after_an_exception()
     state = _jax_distributed.global_state
+    left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
+    members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s)
+    try:
+        refuse_mismatch(members)
+    except RuntimeError:
+        # All refuse, so all can leave together: one that went first would take the others' last words with it.
+        jax.distributed.shutdown()
+        raise
+    _suit_kinds([member.kind for member in members], kind)
     _joined = ClusterInfo(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", _joined, state.coordinator_address)
     return _joined
@@ -126,81 +152,25 @@ def _refuse_change(joined: ClusterInfo, num_processes: int | None, process_id: i
             )
 
 
-def _connect(found: Found, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    method = bind = None
-    if found.address is not None:
-        host, _, port = found.address.rpartition(":")
-        _bypass_proxy(host)
-        if found.process_id == 0:
-            _check_port_is_free(found.address, int(port))
-        else:
-            _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
-        # JAX would ask the scheduler for what is not given (the local devices), and listen on every network.
-        method = "deactivate"
-        if host in _LOOPBACK and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-            bind = found.address
-    left_s = max(2, math.ceil(deadline - time.monotonic()))
-    # jaxlib aborts at the end of its wait, with no word on who waited for what: the last chance to say it.
-    said = threading.Timer(left_s - 0.5, _say_who_waits, (timeout_s,))
-    said.daemon = True
-    said.start()
-    try:
-        jax.distributed.initialize(
-            found.address,
-            found.num_processes,
-            found.process_id,
-            cluster_detection_method=method,
-            coordinator_bind_address=bind,
-            initialization_timeout=left_s,
-        )
-    finally:
-        said.cancel()
+def _suit_kinds(kinds: Sequence[str], mine: str) -> None:
+    """Sets what different kinds of device need. XLA reads its flags when the backend starts, which is later."""
+    if len(set(kinds)) == 1:
+        return
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), MIXED_FLAGS)
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", cache_folder(folder, mine))
 
 
-def _say_who_waits(timeout_s: float) -> None:
-    state = _jax_distributed.global_state
-    sys.stderr.write(
-        f"jaxche.initialize: process {state.process_id} waited {timeout_s:g} s, and not all processes came to "
-        f"{state.coordinator_address}. Are they all started, with the same address and number of processes? "
-        "jaxlib ends this one now; initialize(timeout_s=...) waits longer.\n"
+def _one_kind(kinds: Sequence[str]) -> str:
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    listed = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    raise ValueError(
+        f"this process sees GPUs of several kinds ({listed}), and one compiled program runs on one kind. Start one "
+        f"process a GPU: jaxche launch -n {len(kinds)} train.py, or choose: CUDA_DEVICE_ORDER=PCI_BUS_ID "
+        "CUDA_VISIBLE_DEVICES=0 python train.py"
     )
-    sys.stderr.flush()
-
-
-def _bypass_proxy(host: str) -> None:
-    # gRPC sends even loopback through a proxy named in the environment, and hangs there.
-    if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy") for name in os.environ):
-        for name in ("no_proxy", "no_grpc_proxy"):
-            os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
-
-
-def _check_port_is_free(address: str, port: int) -> None:
-    # jaxlib crashes on a taken port. SO_REUSEADDR lets a port through that only lingers in TIME_WAIT.
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ValueError(
-                f"coordinator_address={address!r}: process 0 cannot open port {port} here ({error.strerror}). "
-                "Take another port, the same in every process."
-            ) from None
-
-
-def _wait_for_coordinator(address: str, host: str, port: int, timeout_s: float, deadline: float) -> None:
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            socket.create_connection((host.strip("[]"), port), timeout=min(5.0, max(0.1, left_s))).close()
-            return
-        except OSError as error:
-            if deadline - time.monotonic() <= 0.2:
-                raise TimeoutError(
-                    f"coordinator_address={address!r}: nothing answered within timeout_s={timeout_s:g} "
-                    f"({error}). Is process 0 running there, and is the port open between the machines?"
-                ) from None
-            time.sleep(0.2)
 
 
 def _leave_at_once_after_an_exception() -> None:

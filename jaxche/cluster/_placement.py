@@ -104,6 +104,8 @@ def rank_environment(
     variables.setdefault("TQDM_MININTERVAL", "5")
     if place.gpu is not None:
         variables["CUDA_VISIBLE_DEVICES"] = place.gpu
+        # A number means the same card to CUDA and to the driver's tools.
+        variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     elif place.platform == "cpu":
         variables.setdefault("JAX_PLATFORMS", "cpu")
         # Changes nothing on a rank pinned to a core; where the system cannot pin, it keeps a rank to one thread.

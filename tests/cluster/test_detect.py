@@ -49,7 +49,7 @@ def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
 
 
 def test_open_mpi_without_an_address_is_refused_rather_than_trained_twice():
-    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_RANK"):
+    with pytest.raises(ValueError, match=r"mpirun -n 2 -x JAXCHE_COORDINATOR="):
         detect(None, None, None, {"OMPI_COMM_WORLD_SIZE": "2"})
 
 
@@ -75,3 +75,21 @@ def test_wrong_variables_are_named():
         detect(None, None, None, LAUNCHED | {"JAXCHE_NUM_PROCESSES": "two"})
     with pytest.raises(ValueError, match="without JAXCHE_NUM_PROCESSES and JAXCHE_PROCESS_ID"):
         detect(None, None, None, {"JAXCHE_COORDINATOR": "h:1"})
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "local_id"),
+    [
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, 0),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+        ({"PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, 1),
+        ({"JOB_COMPLETION_INDEX": "1"}, None),
+    ],
+)
+def test_the_scheduler_numbers_processes_that_were_told_the_rest(scheduler, local_id):
+    told = {"JAXCHE_COORDINATOR": "h:1", "JAXCHE_NUM_PROCESSES": "2"}
+    assert detect(None, None, None, told | scheduler) == Found("jaxche", "h:1", 2, 1, local_id)
+    # The number of `jaxche launch` counts, also inside a job of one task.
+    assert detect(None, None, None, LAUNCHED | scheduler | {"SLURM_PROCID": "0"}) == Found(
+        "jaxche", "127.0.0.1:1", 2, 1
+    )

@@ -3,12 +3,13 @@
 import pytest
 
 from jaxche.cluster import _flags
-from jaxche.cluster._flags import PROCESS_FLAGS, with_flags
+from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 
 
 def test_the_users_flags_win():
-    flags = with_flags("--a=1 --xla_gpu_shard_autotuning=true", PROCESS_FLAGS).split()
-    assert flags[:2] == ["--a=1", "--xla_gpu_shard_autotuning=true"]
+    mine = "--xla_cpu_collective_timeout_seconds=9"
+    flags = with_flags(f"--a=1 {mine}", PROCESS_FLAGS).split()
+    assert flags[:2] == ["--a=1", mine]
     assert len(flags) == 1 + len(PROCESS_FLAGS)
     assert with_flags(" ".join(flags), PROCESS_FLAGS).split() == flags
 
@@ -17,7 +18,7 @@ def test_a_file_of_flags_is_left_alone():
     assert with_flags("/home/me/flags.txt", PROCESS_FLAGS) == "/home/me/flags.txt"
 
 
-@pytest.mark.parametrize("name", [*PROCESS_FLAGS, "xla_cpu_multi_thread_eigen"])
+@pytest.mark.parametrize("name", [*PROCESS_FLAGS, *MIXED_FLAGS, "xla_cpu_multi_thread_eigen"])
 def test_the_installed_jaxlib_knows_the_flag(name, monkeypatch):
     monkeypatch.setattr(_flags, "_CHECKED_JAXLIB", (0, 0))
     assert with_flags("", {name: "1"}) == f"--{name}=1"

@@ -1,5 +1,6 @@
 """initialize() in one process; that several find each other is in tests/multiprocess."""
 
+import json
 import os
 import socket
 import time
@@ -8,7 +9,10 @@ import jax
 import pytest
 
 from jaxche.cluster import ClusterInfo, initialize
+from jaxche.cluster import _connect as connecting
 from jaxche.cluster import _initialize as module
+from jaxche.cluster import _roll_call as roll_call
+from jaxche.cluster._detect import Found
 
 ALONE = ClusterInfo(0, 1, "none")
 
@@ -69,39 +73,130 @@ def test_a_taken_port_is_named_before_jaxlib_crashes_on_it(monkeypatch):
             initialize(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
 
 
-def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypatch):
+class _Alone:
+    """A coordination service in which this process is all there is to hear of."""
+
+    def __init__(self, others=()):
+        self.keys = dict(others)
+
+    def key_value_set(self, key, value):
+        self.keys[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.keys.items() if key.startswith(folder)]
+
+    def wait_at_barrier(self, name, timeout_ms):
+        pass
+
+
+def _join(monkeypatch, others=(), rank=1, **environ):
+    """Runs initialize() as process ``rank`` of two under Slurm, with JAX's part played here; returns its calls."""
     _idle_backend(monkeypatch)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=9")
-    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "n1", "NTASKS": "2", "PROCID": "1"}.items():
+    slurm = {"JOB_ID": "7", "STEP_NODELIST": "n[1-2]", "NTASKS": "2", "PROCID": str(rank), "LOCALID": "0"}
+    for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     calls = []
 
     def joined(*args, **kwargs):
         calls.append((args, kwargs))
-        monkeypatch.setattr(module._jax_distributed.global_state, "process_id", 1)
-        monkeypatch.setattr(module._jax_distributed.global_state, "num_processes", 2)
+        state = module._jax_distributed.global_state
+        for name, value in {"process_id": rank, "num_processes": 2, "client": _Alone(others)}.items():
+            monkeypatch.setattr(state, name, value)
 
     monkeypatch.setattr(jax.distributed, "initialize", joined)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: calls.append("left"))
+    monkeypatch.setattr(connecting, "_wait_for_coordinator", lambda *args: None)
     monkeypatch.setattr(module, "_leave_at_once_after_an_exception", lambda: None)
+    return calls
+
+
+def _member(kind="cpu", world=2, **changed):
+    return json.dumps({"host": "n1", "kind": kind, "num_processes": world, "versions": roll_call.versions() | changed})
+
+
+def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypatch):
+    calls = _join(monkeypatch, {f"{roll_call._KEYS}0": _member()}, JAX_PLATFORMS="cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=9")
     info = initialize(timeout_s=10)
     assert info == ClusterInfo(1, 2, "slurm")
     assert initialize() is info
     [(args, kwargs)] = calls
-    assert args == (None, None, None)
-    assert kwargs["cluster_detection_method"] is None
+    assert args == (f"n1:{65535 - 2**12 + 1 + 7}", 2, 1)
+    assert kwargs["cluster_detection_method"] == "deactivate"
+    assert kwargs["local_device_ids"] == [0]
     assert kwargs["initialization_timeout"] == 10
     flags = os.environ["XLA_FLAGS"].split()
     assert "--xla_cpu_collective_timeout_seconds=9" in flags
-    assert "--xla_gpu_shard_autotuning=false" in flags
+    # All kinds are the same: nothing is given up for mixed ones.
+    assert not any("shard_autotuning" in flag for flag in flags)
     with pytest.raises(RuntimeError, match="num_processes=3, but"):
         initialize("h:1", 3, 1)
+
+
+def test_mixed_kinds_get_their_flag_and_a_cache_each(monkeypatch, tmp_path):
+    _join(monkeypatch, {f"{roll_call._KEYS}0": _member("NVIDIA H100")}, JAX_PLATFORMS="cpu")
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        initialize(timeout_s=10)
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cpu")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert "--xla_gpu_shard_autotuning=false" in os.environ["XLA_FLAGS"].split()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"jax": "0.9.9"}, r"1 of 2 processes run other versions of jax:\n(.*\n)*.*0\.9\.9"),
+        ({"world": 3}, "num_processes=3 on process 0; num_processes=2 on process 1"),
+    ],
+)
+def test_other_versions_and_worlds_are_refused_before_the_backend_starts(monkeypatch, other, message):
+    calls = _join(monkeypatch, {f"{roll_call._KEYS}0": _member(**other)}, JAX_PLATFORMS="cpu")
+    with pytest.raises(RuntimeError, match=message):
+        initialize(timeout_s=10)
+    assert calls[-1] == "left"
+
+
+def test_gpus_of_several_kinds_in_one_process_are_refused(monkeypatch):
+    _idle_backend(monkeypatch)
+    monkeypatch.setattr(module, "device_kinds", lambda *args: ["NVIDIA H100", "NVIDIA H100", "NVIDIA L4"])
+    expected = r"2 x NVIDIA H100, 1 x NVIDIA L4.*jaxche launch -n 3 train.py"
+    with pytest.raises(ValueError, match=expected):
+        initialize()
+    with pytest.raises(ValueError, match=expected):
+        initialize("127.0.0.1:1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("local_id", "visible", "ids"),
+    [(1, "0,1", [1]), (1, "1", [0]), (1, "", [1]), (None, "0,1", None)],
+    ids=["one of two", "bound by the scheduler", "no GPUs", "nobody numbered them"],
+)
+def test_each_process_of_a_machine_takes_its_gpu(monkeypatch, local_id, visible, ids):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert connecting.local_devices(Found("slurm", "h:1", 4, 3, local_id)) == ids
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
+    assert connecting.local_devices(Found("slurm", "h:1", 4, 3, local_id)) is None
+
+
+def test_more_processes_than_gpus_on_a_machine_are_refused(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match=r"process 6 is number 2 of this machine.*shows 2 GPUs.*ntasks-per-node=2"):
+        connecting.local_devices(Found("slurm", "h:1", 8, 6, 2))
 
 
 def test_a_proxy_is_bypassed(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
     monkeypatch.setenv("no_proxy", "example.org")
     monkeypatch.delenv("no_grpc_proxy", raising=False)
-    module._bypass_proxy("10.0.0.1")
+    connecting._bypass_proxy("10.0.0.1")
     assert os.environ["no_proxy"] == "example.org,10.0.0.1"
     assert os.environ.get("no_grpc_proxy") == "10.0.0.1"  # noqa: SIM112 (gRPC reads it in small letters)
     monkeypatch.delenv("no_grpc_proxy")

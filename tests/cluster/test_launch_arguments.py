@@ -17,6 +17,11 @@ from jaxche.cluster import launch
         ({"processes": 2, "pace_ms": [20.0, -1.0]}, "-1.0 must be positive"),
         ({"processes": 1, "pace_ms": [float("nan")]}, "positive"),
         ({"processes": 1, "grace_s": -1.0}, "grace_s=-1.0"),
+        ({"processes": 1, "term_grace_s": float("inf")}, "term_grace_s=inf"),
+        ({"processes": 1, "max_restarts": -1}, "max_restarts=-1"),
+        ({"processes": 2, "max_restarts": 1, "survivors": True}, "survivors=True with max_restarts=1.*max_restarts=3"),
+        ({"processes": 1, "hang_timeout_s": 0.0}, "hang_timeout_s=0.0"),
+        ({"processes": 1, "events": "/nowhere/events.jsonl"}, "events='/nowhere/events.jsonl' cannot be written"),
         ({"processes": 1, "command": "python train.py"}, "list of words"),
         ({"processes": 1, "command": []}, "list of words"),
     ],
@@ -60,7 +65,18 @@ def test_options_reach_the_launch(monkeypatch):
     seen = {}
     monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more) or 0)
     monkeypatch.setattr(cli, "count_gpus", lambda: 2)
-    args = _parse("--pace", "20,50.5", "--only-rank0", "--no-prefix", "--grace", "1", __file__)
+    restarts = [
+        "--max-restarts",
+        "3",
+        "--survivors",
+        "--hang-timeout",
+        "60",
+        "--term-grace",
+        "9",
+        "--events",
+        "e.jsonl",
+    ]
+    args = _parse("--pace", "20,50.5", "--only-rank0", "--no-prefix", "--grace", "1", *restarts, __file__)
     assert args.run(args) == 0
     assert seen == {
         "processes": 2,
@@ -69,6 +85,11 @@ def test_options_reach_the_launch(monkeypatch):
         "only_rank0": True,
         "grace_s": 1,
         "pin": True,
+        "max_restarts": 3,
+        "survivors": True,
+        "hang_timeout_s": 60,
+        "term_grace_s": 9,
+        "events": "e.jsonl",
     }
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxche.cluster import count_gpus
-from jaxche.cluster._gpus import gpu_ids, parse_listing
+from jaxche.cluster._gpus import gpu_ids, gpu_kinds, parse_listing
 from jaxche.cluster._placement import Place, pinned, places, rank_environment
 
 LISTING = """\
@@ -20,12 +20,23 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 def test_gpus_are_read_from_the_variable_and_else_from_nvidia_smi(monkeypatch):
     assert gpu_ids({"CUDA_VISIBLE_DEVICES": "2, GPU-x,-1,3"}) == ["2", "GPU-x"]
     assert gpu_ids(NO_GPU) == []
-    assert parse_listing(LISTING) == ["MIG-1", "MIG-2", "GPU-b"]
+    a100 = "NVIDIA A100 80GB PCIe"
+    parts = [("MIG-1", f"{a100} MIG 3g.40gb"), ("MIG-2", f"{a100} MIG 2g.20gb"), ("GPU-b", "NVIDIA L4")]
+    assert parse_listing(LISTING) == parts
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert count_gpus() == 3
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", "")
     assert count_gpus() == 0
+
+
+def test_kinds_follow_what_is_visible():
+    plain = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA L4 (UUID: GPU-bb)\n"
+    assert gpu_kinds({}, plain) == ["NVIDIA H100", "NVIDIA L4"]
+    assert gpu_kinds({"CUDA_VISIBLE_DEVICES": "1"}, plain) == ["NVIDIA L4"]
+    assert gpu_kinds({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-aa"}, plain) == ["NVIDIA L4", "NVIDIA H100"]
+    assert gpu_kinds({"CUDA_VISIBLE_DEVICES": "5"}, plain) == ["GPU"]
+    assert gpu_kinds(NO_GPU, plain) == []
 
 
 def test_each_rank_gets_a_gpu_and_too_few_are_refused():

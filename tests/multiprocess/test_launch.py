@@ -56,6 +56,40 @@ def test_two_processes_find_each_other_and_add_up(script, capfd):
     assert {"[0] jaxche 2 3.0", "[1] jaxche 2 3.0"} <= set(lines)
 
 
+def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capfd):
+    command = script("""
+        from jaxche.cluster import _roll_call, initialize
+        if os.environ["JAXCHE_PROCESS_ID"] == "1":
+            installed = _roll_call.versions()
+            _roll_call.versions = lambda: installed | {"optax": "0.1.0"}
+        try:
+            initialize(timeout_s=60)
+        except RuntimeError as error:
+            print(str(error))
+            # Having refused, each is on its own again.
+            import jax.numpy as jnp
+            print("alone", jnp.ones(2).sum())
+    """)
+    assert launch(command, 2, env=CPU) == 0
+    lines = capfd.readouterr().out.splitlines()
+    for rank in (0, 1):
+        mine = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
+        assert mine[0] == "1 of 2 processes run other versions of optax:"
+        assert mine[3].split()[::2] == ["1", "0.1.0"]
+        assert mine[-1] == "alone 2.0"
+
+
+def test_processes_that_expect_different_worlds_are_named(script, capfd):
+    command = script("""
+        from jaxche.cluster import initialize
+        rank = int(os.environ["JAXCHE_PROCESS_ID"])
+        initialize(os.environ["JAXCHE_COORDINATOR"], 2 + rank, rank, timeout_s=60)
+    """)
+    assert launch(command, 2, env=CPU, grace_s=2.0) == 1
+    err = capfd.readouterr().err
+    assert "num_processes=2 on process 0; num_processes=3 on process 1" in err
+
+
 def test_an_exception_after_joining_ends_both_at_once(script, capfd):
     # Left to itself JAX would have rank 1 wait at exit for rank 0, and rank 0 for ever for rank 1.
     command = script("""
@@ -146,7 +180,9 @@ def test_a_signal_to_the_launcher_ends_the_ranks(script, number):
         print("pid", os.getpid(), flush=True)
         time.sleep(100)
     """)
-    program = f"import sys; from jaxche.cluster import launch; sys.exit(launch({ranks!r}, 2, grace_s=0.3))"
+    program = (
+        f"import sys; from jaxche.cluster import launch; sys.exit(launch({ranks!r}, 2, grace_s=0.3, term_grace_s=0.3))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, **CPU},

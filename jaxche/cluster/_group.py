@@ -1,0 +1,179 @@
+"""The ranks of one launch, from their start to the end of the last."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from jaxche.cluster._events import EventLog
+from jaxche.cluster._heartbeat import Heartbeats
+from jaxche.cluster._orphans import Orphanage
+from jaxche.cluster._output import LinePrinter, Reader
+from jaxche.cluster._placement import Place, pinned
+
+# As coreutils' `timeout` has it.
+HUNG = 124
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a group ended: its exit code, the rank that failed first, and whether a signal to the launcher ended it."""
+
+    code: int
+    rank: int | None = None
+    told_to: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What all groups of a launch share."""
+
+    printer: LinePrinter
+    log: EventLog
+    orphans: Orphanage
+    # Signals that the launcher received.
+    signals: queue.SimpleQueue[int]
+    grace_s: float
+    term_grace_s: float
+    only_rank0: bool
+
+    def say(self, text: str) -> None:
+        """Prints a line of the launcher's own."""
+        self.printer.print(sys.stderr, None, f"jaxche launch: {text}")
+
+
+class Group:
+    """The ranks of one start; each leads a process group, so that its own children end with it."""
+
+    def __init__(self, around: Surroundings, restart: int) -> None:
+        self._around, self._restart = around, restart
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._readers: list[tuple[Reader, Reader]] = []
+        self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], place: Place) -> None:
+        """Starts the next rank.
+
+        Raises:
+          ValueError: if the program is not there.
+        """
+        rank = len(self._ranks)
+        try:
+            with pinned(place.core):
+                child = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+        except (FileNotFoundError, PermissionError) as error:
+            raise ValueError(
+                f"command={list(command)!r} cannot be run: {error.strerror}. For a script write: "
+                f'launch([sys.executable, "train.py"], processes=...)'
+            ) from None
+        self._around.orphans.add(child.pid)
+        self._ranks.append(child)
+        self._around.log.write("start", restart=self._restart, rank=rank, pid=child.pid, place=str(place))
+        assert child.stdout is not None
+        assert child.stderr is not None
+        out = None if self._around.only_rank0 and rank else sys.stdout
+        self._readers.append(
+            (
+                Reader(child.stdout, rank, self._around.printer, out),
+                Reader(child.stderr, rank, self._around.printer, sys.stderr),
+            )
+        )
+        threading.Thread(target=lambda: self._exits.put((rank, child.wait())), daemon=True).start()
+
+    def wait(self, heartbeats: Heartbeats | None = None) -> Ended:
+        """Waits until all ranks ended well, one failed, all fell silent, or the launcher is told to stop."""
+        around, running = self._around, len(self._ranks)
+        while running:
+            with contextlib.suppress(queue.Empty):
+                number = around.signals.get_nowait()
+                around.say(f"{signal.Signals(number).name}: stopping {running} process(es)")
+                self._stop(number, around.term_grace_s if number == signal.SIGTERM else around.grace_s)
+                return Ended(128 + number, told_to=True)
+            silence = heartbeats.silence() if heartbeats is not None else None
+            if silence is not None:
+                around.say(f"no heartbeat, last heard of {silence}; stopping all")
+                around.log.write("hang", restart=self._restart, heard=silence)
+                # A process that is stopped or stuck in a collective has no use for a grace.
+                self._stop(signal.SIGKILL, 0.0)
+                return Ended(HUNG)
+            try:
+                # Time-out: a signal that lands in another thread does not wake this one, which runs its handler.
+                rank, code = self._exits.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            self._log_exit(rank, code)
+            if code != 0:
+                around.say(f"rank {rank} {describe(code)}; stopping the others")
+                self._stop(signal.SIGTERM, around.grace_s)
+                self._report(rank, code)
+                return Ended(128 - code if code < 0 else code, rank)
+            running -= 1
+        return Ended(0)
+
+    def end(self) -> None:
+        """Kills what is left, the ranks' own children included, and reads their output to the end."""
+        for child in self._ranks:
+            _signal_group(child, signal.SIGKILL)
+        for child in self._ranks:
+            # A process in an uninterruptible wait dies when the kernel lets go of it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=5.0)
+        for reader in (one for pair in self._readers for one in pair):
+            reader.join(timeout=2.0)
+        self._around.orphans.clear()
+
+    def _stop(self, number: int, grace_s: float) -> None:
+        for child in self._ranks:
+            _signal_group(child, number)
+        deadline = time.monotonic() + grace_s
+        while any(child.poll() is None for child in self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            with contextlib.suppress(queue.Empty):
+                # A second Ctrl-C does not wait for the grace.
+                self._around.signals.get_nowait()
+                break
+        stubborn = [str(rank) for rank, child in enumerate(self._ranks) if child.poll() is None]
+        if stubborn and number != signal.SIGKILL:
+            self._around.say(f"rank {', '.join(stubborn)} still runs: SIGKILL")
+        self.end()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._log_exit(*self._exits.get(timeout=0.1))
+
+    def _log_exit(self, rank: int, code: int) -> None:
+        name = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
+        self._around.log.write("exit", restart=self._restart, rank=rank, **name)
+
+    def _report(self, rank: int, code: int) -> None:
+        self._around.say(f"rank {rank} {describe(code)}. Its last lines on standard error:")
+        for line in self._readers[rank][1].last or ["(none)"]:
+            self._around.printer.print(sys.stderr, None, f"    {line}")
+
+
+def describe(code: int) -> str:
+    """How a process with this return code ended."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
+    # The group outlives its leader where the rank left children of its own behind.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)

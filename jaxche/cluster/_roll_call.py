@@ -1,0 +1,172 @@
+"""What each process of a run is made of, told to all right after joining: mismatches end there, not in round 900."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxche.cluster._gpus import gpu_kinds, has_cuda
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax")
+_KEYS = "jaxche/roll_call/"
+_ROWS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One process: its machine, the kind of its devices, how many processes it expects, and its versions."""
+
+    host: str
+    kind: str
+    num_processes: int
+    versions: dict[str, str]
+
+
+def own(num_processes: int, kind: str) -> Member:
+    """This process."""
+    return Member(socket.gethostname(), kind, num_processes, versions())
+
+
+def versions() -> dict[str, str]:
+    """The versions that have to be the same everywhere; of Python the minor one.
+
+    Example:
+      >>> sorted(versions())
+      ['flax', 'jax', 'jaxche', 'jaxlib', 'optax', 'python']
+    """
+    found = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    # Not the metadata's: a checkout on PYTHONPATH has none, or another's.
+    found["jaxche"] = sys.modules[__name__.partition(".")[0]].__version__
+    found["python"] = ".".join(platform.python_version_tuple()[:2])
+    return found
+
+
+def device_kinds(environ: Mapping[str, str], local_ids: Sequence[int] | None = None) -> list[str]:
+    """The kinds of device that JAX will find in this process, without starting it.
+
+    Args:
+      environ: environment variables.
+      local_ids: numbers of the visible GPUs that JAX is told to take, or None for all.
+
+    Returns:
+      The kind of each GPU, in order; else the one platform named in ``JAX_PLATFORMS``, else "cpu".
+
+    Example:
+      >>> device_kinds({"JAX_PLATFORMS": "cpu"})
+      ['cpu']
+    """
+    wanted = environ.get("JAX_PLATFORMS", "").split(",")[0].strip().lower()
+    if wanted not in ("", "cuda", "gpu"):
+        return [wanted]
+    kinds = gpu_kinds(environ) if has_cuda() else []
+    if local_ids is not None:
+        kinds = [kinds[i] for i in local_ids if i < len(kinds)]
+    return kinds or ["cpu"]
+
+
+def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float) -> list[Member]:
+    """Tells all processes what this one is, and hears the same of them.
+
+    Args:
+      client: JAX's client of the coordination service.
+      process_id: the number of this process.
+      mine: what to tell.
+      timeout_s: how long to wait for the others.
+
+    Returns:
+      One member a process, in order.
+
+    Raises:
+      TimeoutError: if one did not answer; names it.
+    """
+    deadline = time.monotonic() + timeout_s
+    client.key_value_set(f"{_KEYS}{process_id}", json.dumps(dataclasses.asdict(mine)))
+    told: dict[int, Member] = {}
+    try:
+        # One barrier and one reading: waiting for each key in turn would cost 10,000 processes 10⁸ messages.
+        client.wait_at_barrier("jaxche/roll_call", max(1, int(1e3 * timeout_s)))
+        failed = None
+    except Exception as error:  # jaxlib's errors share no class of their own
+        failed = error
+    for key, text in client.key_value_dir_get(_KEYS):
+        told[int(key.rpartition("/")[2])] = Member(**json.loads(text))
+    missing = [rank for rank in range(mine.num_processes) if rank not in told]
+    if failed is not None and missing and time.monotonic() >= deadline - 1:
+        raise TimeoutError(
+            f"process {_listed(missing)} joined, but did not say within {timeout_s:.0f} s which versions it runs. "
+            "Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"
+        ) from None
+    if failed is not None:
+        raise failed
+    # Nobody leaves, and process 0 takes the service with it, before all have heard.
+    client.wait_at_barrier("jaxche/roll_call/heard", max(1, int(1e3 * timeout_s)))
+    return [told[rank] for rank in sorted(told)]
+
+
+def refuse_mismatch(members: Sequence[Member]) -> None:
+    """Refuses processes that expect different worlds or run different versions.
+
+    Raises:
+      RuntimeError: with a table of who differs from the most.
+
+    Example:
+      >>> refuse_mismatch([Member("a", "cpu", 2, {"jax": "1"}), Member("b", "cpu", 2, {"jax": "1"})])
+    """
+    worlds = [str(member.num_processes) for member in members]
+    if len(set(worlds)) > 1:
+        raise RuntimeError(
+            "the processes of this run disagree on how many they are: "
+            + "; ".join(
+                f"num_processes={world} on process {_listed([i for i, other in enumerate(worlds) if other == world])}"
+                for world in dict.fromkeys(worlds)
+            )
+            + ". Start all with the same number (JAXCHE_NUM_PROCESSES or num_processes=)."
+        )
+    columns = {name: [member.versions.get(name, "none") for member in members] for name in members[0].versions}
+    columns = {name: values for name, values in columns.items() if len(set(values)) > 1}
+    if not columns:
+        return
+    # The first value wins a tie: the table then shows who differs from process 0.
+    usual = {name: max(dict.fromkeys(values), key=values.count) for name, values in columns.items()}
+    differ = [i for i in range(len(members)) if any(columns[name][i] != usual[name] for name in columns)]
+    rows = [["process", "host", *columns], ["most", "", *usual.values()]]
+    rows += [[str(i), members[i].host, *(columns[name][i] for name in columns)] for i in differ[:_ROWS]]
+    more = f"\n  and {len(differ) - _ROWS} more" if len(differ) > _ROWS else ""
+    fix = " ".join(f"{name}=={value}" for name, value in usual.items() if name != "python")
+    raise RuntimeError(
+        f"{len(differ)} of {len(members)} processes run other versions of {', '.join(columns)}:\n"
+        f"{_table(rows)}{more}\n"
+        "Programs of different versions are not the same program, and their ranks hang or diverge. "
+        + (f"There write: pip install {fix}" if fix else f"There start them with Python {usual['python']}.")
+    )
+
+
+def cache_folder(folder: str, kind: str) -> str:
+    """The compilation cache of one kind of device, in the folder that is configured for all.
+
+    Example:
+      >>> cache_folder("/cache", "NVIDIA H100 80GB HBM3")
+      '/cache/nvidia-h100-80gb-hbm3'
+    """
+    name = "".join(letter if letter.isalnum() else "-" for letter in kind.lower())
+    # An object store's address is not a path of this system, but it too has slashes.
+    return f"{folder}/{name}" if "://" in folder else os.path.join(folder, name)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_ROWS]))
+    return shown + (f" and {len(ranks) - _ROWS} more" if len(ranks) > _ROWS else "")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join("  " + line.rstrip() for line in lines)

@@ -1,0 +1,165 @@
+"""Files for clusters: parsed by what will parse them, and run with the schedulers' programs played by shell scripts."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml  # comes with jupytext
+
+from jaxche.cli import main
+from jaxche.cluster import emit
+from jaxche.cluster._nodes import parse_nodes, total_tasks
+
+ROOT = Path(__file__).parents[2]
+COMMAND = ["python", "train.py", "--note", "it's $HOME"]
+
+
+def played(tmp_path, **programs):
+    """A PATH on which these programs are the given shell lines."""
+    for name, lines in programs.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/bash\n{lines}\n")
+        program.chmod(0o755)
+    return f"{tmp_path}:{os.environ['PATH']}"
+
+
+def run(text, tmp_path, environ, **programs):
+    script = tmp_path / "script"
+    script.write_text(text)
+    env = {**os.environ, **environ, "PATH": played(tmp_path, **programs)}
+    return subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=20, check=False)
+
+
+def test_nodes():
+    groups = parse_nodes("2x8:h100,4x1:l4,3")
+    assert [(g.count, g.gpus, g.kind, g.tasks) for g in groups] == [
+        (2, 8, "h100", 16),
+        (4, 1, "l4", 4),
+        (3, 0, None, 3),
+    ]
+    assert total_tasks(groups) == 23
+
+
+@pytest.mark.parametrize("nodes", ["", "0", "x8", "2x0", "2x8:", "2,", "h100"])
+def test_machines_that_make_no_sense_are_refused(nodes):
+    with pytest.raises(ValueError, match=r"--nodes .* makes no sense.*Write: --nodes"):
+        parse_nodes(nodes)
+
+
+def test_a_jobset_needs_an_image_and_only_a_jobset_takes_one():
+    with pytest.raises(ValueError, match="needs the container image"):
+        emit("jobset", COMMAND, "2")
+    with pytest.raises(ValueError, match="the others take none"):
+        emit("slurm", COMMAND, "2", image="me/train:1")
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
+@pytest.mark.parametrize("nodes", ["4", "2x8", "2x8:h100,4x1:l4"])
+def test_the_shell_reads_it(scheduler, nodes):
+    text = emit(scheduler, COMMAND, nodes)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_slurm_asks_for_one_process_a_gpu():
+    lines = emit("slurm", COMMAND, "2x8:h100").splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert "#SBATCH --nodes=2 --ntasks-per-node=8 --gres=gpu:h100:8" in lines
+    assert "#SBATCH --requeue --signal=TERM@120" in lines
+    assert "#SBATCH hetjob" not in lines
+    assert "#SBATCH --nodes=4 --ntasks-per-node=1" in emit("slurm", COMMAND, "4").splitlines()
+    # Slurm reads directives up to the first line that is neither comment nor directive.
+    assert all(line.startswith("#") for line in lines[: lines.index("")])
+
+
+SLURM = {"SLURM_JOB_ID": "70001", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NODELIST_HET_GROUP_0": "h[1-2]"}
+SRUN = 'echo "srun $JAXCHE_COORDINATOR $JAXCHE_NUM_PROCESSES $JAXCHE_RESTART"; printf "<%s>" "$@"; exit $CODE'
+SCONTROL = 'if [ "$1" = show ]; then echo h1; echo h2; else echo "scontrol $*"; fi'
+
+
+@pytest.mark.parametrize(
+    ("code", "max_restarts", "requeued"), [(0, 9, False), (2, 9, False), (143, 0, True), (1, 2, True), (1, 1, False)]
+)
+def test_slurm_goes_back_into_the_queue(tmp_path, code, max_restarts, requeued):
+    text = emit("slurm", COMMAND, "2x8:h100,4x1:l4", max_restarts)
+    done = run(text, tmp_path, SLURM | {"CODE": str(code)}, srun=SRUN, scontrol=SCONTROL)
+    assert done.returncode == code
+    # Process 0 is on the first machine of the first kind, at the port JAX itself would take.
+    assert f"srun h1:{61440 + 70001 % 4096} 20 1\n" in done.stdout
+    assert "<--het-group=0,1><--kill-on-bad-exit=1><--label><python><train.py><--note><it's $HOME>" in done.stdout
+    assert ("scontrol requeue 70001" in done.stdout) == requeued
+
+
+def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
+    mpirun = 'echo "$JAXCHE_COORDINATOR $JAXCHE_NUM_PROCESSES $JAXCHE_RESTART"; printf "<%s>" "$@"; exit $CODE'
+    text = emit("mpirun", COMMAND, "1x8:h100,2x1:l4", max_restarts=1)
+    done = run(text, tmp_path, {"HOSTS": "a,b,c", "CODE": "9"}, mpirun=mpirun)
+    assert done.returncode == 9
+    assert "a:61234 10 0\n" in done.stdout
+    assert "a:61234 10 1\n" in done.stdout
+    assert "<-n><10><--host><a:8,b:1,c:1>" in done.stdout
+    assert "<-x><JAXCHE_COORDINATOR>" in done.stdout
+    assert "<python><train.py><--note><it's $HOME>" in done.stdout
+    done = run(text, tmp_path, {"HOSTS": "a,b,c", "CODE": "2"}, mpirun=mpirun)
+    assert done.stdout.count("a:61234") == 1
+    done = run(text, tmp_path, {"HOSTS": "a,b", "CODE": "0"}, mpirun=mpirun)
+    assert done.returncode == 2
+    assert "HOSTS has 2 name(s), 3 are needed" in done.stderr
+
+
+def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
+    jobset = yaml.safe_load(emit("jobset", COMMAND, "2x8:h100,4", 3, name="My Run!", image="me/train:1"))
+    assert (jobset["kind"], jobset["metadata"]["name"]) == ("JobSet", "my-run")
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    numbers = []
+    for job in jobset["spec"]["replicatedJobs"]:
+        spec = job["template"]["spec"]
+        assert spec["completionMode"] == "Indexed"
+        assert spec["parallelism"] == spec["completions"]
+        pod = spec["template"]["spec"]
+        [container] = pod["containers"]
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        assert env["JAXCHE_COORDINATOR"] == "my-run-nodes0-0-0.my-run:61234"
+        assert env["JAXCHE_NUM_PROCESSES"] == "20"
+        assert container["command"][-4:] == COMMAND
+        for index in range(spec["completions"]):
+            words = [*container["command"][:4], "sh", "-c", "echo $JAXCHE_PROCESS_ID"]
+            if index in (0, spec["completions"] - 1):
+                told = {**os.environ, "JOB_COMPLETION_INDEX": str(index)}
+                numbers.append(int(subprocess.check_output(words, env=told, text=True)))
+    assert numbers == [0, 15, 16, 19]
+    h100, plain = (job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"])
+    assert h100["nodeSelector"] == {"nvidia.com/gpu.product": "h100"}
+    assert h100["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert "nodeSelector" not in plain
+    assert "resources" not in plain["containers"][0]
+
+
+def test_the_script_in_the_repository_is_what_is_printed(capsys):
+    there = (ROOT / "scripts" / "slurm" / "train.sbatch").read_text(encoding="utf8")
+    made_by = "jaxche launch --emit slurm --nodes 2 --max-restarts 3 -- jaxche train --task digits"
+    words = made_by.split()[1:]
+    assert main(words) == 0
+    assert capsys.readouterr().out == there
+    assert f"# Made by: {made_by}\n" in there
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--emit", "slurm", "train.py"], "takes the machines in --nodes"),
+        (["--emit", "slurm", "--nodes", "2", "-n", "2", "train.py"], "takes the machines in --nodes"),
+        (["--emit", "slurm", "--nodes", "2"], "nothing to run"),
+        (["--nodes", "2", "train.py"], "--nodes and --image are for a cluster"),
+    ],
+)
+def test_a_wrong_command_line_says_so(words, message, capsys):
+    assert main(["launch", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_need_not_be_here(capsys):
+    assert main(["launch", "--emit", "slurm", "--nodes", "2x8", "-m", "my_package.train", "--lr", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "--label python -m my_package.train --lr 1\n" in out
+    assert "--job-name=train\n" in out

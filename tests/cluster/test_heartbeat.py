@@ -1,0 +1,40 @@
+"""A run moves while any of its ranks does."""
+
+import pytest
+
+from jaxche.cluster import _heartbeat as module
+from jaxche.cluster._heartbeat import Heartbeats
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_silence_counts_from_the_start_and_from_the_last_beat_of_any(tmp_path, clock):
+    paths = [tmp_path / "0", tmp_path / "1"]
+    beats = Heartbeats(paths, timeout_s=10.0)
+    clock[0] += 9
+    assert beats.silence() is None
+    paths[1].touch()
+    assert beats.silence() is None
+    clock[0] += 9
+    assert beats.silence() is None
+    paths[1].unlink()  # a file written anew is a beat too
+    paths[1].touch()
+    paths[0].touch()
+    assert beats.silence() is None
+    clock[0] += 5
+    paths[0].unlink()
+    paths[0].touch()
+    assert beats.silence() is None
+    clock[0] += 10
+    assert beats.silence() == "rank 0 10 s ago, rank 1 15 s ago"
+
+
+def test_a_start_that_never_beats_is_a_hang(tmp_path, clock):
+    beats = Heartbeats([tmp_path / "0"], timeout_s=10.0)
+    clock[0] += 10
+    assert beats.silence() == "rank 0 never"

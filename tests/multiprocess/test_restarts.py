@@ -1,0 +1,169 @@
+"""Real processes that die, hang or are told to stop: what the launcher makes of them. No JAX in here."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from jaxche.cluster import launch
+
+CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        start = "import os, signal, sys, time\nrank, restart = (int(os.environ[f'JAXCHE_{n}']) for n in %r)\n"
+        path.write_text(start % (("PROCESS_ID", "RESTART"),) + textwrap.dedent(text))
+        return [sys.executable, "-S", str(path)]
+
+    return write
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def gone(pid, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":  # nobody waits for an orphan where no init process does
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_rank_that_dies_is_started_again_with_all_the_others(script, capfd, tmp_path):
+    command = script("""
+        print("start", restart, os.environ["JAXCHE_COORDINATOR"])
+        if restart == 0:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(100)
+    """)
+    events = tmp_path / "events.jsonl"
+    assert launch(command, 2, env=CPU, max_restarts=3, grace_s=1.0, events=events) == 0
+    out, err = capfd.readouterr()
+    ports = dict(re.findall(r"start (\d) 127.0.0.1:(\d+)", out))
+    assert ports.keys() == {"0", "1"}
+    assert ports["0"] != ports["1"]
+    assert "rank 1 was ended by SIGKILL" in err
+    assert "restart 1 of 3 with 2 process(es)" in err
+    told = read(events)
+    kinds = [event["event"] for event in told]
+    assert kinds == ["start", "start", "exit", "exit", "restart", "start", "start", "exit", "exit", "end"]
+    assert told[2] | {"time": 0} == {"time": 0, "event": "exit", "restart": 0, "rank": 1, "signal": "SIGKILL"}
+    assert told[4] | {"time": 0} == {
+        "time": 0,
+        "event": "restart",
+        "restart": 1,
+        "processes": 2,
+        "rank": 1,
+        "code": 137,
+    }
+    assert told[-1]["code"] == 0
+
+
+def test_restarts_are_used_up_and_bad_input_uses_none(script, capfd):
+    assert launch(script("sys.exit(7)"), 1, env=CPU, max_restarts=2) == 7
+    assert "restart 2 of 2" in capfd.readouterr().err
+    assert launch(script("sys.exit(2)"), 1, env=CPU, max_restarts=2) == 2
+    assert "restart" not in capfd.readouterr().err
+
+
+def test_a_rank_that_fails_twice_in_a_row_is_left_behind(script, capfd):
+    command = script("""
+        pace, world = os.environ["JAXCHE_PACE_MS"], os.environ["JAXCHE_NUM_PROCESSES"]
+        print("pace", pace, "rank", rank, "of", world)
+        if pace == "50":
+            sys.exit(3)
+        time.sleep(0 if world == "2" else 100)
+    """)
+    code = launch(command, 3, pace_ms=[20, 50, 30], env=CPU, max_restarts=3, survivors=True, grace_s=1.0)
+    assert code == 0
+    out = capfd.readouterr().out
+    assert out.count("pace 50") == 2
+    # The others keep their places and paces, and are numbered anew.
+    assert {"[0] pace 20 rank 0 of 2", "[1] pace 30 rank 1 of 2"} <= set(out.splitlines())
+
+
+def test_a_run_that_falls_silent_is_killed_and_started_again(script, capfd, tmp_path):
+    command = script("""
+        for _ in range(3 if restart == 0 else 30):
+            open(os.environ["JAXCHE_HEARTBEAT"], "w").close()
+            time.sleep(0.1)
+        if restart == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    """)
+    events = tmp_path / "events.jsonl"
+    assert launch(command, 2, env=CPU, max_restarts=1, hang_timeout_s=2.0, events=events) == 0
+    assert "no heartbeat, last heard of rank 0 2 s ago, rank 1 2 s ago" in capfd.readouterr().err
+    assert [event["event"] for event in read(events)].count("hang") == 1
+    hang = script("time.sleep(100)")
+    assert launch(hang, 1, env=CPU, hang_timeout_s=0.5) == 124
+
+
+def _launcher(ranks, *more):
+    program = f"import sys; from jaxche.cluster import launch; sys.exit(launch({ranks!r}, 2, {', '.join(more)}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, **CPU},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_sigterm_leaves_time_for_a_checkpoint_and_is_no_reason_to_restart(script, tmp_path):
+    ranks = script(f"""
+        def checkpoint(number, frame):
+            time.sleep(0.5)
+            open({str(tmp_path)!r} + f"/checkpoint-{{rank}}", "w").close()
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, checkpoint)
+        print("ready", flush=True)
+        time.sleep(100)
+    """)
+    with _launcher(ranks, "grace_s=0.0", "max_restarts=5") as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert [launcher.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
+            launcher.send_signal(signal.SIGTERM)
+            _, err = launcher.communicate(timeout=20)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 143
+    assert "SIGKILL" not in err
+    assert "restart" not in err
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-0", "checkpoint-1"}
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, tmp_path):
+    ranks = script("""
+        import subprocess
+        if rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("pid", os.getpid(), subprocess.Popen(["sleep", "100"]).pid, flush=True)
+        time.sleep(100)
+    """)
+    with _launcher(ranks, "term_grace_s=1.0") as launcher:
+        assert launcher.stdout is not None
+        pids = [
+            int(pid) for _ in range(2) for pid in re.findall(r"\d+", launcher.stdout.readline().partition("pid")[2])
+        ]
+        launcher.kill()
+    assert len(pids) == 4
+    assert all(gone(pid) for pid in pids)
