@@ -20,6 +20,7 @@ from jaxche.sharding import (
     NoShard,
     ShardedState,
     ShardGradOp,
+    compare_strategies,
     sharded_step,
 )
 from jaxche.training import (
@@ -62,6 +63,7 @@ __all__ = [
     "ShardedState",
     "SqrtScale",
     "Trainer",
+    "compare_strategies",
     "initialize",
     "linen_loss",
     "merge_weights",

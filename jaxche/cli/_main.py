@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxche.cli import _launch, _simulate, _train
+from jaxche.cli import _launch, _plan, _simulate, _train
 
 _START = """\
 jaxche trains one Flax model on whatever mix of devices you have, as fast as all of them together.
@@ -16,6 +16,7 @@ jaxche trains one Flax model on whatever mix of devices you have, as fast as all
                                    the same, against waiting for the slow one after every batch
   jaxche simulate --ms 20,50       what the cadence would do on devices of these speeds
   jaxche launch -n 2 train.py      run your own script once a device
+  jaxche plan --memory 16GiB       bytes a device keeps and sends under every sharding strategy
 
 jaxche COMMAND --help says more."""
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (_train, _launch, _simulate):
+    for command in (_train, _launch, _simulate, _plan):
         command.add_parser(commands)
     args = parser.parse_args(words)
     if args.version:

@@ -1,9 +1,13 @@
 """Layer 2, places: where parameters, gradients and optimizer state live on a mesh, and the step that keeps them so."""
 
+from jaxche.sharding._collectives import Collective, collectives
+from jaxche.sharding._compare import Comparison, compare_strategies
+from jaxche.sharding._explain import Explanation, bytes_in_theory
 from jaxche.sharding._gradient import value_and_grad
 from jaxche.sharding._layout import Layout, Leaf
 from jaxche.sharding._loss import Loss, as_loss, batch_size
 from jaxche.sharding._program import ShardedState
+from jaxche.sharding._sizes import as_bytes
 from jaxche.sharding._step import ShardedStep, sharded_step
 from jaxche.sharding._strategy import (
     FullShard,
@@ -16,6 +20,9 @@ from jaxche.sharding._strategy import (
 from jaxche.sharding._update import sharded_update
 
 __all__ = [
+    "Collective",
+    "Comparison",
+    "Explanation",
     "FullShard",
     "HybridShard",
     "HybridShardGradOp",
@@ -27,8 +34,12 @@ __all__ = [
     "ShardedState",
     "ShardedStep",
     "ShardingStrategy",
+    "as_bytes",
     "as_loss",
     "batch_size",
+    "bytes_in_theory",
+    "collectives",
+    "compare_strategies",
     "sharded_step",
     "sharded_update",
     "value_and_grad",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -113,9 +114,11 @@ def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any,
     parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
 
     def one(carry: Any, turn: Any) -> Any:
+        # Without the barrier the compiler gathers once, before the loop, and keeps whole parameters throughout.
         sums, before = carry
+        slices, sums = lax.optimization_barrier((params, sums))
         part, index = turn
-        (loss, (metrics, after)), grads = local(params, before, part, jax.random.fold_in(rng, index))
+        (loss, (metrics, after)), grads = local(slices, before, part, jax.random.fold_in(rng, index))
         # A scan's carry keeps its dtypes.
         after = jax.tree.map(lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), after, before)
         return (jax.tree.map(jnp.add, sums, (grads, (loss, metrics))), after), None
@@ -176,7 +179,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def _forget_gathered(layout: Layout) -> Callable[..., bool]:
     """A policy for ``jax.checkpoint``: keep all but gathered parameters, in whatever shape or dtype they are used."""
-    sizes = {jax.ShapeDtypeStruct(leaf.shape, leaf.dtype).size for leaf in layout.leaves if leaf.axis is not None}
+    sizes = {math.prod(leaf.shape) for leaf in layout.leaves if leaf.axis is not None}
 
     def policy(primitive: Any, *inputs: Any, **params: Any) -> bool:
         if primitive.name in _REARRANGES:

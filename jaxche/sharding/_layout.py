@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -164,7 +165,7 @@ class Layout:
             return Leaf(path, shape, dtype, None)
         if not shape:
             return Leaf(path, shape, dtype, None, "a scalar")
-        elements = jax.ShapeDtypeStruct(shape, dtype).size
+        elements = math.prod(shape)
         if elements < strategy.min_size:
             return Leaf(path, shape, dtype, None, f"{elements} elements, fewer than min_size={strategy.min_size}")
         scanned = any(_contains(path, tuple(name.split("/"))) for name in strategy.scanned)

@@ -15,6 +15,7 @@ from jaxche.sharding._checks import (
     refuse_other_state,
     refuse_uneven_batch,
 )
+from jaxche.sharding._explain import Explanation, explain
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import as_loss
 from jaxche.sharding._program import Program, ShardedState
@@ -33,7 +34,7 @@ class ShardedStep:
         refuse_bad_arguments(tx, strategy, accumulate)
         self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh
         Layout(self.strategy, self.mesh, ())  # refuses a mesh of other axes now, not at the first step
-        self._tx, self._accumulate = tx, accumulate
+        self._accumulate, self._compute_dtype = accumulate, compute_dtype
         self._arguments = (as_loss(loss_fn), tx, accumulate, compute_dtype, seed)
         self._programs: dict[Any, Program] = {}
         self._latest: Program | None = None
@@ -109,6 +110,42 @@ class ShardedStep:
           params: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
         """
         return self._program(params).layout
+
+    def explain(self, params: Any, batch: Any, model_state: Any = None) -> Explanation:
+        """What a step costs each device: bytes kept, bytes sent, and which parameters stay whole and why.
+
+        The step is compiled, not run: nothing is allocated. What XLA keeps besides differs between kinds of devices;
+        on fake CPU devices it is an estimate of what others will need.
+
+        Args:
+          params: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
+          batch: a batch, or its ``jax.ShapeDtypeStruct``.
+          model_state: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
+
+        Returns:
+          An :class:`Explanation`; print it.
+
+        Raises:
+          ValueError: a batch that does not divide.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax
+          >>> from jaxche.sharding import FullShard, sharded_step
+          >>> strategy = FullShard()
+          >>> mesh = strategy.mesh(jax.devices()[:4])
+          >>> step = sharded_step(lambda p, x: jnp.mean((x @ p) ** 2), optax.adam(0.1), strategy, mesh)
+          >>> costs = step.explain(jax.ShapeDtypeStruct((64, 16), jnp.float32), jnp.zeros((8, 64)))
+          >>> print(costs)
+          FullShard() on 4 devices: shard 4
+                                                 whole    a device    share
+          parameters                           4.0 KiB     1.0 KiB    0.250
+          ...
+          >>> costs.per_device["opt_state"], costs.theory
+          (2052, 9216.0)
+        """
+        program = self._program(params)
+        refuse_uneven_batch(program.layout, batch, self._accumulate)
+        return explain(program, _shapes(batch), _shapes(model_state), self._accumulate, self._compute_dtype)
 
     def __call__(self, state: ShardedState, batch: Any) -> tuple[ShardedState, dict[str, Any]]:
         """One step; does not wait for it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -45,6 +45,12 @@ class ShardingStrategy:
             raise ValueError(f"min_size={self.min_size} is a number of elements, 0 or more; write min_size=0")
         if not isinstance(self.scanned, tuple) or not all(isinstance(name, str) for name in self.scanned):
             raise ValueError(f'scanned={self.scanned!r} is not a tuple of names; write scanned=("layers",)')
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default or not f.kw_only]
+        changed.sort(key=lambda f: f.kw_only)
+        named = (f"{f.name}={getattr(self, f.name)!r}" if f.kw_only else repr(getattr(self, f.name)) for f in changed)
+        return f"{type(self).__name__}({', '.join(named)})"
 
     def mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
         """The mesh the strategy works on.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
 from jax import lax
 
-from jaxche.sharding._layout import Layout
+from jaxche.sharding._layout import SHARD, Layout
 
 
 def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
@@ -46,4 +47,18 @@ def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: 
     updates = lax.with_sharding_constraint(updates, layout.grads)
     slices = lax.with_sharding_constraint(optax.apply_updates(slices, updates), layout.grads)
     opt_state = lax.with_sharding_constraint(opt_state, layout.opt_state(tx))
+    if layout.strategy.shards_state and not layout.strategy.shards_params:
+        slices = _gather(layout, slices)
     return lax.with_sharding_constraint(slices, layout.params), opt_state
+
+
+def _gather(layout: Layout, slices: Any) -> Any:
+    """Whole parameters of slices, over ``shard`` alone; left to itself the partitioner also gathers across nodes."""
+
+    def gather(slices: Any) -> Any:
+        return layout.map_leaves(
+            lambda leaf, x: x if leaf.axis is None else lax.all_gather(x, SHARD, axis=leaf.axis, tiled=True), slices
+        )
+
+    specs = layout.grads_specs, layout.params_specs
+    return jax.shard_map(gather, mesh=layout.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(slices)

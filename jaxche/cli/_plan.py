@@ -1,0 +1,122 @@
+"""`jaxche plan`: what each sharding strategy would cost a device, on fake devices."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from jaxche.cli._arguments import whole
+from jaxche.cli._tasks import TASKS, load
+
+_EXAMPLES = """\
+examples:
+  jaxche plan                                        the text task on 8 fake devices
+  jaxche plan --memory 2MiB                          and the cheapest strategy that fits 2 MiB a device
+  jaxche plan --devices 16 --intra-node-size 8       nodes of 8 for the hybrid strategies
+  jaxche plan --batch-size 256 --accumulate 4 --compute-dtype bfloat16
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Registers `plan`.
+
+    Args:
+      subparsers: what ``ArgumentParser.add_subparsers`` returned.
+
+    Returns:
+      The new parser; its arguments carry ``run``.
+    """
+    parser = subparsers.add_parser(
+        "plan",
+        usage="%(prog)s [options]",
+        help="bytes a device keeps and sends under every sharding strategy",
+        description="Bytes a device keeps and sends under every sharding strategy, on fake devices of the CPU.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--task", choices=tuple(TASKS), default="text", help="what is trained (default: %(default)s)")
+    add("--devices", type=whole("--devices 8"), default=8, help="how many (default: %(default)s)")
+    add("--intra-node-size", type=whole("--intra-node-size 4"), help="devices in a node (default: half of them)")
+    add("--memory", metavar="SIZE", help="what a device has, e.g. 16GiB; names the cheapest strategy that fits")
+    add("--batch-size", type=whole("--batch-size 64"), default=64, help="of all devices (default: %(default)s)")
+    add("--accumulate", type=whole("--accumulate 1"), default=1, help="micro-batches (default: %(default)s)")
+    add("--compute-dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s")
+    add("--details", action="store_true", help="the whole table of each strategy, and which parameters stay whole")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles a step of the task under every strategy and prints what it costs.
+
+    Args:
+      args: from the parser of ``add_parser``.
+
+    Returns:
+      The exit code: 0, or 2 if the arguments make no sense.
+    """
+    try:
+        devices = _fake_devices(args.devices)
+        _print(args, devices)
+        return 0
+    except (ValueError, ImportError) as error:
+        sys.stderr.write(f"jaxche plan: error: {error}\n")
+        return 2
+
+
+def _print(args: argparse.Namespace, devices: list[Any]) -> None:
+    import jax.numpy as jnp
+
+    from jaxche.sharding import (
+        FullShard,
+        HybridShard,
+        HybridShardGradOp,
+        NoShard,
+        ShardGradOp,
+        as_bytes,
+        compare_strategies,
+    )
+
+    if args.memory is not None:
+        as_bytes(args.memory)  # before anything is compiled
+    task = load(args.task, batch_size=args.batch_size)
+    params, model_state = task.init(0)
+    strategies: list[Any] = [NoShard(), ShardGradOp(), FullShard()]
+    node = args.intra_node_size or len(devices) // 2
+    if node > 1:
+        strategies += [HybridShardGradOp(node), HybridShard(node)]
+    costs = compare_strategies(
+        task.loss_fn,
+        task.tx,
+        params,
+        task.data[0],
+        strategies=strategies,
+        devices=devices,
+        memory=args.memory,
+        model_state=model_state,
+        accumulate=args.accumulate,
+        compute_dtype=None if args.compute_dtype == "float32" else jnp.dtype(args.compute_dtype),
+    )
+    print(f"task {args.task}, batches of {args.batch_size} on {len(devices)} devices, compiled for cpu\n")
+    for explanation in costs.explanations if args.details else ():
+        print(f"{explanation}\n")
+    print(costs)
+
+
+def _fake_devices(count: int) -> list[Any]:
+    import jax
+
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # jax has started already: take what is there
+        pass
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"--devices {count}: jax has already started with {len(devices)}; write --devices {len(devices)}, or run "
+            "jaxche plan as a command of its own"
+        )
+    return devices[:count]

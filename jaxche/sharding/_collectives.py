@@ -1,0 +1,123 @@
+"""What a compiled program sends: its collectives, read from the HLO text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+_KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(_KINDS)})(-start)?\(")
+_CALLED = re.compile(r"\b(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{[\d,{}]*\}\}|\{\})")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+class Collective(NamedTuple):
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: ``"all-gather"``, ``"all-reduce"``, ``"all-to-all"``, ``"collective-permute"`` or ``"reduce-scatter"``.
+      nbytes: bytes of its result on one device.
+      groups: the devices that take part together, by their place in the mesh.
+      times: how often it runs in one call of the program: more than once in a loop.
+    """
+
+    kind: str
+    nbytes: int
+    groups: tuple[tuple[int, ...], ...]
+    times: int = 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes each device sends for it in one call of the program, by a ring algorithm."""
+        size = max((len(group) for group in self.groups), default=1)
+        share = {
+            "all-gather": (size - 1) / size,
+            "all-to-all": (size - 1) / size,
+            "all-reduce": 2 * (size - 1) / size,
+            "reduce-scatter": size - 1,
+            "collective-permute": 1,
+        }[self.kind]
+        return self.times * self.nbytes * share
+
+
+def collectives(hlo: str, devices: int) -> list[Collective]:
+    """The collectives of a compiled program.
+
+    Args:
+      hlo: ``compiled.as_text()``.
+      devices: on how many devices it runs.
+
+    Returns:
+      Those of groups of two or more, in the order of the text; of a loop of unknown length, for one turn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from jaxche.sharding import FullShard
+      >>> mesh = FullShard().mesh(jax.devices()[:4])
+      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "shard"), mesh=mesh, in_specs=P("shard"), out_specs=P())
+      >>> [found] = collectives(jax.jit(total).lower(jnp.zeros(32)).compile().as_text(), 4)
+      >>> found.kind, found.nbytes, found.sent
+      ('all-reduce', 32, 48.0)
+    """
+    bodies: dict[str, list[str]] = {}
+    entry = lines = None
+    for line in hlo.splitlines():
+        header = None if line.startswith(" ") else _COMPUTATION.match(line)
+        if header:
+            lines = bodies.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif lines is not None:
+            lines.append(line)
+    return [] if entry is None else _of(entry, bodies, 1, devices)
+
+
+def _of(name: str, bodies: dict[str, list[str]], times: int, devices: int) -> list[Collective]:
+    found = []
+    for line in bodies.get(name, ()):
+        match = _COLLECTIVE.search(line)
+        if match:
+            groups = _groups(line, devices)
+            if any(len(group) > 1 for group in groups):
+                found.append(Collective(match[2], _nbytes(match[1], bool(match[3]), match[2]), groups, times))
+            continue
+        called = _CALLED.findall(line)
+        for branches in _BRANCHES.findall(line):
+            called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+        trips = _TRIPS.search(line)
+        for callee in called:
+            found += _of(callee, bodies, times * (int(trips[1]) if trips else 1), devices)
+    return found
+
+
+def _nbytes(result: str, started: bool, kind: str) -> int:
+    arrays = [
+        math.prod(map(int, dims.split(","))) * (int(bits) if bits else 8) // 8 if dims else (int(bits or 8)) // 8
+        for _, bits, dims in _ARRAY.findall(result)
+    ]
+    if started and kind == "collective-permute":
+        arrays = arrays[:2]  # then come two counters
+    if started and kind != "all-reduce":
+        arrays = arrays[len(arrays) // 2 :]  # operands come first
+    return sum(arrays)
+
+
+def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    iota = _IOTA.search(line)
+    if iota:
+        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        numbers = np.arange(devices).reshape(dims)
+        return tuple(map(tuple, numbers.transpose(order).reshape(shape).tolist()))
+    listed = _LISTED.search(line)
+    if listed is None or listed[1] == "{}":
+        return (tuple(range(devices)),)
+    return tuple(map(tuple, json.loads(listed[1].replace("{", "[").replace("}", "]"))))

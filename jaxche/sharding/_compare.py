@@ -1,0 +1,161 @@
+"""All strategies side by side, and the cheapest that fits."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxche.sharding._explain import Explanation
+from jaxche.sharding._sizes import as_bytes, show_bytes
+from jaxche.sharding._step import sharded_step
+from jaxche.sharding._strategy import (
+    Device,
+    FullShard,
+    HybridShard,
+    HybridShardGradOp,
+    NoShard,
+    ShardGradOp,
+    ShardingStrategy,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What a step costs under several strategies; ``str()`` and notebooks show it as a table.
+
+    Attributes:
+      explanations: an :class:`Explanation` for each strategy.
+      memory: bytes a device has, or None if that was not said.
+    """
+
+    explanations: tuple[Explanation, ...]
+    memory: int | None
+
+    @property
+    def cheapest(self) -> ShardingStrategy | None:
+        """Of the strategies that fit, the one that sends least; of equal ones, that which needs least memory.
+
+        Without a memory everything fits. None if nothing does.
+        """
+        fitting = [e for e in self.explanations if self.memory is None or e.peak <= self.memory]
+        return min(fitting, key=lambda e: (e.sent, e.peak)).strategy if fitting else None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as data, a row a strategy: bytes a device, bytes sent a step, and whether it ``fits``."""
+        return [
+            {
+                "strategy": str(e.strategy),
+                **{name: e.per_device[name] for name in ("params", "gradients", "opt_state", "temporaries")},
+                "peak": e.peak,
+                "sent": e.sent,
+                "theory": e.theory,
+                "fits": self.memory is None or e.peak <= self.memory,
+            }
+            for e in self.explanations
+        ]
+
+    def __str__(self) -> str:
+        lines = ["bytes a device" + f"{'sent a step':>85}", _row(_HEAD)]
+        lines += [_row(self._cells(row)) for row in self.rows]
+        return "\n".join([*lines, self._verdict()])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in _HEAD)
+        rows = (
+            "<tr>" + "".join(f"<td align=right>{html.escape(cell)}</td>" for cell in self._cells(row)) + "</tr>"
+            for row in self.rows
+        )
+        return f"<table><tr>{head}</tr>{''.join(rows)}</table>{html.escape(self._verdict())}"
+
+    def _cells(self, row: dict[str, Any]) -> list[str]:
+        sizes = [show_bytes(row[name]) for name in list(row)[1:-1]]
+        return [row["strategy"], *sizes, "yes" if row["fits"] else "no"]
+
+    def _verdict(self) -> str:
+        given = "" if self.memory is None else f" and fits {show_bytes(self.memory)}"
+        if self.cheapest is None:
+            least = min(self.explanations, key=lambda e: e.peak)
+            return (
+                f"nothing fits {show_bytes(self.memory or 0)}: {least.strategy} needs {show_bytes(least.peak)}, the "
+                "least; take more devices or smaller batches (accumulate=)"
+            )
+        return f"sends least{given}: {self.cheapest}"
+
+
+def compare_strategies(
+    loss_fn: Callable[..., Any],
+    tx: Any,
+    params: Any,
+    batch: Any,
+    *,
+    strategies: Sequence[ShardingStrategy] | None = None,
+    devices: Sequence[Device] | None = None,
+    memory: int | str | None = None,
+    model_state: Any = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+) -> Comparison:
+    """What a step costs under several strategies, and which is the cheapest that fits the memory of a device.
+
+    Each step is compiled, none is run: nothing is allocated. See :meth:`ShardedStep.explain`.
+
+    Args:
+      loss_fn: as for :func:`sharded_step`.
+      tx: likewise.
+      params: parameters, their ``jax.ShapeDtypeStruct``, or a function that returns them.
+      batch: a batch or its shapes.
+      strategies: which; default: those without nodes and, if a node has two devices or more, the hybrid ones. A node
+        is what one process holds; of a single process, half of the devices.
+      devices: on which; default: all.
+      memory: bytes a device has, or text such as ``"16GiB"``.
+      model_state: what the loss function keeps besides, its shapes, or a function that returns it.
+      accumulate: micro-batches a batch.
+      compute_dtype: dtype in which ``loss_fn`` computes.
+
+    Returns:
+      A :class:`Comparison`; print it.
+
+    Raises:
+      ValueError: as :func:`sharded_step`, or a ``memory`` that is no size.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxche.sharding import FullShard, NoShard, compare_strategies
+      >>> costs = compare_strategies(
+      ...     lambda p, x: jnp.mean((x @ p) ** 2), optax.adam(0.1), jnp.zeros((256, 64)), jnp.zeros((8, 256)),
+      ...     strategies=[NoShard(), FullShard()], devices=jax.devices()[:4], memory="200KiB")
+      >>> [(row["strategy"], row["fits"]) for row in costs.rows], str(costs.cheapest)
+      ([('NoShard()', False), ('FullShard()', True)], 'FullShard()')
+    """
+    places = list(jax.devices() if devices is None else devices)
+    chosen = _usual(places) if strategies is None else tuple(strategies)
+    limit = None if memory is None else as_bytes(memory)
+    explanations = []
+    for strategy in chosen:
+        step = sharded_step(
+            loss_fn, tx, strategy, strategy.mesh(places), accumulate=accumulate, compute_dtype=compute_dtype
+        )
+        explanations.append(step.explain(params, batch, model_state))
+    return Comparison(tuple(explanations), limit)
+
+
+def _usual(devices: list[Device]) -> tuple[ShardingStrategy, ...]:
+    flat = (NoShard(), ShardGradOp(), FullShard())
+    processes = len({device.process_index for device in devices})
+    node = len(devices) // (processes if processes > 1 else 2)
+    if node < 2 or len(devices) % node:
+        return flat
+    return (*flat, HybridShardGradOp(node), HybridShard(node))
+
+
+_HEAD = ("strategy", "params", "grads", "opt", "other", "in all", "counted", "theory", "fits")
+
+
+def _row(cells: Sequence[str]) -> str:
+    name = cells[0] if len(cells[0]) <= 21 else cells[0][:18] + "..."
+    return f"{name:<22}" + "".join(f"{cell:>10}" for cell in cells[1:-1]) + f"{cells[-1]:>6}"

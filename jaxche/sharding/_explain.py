@@ -1,0 +1,210 @@
+"""What a sharded step costs: bytes a device keeps and bytes it sends, read from the compiled program."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxche.averaging import sum_dtype
+from jaxche.sharding._collectives import Collective, collectives
+from jaxche.sharding._layout import REPLICA, SHARD, Layout, Leaf
+from jaxche.sharding._program import Program
+from jaxche.sharding._sizes import nbytes, nbytes_per_device, show_bytes
+
+_SHOWN_LEAVES = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What a sharded step costs each device; ``str()`` and notebooks show it as a table.
+
+    Attributes:
+      strategy: the strategy.
+      axes: devices along each axis of the mesh.
+      whole: bytes on one device without sharding: ``params``, ``gradients``, ``opt_state``, ``inputs`` (batch and
+        model state).
+      per_device: bytes each device holds of the same, and ``temporaries``: activations, gathered parameters and what
+        else XLA keeps during a step, without the gradients.
+      peak: bytes a device needs in all, by ``memory_analysis()``: arguments, results that take no argument's
+        buffer, and temporaries.
+      collectives: what the compiled step sends.
+      theory: bytes a device sends a step by the strategy's formula, for sliced and whole parameters alike.
+      leaves: what was decided for each parameter.
+    """
+
+    strategy: Any
+    axes: dict[str, int]
+    whole: dict[str, int]
+    per_device: dict[str, int]
+    peak: int
+    collectives: tuple[Collective, ...]
+    theory: float
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def sent(self) -> float:
+        """Bytes each device sends in a step, counted in the compiled program."""
+        return sum(c.sent for c in self.collectives)
+
+    @property
+    def replicated(self) -> tuple[Leaf, ...]:
+        """The leaves that stay whole on every device although the strategy cuts others."""
+        return tuple(leaf for leaf in self.leaves if leaf.why)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as data: ``what``, ``whole`` and ``per_device`` bytes; ``whole`` is None where it means nothing."""
+        rows = [{"what": w, "whole": self.whole.get(w), "per_device": size} for w, size in self.per_device.items()]
+        return [*rows, {"what": "peak", "whole": None, "per_device": self.peak}]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><td>{_NAMES[r['what']]}</td><td align=right>{_show(r['whole'])}</td>"
+            f"<td align=right>{_show(r['per_device'])}</td></tr>"
+            for r in self.rows
+        )
+        notes = "<br>".join(html.escape(line) for line in (*self._sent_lines(), *self._leaf_lines()))
+        head = "<tr><th></th><th>whole</th><th>a device</th></tr>"
+        return f"<b>{html.escape(self._title())}</b><table>{head}{cells}</table>{notes}"
+
+    def _title(self) -> str:
+        axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
+        return f"{self.strategy} on {math.prod(self.axes.values())} devices: {axes}"
+
+    def _lines(self) -> Iterator[str]:
+        yield self._title()
+        yield f"{'':<32}{'whole':>12}{'a device':>12}{'share':>9}"
+        for row in self.rows:
+            share = f"{row['per_device'] / row['whole']:.3f}" if row["whole"] else ""
+            size = _show(row["per_device"])
+            yield f"{_NAMES[row['what']]:<32}{_show(row['whole']):>12}{size:>12}{share:>9}".rstrip()
+        yield from self._sent_lines()
+        yield from self._leaf_lines()
+
+    def _sent_lines(self) -> Iterator[str]:
+        kinds = {kind: [c for c in self.collectives if c.kind == kind] for kind in {c.kind for c in self.collectives}}
+        by_kind = ", ".join(f"{kind} {show_bytes(sum(c.sent for c in kinds[kind]))}" for kind in sorted(kinds))
+        yield f"each device sends {show_bytes(self.sent)} a step, in theory {show_bytes(self.theory)}"
+        if by_kind:
+            yield f"  {by_kind}"
+
+    def _leaf_lines(self) -> Iterator[str]:
+        kept = self.replicated
+        if kept:
+            size = show_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept))
+            yield f"{len(kept)} of {len(self.leaves)} parameters stay whole on every device, {size}:"
+        for leaf in kept[:_SHOWN_LEAVES]:
+            yield _cut(f"  {'/'.join(leaf.path)}: {leaf.why}")
+        if len(kept) > _SHOWN_LEAVES:
+            yield f"  and {len(kept) - _SHOWN_LEAVES} more"
+
+
+def explain(program: Program, batch: Any, model_state: Any, accumulate: int, compute_dtype: Any) -> Explanation:
+    """Compile a step and read what it costs.
+
+    Args:
+      program: its programs.
+      batch: shapes of a batch.
+      model_state: shapes of the model state.
+      accumulate: micro-batches a batch.
+      compute_dtype: as given to the step.
+    """
+    layout = program.layout
+    state = program.abstract(model_state)
+    compiled = program.step.lower(state, batch).compile()
+    memory = compiled.memory_analysis()
+    inputs = (batch, model_state)
+    whole_on_each = jax.tree.map(lambda _: layout.replicated, model_state)
+    places = (jax.tree.map(lambda _: layout.batch, batch), whole_on_each)
+    whole = {
+        "params": nbytes(state.params),
+        "gradients": nbytes(layout.shapes),
+        "opt_state": nbytes(state.opt_state),
+        "inputs": nbytes(inputs),
+    }
+    per_device = {
+        "params": nbytes_per_device(layout.shapes, layout.params),
+        "gradients": nbytes_per_device(layout.shapes, layout.grads),
+        "opt_state": nbytes_per_device(state.opt_state, program.shardings.opt_state),
+        "inputs": nbytes_per_device(inputs, places),
+    }
+    # XLA frees some gradients before it makes others: together they may be less than their sum.
+    per_device["temporaries"] = max(memory.temp_size_in_bytes - per_device["gradients"], 0)
+    return Explanation(
+        strategy=layout.strategy,
+        axes=dict(layout.mesh.shape),
+        whole=whole,
+        per_device=per_device,
+        peak=(
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        ),
+        collectives=tuple(collectives(compiled.as_text(), layout.devices)),
+        theory=bytes_in_theory(layout, accumulate, compute_dtype),
+        leaves=layout.leaves,
+    )
+
+
+def bytes_in_theory(layout: Layout, accumulate: int = 1, compute_dtype: Any = None) -> float:
+    r"""Bytes a device sends in a step, by ring algorithms.
+
+    With ``n`` devices along ``shard``, ``R`` along ``replica`` and ``k`` micro-batches, of a leaf of ``P`` bytes:
+    :math:`(n-1)/n \cdot P` for each gather and each reduce-scatter (FullShard: ``2k`` and ``k``, ShardGradOp: 1 and
+    ``k``), :math:`2 (R-1)/R \cdot P/n` for summing slices over ``replica``, and :math:`2 (nR-1)/(nR) \cdot P` for
+    a leaf that is whole.
+
+    Args:
+      layout: where everything lives.
+      accumulate: micro-batches a batch.
+      compute_dtype: dtype in which parameters are gathered, or None: their own.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.sharding import FullShard, Layout, NoShard
+      >>> params, devices = jnp.zeros(1000), jax.devices()[:4]
+      >>> [bytes_in_theory(Layout(s, s.mesh(devices), params)) for s in (FullShard(), NoShard())]
+      [9000.0, 6000.0]
+    """
+    nodes, count = layout.mesh.shape.get(REPLICA, 1), layout.mesh.shape[SHARD]
+    total = 0.0
+    for leaf in layout.leaves:
+        elements = math.prod(leaf.shape)
+        size, summed = (elements * jnp.dtype(d).itemsize for d in (leaf.dtype, sum_dtype(leaf.dtype)))
+        if leaf.axis is None:
+            total += 2 * (layout.devices - 1) / layout.devices * summed
+            continue
+        if layout.strategy.shards_params:
+            gathered = 2 * accumulate * elements * jnp.dtype(compute_dtype or leaf.dtype).itemsize
+        else:
+            gathered = size
+        total += (count - 1) / count * (gathered + accumulate * summed) + 2 * (nodes - 1) / nodes * summed / count
+    return total
+
+
+_NAMES = {
+    "params": "parameters",
+    "gradients": "gradients",
+    "opt_state": "optimizer state",
+    "inputs": "batch and model state",
+    "temporaries": "activations, other temporaries",
+    "peak": "in all, as XLA plans it",
+}
+
+
+def _show(size: int | None) -> str:
+    return "" if size is None else show_bytes(size)
+
+
+def _cut(line: str, most: int = 100) -> str:
+    return line if len(line) <= most else line[: most - 3] + "..."
