@@ -3,6 +3,7 @@
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.cluster import initialize
+from jaxche.protocols import Direct, Partitioned, Pipeline, order_partitions
 from jaxche.scaling import (
     AdamScale,
     AdaScale,
@@ -34,6 +35,7 @@ __all__ = [
     "AdamScale",
     "ApplyPolicy",
     "Batches",
+    "Direct",
     "ElChe",
     "History",
     "LEGWScale",
@@ -41,6 +43,8 @@ __all__ = [
     "NNXLoss",
     "NonFiniteLossError",
     "PaceError",
+    "Partitioned",
+    "Pipeline",
     "PlanMismatchError",
     "RankError",
     "ReplicaState",
@@ -51,6 +55,7 @@ __all__ = [
     "linen_loss",
     "merge_weights",
     "noise_scale",
+    "order_partitions",
     "progress_schedule",
     "scale_learning_rate",
     "weighted_mean",
