@@ -3,7 +3,7 @@
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.cluster import initialize
-from jaxche.protocols import Direct, Partitioned, Pipeline, order_partitions
+from jaxche.protocols import DataStore, Direct, Partitioned, Pipeline, order_partitions
 from jaxche.scaling import (
     AdamScale,
     AdaScale,
@@ -35,6 +35,7 @@ __all__ = [
     "AdamScale",
     "ApplyPolicy",
     "Batches",
+    "DataStore",
     "Direct",
     "ElChe",
     "History",

@@ -1,6 +1,7 @@
 """Layer 3, wires: a model cut into stages, and how their activations and gradients travel."""
 
 from jaxche.protocols._base import Device, Protocol_, Tag, Wire, WireClosedError
+from jaxche.protocols._data_store import DataStore
 from jaxche.protocols._direct import Direct, Pipeline
 from jaxche.protocols._order import order_partitions
 from jaxche.protocols._partition import Partitioned, PartitionedState
@@ -12,9 +13,12 @@ from jaxche.protocols._schedule import (
     one_f_one_b,
     simulate_schedule,
 )
+from jaxche.protocols._tensors import DamagedObjectError
 
 __all__ = [
     "SCHEDULES",
+    "DamagedObjectError",
+    "DataStore",
     "Device",
     "Direct",
     "Partitioned",
