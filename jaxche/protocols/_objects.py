@@ -215,6 +215,24 @@ class Objects:
             found = [entry["path"] for chunk in self._store.list(self._path(folder)) for entry in chunk]
         return sorted(path[len(self._run) + 1 :] for path in found)
 
+    def remove_torn(self, mine: Callable[[str], bool]) -> None:
+        """Delete what processes that were killed had half written.
+
+        Only a folder has such files: of an object ``key`` they are ``key#1``, ``key#2``, ..., which no listing shows.
+
+        Args:
+          mine: whether nobody but the caller writes an object of this name.
+        """
+        import obstore.store
+
+        if not isinstance(self._store, obstore.store.LocalStore) or self._store.prefix is None:
+            return
+        folder = self._store.prefix / self._run
+        for path in folder.rglob("*#*"):
+            key, _, number = path.relative_to(folder).as_posix().rpartition("#")
+            if number.isdecimal() and mine(key):
+                path.unlink(missing_ok=True)
+
     def _path(self, key: str) -> str:
         return f"{self._run}/{key}"
 

@@ -56,8 +56,8 @@ def _key(tag: Tag) -> str:
     return f"{_folder(tag.target)}/{name}"
 
 
-def _loss_key(step: int, reader: int) -> str:
-    return f"{_folder(reader)}/step-{step:010d}.loss"
+def _loss_key(step: int, reader: int, writer: int) -> str:
+    return f"{_folder(reader)}/step-{step:010d}.loss.from-stage-{writer:03d}"
 
 
 def _finished_key(stage: int) -> str:
@@ -104,14 +104,14 @@ class StoreWire:
     def publish(self, step: int, loss: Any) -> None:
         # One copy a reader: whoever reads an object takes it away, so no two may share one.
         for reader in set(range(self._n_stages)) - set(self._stages):
-            self._write(step, reader, _loss_key(step, reader), loss, np.float64)
+            self._write(step, reader, _loss_key(step, reader, self._n_stages - 1), loss, np.float64)
 
     def read_loss(self, step: int) -> float:
         last = self._n_stages - 1
         if last in self._stages:
             raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
         what = f"the loss of step {step}"
-        copies = [self._read(step, _loss_key(step, stage), _LOSS, what, last) for stage in self._stages]
+        copies = [self._read(step, _loss_key(step, stage, last), _LOSS, what, last) for stage in self._stages]
         return float(copies[0])
 
     def finish(self, step: int, state: Any = None) -> None:
@@ -129,6 +129,7 @@ class StoreWire:
             self._wait_settled()  # whoever uses the same names next must not lose them to deletes of this step
 
     def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
+        self._objects.remove_torn(self._writes)
         self._states = self._objects.names(self._state_folder())
         if not self._states:
             return None
@@ -245,6 +246,11 @@ class StoreWire:
         with contextlib.suppress(ValueError):
             return int(bytes(found[0])) if found else 0
         return 0
+
+    def _writes(self, key: str) -> bool:
+        ends = tuple(f".from-stage-{stage:03d}" for stage in self._stages)
+        own = (f"{self._state_folder()}/", *map(_finished_key, self._stages))
+        return key.endswith(ends) or key.startswith(own)
 
     def _state_folder(self) -> str:
         return f"stage-{self._stages[0]:03d}-state"

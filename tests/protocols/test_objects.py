@@ -118,6 +118,19 @@ def test_a_store_that_cannot_be_used_fails_at_start(url, options, message, reque
         open_objects(url, "run", options)
 
 
+def test_what_a_killed_process_had_half_written_is_removed(objects, tmp_path):
+    objects.create("folder/mine", [b"x"])
+    objects.create("folder/yours", [b"x"])
+    torn = [tmp_path / "new" / "run" / "folder" / name for name in ("mine#1", "mine#12", "yours#1")]
+    if torn[0].parent.exists():
+        for path in torn:
+            path.write_bytes(b"half")
+    objects.remove_torn(lambda key: key == "folder/mine")
+    assert objects.names("folder") == ["folder/mine", "folder/yours"]
+    if torn[0].parent.exists():
+        assert [path.exists() for path in torn] == [False, False, True]
+
+
 @pytest.mark.parametrize(("url", "options"), [("ftp://x", {}), ("s3://", {}), ("s3://bucket", {"colour": "red"})])
 def test_what_names_no_store_is_refused(url, options):
     with pytest.raises(ValueError, match=r'names no store .*"s3://bucket/path"'):
