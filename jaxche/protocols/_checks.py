@@ -23,6 +23,12 @@ def check_micro_batching(micro_batch_size: Any, schedule: Any) -> None:
         raise ValueError(f"schedule={schedule!r} is unknown; write one of {', '.join(map(repr, SCHEDULES))}")
 
 
+def check_timeout(timeout_s: Any) -> None:
+    """Refuse to wait for no time at all."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r} must be positive seconds; write timeout_s=300")
+
+
 def check_cut(size: int, examples: int) -> None:
     """Refuse a batch that micro-batches do not divide."""
     if examples % size:

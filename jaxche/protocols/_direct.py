@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxche.protocols._base import Device, Wire
-from jaxche.protocols._checks import check_micro_batching
+from jaxche.protocols._checks import check_micro_batching, check_timeout
 from jaxche.protocols._local import LocalWire
+from jaxche.protocols._peer import PeerWire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,16 @@ class Direct:
 
     One stage computes while the others wait: what it buys is memory, not time. For overlap see
     :class:`~jaxche.Pipeline`, which goes by the same wires.
+
+    Between devices of one process arrays are copied by ``jax.device_put``, started when the stage has dispatched its
+    work and not when it is done. Between processes of a ``jax.distributed`` run (``local_stages=``) they go through
+    sockets, which work between any two kinds of device.
+
+    Args:
+      timeout_s: how long a stage waits for one of another process before that is an error.
+
+    Raises:
+      ValueError: a ``timeout_s`` that is not positive.
 
     Example:
       >>> import jax.numpy as jnp, jaxche
@@ -27,12 +38,24 @@ class Direct:
       (14.0, [2.0, 1.0])
     """
 
-    micro_batch_size = None
-    schedule = "1f1b"
+    timeout_s: float = 300.0
+
+    @property
+    def micro_batch_size(self) -> None:
+        """The batch stays whole."""
+        return None
+
+    @property
+    def schedule(self) -> str:
+        """With one micro-batch all schedules are the same."""
+        return "1f1b"
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:
         """The wire between the stages of this process and of all others."""
-        return LocalWire(devices)
+        return LocalWire(devices) if len(stages) == n_stages else PeerWire(stages, n_stages, devices, self.timeout_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +69,10 @@ class Pipeline:
       micro_batch_size: examples in a micro-batch; must divide the batch.
       schedule: ``"1f1b"``: stage s keeps the activations of at most S - s micro-batches; ``"gpipe"``: of all M. Both
         take the same time.
+      timeout_s: how long a stage waits for one of another process before that is an error.
 
     Raises:
-      ValueError: a size below 1 or an unknown schedule.
+      ValueError: a size below 1, an unknown schedule, or a ``timeout_s`` that is not positive.
 
     References:
       Huang et al., *GPipe*, NeurIPS 2019; Narayanan et al., *PipeDream*, SOSP 2019.
@@ -56,15 +80,17 @@ class Pipeline:
     Example:
       >>> import jaxche
       >>> jaxche.Pipeline(micro_batch_size=8)
-      Pipeline(micro_batch_size=8, schedule='1f1b')
+      Pipeline(micro_batch_size=8, schedule='1f1b', timeout_s=300.0)
     """
 
     micro_batch_size: int
     schedule: str = "1f1b"
+    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
         check_micro_batching(self.micro_batch_size, self.schedule)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:
         """The same wire as that of :class:`~jaxche.Direct`."""
-        return Direct().wire(stages, n_stages, devices)
+        return Direct(self.timeout_s).wire(stages, n_stages, devices)

@@ -1,5 +1,6 @@
 """Models cut into stages, each with its slow obvious twin: the whole model, differentiated at once."""
 
+import functools
 import itertools
 import urllib.request
 import warnings
@@ -112,20 +113,45 @@ def whole(model, params, batch, micro_batches=1, step=0, seed=0):
 
     def mean(params):
         size = len(batch["x"]) // micro_batches
-        cut = [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(micro_batches)]
-        return jnp.mean(jnp.stack([one(params, part, i) for i, part in enumerate(cut)]))
+        cut = jax.tree.map(lambda x: x.reshape(micro_batches, size, *x.shape[1:]), batch)
+        return jax.lax.map(lambda given: one(params, *given), (cut, jnp.arange(micro_batches))).mean()
 
-    return jax.value_and_grad(mean)(params)
+    return jax.jit(jax.value_and_grad(mean))(params)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Nearly all the time here would be spent on optimising programs that run once."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@functools.cache
+def model_of(kind="plain", n_stages=2, uneven=False):
+    return MODELS[kind](n_stages, uneven)
+
+
+@functools.cache
+def twin_of(model, micro_batches, step):
+    return whole(model, model.params, model.batch, micro_batches, step)
 
 
 @pytest.fixture
 def make_model():
-    return lambda kind="plain", n_stages=2, uneven=False: MODELS[kind](n_stages, uneven)
+    return model_of
 
 
 @pytest.fixture
 def twin():
     return whole
+
+
+@pytest.fixture
+def first_twin():
+    """What the whole model gives at its own parameters, computed once for all tests."""
+    return twin_of
 
 
 @pytest.fixture

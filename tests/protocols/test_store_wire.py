@@ -156,8 +156,8 @@ def test_only_states_and_marks_are_left_of_a_run(save_every):
 def test_a_process_may_die_at_any_of_its_requests(stage, after, save_every):
     wanted = run(save_every=save_every)
     requests = wanted[3][stage]
-    assert requests > 20
-    for n in range(1, requests + 1):
+    assert requests > 15
+    for n in range(1, requests + 4):  # how many there are differs a little: some find nothing
         assert_undisturbed(run({stage: [(n, after)]}, save_every), wanted)
 
 
