@@ -3,6 +3,7 @@
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.cluster import initialize
+from jaxche.protocols import DataStore, Direct, Partitioned, Pipeline, order_partitions
 from jaxche.scaling import (
     AdamScale,
     AdaScale,
@@ -44,6 +45,8 @@ __all__ = [
     "AdamScale",
     "ApplyPolicy",
     "Batches",
+    "DataStore",
+    "Direct",
     "ElChe",
     "FullShard",
     "History",
@@ -55,6 +58,8 @@ __all__ = [
     "NoShard",
     "NonFiniteLossError",
     "PaceError",
+    "Partitioned",
+    "Pipeline",
     "PlanMismatchError",
     "RankError",
     "ReplicaState",
@@ -68,6 +73,7 @@ __all__ = [
     "linen_loss",
     "merge_weights",
     "noise_scale",
+    "order_partitions",
     "progress_schedule",
     "scale_learning_rate",
     "sharded_step",

@@ -8,7 +8,7 @@ import pytest
 import jaxche
 
 ROOT = Path(jaxche.__file__).parent
-ORDER = ("cadence", "averaging", "scaling", "sharding", "training", "cluster", "cli")
+ORDER = ("cadence", "averaging", "scaling", "sharding", "protocols", "training", "cluster", "cli")
 LAYERS = {package: layer for layer, package in enumerate(ORDER)}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 

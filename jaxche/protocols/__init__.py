@@ -1,0 +1,37 @@
+"""Layer 3, wires: a model cut into stages, and how their activations and gradients travel."""
+
+from jaxche.protocols._base import Device, Protocol_, Tag, Wire, WireClosedError
+from jaxche.protocols._data_store import DataStore
+from jaxche.protocols._direct import Direct, Pipeline
+from jaxche.protocols._order import order_partitions
+from jaxche.protocols._partition import Partitioned, PartitionedState
+from jaxche.protocols._schedule import (
+    SCHEDULES,
+    Simulation,
+    Task,
+    gpipe,
+    one_f_one_b,
+    simulate_schedule,
+)
+from jaxche.protocols._tensors import DamagedObjectError
+
+__all__ = [
+    "SCHEDULES",
+    "DamagedObjectError",
+    "DataStore",
+    "Device",
+    "Direct",
+    "Partitioned",
+    "PartitionedState",
+    "Pipeline",
+    "Protocol_",
+    "Simulation",
+    "Tag",
+    "Task",
+    "Wire",
+    "WireClosedError",
+    "gpipe",
+    "one_f_one_b",
+    "order_partitions",
+    "simulate_schedule",
+]

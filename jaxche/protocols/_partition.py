@@ -1,0 +1,326 @@
+"""A model cut into stages, each with its parameters and its optimizer on a device of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxche.protocols._base import Device, Protocol_, Wire
+from jaxche.protocols._checks import (
+    check_cut,
+    check_protocol,
+    check_stage_params,
+    checked_devices,
+    checked_stages,
+)
+from jaxche.protocols._execute import Pace, StageResult, run_stage, run_together
+from jaxche.protocols._program import Cut, StageProgram, StageSpec
+from jaxche.protocols._schedule import SCHEDULES, Schedule
+from jaxche.protocols._trace import as_stage, micro_spec, spec, trace_stages
+from jaxche.sharding import batch_size
+
+
+class PartitionedState(NamedTuple):
+    """Training state of a :class:`Partitioned` model: one entry a stage, each on its stage's device.
+
+    Attributes:
+      step: steps taken.
+      params: parameters of each stage; None for a stage of another process.
+      opt_state: optax state of each stage, likewise.
+    """
+
+    step: int
+    params: tuple[Any, ...]
+    opt_state: tuple[Any, ...]
+
+
+class _Plan(NamedTuple):
+    """All that is compiled and decided for one set of shapes."""
+
+    schedule: Schedule
+    programs: dict[int, StageProgram]
+    likes: dict[int, tuple[Any, Any]]
+
+
+class Partitioned:
+    r"""A model whose stages live on different devices, or in different processes, and train as one.
+
+    .. math:: x_1 = f_0(\theta_0, \mathrm{batch}), \quad x_{i+1} = f_i(\theta_i, x_i), \quad
+              L = \mathrm{loss}(x_S, \mathrm{batch})
+
+    Loss and gradients equal those of the whole model under every protocol; only where and when things are computed
+    differs. With micro-batches the loss is the mean of theirs, which equals the loss of the batch where ``loss`` is a
+    plain mean over examples (not one over unmasked tokens, say, whose number differs between micro-batches).
+
+    A stage is any function of a pytree of parameters and a pytree of arrays: ``module.apply`` of a linen module, or a
+    closure over the graph of an nnx model, see the examples. One that names ``rng`` gets a key of its own for every
+    step, stage and micro-batch: the same one under every protocol that cuts the batch alike.
+
+    Args:
+      stages: the functions ``f_0(params[0], batch)`` and ``f_i(params[i], x)``, each returning a pytree of arrays.
+        Integer and boolean arrays travel too, e.g. a mask; gradients flow through the float ones.
+      loss: ``loss(y, batch)``, a scalar, the mean over the batch.
+      protocol: how stages communicate: ``jaxche.Direct()``, ``jaxche.Pipeline(micro_batch_size=8)`` or
+        ``jaxche.DataStore(url)``.
+      devices: one a stage; default: the first of ``jax.local_devices()``. A device may appear several times.
+      local_stages: the stages of this process, where each process holds some: e.g. ``[jax.process_index()]``. All
+        processes then call the same methods in the same order with the same batch. Default: all of them.
+      remat: whether stages keep only their input for the backward and compute the rest again; one value, or one a
+        stage.
+      seed: of the keys of stages that name ``rng``.
+
+    Raises:
+      ValueError: an argument that makes no sense, or fewer devices than stages; and when called: parameters or
+        batches that do not fit, by the name of the stage.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxche, optax
+      >>> def hidden(params, batch):
+      ...     return jnp.tanh(batch["x"] @ params["w"])
+      >>> def output(params, x):
+      ...     return x @ params["w"]
+      >>> def loss(y, batch):
+      ...     return jnp.mean((y - batch["y"]) ** 2)
+      >>> model = jaxche.Partitioned([hidden, output], loss, jaxche.Pipeline(micro_batch_size=2))
+      >>> params = [{"w": jnp.ones((3, 4))}, {"w": jnp.ones((4, 1))}]
+      >>> batch = {"x": jnp.ones((8, 3)), "y": jnp.zeros((8, 1))}
+      >>> value, grads = model.value_and_grad(params, batch)
+      >>> round(float(value), 2), grads[0]["w"].shape, len(grads[1]["w"].devices())
+      (15.84, (3, 4), 1)
+      >>> state = model.init(params, optax.sgd(0.1))
+      >>> state, value = model.step(state, batch)
+      >>> state.step
+      1
+
+      Stages out of Flax modules, linen and nnx:
+
+      >>> from flax import linen, nnx
+      >>> dense = linen.Dense(4)
+      >>> graph, start = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+      >>> stages = [
+      ...     lambda params, batch: linen.relu(dense.apply({"params": params}, batch["x"])),
+      ...     lambda params, x: nnx.merge(graph, params)(x),
+      ... ]
+      >>> params = [dense.init(jax.random.key(0), batch["x"])["params"], start]
+      >>> loss, grads = jaxche.Partitioned(stages, loss, jaxche.Direct()).value_and_grad(params, batch)
+      >>> grads[1]["kernel"].shape
+      (4, 1)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[..., Any]],
+        loss: Callable[[Any, Any], Any],
+        protocol: Protocol_,
+        devices: Sequence[Device] | None = None,
+        *,
+        local_stages: Sequence[int] | None = None,
+        remat: bool | Sequence[bool] = False,
+        seed: int = 0,
+    ):
+        if not stages:
+            raise ValueError("stages is empty; write e.g. stages=[f0, f1] with f(params, x)")
+        if not callable(loss):
+            raise ValueError(f"loss={loss!r} is not a function; write def loss(y, batch): ... return the mean")
+        check_protocol(protocol)
+        remats = [remat] * len(stages) if isinstance(remat, bool) else list(remat)
+        if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):
+            raise ValueError(f"remat={remat!r} must be one bool, or {len(stages)}, one a stage; write remat=True")
+        self._stages = [as_stage(i, call, again) for i, (call, again) in enumerate(zip(stages, remats, strict=True))]
+        self._loss, self._protocol, self._seed = loss, protocol, seed
+        self._local = checked_stages(local_stages, len(stages))
+        self._devices = checked_devices(devices, self._local, len(stages))
+        self._wire: Wire | None = protocol.wire(self._local, len(stages), self._devices)
+        self._tx: Any = None
+        self._update: Any = None
+        self._specs: list[Any] = [None] * len(stages)
+        self._plans: dict[Any, _Plan] = {}
+        self._next_step = 0
+        self._peaks: tuple[int | None, ...] = (None,) * len(stages)
+        self._paces: Sequence[Pace] | None = None
+
+    @property
+    def devices(self) -> tuple[Device | None, ...]:
+        """The device of each stage; None for a stage of another process."""
+        return self._devices
+
+    @property
+    def peak_activations(self) -> tuple[int | None, ...]:
+        """For each stage, the most micro-batches whose activations it kept at once in the last step."""
+        return self._peaks
+
+    def value_and_grad(self, params: Sequence[Any], batch: Any, *, step: int | None = None) -> tuple[Any, tuple]:
+        """Loss and gradients of every stage, equal to the whole model's.
+
+        Args:
+          params: one entry a stage. In a run of many processes those of other stages are only read for their shapes:
+            ``jax.ShapeDtypeStruct`` will do, or None once the shapes are known from :meth:`init`.
+          batch: pytree of arrays with a leading batch axis, the same in every process.
+          step: number of the step, for keys and tags; default: one more than in the call before.
+
+        Returns:
+          The loss, a scalar, and a tuple with the gradients of each stage on its device; None for a stage of another
+          process.
+
+        Raises:
+          ValueError: parameters or a batch that do not fit.
+        """
+        step = self._next_step if step is None else step
+        plan, placed = self._prepare(params, batch)
+        results = self._run(plan, step, placed, batch)
+        wire = self._open()
+        loss = self._share_loss(step, results, wire)
+        wire.finish(step)
+        return loss, self._by_stage({stage: result.grads for stage, result in results.items()})
+
+    def init(self, params: Sequence[Any], tx: optax.GradientTransformation) -> PartitionedState:
+        """Put each stage's parameters on its device, with an optimizer state of their own.
+
+        Args:
+          params: one entry a stage, as for :meth:`value_and_grad`.
+          tx: any optax transformation, applied to each stage by itself: what looks at all parameters together, such as
+            ``optax.clip_by_global_norm``, sees one stage at a time.
+
+        Returns:
+          The state to give to :meth:`step`; that of the last finished step where the protocol keeps one and this
+          process was started again.
+        """
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
+        placed = self._place(params)
+        self._tx = optax.with_extra_args_support(tx)
+        self._update = jax.jit(self._apply)
+        begin = jax.jit(tx.init)
+        states = tuple((placed[stage], begin(placed[stage])) for stage in self._local)
+        found = self._open().rejoin(spec(states))
+        step, states = found if found is not None else (0, states)
+        states = [jax.device_put(s, self._devices[stage]) for stage, s in zip(self._local, states, strict=True)]
+        self._next_step = step
+        return self._state(step, states)
+
+    def step(self, state: PartitionedState, batch: Any) -> tuple[PartitionedState, Any]:
+        """One step of the optimizer on one batch; the state it is given stays as it was.
+
+        Args:
+          state: from :meth:`init` or the step before.
+          batch: pytree of arrays with a leading batch axis, the same in every process.
+
+        Returns:
+          The next state and the loss of the batch.
+        """
+        if self._update is None:
+            raise ValueError("step before init; write state = model.init(params, tx) first")
+        plan, placed = self._prepare(state.params, batch)
+        results = self._run(plan, state.step, placed, batch)
+        states = [self._update(results[stage].grads, placed[stage], state.opt_state[stage]) for stage in self._local]
+        wire = self._open()
+        loss = self._share_loss(state.step, results, wire)
+        wire.finish(state.step, tuple(states))
+        return self._state(state.step + 1, states), loss
+
+    def close(self) -> None:
+        """Let go of the connections to other stages; the next call opens new ones."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def _open(self) -> Wire:
+        if self._wire is None:
+            self._wire = self._protocol.wire(self._local, len(self._stages), self._devices)
+        return self._wire
+
+    def _apply(self, grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        updates, opt_state = self._tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def _state(self, step: int, states: Sequence[tuple[Any, Any]]) -> PartitionedState:
+        params, opt_states = ({s: pair[i] for s, pair in zip(self._local, states, strict=True)} for i in range(2))
+        return PartitionedState(step, self._by_stage(params), self._by_stage(opt_states))
+
+    def _by_stage(self, local: dict[int, Any]) -> tuple[Any, ...]:
+        return tuple(local.get(stage) for stage in range(len(self._stages)))
+
+    def _place(self, params: Sequence[Any]) -> dict[int, Any]:
+        """This process's parameters on their devices; notes the shapes of all."""
+        check_stage_params(params, len(self._stages))
+        placed = {stage: jax.device_put(params[stage], self._devices[stage]) for stage in self._local}
+        for stage, tree in enumerate(params):
+            if stage in placed:
+                self._specs[stage] = spec(placed[stage])
+            elif tree is not None:
+                self._specs[stage] = spec(tree)
+            elif self._specs[stage] is None:
+                raise ValueError(
+                    f"params[{stage}] is None, and the shapes of that stage of another process are not known here; "
+                    f"call model.init(params, tx) with all parameters first, or give their jax.ShapeDtypeStruct"
+                )
+        return placed
+
+    def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[_Plan, dict[int, Any]]:
+        placed = self._place(params)
+        given = (tuple(self._specs), spec(batch))
+        leaves, structure = jax.tree.flatten(given)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._plans:
+            self._plans[key] = self._compile(*given)
+        return self._plans[key], placed
+
+    def _compile(self, specs: Sequence[Any], batch: Any) -> _Plan:
+        cut = Cut(None, 1)
+        if (size := self._protocol.micro_batch_size) is not None:
+            examples = batch_size(batch)
+            check_cut(size, examples)
+            if size < examples:
+                cut = Cut(size, examples // size)
+        micro = micro_spec(batch, cut.size)
+        outputs = trace_stages(self._stages, self._loss, specs, micro)
+        last = len(self._stages) - 1
+        programs, likes = {}, {}
+        for stage in self._local:
+            x = outputs[stage - 1] if stage > 0 else None
+            out = outputs[stage] if stage < last else None
+            given = StageSpec(specs[stage], x, batch if stage in (0, last) else None, out)
+            loss = self._loss if stage == last else None
+            programs[stage] = StageProgram(self._stages[stage], loss, self._seed, self._devices[stage], cut, given)
+            likes[stage] = (x, out)
+        return _Plan(SCHEDULES[self._protocol.schedule](last + 1, cut.count), programs, likes)
+
+    def _run(self, plan: _Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
+        wire = self._open()
+        last = len(self._stages) - 1
+        batches = {s: jax.device_put(batch, self._devices[s]) for s in self._local if s in (0, last)}
+        jobs = [
+            lambda s=stage: run_stage(
+                plan.programs[s],
+                plan.schedule[s],
+                wire,
+                step,
+                placed[s],
+                batches.get(s),
+                plan.likes[s],
+                None if self._paces is None else self._paces[s],
+            )
+            for stage in self._local
+        ]
+        try:
+            results = dict(zip(self._local, run_together(jobs, wire), strict=True))
+        except BaseException:
+            # What is still under way belongs to a step that never was: start the next one on a new wire.
+            self.close()
+            raise
+        self._next_step = step + 1
+        self._peaks = self._by_stage({stage: result.peak for stage, result in results.items()})
+        return results
+
+    def _share_loss(self, step: int, results: dict[int, StageResult], wire: Wire) -> Any:
+        last = len(self._stages) - 1
+        if last not in results:
+            return jnp.float32(wire.read_loss(step))
+        loss = results[last].loss
+        if len(results) <= last:
+            wire.publish(step, float(loss))
+        return loss

@@ -1,0 +1,146 @@
+"""Pipeline schedules as data: for each stage, the order of its forward and backward tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Task(NamedTuple):
+    """One piece of work of a stage.
+
+    Attributes:
+      kind: ``"F"`` forward or ``"B"`` backward.
+      micro: number of the micro-batch.
+    """
+
+    kind: str
+    micro: int
+
+
+Schedule = tuple[tuple[Task, ...], ...]
+
+
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards: each stage keeps the activations of every micro-batch.
+
+    Args:
+      stages: number of stages S.
+      micro_batches: number of micro-batches M.
+
+    Returns:
+      The tasks of each stage, in order.
+
+    References:
+      Huang et al., *GPipe: Efficient training of giant neural networks using pipeline parallelism*, NeurIPS 2019.
+
+    Example:
+      >>> ["".join(f"{task.kind}{task.micro} " for task in tasks) for tasks in gpipe(2, 2)]
+      ['F0 F1 B0 B1 ', 'F0 F1 B0 B1 ']
+    """
+    tasks = tuple(Task(kind, micro) for kind in "FB" for micro in range(micro_batches))
+    return (tasks,) * stages
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
+    """One forward, one backward: stage s keeps the activations of at most S - s micro-batches.
+
+    It takes as long as GPipe. The backwards come in the same order, so both give the same gradients bit for bit.
+
+    Args:
+      stages: number of stages S.
+      micro_batches: number of micro-batches M.
+
+    Returns:
+      The tasks of each stage, in order.
+
+    References:
+      Narayanan et al., *PipeDream: Generalized pipeline parallelism for DNN training*, SOSP 2019 (there with
+      flushes left out; with them it is PipeDream-Flush of *Memory-efficient pipeline-parallel DNN training*, 2021).
+
+    Example:
+      >>> ["".join(f"{task.kind}{task.micro} " for task in tasks) for tasks in one_f_one_b(2, 3)]
+      ['F0 F1 B0 F2 B1 B2 ', 'F0 B0 F1 B1 F2 B2 ']
+    """
+    schedule = []
+    for stage in range(stages):
+        ahead = min(stages - 1 - stage, micro_batches)
+        tasks = [Task("F", micro) for micro in range(ahead)]
+        for micro in range(ahead, micro_batches):
+            tasks += [Task("F", micro), Task("B", micro - ahead)]
+        tasks += [Task("B", micro) for micro in range(micro_batches - ahead, micro_batches)]
+        schedule.append(tuple(tasks))
+    return tuple(schedule)
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
+
+
+class Simulation(NamedTuple):
+    """What a schedule comes to.
+
+    Attributes:
+      makespan: from the first task to the end of the last, in the unit of the given times.
+      bubble: share of the stages' time in which they have nothing to do.
+      peak: for each stage, the most micro-batches whose activations it keeps at once.
+    """
+
+    makespan: float
+    bubble: float
+    peak: tuple[int, ...]
+
+
+def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> Simulation:
+    r"""Run a schedule on a virtual clock, with communication that takes no time.
+
+    With S equal stages and M micro-batches GPipe and 1F1B take (M + S - 1)/M times their work, and
+
+    .. math:: \mathrm{bubble} = \frac{S - 1}{M + S - 1}
+
+    Args:
+      schedule: the tasks of each stage.
+      forward: time of a forward task of each stage.
+      backward: time of a backward task of each stage.
+
+    Raises:
+      ValueError: the stages wait for each other for ever; names the tasks they wait at.
+
+    Example:
+      >>> simulate_schedule(one_f_one_b(2, 3), [1, 1], [2, 2])
+      Simulation(makespan=12.0, bubble=0.25, peak=(2, 1))
+    """
+    last = len(schedule) - 1
+    done: dict[tuple[str, int, int], float] = {}
+    clock, place = [0.0] * len(schedule), [0] * len(schedule)
+    kept, peak = [0] * len(schedule), [0] * len(schedule)
+
+    def needs(stage: int, task: Task) -> tuple[str, int, int] | None:
+        if task.kind == "F":
+            return ("F", task.micro, stage - 1) if stage > 0 else None
+        return ("B", task.micro, stage + 1) if stage < last else ("F", task.micro, stage)
+
+    moved = True
+    while moved:
+        moved = False
+        for stage, tasks in enumerate(schedule):
+            while place[stage] < len(tasks):
+                task = tasks[place[stage]]
+                need = needs(stage, task)
+                if need is not None and need not in done:
+                    break
+                begin = max(clock[stage], done[need] if need else 0.0)
+                clock[stage] = begin + float((forward if task.kind == "F" else backward)[stage])
+                done[(task.kind, task.micro, stage)] = clock[stage]
+                kept[stage] += 1 if task.kind == "F" else -1
+                peak[stage] = max(peak[stage], kept[stage])
+                place[stage] += 1
+                moved = True
+    stuck = {stage: tasks[place[stage]] for stage, tasks in enumerate(schedule) if place[stage] < len(tasks)}
+    if stuck:
+        waits = ", ".join(f"stage {stage} at {task.kind}{task.micro}" for stage, task in stuck.items())
+        raise ValueError(f"schedule: the stages wait for each other for ever ({waits})")
+    work = sum(
+        float((forward if task.kind == "F" else backward)[s]) for s, tasks in enumerate(schedule) for task in tasks
+    )
+    makespan = max(clock, default=0.0)
+    return Simulation(makespan, 1 - work / (makespan * len(schedule)) if makespan else 0.0, tuple(peak))

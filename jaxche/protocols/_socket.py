@@ -1,0 +1,121 @@
+"""Trees of arrays through a socket: a JSON header with shapes and dtypes, then their bytes. No code travels."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxche.protocols._base import Tag
+
+_LENGTH = struct.Struct(">I")
+_MOST_HEADER = 1 << 20
+# XLA on CPU takes a NumPy array over without a copy if it begins at such an address.
+_ALIGNMENT = 64
+
+
+def write_json(sock: socket.socket, value: Any) -> None:
+    """Write one small JSON value."""
+    text = json.dumps(value).encode()
+    sock.sendall(_LENGTH.pack(len(text)) + text)
+
+
+def read_json(sock: socket.socket) -> Any:
+    """Read what :func:`write_json` wrote.
+
+    Raises:
+      EOFError: the other end is gone.
+      ValueError: that is not one of our messages.
+    """
+    length = _LENGTH.unpack(_read(sock, _LENGTH.size).data)[0]
+    if length > _MOST_HEADER:
+        raise ValueError(f"a header of {length} bytes; at most {_MOST_HEADER} are read")
+    return json.loads(_read(sock, length).tobytes())
+
+
+def write_arrays(sock: socket.socket, tag: Tag, arrays: Sequence[np.ndarray]) -> None:
+    """Write the leaves of a tree under a tag."""
+    write_json(sock, [*tag, [[array.dtype.name, array.shape] for array in arrays]])
+    for array in arrays:
+        # As bytes, because bfloat16 and its kin have no buffer of their own.
+        sock.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
+    """Read what :func:`write_arrays` wrote; raises like :func:`read_json`."""
+    *tag, leaves = read_json(sock)
+    arrays = []
+    for name, shape in leaves:
+        dtype = jnp.dtype(name)
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        arrays.append(_read(sock, count).view(dtype).reshape(shape))
+    return Tag(*tag), arrays
+
+
+def _read(sock: socket.socket, count: int) -> np.ndarray:
+    room = np.empty(count + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    taken = room[start : start + count]
+    view, done = taken.data, 0
+    while done < count:
+        got = sock.recv_into(view[done:], count - done, socket.MSG_WAITALL)
+        if got == 0:
+            raise EOFError("the other end closed the connection")
+        done += got
+    return taken
+
+
+class Outgoing:
+    """Sends trees in a thread of its own, so that nobody waits for the network or for what is still computing.
+
+    Args:
+      sock: a connection.
+      on_error: called with what went wrong, once.
+    """
+
+    def __init__(self, sock: socket.socket, on_error: Any):
+        self._sock, self._on_error = sock, on_error
+        self._queue: queue.Queue[tuple[Tag, list[Any]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def put(self, tag: Tag, tree: Any) -> None:
+        """Send a tree when it is there."""
+        leaves = jax.tree.leaves(tree)
+        for leaf in leaves:
+            leaf.copy_to_host_async()
+        self._queue.put((tag, leaves))
+
+    def flush(self) -> None:
+        """Wait until all is with the network."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Let go, whatever is still to be sent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._queue.put(None)
+        self._thread.join()
+        self._sock.close()
+
+    def _work(self) -> None:
+        broken = False
+        while (item := self._queue.get()) is not None:
+            try:
+                if not broken:
+                    write_arrays(self._sock, item[0], [np.asarray(leaf) for leaf in item[1]])
+            except Exception as error:  # also what computing the arrays raised
+                broken = True
+                self._on_error(error)
+            finally:
+                del item
+                self._queue.task_done()
