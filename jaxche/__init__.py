@@ -3,7 +3,7 @@
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.cluster import initialize
-from jaxche.protocols import Direct, Partitioned, Pipeline, order_partitions
+from jaxche.protocols import Direct, Partitioned, Pipeline, balance_stages, measure_costs, order_partitions
 from jaxche.scaling import (
     AdamScale,
     AdaScale,
@@ -51,8 +51,10 @@ __all__ = [
     "RoundInfo",
     "SqrtScale",
     "Trainer",
+    "balance_stages",
     "initialize",
     "linen_loss",
+    "measure_costs",
     "merge_weights",
     "noise_scale",
     "order_partitions",
