@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jaxche.averaging import is_float
-from jaxche.scaling import AdamScale
+from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.training._replica import Device
 
 
@@ -75,6 +75,24 @@ def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) ->
         raise ValueError(
             "opt_state='reset' leaves no second moments for scaling=jaxche.AdamScale() to read; write "
             "opt_state='local' or scaling=jaxche.AdaScale()"
+        )
+
+
+def check_unscaled(tx: Any, params: Any) -> None:
+    """Refuse an optimizer that ``scale_learning_rate`` wraps already: nobody would tell it the scale.
+
+    Raises:
+      ValueError: there is such a wrapper somewhere in ``tx``.
+    """
+
+    def wrapped(node: Any) -> bool:
+        return isinstance(node, ScaleLearningRateState)
+
+    if any(map(wrapped, jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=wrapped))):
+        raise ValueError(
+            "tx holds a jaxche.scale_learning_rate(...), which the trainer itself puts around tx and tells scale and "
+            "noise; give it the optimizer inside and the rule apart: "
+            "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
         )
 
 

@@ -81,7 +81,7 @@ class History(list[RoundInfo]):
         return f"<table><caption>{note}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The whole record as JSON lines, one round a line; numbers JSON cannot say become null.
+        """The whole record as JSON lines, one round a line; nan becomes null, the infinities "inf" and "-inf".
 
         Args:
           path: file to write, or None for only the text.
@@ -108,16 +108,13 @@ class History(list[RoundInfo]):
           ValueError: text that is not such a record.
         """
         text = source.read_text(encoding="utf8") if isinstance(source, Path) else source
-        names = {f.name: f.type for f in fields(RoundInfo)}
+        types = {f.name: str(f.type) for f in fields(RoundInfo)}
         rounds = []
         for number, line in enumerate(text.splitlines(), 1):
             values = json.loads(line)
-            if not isinstance(values, dict) or set(values) != set(names):
+            if not isinstance(values, dict) or set(values) != set(types):
                 raise ValueError(f"line {number} is not a round of a jaxche history")
-            values["losses"] = [math.nan if x is None else x for x in values["losses"]]
-            values |= {k: math.nan for k, v in values.items() if v is None and names[k] == "float"}
-            fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            rounds.append(RoundInfo(**fixed))
+            rounds.append(RoundInfo(**{name: _read(types[name], value) for name, value in values.items()}))
         return cls(rounds)
 
     def plot(self) -> Any:
@@ -143,7 +140,16 @@ def _text(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else None if math.isnan(value) else str(value)
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _read(kind: str, value: Any) -> Any:
+    """A field of this type from what ``_plain`` made of it."""
+    if isinstance(value, dict):
+        return {k: _read("float", v) for k, v in value.items()}
+    if isinstance(value, list):
+        return tuple(_read("float" if "float" in kind else kind, v) for v in value)
+    return (math.nan if value is None else float(value)) if kind == "float" else value

@@ -18,6 +18,7 @@ from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import as_loss
 from jaxche.training._checks import (
     check_params,
+    check_unscaled,
     checked_devices,
     checked_length,
     checked_paces,
@@ -142,7 +143,7 @@ class Trainer:
         else:
             average = "parameters"  # a plain training loop: one update a batch
         self.average, self.merge, self.outer = average, merge, outer
-        self._che = che
+        self._tx, self._che = tx, che
         paces = checked_paces(pace_ms, self.world_size)
         scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
         self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, devices, seed, paces, scaled)
@@ -170,9 +171,10 @@ class Trainer:
           The state before the first round.
 
         Raises:
-          ValueError: no arrays, or a leaf that is not float.
+          ValueError: no arrays, a leaf that is not float, or a ``tx`` that is scaled already.
         """
         check_params(params)
+        check_unscaled(self._tx, params)
         locals_ = self._engine.place(params, model_state)
         return ReplicaState(locals_, self._che, DivergenceCorrection(), _stack=self._engine.stack)
 
