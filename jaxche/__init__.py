@@ -14,6 +14,7 @@ from jaxche.scaling import (
     scale_learning_rate,
 )
 from jaxche.training import (
+    Advice,
     Batches,
     History,
     NNXLoss,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaScale",
     "AdamScale",
+    "Advice",
     "ApplyPolicy",
     "Batches",
     "ElChe",

@@ -9,6 +9,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from jaxche.training._advice import Advice
+from jaxche.training._goodput import advise_from
 from jaxche.training._state import RoundInfo
 
 
@@ -47,7 +49,7 @@ class History(list[RoundInfo]):
         """One flat dict of plain values per round, e.g. for ``pandas.DataFrame``."""
         keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
         if self.scaled:
-            keys += ("noise", "gain", "lr_factor", "progress")
+            keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
         return [
             {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} | info.metrics
             for info in self
@@ -116,6 +118,23 @@ class History(list[RoundInfo]):
                 raise ValueError(f"line {number} is not a round of a jaxche history")
             rounds.append(RoundInfo(**{name: _read(types[name], value) for name, value in values.items()}))
         return cls(rounds)
+
+    def advice(self, max_anchor: int = 200) -> Advice:
+        """Which counts would reach a target soonest, by the noise, the speeds and the merge cost of this run.
+
+        :func:`jaxche.training.advise` has the equations and what they leave out.
+
+        Args:
+          max_anchor: the most steps of the slowest replica between two merges to consider.
+
+        Returns:
+          An :class:`~jaxche.Advice`, which shows itself as a table.
+
+        Raises:
+          ValueError: a history without noise (trained without ``scaling=``), noise that is infinite, or a replica
+            that took no step.
+        """
+        return advise_from(self, max_anchor)
 
     def plot(self) -> Any:
         """Draw counts and anchor, each rank's compute and wait, the loss, and the gain if learning rates were scaled.
