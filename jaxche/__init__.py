@@ -33,6 +33,7 @@ from jaxche.sharding import (
     sharded_step,
 )
 from jaxche.training import (
+    Advice,
     Batches,
     History,
     NNXLoss,
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaScale",
     "AdamScale",
+    "Advice",
     "ApplyPolicy",
     "Batches",
     "DataStore",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
 from jaxche.cli._write import write_policy, write_result
-from jaxche.training import History, ReplicaState, Trainer
+from jaxche.training import Advice, History, ReplicaState, Trainer
 
 _PACE_MS = "JAXCHE_PACE_MS"
 _PROBE_S, _MEASURE_S = 0.7, 2.0
@@ -51,7 +52,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         raise Refused(str(error)) from error
     say(_header(task, start[0], epochs, paces, step_ms))
 
-    results = []
+    results, advice = [], []
     for chosen in options:
         trainer = Trainer(task.loss_fn, task.tx, che=che, pace_ms=paces, **chosen)
         state = trainer.init(*start)
@@ -62,6 +63,8 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             continue
         state, result, history = _fit(trainer, task, state, epochs)
         results.append(result)
+        if history and math.isfinite(history[-1].noise):
+            advice.append((result.policy, history.advice()))
         if jax.process_index() == 0:
             part = folder / result.policy if args.compare else folder
             write_policy(part, history, trainer.params(state))
@@ -69,7 +72,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     if args.dry_run:
         say("nothing was written")
     elif jax.process_index() == 0:
-        _end(args, task, folder, results, paces, step_ms)
+        _end(args, task, folder, results, advice, paces, step_ms)
 
 
 def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
@@ -147,6 +150,7 @@ def _end(
     task: Task,
     folder: Path,
     results: Sequence[Result],
+    advice: Sequence[tuple[str, Advice]],
     paces: Sequence[float] | None,
     step_ms: Sequence[float],
 ) -> None:
@@ -161,11 +165,14 @@ def _end(
             "step_ms": step_ms,
             "batch_size": task.data.batch_size,
             "results": {result.policy: result.to_dict() for result in results},
+            "advice": {policy: found.rows() for policy, found in advice},
             "arguments": {name: value for name, value in vars(args).items() if name not in ("run", "words")},
             "command": ["jaxche", *args.words],
         },
     )
     say("\n" + table(results, task.metric, task.shown, task.percent))
+    for policy, found in advice:
+        say(f"\n{policy if args.compare else 'advice'}: {found.summary}" + (f"\n  {found.line}" if found.line else ""))
     files = "result.json, and a folder a policy with" if args.compare else "result.json,"
     say(f"\nwritten to {folder}:\n  {files} history.jsonl, history.png, params (an Orbax checkpoint)")
     if args.compare or jax.device_count() == 1:

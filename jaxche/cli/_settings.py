@@ -6,7 +6,16 @@ import argparse
 from typing import Any
 
 from jaxche.cadence import ApplyPolicy, ElChe
+from jaxche.scaling import AdamScale, AdaScale, LinearScale, SqrtScale
 from jaxche.training import DEFAULT_CADENCE
+
+# Rules that need no arguments, by the words for them.
+SCALING: dict[str, Any] = {
+    "adamscale": AdamScale(),
+    "adascale": AdaScale(),
+    "linear": LinearScale(),
+    "sqrt": SqrtScale(),
+}
 
 
 def policies(args: argparse.Namespace) -> tuple[str, ...]:
@@ -45,4 +54,9 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
             )
         # In a comparison they are for the other policies.
         given = {}
-    return {"policy": policy, "average": average, "seed": args.seed} | given
+    scaling = {"scaling": SCALING[args.scaling]} if args.scaling else {}
+    if args.scaling == "adamscale" and given.get("opt_state") == "reset":
+        raise ValueError(
+            "--scaling adamscale reads optimizer states: leave out --opt-state reset or write --scaling adascale"
+        )
+    return {"policy": policy, "average": average, "seed": args.seed} | scaling | given

@@ -13,7 +13,7 @@ from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy
 from jaxche.cli._arguments import number, numbers, whole
 from jaxche.cli._pace import pace_argument
-from jaxche.cli._settings import cadence, policies, trainer_options
+from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, require
 
 _POLICIES = tuple(policy.value for policy in ApplyPolicy)
@@ -29,6 +29,7 @@ examples:
   jaxche train -n 4 --ratios 1,1,2,4 --task text   four replicas of these speeds
   jaxche train --pace 20,50                        exactly 20 and 50 ms a step
   jaxche train -n 1                                a plain training loop
+  jaxche train --scaling adamscale                 learning rates by gradient noise, and advice
   srun -n 8 jaxche train                           as one of the processes of Slurm or mpirun
 
 Without GPUs each process has a CPU core and is paced: its steps are padded to a wall time, so that
@@ -81,6 +82,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group = parser.add_argument_group("what is trained")
     add = group.add_argument
     add("--batch-size", type=whole("--batch-size 32"), help="default: the task's own")
+    add("--scaling", choices=tuple(SCALING), help="the learning rate follows the batch (default: it stays as it is)")
     add("--learning-rate", type=number("--learning-rate 1e-3", above=True), help="default: the task's own")
     add("--epochs", type=whole("--epochs 3"), help="default: the task's own")
     add("--seed", type=whole("--seed 0", 0), default=0, help="of parameters, order and dropout (default: 0)")

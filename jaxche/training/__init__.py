@@ -1,9 +1,11 @@
 """Layer 4, training: rounds. Local steps on every replica, one merge, one next plan."""
 
+from jaxche.training._advice import Advice
 from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, RankError
 from jaxche.training._data import Batches
 from jaxche.training._doors import NNXLoss, linen_loss
 from jaxche.training._fit import fit
+from jaxche.training._goodput import advise
 from jaxche.training._history import History
 from jaxche.training._replica import PaceError
 from jaxche.training._state import ReplicaState, RoundInfo
@@ -11,6 +13,7 @@ from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
 
 __all__ = [
     "DEFAULT_CADENCE",
+    "Advice",
     "Batches",
     "History",
     "NNXLoss",
@@ -21,6 +24,7 @@ __all__ = [
     "ReplicaState",
     "RoundInfo",
     "Trainer",
+    "advise",
     "fit",
     "linen_loss",
 ]

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import is_float
-from jaxche.scaling import AdamScale
+from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, Layout, NoShard, ShardGradOp, ShardingStrategy
 from jaxche.training._island import Island
 from jaxche.training._place import Device, OneDevice, Place, spans_processes
@@ -117,6 +117,24 @@ def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) ->
         raise ValueError(
             "opt_state='reset' leaves no second moments for scaling=jaxche.AdamScale() to read; write "
             "opt_state='local' or scaling=jaxche.AdaScale()"
+        )
+
+
+def check_unscaled(tx: Any, params: Any) -> None:
+    """Refuse an optimizer that ``scale_learning_rate`` wraps already: nobody would tell it the scale.
+
+    Raises:
+      ValueError: there is such a wrapper somewhere in ``tx``.
+    """
+
+    def wrapped(node: Any) -> bool:
+        return isinstance(node, ScaleLearningRateState)
+
+    if any(map(wrapped, jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=wrapped))):
+        raise ValueError(
+            "tx holds a jaxche.scale_learning_rate(...), which the trainer itself puts around tx and tells scale and "
+            "noise; give it the optimizer inside and the rule apart: "
+            "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
         )
 
 

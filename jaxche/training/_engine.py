@@ -248,7 +248,8 @@ class Engine:
 def _told(noise: Any, progress: Any, scaled: Any, steps: Any) -> tuple[Any, Any]:
     """The progress after a single replica's steps, and what the round tells of its scaling."""
     progress = progress + scaled[:, 0]
-    return progress, jnp.stack([first(noise).critical_batch_size, *(scaled[0] / steps), progress[0]])
+    noise = first(noise)
+    return progress, jnp.stack([noise.critical_batch_size, *(scaled[0] / steps), progress[0], noise.base_batch_size])
 
 
 def _without_replica_axis(tree: Any) -> Any:

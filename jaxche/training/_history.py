@@ -9,6 +9,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from jaxche.training._advice import Advice
+from jaxche.training._goodput import advise_from
 from jaxche.training._state import RoundInfo
 
 
@@ -47,7 +49,7 @@ class History(list[RoundInfo]):
         """One flat dict of plain values per round, e.g. for ``pandas.DataFrame``."""
         keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
         if self.scaled:
-            keys += ("noise", "gain", "lr_factor", "progress")
+            keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
         return [
             {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} | info.metrics
             for info in self
@@ -81,7 +83,7 @@ class History(list[RoundInfo]):
         return f"<table><caption>{note}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The whole record as JSON lines, one round a line; numbers JSON cannot say become null.
+        """The whole record as JSON lines, one round a line; nan becomes null, the infinities "inf" and "-inf".
 
         Args:
           path: file to write, or None for only the text.
@@ -108,17 +110,31 @@ class History(list[RoundInfo]):
           ValueError: text that is not such a record.
         """
         text = source.read_text(encoding="utf8") if isinstance(source, Path) else source
-        names = {f.name: f.type for f in fields(RoundInfo)}
+        types = {f.name: str(f.type) for f in fields(RoundInfo)}
         rounds = []
         for number, line in enumerate(text.splitlines(), 1):
             values = json.loads(line)
-            if not isinstance(values, dict) or set(values) != set(names):
+            if not isinstance(values, dict) or set(values) != set(types):
                 raise ValueError(f"line {number} is not a round of a jaxche history")
-            values["losses"] = [math.nan if x is None else x for x in values["losses"]]
-            values |= {k: math.nan for k, v in values.items() if v is None and names[k] == "float"}
-            fixed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            rounds.append(RoundInfo(**fixed))
+            rounds.append(RoundInfo(**{name: _read(types[name], value) for name, value in values.items()}))
         return cls(rounds)
+
+    def advice(self, max_anchor: int = 200) -> Advice:
+        """Which counts would reach a target soonest, by the noise, the speeds and the merge cost of this run.
+
+        :func:`jaxche.training.advise` has the equations and what they leave out.
+
+        Args:
+          max_anchor: the most steps of the slowest replica between two merges to consider.
+
+        Returns:
+          An :class:`~jaxche.Advice`, which shows itself as a table.
+
+        Raises:
+          ValueError: a history without noise (trained without ``scaling=``), noise that is infinite, or a replica
+            that took no step.
+        """
+        return advise_from(self, max_anchor)
 
     def plot(self) -> Any:
         """Draw counts and anchor, each rank's compute and wait, the loss, and the gain if learning rates were scaled.
@@ -143,7 +159,16 @@ def _text(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else None if math.isnan(value) else str(value)
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _read(kind: str, value: Any) -> Any:
+    """A field of this type from what ``_plain`` made of it."""
+    if isinstance(value, dict):
+        return {k: _read("float", v) for k, v in value.items()}
+    if isinstance(value, list):
+        return tuple(_read("float" if "float" in kind else kind, v) for v in value)
+    return (math.nan if value is None else float(value)) if kind == "float" else value

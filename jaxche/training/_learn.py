@@ -44,10 +44,10 @@ def learn(
             correction, che, verdict = correction.apply(before, che, rel)
     examples = table.examples
     if rule is None:
-        weights = tuple((examples / examples.sum()).tolist())
+        weights, alpha = tuple((examples / examples.sum()).tolist()), 1.0
     else:
         sizes = [e / max(n, 1) for e, n in zip(examples, plan.counts, strict=True)]
-        weights, _ = merge_weights(rule, plan.counts, batch_sizes=sizes)
+        weights, alpha = merge_weights(rule, plan.counts, batch_sizes=sizes)
     info = RoundInfo(
         round=plan.round,
         epoch=plan.epoch,
@@ -65,6 +65,9 @@ def learn(
         anchor=min(n for n in plan.counts if n),
         verdict=verdict.value,
         last=table.stop,
+        average="gradients" if rule is None else "parameters",
+        merge=rule or "",
+        alpha=alpha,
         **merged.scaled._asdict(),
     )
     epoch, cursor = plan.end

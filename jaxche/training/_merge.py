@@ -236,6 +236,7 @@ class Merge:
             merged |= {"noise": lift(noise), "progress": lift(progress)}
             steps = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
             report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
+            report.append(noise.base_batch_size)
         return merged, total["table"], jnp.stack(report)
 
     def _gradients(self, start: Any, end: Any, measured: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
@@ -271,8 +272,8 @@ class Merge:
         if scaled:
             progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
             merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}
-            told = jnp.stack([scaled["noise"].critical_batch_size, gain, opt_state.factor, progress])
-            report = jnp.concatenate([report, told])
+            told = [scaled["noise"].critical_batch_size, gain, opt_state.factor, progress]
+            report = jnp.concatenate([report, jnp.stack([*told, scaled["noise"].base_batch_size])])
         return merged, total["table"], report
 
 

@@ -34,12 +34,14 @@ class Scaled(NamedTuple):
       gain: base steps a step was worth.
       lr_factor: factor on the learning rate.
       progress: base steps that all steps so far were worth.
+      base_batch_size: examples in the batch the learning rate was tuned for.
     """
 
     noise: float = math.nan
     gain: float = 1.0
     lr_factor: float = 1.0
     progress: float = math.nan
+    base_batch_size: float = math.nan
 
 
 @dataclass(frozen=True)

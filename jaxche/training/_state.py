@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.scaling import effective_replicas
 from jaxche.training._replica import Local
 
 
@@ -89,6 +90,10 @@ class RoundInfo:
         else the mean over local steps.
       lr_factor: factor on the learning rate, likewise.
       progress: steps on the base batch that all steps so far were worth (nan when learning rates are not scaled).
+      base_batch_size: examples in the batch the learning rate was tuned for (nan when it is not scaled).
+      average: what was averaged, parameters or gradients.
+      merge: the rule that weighed parameters (empty when gradients are averaged).
+      alpha: step length of the merge.
     """
 
     round: int
@@ -111,6 +116,18 @@ class RoundInfo:
     gain: float = 1.0
     lr_factor: float = 1.0
     progress: float = math.nan
+    base_batch_size: float = math.nan
+    average: str = "parameters"
+    merge: str = "steps"
+    alpha: float = 1.0
+
+    @property
+    def effective_batch(self) -> float:
+        """Examples that an update was worth: the round's when gradients are averaged, else those of one local batch
+        times the merge's :func:`~jaxche.scaling.effective_replicas`."""
+        if self.average == "gradients":
+            return float(self.examples)
+        return self.examples / sum(self.counts) * effective_replicas(self.weights, self.counts, self.alpha)
 
     @property
     def period_ms(self) -> float:

@@ -19,6 +19,7 @@ from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import NoShard, ShardingStrategy, as_loss
 from jaxche.training._checks import (
     check_params,
+    check_unscaled,
     checked_length,
     checked_paces,
     checked_places,
@@ -154,7 +155,7 @@ class Trainer:
         else:
             average = "parameters"  # a plain training loop: one update a batch
         self.average, self.merge, self.outer = average, merge, outer
-        self._che = che
+        self._tx, self._che = tx, che
         paces = checked_paces(pace_ms, self.world_size)
         scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
         host = backend == "host" or (
@@ -189,9 +190,11 @@ class Trainer:
           The state before the first round.
 
         Raises:
-          ValueError: no arrays, or a leaf that is not float.
+          ValueError: no arrays, a leaf that is not float, or a ``tx`` that is scaled already.
         """
-        check_params(jax.eval_shape(params) if callable(params) else params)
+        shapes = jax.eval_shape(params) if callable(params) else params
+        check_params(shapes)
+        check_unscaled(self._tx, shapes)
         locals_ = self._engine.place(params, model_state)
         return ReplicaState(locals_, self._che, DivergenceCorrection(), _view=self._engine.view)
 

@@ -10,6 +10,7 @@ import pytest
 from jaxche.cli import main
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._train import _processes, add_parser
+from jaxche.scaling import AdaScale
 from jaxche.training import DEFAULT_CADENCE
 
 
@@ -153,6 +154,9 @@ def test_settings():
     assert policies(parse()) == ("cadence",)
     assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
     compared = parse("--compare", "sync,cadence", "--merge", "batch")
+    assert trainer_options(parse("--scaling", "adascale"), "cadence")["scaling"] == AdaScale()
+    with pytest.raises(ValueError, match="--scaling adascale"):
+        trainer_options(parse("--scaling", "adamscale", "--opt-state", "reset"), "cadence")
     assert "merge" not in trainer_options(compared, "sync")
     assert trainer_options(compared, "cadence")["merge"] == "batch"
 

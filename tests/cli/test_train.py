@@ -118,6 +118,19 @@ def test_one_process_is_a_plain_loop_and_a_dry_run_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_scaled_learning_rates_end_with_advice_on_the_batch(tmp_path):
+    words = ("--task", "digits", "--epochs", "1", "--scaling", "adamscale", "--pace", "15,30", "--name", "scaled")
+    done = run(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\nadvice: gradient noise scale [\d,.]+ examples: ", done.stdout)
+    history = History.from_json(tmp_path / "runs/scaled/history.jsonl")
+    assert history[-1].lr_factor > 1
+    rows = json.loads((tmp_path / "runs/scaled/result.json").read_text())["advice"]["cadence"]
+    assert [row["note"] for row in rows if row["note"]]
+    assert history.advice().summary in done.stdout
+    assert all(len(line) <= 120 for line in done.stdout.splitlines() if not line.startswith("[Gloo]"))
+
+
 @pytest.mark.slow
 def test_policies_are_compared(tmp_path):
     done = run(tmp_path, "--task", "digits", "--epochs", "1", "--compare", "sync,cadence,async", "--name", "all")

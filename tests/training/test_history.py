@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,16 @@ def test_json_reads_back_equal(tmp_path: Path):
 
 
 def test_numbers_json_cannot_say_survive():
-    back = History.from_json(History([info(losses=(1.0, math.nan))]).to_json())
-    assert math.isnan(back[0].losses[1])
+    odd = replace(info(losses=(1.0, math.nan)), noise=math.inf, loss=-math.inf, metrics={"a": math.inf, "b": math.nan})
+    text = History([odd]).to_json()
+    json.loads(text, parse_constant=pytest.fail)  # nothing but what every reader of JSON knows
+    back = History.from_json(text)[0]
+    assert math.isnan(back.losses[1])
+    assert math.isnan(back.metrics["b"])
+    assert (back.noise, back.loss, back.metrics["a"]) == (math.inf, -math.inf, math.inf)
+    assert math.isnan(back.progress)
+    whole = replace(odd, losses=(1.0, math.inf), metrics={"a": math.inf}, progress=4.0)
+    assert History.from_json(History([whole]).to_json()) == [whole]
 
 
 def test_a_foreign_file_is_refused():

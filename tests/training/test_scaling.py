@@ -304,6 +304,15 @@ def test_preconditioning_needs_second_moments(problem, devices, average):
         trainer.round(trainer.init(problem.params), problem.data)
 
 
+@pytest.mark.parametrize("rule", [None, jaxche.AdaScale()], ids=["alone", "twice"])
+@pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx)])
+def test_a_scaled_optimizer_is_refused_with_the_line_to_write(problem, devices, around, rule):
+    tx = around(scale_learning_rate(optax.sgd(0.1), jaxche.AdaScale()))
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=devices[:2], scaling=rule)
+    with pytest.raises(ValueError, match=r"jaxche.Trainer\(loss_fn, optax.sgd\(0.1\), scaling=jaxche.AdaScale\(\)\)"):
+        trainer.init(problem.params)
+
+
 @pytest.mark.parametrize(
     ("rules", "named"), [((None, RULES[0]), "without scaling="), ((RULES[0], None), "with scaling=")]
 )

@@ -1,0 +1,175 @@
+"""Which batch reaches a target soonest: throughput times what an example is worth at the present noise."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from jaxche.averaging import merge_weights
+from jaxche.cadence import ElChe
+from jaxche.scaling import effective_replicas
+from jaxche.training._advice import Advice, Choice
+from jaxche.training._state import RoundInfo
+
+# Rounds that speeds are read from, and the part of the best goodput that a shorter round may lack: less than the model
+# knows, and a shorter round drifts less.
+_RECENT, _CLOSE = 50, 0.01
+
+
+def advise(
+    *,
+    noise: float,
+    base_batch_size: float,
+    batch_size: float,
+    ms_per_batch: Sequence[float],
+    sync_ms: float,
+    average: str,
+    merge: str = "steps",
+    now: Sequence[int] = (),
+    max_anchor: int = 200,
+) -> Advice:
+    r"""Which counts make the most progress a second, at the present noise and speeds.
+
+    .. math:: \mathrm{goodput} = \frac{\sum n_i b}{\max_i n_i t_i + C} \cdot E, \qquad
+              E(b') = \frac{\mathrm{gain}(b' / b_0)}{b' / b_0} = \frac{B + b_0}{B + b'}
+
+    with the noise scale :math:`B = \operatorname{tr}\Sigma / \|G\|^2` in examples, the base batch :math:`b_0` and the
+    batch :math:`b'` that an update is worth. Averaging gradients, :math:`b' = \sum n_i b`: a longer round pays for the
+    merge less often and wastes more of the larger batch, so there is a best one. Averaging parameters,
+    :math:`b' = m_{eff} b`, which hardly depends on the length of the round, in which :math:`\alpha \sum w_i n_i` such
+    updates are made: longer rounds only gain, ever less; what they lose by drift is not in this model. Therefore the
+    shortest round within 1 % of the best is advised. Counts follow the speeds as :class:`~jaxche.ElChe` sets them, and
+    the fastest replicas alone are tried too, with the same merge cost (none for one replica, whose updates are each of
+    one batch).
+
+    It holds for now: noise usually grows as training goes on, and with it the best batch; and it expects a learning
+    rate that follows the batch by ``AdaScale`` or ``AdamScale``.
+
+    Args:
+      noise: critical batch size in examples.
+      base_batch_size: examples in the batch the learning rate was tuned for.
+      batch_size: examples in one local batch.
+      ms_per_batch: ms a local batch of each replica, ``[R]``.
+      sync_ms: ms a merge costs beyond waiting.
+      average: ``"gradients"`` or ``"parameters"``.
+      merge: merge rule of parameters.
+      now: the counts to compare with; by default one step each.
+      max_anchor: the most steps of the slowest replica to consider. Of a single replica: the largest multiple of its
+        batch, taken to cost time in proportion.
+
+    Returns:
+      An :class:`Advice`.
+
+    Raises:
+      ValueError: noise, sizes or times that are not finite and positive.
+
+    References:
+      Qiao et al., *Pollux*, OSDI 2021 (goodput, statistical efficiency). McCandlish et al., *An empirical model of
+      large-batch training*, 2018 (noise scale).
+
+    Example:
+      >>> advice = advise(
+      ...     noise=960,
+      ...     base_batch_size=32,
+      ...     batch_size=32,
+      ...     ms_per_batch=[10.0, 20.0],
+      ...     sync_ms=5.0,
+      ...     average="gradients",
+      ...     now=(1, 1),
+      ...     max_anchor=8,
+      ... )
+      >>> advice
+      gradient noise scale 960 examples: 4:2 steps between merges should reach a target 1.48 times as soon as 1:1
+      steps  batch  ms a round  examples/s  efficiency  goodput/s
+        1:1     64        25.0       2,560       96.9%      2,480      now
+        2:1     96        25.0       3,840       93.9%      3,607
+        4:2    192        45.0       4,267       86.1%      3,674  soonest
+        8:4    384        85.0       4,518       73.8%      3,334
+       16:8    768       165.0       4,655       57.4%      2,672
+        1:0     32        10.0       3,200      100.0%      3,200
+      write: average="gradients", che=jaxche.ElChe(world_size=2, anchor=2, max_anchor=2)
+    """
+    times = [float(t) for t in ms_per_batch]
+    numbers = {"base_batch_size": base_batch_size, "batch_size": batch_size, "max_anchor": max_anchor}
+    for name, value in (numbers | {f"ms_per_batch[{i}]": t for i, t in enumerate(times)}).items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name}={value!r} must be finite and greater than 0")
+    for name, value in (("noise", noise), ("sync_ms", sync_ms)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name}={value!r} must be finite and at least 0")
+
+    def choice(counts: Sequence[int]) -> Choice:
+        examples = batch_size * sum(counts)
+        alone = sum(n > 0 for n in counts) == 1
+        ms = max(n * t for n, t in zip(counts, times, strict=True)) + (0.0 if alone else sync_ms)
+        batch, steps = examples, 1.0
+        if average == "parameters" and not alone:
+            weights, alpha = merge_weights(merge, counts)
+            batch = batch_size * effective_replicas(weights, counts, alpha)
+            steps = alpha * sum(w * n for w, n in zip(weights, counts, strict=True))
+        gain = batch / base_batch_size * (noise + base_batch_size) / (noise + batch)
+        efficiency = steps * gain * base_batch_size / examples
+        rate = examples / ms * 1e3
+        return Choice(tuple(counts), batch, ms, rate, efficiency, rate * efficiency)
+
+    choices = [choice(counts) for counts in _candidates(times, max_anchor)]
+    current = choice(tuple(now) or (1,) * len(times))
+    most = max(c.goodput for c in (*choices, current))
+    best = min((c for c in (*choices, current) if c.goodput >= (1 - _CLOSE) * most), key=lambda c: sum(c.counts))
+    return Advice(average, noise, base_batch_size, current, best, tuple(choices))
+
+
+def advise_from(history: Sequence[RoundInfo], max_anchor: int = 200) -> Advice:
+    """Advice from what a run recorded; called as ``history.advice()``."""
+    known = [info for info in history if not math.isnan(info.noise)]
+    if not known:
+        raise ValueError(
+            "the history knows no gradient noise; train with a scaling rule, which measures it: "
+            "jaxche.Trainer(..., scaling=jaxche.AdaScale()), two batches a replica and round at least where "
+            "parameters are averaged"
+        )
+    last = known[-1]
+    if math.isinf(last.noise):
+        raise ValueError(
+            f"the noise of round {last.round} is {last.noise}: no gradient has shown above it yet, so any batch seems "
+            "too small; train more rounds and ask again"
+        )
+    recent = history[-_RECENT:]
+    world = len(last.counts)
+    speeds = [[info.wall_ms[r] / info.counts[r] for info in recent if info.counts[r]] for r in range(world)]
+    if not all(speeds):
+        raise ValueError(
+            f"rank {next(r for r, s in enumerate(speeds) if not s)} took no step in the last {len(recent)} rounds, so "
+            "its speed is unknown; train with it, or without it from the start: replicas=devices[:1]"
+        )
+    return advise(
+        noise=last.noise,
+        base_batch_size=last.base_batch_size,
+        batch_size=statistics.median(info.examples / sum(info.counts) for info in recent),
+        ms_per_batch=[statistics.median(times) for times in speeds],
+        sync_ms=statistics.median(info.sync_ms for info in recent),
+        average=last.average,
+        merge=last.merge or "steps",
+        # A round of a single replica is many updates of a batch each.
+        now=statistics.mode(info.counts for info in recent) if world > 1 else (1,),
+        max_anchor=max_anchor,
+    )
+
+
+def _candidates(times: Sequence[float], max_anchor: int) -> list[tuple[int, ...]]:
+    """Counts of the fastest 1, 2, 4, ... and of all replicas, at every anchor, those of ElChe; none twice."""
+    world = len(times)
+    if world == 1:
+        return [(k,) for k in range(1, max_anchor + 1)]
+    fastest = sorted(range(world), key=lambda rank: times[rank])
+    found: dict[tuple[int, ...], None] = {tuple(int(r == fastest[0]) for r in range(world)): None}
+    for used in sorted({2**k for k in range(1, world.bit_length()) if 2**k < world} | {world}):
+        ranks = sorted(fastest[:used])
+        measured = [times[r] for r in ranks]
+        for anchor in range(1, max_anchor + 1):
+            che = ElChe(used, anchor=anchor, max_anchor=anchor, tuner="steady").report_timing(measured, [1] * used, 0.0)
+            by_rank = dict(zip(ranks, che.batch_counts, strict=True))
+            found[tuple(by_rank.get(r, 0) for r in range(world))] = None
+        found[tuple(int(r in ranks) for r in range(world))] = None
+    return list(found)
