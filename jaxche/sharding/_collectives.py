@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,9 +115,9 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     iota = _IOTA.search(line)
     if iota:
         shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        numbers = np.arange(devices).reshape(dims)
-        return tuple(map(tuple, numbers.transpose(order).reshape(shape).tolist()))
+        numbers: Any = np.arange(devices).reshape(dims)
+        return tuple(tuple(group) for group in numbers.transpose(order).reshape(shape).tolist())
     listed = _LISTED.search(line)
     if listed is None or listed[1] == "{}":
         return (tuple(range(devices)),)
-    return tuple(map(tuple, json.loads(listed[1].replace("{", "[").replace("}", "]"))))
+    return tuple(tuple(group) for group in json.loads(listed[1].replace("{", "[").replace("}", "]")))

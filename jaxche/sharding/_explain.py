@@ -121,7 +121,7 @@ def explain(program: Program, batch: Any, model_state: Any, accumulate: int, com
     layout = program.layout
     state = program.abstract(model_state)
     compiled = program.step.lower(state, batch).compile()
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     inputs = (batch, model_state)
     whole_on_each = jax.tree.map(lambda _: layout.replicated, model_state)
     places = (jax.tree.map(lambda _: layout.batch, batch), whole_on_each)
@@ -150,7 +150,7 @@ def explain(program: Program, batch: Any, model_state: Any, accumulate: int, com
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes
         ),
-        collectives=tuple(collectives(compiled.as_text(), layout.devices)),
+        collectives=tuple(collectives(compiled.as_text() or "", layout.devices)),
         theory=bytes_in_theory(layout, accumulate, compute_dtype),
         leaves=layout.leaves,
     )

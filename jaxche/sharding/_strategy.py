@@ -48,7 +48,7 @@ class ShardingStrategy:
 
     def __str__(self) -> str:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default or not f.kw_only]
-        changed.sort(key=lambda f: f.kw_only)
+        changed.sort(key=lambda f: bool(f.kw_only))
         named = (f"{f.name}={getattr(self, f.name)!r}" if f.kw_only else repr(getattr(self, f.name)) for f in changed)
         return f"{type(self).__name__}({', '.join(named)})"
 
