@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxche.cadence._checks import finite_number, whole_number
-from jaxche.cadence._counts import limit_lead
 from jaxche.cadence._elche import ElChe
+from jaxche.cadence._rounds import plan_round
+
+# Batches in an epoch of a fleet, which has no data to run out of.
+_ENDLESS = 2**48
 
 
 @dataclass(frozen=True)
@@ -110,17 +113,25 @@ class VirtualFleet:
             raise ValueError(f"che.world_size={che.world_size} but the fleet has {size} ranks; write ElChe({size})")
         counts, wall = np.zeros((rounds, size), np.int64), np.zeros((rounds, size))
         anchor = np.zeros(rounds, np.int64)
-        sync, rate, cost = np.zeros((3, rounds))
+        sync, rate, cost, plan_cost = np.zeros((4, rounds))
         slowest = np.zeros(rounds)
         for k in range(rounds):
-            planned = limit_lead(che.batch_counts, che.max_batch_diff)
+            began = time.perf_counter()
+            plan = plan_round(
+                che.batch_counts, round=k, epoch=0, cursor=0, epoch_size=_ENDLESS, max_batch_diff=che.max_batch_diff
+            )
+            # What every host does besides: prove the plan, and find its own batches; the last rank's come last.
+            plan.digest()
+            plan.share(size - 1)
+            plan_cost[k] = 1e3 * (time.perf_counter() - began)
+            planned = plan.counts
             counts[k], anchor[k] = planned, che.anchor
             wall[k], sync[k] = self.timings(planned, k)
             rate[k], slowest[k] = np.sum(1.0 / self.speeds(k)), self.speeds(k).max()
             began = time.perf_counter()
             che = che.report_timing(wall[k], counts[k], sync[k])
             cost[k] = 1e3 * (time.perf_counter() - began)
-        return FleetRun(che, counts, anchor, wall, sync, rate, slowest, cost)
+        return FleetRun(che, counts, anchor, wall, sync, rate, slowest, cost, plan_cost)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,6 +147,7 @@ class FleetRun:
       solo_rate: Σ 1 / t_i of the true speeds, batches a ms, [K].
       slowest_ms: t_slow of the true speeds, [K].
       controller_ms: real time that ``report_timing`` took on this machine, [K].
+      plan_ms: the same of what a host does to plan a round: cut it, prove it, find a rank's batches, [K].
     """
 
     che: ElChe
@@ -146,6 +158,7 @@ class FleetRun:
     solo_rate: np.ndarray
     slowest_ms: np.ndarray
     controller_ms: np.ndarray
+    plan_ms: np.ndarray
 
     @property
     def round_ms(self) -> np.ndarray:
@@ -193,7 +206,7 @@ class FleetRun:
         lines += [
             f"run of {rounds} rounds, {size} ranks: efficiency {self.efficiency:.3f}",
             f"equal batches, a sync each: {self.equal_batch_efficiency:.3f} (free sync: {self.equal_batch_limit:.3f})",
-            f"controller: {np.median(self.controller_ms):.3f} ms a report",
+            f"controller: {np.median(self.controller_ms):.3f} ms a report, {np.median(self.plan_ms):.3f} ms a plan",
         ]
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Layer 6, the command line: `jaxche train | launch | simulate`."""
+"""Layer 6, the command line: `jaxche train | launch | doctor | simulate`."""
 
 from jaxche.cli._main import main
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxche.cli import _launch, _plan, _simulate, _train
+from jaxche.cli import _doctor, _launch, _plan, _simulate, _train
 
 _START = """\
 jaxche trains one Flax model on whatever mix of devices you have, as fast as all of them together.
@@ -17,6 +17,8 @@ jaxche trains one Flax model on whatever mix of devices you have, as fast as all
   jaxche simulate --ms 20,50       what the cadence would do on devices of these speeds
   jaxche launch -n 2 train.py      run your own script once a device
   jaxche plan --memory 16GiB       bytes a device keeps and sends under every sharding strategy
+  jaxche launch --emit slurm ...   print a file that runs it on a cluster
+  jaxche doctor -n 2               whether these machines and links can train, and how fast they are
 
 jaxche COMMAND --help says more."""
 
@@ -37,11 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="jaxche", description=_START, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="jaxche",
+        usage="jaxche COMMAND [options]",
+        description=_START,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (_train, _launch, _simulate, _plan):
+    for command in (_train, _launch, _doctor, _simulate, _plan):
         command.add_parser(commands)
     args = parser.parse_args(words)
     if args.version:

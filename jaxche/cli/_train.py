@@ -15,6 +15,7 @@ from jaxche.cli._arguments import number, numbers, whole
 from jaxche.cli._pace import pace_argument
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, require
+from jaxche.cluster import ClusterInfo, initialize
 
 _POLICIES = tuple(policy.value for policy in ApplyPolicy)
 _PROCESSES = 2
@@ -105,13 +106,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       The exit code.
     """
-    import jaxche
-
     name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         require(args.task)
         # Under a launcher this joins the run; on its own it does nothing, and starts no device.
-        if jaxche.initialize().launcher != "none":
+        if _joined().launcher != "none":
             from jaxche.cli._worker import work
 
             return work(args, name)
@@ -121,6 +120,14 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ImportError, TimeoutError) as error:
         sys.stderr.write(f"jaxche train: error: {error}\n")
         return 2
+
+
+def _joined() -> ClusterInfo:
+    try:
+        return initialize()
+    except RuntimeError as error:
+        # Processes of other versions refuse each other; starting again changes nothing.
+        raise ValueError(str(error)) from error
 
 
 def _start(args: argparse.Namespace, name: str, processes: int, platform: str | None) -> int:

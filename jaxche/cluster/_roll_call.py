@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxche.cluster._gpus import gpu_kinds, has_cuda
+from jaxche.cluster._output import aligned
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _KEYS = "jaxche/roll_call/"
@@ -143,7 +144,7 @@ def refuse_mismatch(members: Sequence[Member]) -> None:
     fix = " ".join(f"{name}=={value}" for name, value in usual.items() if name != "python")
     raise RuntimeError(
         f"{len(differ)} of {len(members)} processes run other versions of {', '.join(columns)}:\n"
-        f"{_table(rows)}{more}\n"
+        f"{aligned(rows)}{more}\n"
         "Programs of different versions are not the same program, and their ranks hang or diverge. "
         + (f"There write: pip install {fix}" if fix else f"There start them with Python {usual['python']}.")
     )
@@ -164,9 +165,3 @@ def cache_folder(folder: str, kind: str) -> str:
 def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_ROWS]))
     return shown + (f" and {len(ranks) - _ROWS} more" if len(ranks) > _ROWS else "")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join("  " + line.rstrip() for line in lines)

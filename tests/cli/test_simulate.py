@@ -1,5 +1,7 @@
 """`jaxche simulate`."""
 
+import re
+
 import pytest
 
 from jaxche.cli import main
@@ -17,6 +19,7 @@ def test_ten_thousand_ranks(capsys):
     assert main(["simulate", "--ranks", "10000", "--spread", "4", "--rounds", "4", "--jitter", "0.05"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("10000 ranks, 20 to 80 ms a batch")
+    assert re.fullmatch(r"controller: [\d.]+ ms a report, [\d.]+ ms a plan", lines[-1])
     assert all(len(line) <= 100 for line in lines)
 
 

@@ -1,0 +1,199 @@
+"""`jaxche doctor`: whether this machine, and a run of several processes, can train."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from jaxche.cli import _health
+from jaxche.cli._arguments import number, whole
+from jaxche.cli._health import Finding
+from jaxche.cluster import ClusterInfo, aligned, clocks, launch, measure_all_reduce, share
+
+_COLUMNS = 100
+_ROWS = 16
+_SIZES = (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20)
+_CLOCK_MS = 1000.0
+
+_EXAMPLES = """\
+examples:
+  jaxche doctor                          this machine
+  jaxche doctor -n 2                     two processes here: link and clocks too
+  srun -N 2 jaxche doctor                the processes of Slurm; mpirun and jaxche launch alike
+  jaxche doctor --store s3://bucket/run  and whether an object store can be used
+
+exit codes:
+  0     healthy
+  1     something is wrong; the line says what to write
+  2     the arguments make no sense
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Registers `doctor`.
+
+    Args:
+      subparsers: what ``ArgumentParser.add_subparsers`` returned.
+
+    Returns:
+      The new parser; its arguments carry ``run``.
+    """
+    parser = subparsers.add_parser(
+        "doctor",
+        usage="%(prog)s [options]",
+        help="whether this machine and its links can train, and how fast they are",
+        description="Whether this machine and its links can train, and how fast they are.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("-n", "--processes", type=whole("-n 2"), help="start so many here and measure between them")
+    add("--store", metavar="URL", help="write to and read from this store: a folder, s3://..., gs://...")
+    add(
+        "--timeout",
+        type=number("--timeout 60", above=True),
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the other processes (default: %(default)g)",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examines and reports.
+
+    Args:
+      args: from the parser of ``add_parser``.
+
+    Returns:
+      The exit code.
+    """
+    import jax
+
+    import jaxche
+
+    try:
+        info = jaxche.initialize(timeout_s=args.timeout)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        sys.stderr.write(f"jaxche doctor: the processes cannot meet: {error}\n")
+        sys.stderr.flush()
+        if jax.distributed.is_initialized():
+            # Python's own exit would wait for the very processes that did not answer.
+            os._exit(1)
+        return 1
+    if info.launcher == "none" and (args.processes or 1) > 1:
+        return _start(args)
+    findings = _examine(args.store if info.process_id == 0 else None, info.launcher)
+    if info.num_processes == 1:
+        _print(findings)
+        return _verdict(findings, "jaxche doctor -n 2 measures between processes; jaxche train shows it all at work")
+    try:
+        return _together(findings, info)
+    except RuntimeError as error:
+        # The devices of this process do not start, or a link broke: the others do not come to Python's exit either.
+        _print(findings)
+        sys.stderr.write(f"jaxche doctor: process {info.process_id}: {error}\n")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+def _start(args: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", "jaxche", *args.words]
+    try:
+        return launch(command, args.processes, prefix=False, only_rank0=True)
+    except ValueError as error:
+        sys.stderr.write(f"jaxche doctor: error: {error}\n")
+        return 2
+
+
+def _examine(store: str | None, launcher: str) -> list[Finding]:
+    findings = [_health.versions(), _health.machine(), _health.devices()]
+    text = {"none": "none: this process is on its own", "jaxche": "jaxche launch, or JAXCHE_* variables"}
+    findings.append(Finding("launcher", text.get(launcher, launcher)))
+    findings += [_health.variables(os.environ), _health.proxies(os.environ), _health.ports()]
+    if not findings[2].mend:
+        findings += [_health.compilation(), _health.cache()]
+    if store is not None:
+        findings.append(_health.store(store))
+    return findings
+
+
+def _together(findings: list[Finding], info: ClusterInfo) -> int:
+    """The part that all processes do at once; process 0 speaks and gives the exit code."""
+    import jax
+
+    mine = {
+        "host": socket.gethostname(),
+        "kind": jax.local_devices()[0].device_kind,
+        "devices": jax.local_device_count(),
+        "free": _health.free_memory_gib(),
+        "problems": [finding for finding in findings if finding.mend],
+    }
+    others = [json.loads(text) for text in share("doctor", info.process_id, json.dumps(mine))]
+    compared = clocks(info.process_id, info.num_processes)
+    # One program runs on one kind of device; where kinds differ, replicas merge on their hosts.
+    mixed = len({one["kind"] for one in others}) > 1
+    links = measure_all_reduce(_SIZES, jax.devices("cpu") if mixed else jax.devices())
+    jax.distributed.shutdown()
+    if info.process_id != 0:
+        return 0
+    assert compared is not None
+
+    for rank, other in enumerate(others[1:], 1):
+        findings += [Finding(f"process {rank}", f"{name}: {text}", mend) for name, text, mend in other["problems"]]
+    worst = max(range(len(compared)), key=lambda rank: abs(compared[rank].ahead_ms))
+    if abs(compared[worst].ahead_ms) - compared[worst].error_ms > _CLOCK_MS:
+        findings.append(
+            Finding(
+                "clocks", f"process {worst} is {compared[worst].ahead_ms / 1e3:.1f} s ahead of process 0", "chronyd -q"
+            )
+        )
+    _print(findings)
+    print(f"\n{info.num_processes} processes")
+    rows = [["process", "host", "devices", "memory free", "clock ahead"]]
+    for rank, (one, clock) in enumerate(list(zip(others, compared, strict=True))[:_ROWS]):
+        free = f"{one['free']:.1f} GiB" if one["free"] else "unknown"
+        ahead = f"{clock.ahead_ms:.1f} ± {clock.error_ms:.1f} ms" if rank else "0"
+        rows.append([str(rank), one["host"][:24], f"{one['devices']} x {one['kind'][:28]}", free, ahead])
+    print(aligned(rows))
+    if len(others) > _ROWS:
+        print(f"  and {len(others) - _ROWS} more")
+    where = "between hosts (kinds differ)" if mixed else "between devices"
+    print(f"\nall-reduce {where}, bytes a device")
+    rows = [["size", "time", "rate"]]
+    for size, ms in links:
+        shown = f"{size >> 20} MiB" if size >= 2**20 else f"{size >> 10} KiB"
+        rows.append([shown, f"{ms:.2f} ms", f"{size / ms / 1e6:.3f} GB/s"])
+    print(aligned(rows))
+    ms = links[2].ms
+    print(
+        f"  A model of a million parameters merges in {ms:.0f} ms; for that to be 1.5 %, rounds take {ms / 15:.1f} s."
+    )
+    return _verdict(findings, f"jaxche launch -n {info.num_processes} train.py, or jaxche train")
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        mark = "BAD" if finding.mend else "ok"
+        start = f"{mark:4s}{finding.name:11s}"
+        print(textwrap.fill(finding.text, _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)))
+        if finding.mend:
+            print(
+                textwrap.fill(f"write: {finding.mend}", _COLUMNS, initial_indent=" " * 15, subsequent_indent=" " * 22)
+            )
+
+
+def _verdict(findings: Sequence[Finding], then: str) -> int:
+    bad = [finding for finding in findings if finding.mend]
+    if bad:
+        print(f"\n{len(bad)} problem(s). Next: {bad[0].mend}")
+        return 1
+    print(f"\nhealthy. Next: {then}")
+    return 0

@@ -1,0 +1,140 @@
+"""`jaxche doctor` in one process: what is wrong is named with the line to write, and decides the exit code."""
+
+import os
+import socket
+
+import jax
+import pytest
+
+from jaxche.cli import _health, main
+from jaxche.cli._health import Finding
+
+
+@pytest.fixture(autouse=True)
+def _on_its_own(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
+
+
+def test_a_healthy_machine(capsys, tmp_path):
+    assert main(["doctor", "--store", str(tmp_path / "store")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert [line.split()[1] for line in lines if line.startswith("ok")] == [
+        "versions",
+        "machine",
+        "devices",
+        "launcher",
+        "variables",
+        "proxies",
+        "ports",
+        "compile",
+        "cache",
+        "store",
+    ]
+    assert f"jax {jax.__version__}" in lines[0]
+    assert lines[-1].startswith("healthy. Next: jaxche doctor -n 2")
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_a_problem_says_what_to_write_and_ends_with_1(capsys, monkeypatch):
+    long = "a line " * 30
+    monkeypatch.setattr(_health, "ports", lambda: Finding("ports", long, "a line in /etc/hosts"))
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert sum(line.startswith("BAD") for line in lines) == 1
+    assert "write: a line in /etc/hosts" in "\n".join(lines)
+    assert lines[-1] == "1 problem(s). Next: a line in /etc/hosts"
+
+
+def test_a_run_that_cannot_be_joined_is_a_problem(capsys, monkeypatch):
+    monkeypatch.setenv("JAXCHE_COORDINATOR", "127.0.0.1:1")
+    assert main(["doctor"]) == 1
+    assert "JAXCHE_COORDINATOR='127.0.0.1:1' without JAXCHE_NUM_PROCESSES" in capsys.readouterr().err
+
+
+def test_gpus_that_jax_does_not_use(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
+    monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: False)
+    found = _health.devices()
+    assert "the driver shows 4 GPU(s), but JAX is installed without CUDA" in found.text
+    assert found.mend.startswith("pip install 'jaxche[cuda13]'")
+    monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: True)
+    assert "nvidia-smi" in _health.devices().mend
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not _health.devices().mend
+
+
+def test_a_plugin_of_another_version(monkeypatch):
+    real = _health.importlib.metadata.version
+    monkeypatch.setattr(
+        _health.importlib.metadata, "version", lambda name: "0.1.0" if name == "jax-cuda12-plugin" else real(name)
+    )
+    found = _health.versions()
+    assert "jax-cuda12-plugin 0.1.0" in found.text
+    assert found.mend == f"pip install 'jax[cuda12]=={real('jax')}'"
+
+
+def test_proxies_are_named_without_their_passwords():
+    found = _health.proxies({"HTTPS_PROXY": "http://me:secret@proxy:3128"})
+    assert found.text.startswith("HTTPS_PROXY: jaxche.initialize() goes round")
+    assert "secret" not in found.text
+
+
+def test_variables():
+    found = _health.variables({"XLA_FLAGS": "--a=1", "HOME": "/root", "NCCL_ALGO": "Ring"})
+    assert found.text == "NCCL_ALGO=Ring  XLA_FLAGS=--a=1"
+
+
+def test_a_name_that_does_not_resolve(monkeypatch):
+    def unknown(host):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    found = _health.ports()
+    assert "cannot reach itself as" in found.text
+    assert "/etc/hosts" in found.mend
+
+
+def test_a_device_that_computes_something_else(monkeypatch):
+    monkeypatch.setattr(jax, "grad", lambda f: f)
+    monkeypatch.setattr("jax.numpy.tanh", lambda x: 0 * x)
+    found = _health.compilation()
+    assert "is wrong" in found.text
+    assert found.mend
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    (tmp_path / "file").touch()
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "cache"))
+        assert "cannot be written" in _health.cache().text
+        assert _health.cache().mend
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+        assert not _health.cache().mend
+        assert list((tmp_path / "cache").iterdir()) == []
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize("url", ["nonsense://bucket", "/proc/nowhere/store"])
+def test_a_store_that_cannot_be_used(url):
+    found = _health.store(url)
+    assert f"{url}: opening failed" in found.text
+    assert found.mend == "check the URL and credentials"
+
+
+def test_a_store_that_forgets_and_one_without_conditional_writes(tmp_path, monkeypatch):
+    import obstore
+
+    put = obstore.put
+    monkeypatch.setattr(obstore, "put", lambda *args, mode=None, **more: put(*args, **more))
+    assert "ignores conditional writes" in _health.store(str(tmp_path)).text
+    monkeypatch.setattr(obstore, "put", lambda store, key, data, **more: put(store, key, bytes(data)[:-1], **more))
+    found = _health.store(str(tmp_path))
+    assert "other bytes came back" in found.text
+    assert found.mend

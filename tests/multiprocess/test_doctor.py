@@ -1,0 +1,53 @@
+"""`jaxche doctor` between real processes."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+
+
+def test_two_processes_measure_their_link_and_clocks():
+    command = [sys.executable, "-m", "jaxche", "doctor", "-n", "2"]
+    env = {**os.environ, **CPU}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert "2 processes" in lines
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    # On one machine all clocks are one.
+    ahead, error = map(float, re.findall(r"(-?[\d.]+) ± ([\d.]+) ms", rows["1"])[0])
+    assert abs(ahead) <= error + 1
+    sizes = [line.split()[:2] for line in lines if line.endswith("GB/s")]
+    assert sizes == [["4", "KiB"], ["256", "KiB"], ["4", "MiB"], ["32", "MiB"]]
+    assert lines[-1] == "healthy. Next: jaxche launch -n 2 train.py, or jaxche train"
+
+
+def test_what_is_wrong_on_another_process_is_told_by_the_first(tmp_path):
+    # Under the launcher of the user's choice, here jaxche's own; only rank 1 sees a folder it cannot use.
+    (tmp_path / "file").touch()
+    program = tmp_path / "sick.py"
+    program.write_text(
+        "import os, sys\n"
+        "if os.environ['JAXCHE_PROCESS_ID'] == '1':\n"
+        f"    os.environ['JAX_COMPILATION_CACHE_DIR'] = {json.dumps(str(tmp_path / 'file' / 'cache'))}\n"
+        "from jaxche.cli import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    env = {**os.environ, **CPU}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxche", "launch", "-n", "2", str(program)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"^\[0\] BAD process 1\s+cache: ", done.stdout, re.M)
+    assert "[0] 1 problem(s). Next: JAX_COMPILATION_CACHE_DIR=" in done.stdout
