@@ -3,7 +3,15 @@
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.cluster import initialize
-from jaxche.protocols import Direct, Partitioned, Pipeline, balance_stages, measure_costs, order_partitions
+from jaxche.protocols import (
+    DataStore,
+    Direct,
+    Partitioned,
+    Pipeline,
+    balance_stages,
+    measure_costs,
+    order_partitions,
+)
 from jaxche.scaling import (
     AdamScale,
     AdaScale,
@@ -35,6 +43,7 @@ __all__ = [
     "AdamScale",
     "ApplyPolicy",
     "Batches",
+    "DataStore",
     "Direct",
     "ElChe",
     "History",

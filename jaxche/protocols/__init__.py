@@ -2,6 +2,7 @@
 
 from jaxche.protocols._balance import balance_stages, measure_costs
 from jaxche.protocols._base import Device, Protocol_, Tag, Wire, WireClosedError
+from jaxche.protocols._data_store import DataStore
 from jaxche.protocols._direct import Direct, Pipeline
 from jaxche.protocols._execute import Pace
 from jaxche.protocols._order import order_partitions
@@ -14,9 +15,12 @@ from jaxche.protocols._schedule import (
     one_f_one_b,
     simulate_schedule,
 )
+from jaxche.protocols._tensors import DamagedObjectError
 
 __all__ = [
     "SCHEDULES",
+    "DamagedObjectError",
+    "DataStore",
     "Device",
     "Direct",
     "Pace",

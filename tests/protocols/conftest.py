@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import urllib.request
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -171,3 +173,25 @@ def same():
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
     return check
+
+
+@pytest.fixture(scope="session")
+def bucket():
+    """A bucket of a real S3 protocol server in this process, and what obstore needs to reach it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # moto's, on its own dependencies
+        from moto.server import ThreadedMotoServer
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=10).close()
+    yield {
+        "endpoint": endpoint,
+        "access_key_id": "key",
+        "secret_access_key": "secret",
+        "region": "us-east-1",
+        "virtual_hosted_style_request": False,
+        "client_options": {"allow_http": True},
+    }
+    server.stop()

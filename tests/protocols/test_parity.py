@@ -1,6 +1,7 @@
 """Under every protocol a partitioned model computes what the whole model does."""
 
 import itertools
+import uuid
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ PROTOCOLS = {
     "direct": (lambda: jaxche.Direct(), 1),
     "1f1b": (lambda: jaxche.Pipeline(micro_batch_size=3), 4),
     "gpipe": (lambda: jaxche.Pipeline(micro_batch_size=3, schedule="gpipe"), 4),
+    "store": (lambda: jaxche.DataStore(f"memory://{uuid.uuid4()}", micro_batch_size=3, timeout_s=60), 4),
 }
 
 

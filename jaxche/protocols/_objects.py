@@ -1,0 +1,275 @@
+"""Objects of one run in a folder or a bucket: written once and whole, waited for, taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S, _WAIT_GROWTH = 0.001, 0.1, 1.2
+# One request carries what is smaller; S3 takes no more than 5 GiB in one.
+_MULTIPART_BYTES = 64 * 1024 * 1024
+_ALIGNMENT = 64
+_PROBE = b"jaxche was here"
+# A store in memory lives as long as its process, so that wires opened one after the other find the same objects.
+_memories: dict[str, Any] = {}
+
+
+def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
+    """The objects of a run at a URL, after a trial that they can be written, read and taken away.
+
+    Args:
+      url: a folder, or the URL of a bucket or of a folder.
+      run: name of the run, the first part of every key.
+      options: what obstore takes for this kind of URL, such as credentials.
+
+    Raises:
+      ImportError: obstore is not installed.
+      ValueError: the URL or an option is not known.
+      ConnectionError: the store cannot be used; says what was tried.
+    """
+    trial = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
+    _probe(_open(url, {**trial, **options}), url, run)
+    return Objects(_open(url, options), url, run)
+
+
+def _open(url: str, options: Mapping[str, Any]) -> Any:
+    try:
+        import obstore.store
+        from obstore.exceptions import BaseError
+    except ImportError as error:
+        raise ImportError('DataStore needs obstore: pip install "jaxche[store]"') from error
+    try:
+        if "://" not in url:
+            return obstore.store.LocalStore(os.path.abspath(os.path.expanduser(url)), mkdir=True)
+        scheme = url.split("://")[0]
+        if scheme == "memory":
+            return _memories.setdefault(url, obstore.store.MemoryStore())
+        if scheme == "file":
+            return obstore.store.LocalStore.from_url(url, mkdir=True)
+        return obstore.store.from_url(url, **options)
+    except OSError as error:
+        raise ConnectionError(f"DataStore cannot use {url}: making the folder failed: {error}") from error
+    except (BaseError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"url={url!r} with these options names no store ({_first_line(error)}): write a folder, "
+            '"s3://bucket/path", "gs://bucket/path" or "memory://name"'
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, without the dump of nested Rust errors that follows it."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _probe(store: Any, url: str, run: str) -> None:
+    """Refuse a store that cannot be written, read or emptied, or that overwrites what it should only create."""
+    from obstore.exceptions import AlreadyExistsError, BaseError
+
+    key, tried = f"{run}/probe-{uuid.uuid4().hex}", "writing"
+    try:
+        store.put(key, _PROBE, mode="create", use_multipart=False)
+        tried = "reading"
+        read = bytes(store.get(key).bytes())
+        tried = "writing once more"
+        with contextlib.suppress(AlreadyExistsError):
+            store.put(key, _PROBE, mode="create", use_multipart=False)
+            raise BaseError("it does not honour conditional writes, so two writers would not notice each other")
+        tried = "deleting"
+        store.delete(key)
+        if read != _PROBE:
+            raise BaseError(f"read {read!r} where {_PROBE!r} was written")
+    except (BaseError, OSError, ValueError, NotImplementedError) as error:
+        raise ConnectionError(
+            f"DataStore cannot use {url}: {tried} {key} failed: {_first_line(error)}. Check that it exists and may be "
+            "written; credentials come from the environment, or as options={...}"
+        ) from error
+
+
+def _is_folder(store: Any) -> bool:
+    import obstore.store
+
+    return isinstance(store, obstore.store.LocalStore)
+
+
+def _read_file(path: Path, limit: int) -> tuple[Any, int]:
+    """A file, read straight to where its arrays are to lie.
+
+    obstore reads a file in small pieces and joins them, which for large objects takes several times as long; and
+    bytes that begin at a multiple of 64 become arrays of the CPU backend without another copy.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = min(size, limit)
+        room = np.empty(length + _ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % _ALIGNMENT
+        data = room.data[start : start + length]
+        done = 0
+        while count := file.readinto(data[done:]):
+            done += count
+        return data[:done].toreadonly(), size
+
+
+class Objects:
+    """Objects of one run.
+
+    Args:
+      store: an obstore store.
+      where: its URL, for errors.
+      run: name of the run, put before every key.
+    """
+
+    def __init__(self, store: Any, where: str, run: str):
+        self._store, self._where, self._run = store, where, run
+        self._folder = store.prefix / run if _is_folder(store) else None
+
+    def __str__(self) -> str:
+        return f"{self._where} (run {self._run})"
+
+    def create(self, key: str, buffers: Sequence[Any]) -> None:
+        """Write an object that is not there, whole or not at all; one that is there with equal bytes is left alone.
+
+        Args:
+          key: its name.
+          buffers: its bytes, one buffer after the other. Equal first buffers must mean equal objects.
+
+        Raises:
+          ValueError: there is an object of this name with other content.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        path, head = self._path(key), bytes(buffers[0])
+        with self._named("writing", key):
+            try:
+                self._store.put(path, buffers, mode="create", use_multipart=False)
+                return
+            except AlreadyExistsError:
+                pass
+            try:
+                found = bytes(self._store.get_range(path, start=0, end=len(head)))
+            except FileNotFoundError:
+                return  # its reader has it, and took it away between the two requests
+        if found != head:
+            raise ValueError(
+                f"{key} in {self} was written before with other content: two writers use one run, or a run of this "
+                "name ended early, or a stage started again does not compute the same twice. Use another "
+                'DataStore(run="..."), or delete the old run'
+            )
+
+    def agree(self, key: str, text: str) -> None:
+        """Write down what all processes of a run must have alike, or compare with what is written.
+
+        Raises:
+          ValueError: another process, or this run before, has another text; shows both.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._named("writing", key):
+            try:
+                self._store.put(self._path(key), text.encode(), mode="create", use_multipart=False)
+                return
+            except AlreadyExistsError:
+                pass
+        found = self.read(key, 1000)
+        there = bytes(found[0]).decode(errors="replace") if found else text
+        if there != text:
+            raise ValueError(
+                f"{self} was begun with {there}, this process has {text}: start all its processes alike, or begin "
+                'another DataStore(run="...")'
+            )
+
+    def replace(self, key: str, buffers: Sequence[Any]) -> None:
+        """Write an object whole or not at all, in the place of any that is there."""
+        large = sum(len(part) for part in buffers) > _MULTIPART_BYTES
+        with self._named("writing", key):
+            self._store.put(self._path(key), buffers, use_multipart=large, chunk_size=_MULTIPART_BYTES)
+
+    def read(self, key: str, limit: int) -> tuple[Any, int] | None:
+        """The bytes of an object, or the first ``limit`` of them where it is longer, and its size.
+
+        Returns:
+          A buffer and the object's size, or None where there is no such object.
+        """
+        with self._named("reading", key), contextlib.suppress(FileNotFoundError):
+            if self._folder is not None:
+                return _read_file(self._folder / key, limit)
+            found = self._store.get(self._path(key))
+            size = found.meta["size"]
+            if size <= limit:
+                return found.bytes(), size
+            return self._store.get_range(self._path(key), start=0, end=limit), size
+        return None
+
+    def wait(self, key: str, limit: int, timeout_s: float, pause: Callable[[float], None]) -> tuple[Any, int]:
+        """As :meth:`read`, once the object is there.
+
+        Args:
+          key: its name.
+          limit: the most bytes to read.
+          timeout_s: seconds to wait.
+          pause: called with the seconds to sleep between two looks; may raise to end the wait.
+
+        Raises:
+          TimeoutError: it did not come in time.
+        """
+        deadline, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S
+        while (found := self.read(key, limit)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(key)
+            pause(wait_s)
+            wait_s = min(wait_s * _WAIT_GROWTH, _LONGEST_WAIT_S)
+        return found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Take objects away; those that are gone already are no error."""
+        paths = [self._path(key) for key in keys]
+        if not paths:
+            return
+        with self._named("deleting", paths[0]):
+            try:
+                self._store.delete(paths)
+            except FileNotFoundError:  # a folder stops at the first that is gone; a bucket does not care
+                for path in paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._store.delete(path)
+
+    def names(self, folder: str) -> list[str]:
+        """Keys of the objects in a folder of the run, in order."""
+        with self._named("listing", folder):
+            found = [entry["path"] for chunk in self._store.list(self._path(folder)) for entry in chunk]
+        return sorted(path[len(self._run) + 1 :] for path in found)
+
+    def remove_torn(self, mine: Callable[[str], bool]) -> None:
+        """Delete what processes that were killed had half written.
+
+        Only a folder has such files: of an object ``key`` they are ``key#1``, ``key#2``, ..., which no listing shows.
+
+        Args:
+          mine: whether nobody but the caller writes an object of this name.
+        """
+        if self._folder is None:
+            return
+        for path in self._folder.rglob("*#*"):
+            key, _, number = path.relative_to(self._folder).as_posix().rpartition("#")
+            if number.isdecimal() and mine(key):
+                path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> str:
+        return f"{self._run}/{key}"
+
+    @contextlib.contextmanager
+    def _named(self, doing: str, key: str):
+        """Say in an error of the store what was tried, and where."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except BaseError as error:
+            raise ConnectionError(f"{doing} {key} in {self} failed: {_first_line(error)}") from error

@@ -1,0 +1,260 @@
+"""The wire of one process through a store, and what survives the process.
+
+What lies in a run's folder, and who takes it away:
+
+- ``stage-001-receives/...``: activations, gradients and losses. Their reader takes them away, but only once its own
+  state after their step is saved: a reader that dies before finds them again.
+- ``stage-001-state/step-...``: what stage 1 goes on from, the newest two. Stages are never more than one save apart,
+  so two are enough for a step that all of them have.
+- ``stage-001-finished``: the step stage 1 would go on from, for writers that come back.
+- ``plan``: how the batch is cut, so that processes started differently notice.
+
+A process that was started again computes its last steps once more and writes what it wrote before: objects that are
+still there are left alone, and those whose reader has finished with their step are taken away again by the writer. The
+reader writes its mark before it deletes, the writer writes its object before it reads the mark; so whatever the
+order, one of the two deletes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxche.protocols import _tensors as tensors
+from jaxche.protocols._base import Device, Tag, WireClosedError
+from jaxche.protocols._objects import Objects
+
+PLAN = "plan"
+_UPLOADS = 4  # transfers side by side; each reads its arrays, sums and writes them
+_STATES = 2
+# A process that comes back repeats at most what lies between two saves, and one save more that was under way.
+_REPEATED_SAVES = 2
+_LOSS = jax.ShapeDtypeStruct((), np.float64)
+_STEP = re.compile(r"/step-(\d+)")
+
+
+class _Sent(NamedTuple):
+    reader: int
+    key: str
+    done: Future
+
+
+def _folder(stage: int) -> str:
+    return f"stage-{stage:03d}-receives"
+
+
+def _key(tag: Tag) -> str:
+    name = f"step-{tag.step:010d}.micro-{tag.micro:05d}.{tag.direction}.from-stage-{tag.stage:03d}"
+    return f"{_folder(tag.target)}/{name}"
+
+
+def _loss_key(step: int, reader: int, writer: int) -> str:
+    return f"{_folder(reader)}/step-{step:010d}.loss.from-stage-{writer:03d}"
+
+
+def _finished_key(stage: int) -> str:
+    return f"stage-{stage:03d}-finished"
+
+
+def _step(key: str) -> int:
+    found = _STEP.search(key)
+    return int(found[1]) if found else -1
+
+
+class StoreWire:
+    """Carries what the stages of one process exchange with all others through the objects of a run.
+
+    Args:
+      objects: the run's objects.
+      stages: the stages of this process, ascending.
+      n_stages: how many there are in all.
+      timeout_s: seconds to wait for an object.
+      save_every: steps from one saved state to the next.
+    """
+
+    def __init__(self, objects: Objects, stages: Sequence[int], n_stages: int, timeout_s: float, save_every: int):
+        self._objects, self._stages, self._n_stages = objects, tuple(stages), n_stages
+        self._timeout_s, self._save_every = timeout_s, save_every
+        self._uploads = ThreadPoolExecutor(_UPLOADS, "jaxche-upload")
+        self._keeper = ThreadPoolExecutor(1, "jaxche-keeper")
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._sent: dict[int, list[_Sent]] = {}
+        self._received: dict[int, list[str]] = {}
+        self._settled: Future | None = None
+        self._failure: BaseException | None = None
+        self._told = False  # whether a caller has seen the failure
+        self._forgetful = False  # whether steps were finished without a state to go on from
+        self._states: list[str] = []
+        self._saves = 0
+
+    def send(self, tag: Tag, tree: Any) -> None:
+        self._write(tag.step, tag.target, _key(tag), tree)
+
+    def receive(self, tag: Tag, like: Any, device: Device) -> Any:
+        return jax.device_put(self._read(tag.step, _key(tag), like, str(tag), tag.stage), device)
+
+    def publish(self, step: int, loss: Any) -> None:
+        # One copy a reader: whoever reads an object takes it away, so no two may share one.
+        for reader in set(range(self._n_stages)) - set(self._stages):
+            self._write(step, reader, _loss_key(step, reader, self._n_stages - 1), loss, np.float64)
+
+    def read_loss(self, step: int) -> float:
+        last = self._n_stages - 1
+        if last in self._stages:
+            raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
+        what = f"the loss of step {step}"
+        copies = [self._read(step, _loss_key(step, stage, last), _LOSS, what, last) for stage in self._stages]
+        return float(copies[0])
+
+    def finish(self, step: int, state: Any = None) -> None:
+        self._wait_settled()  # one save at a time: a store slower than the steps holds the stage back here
+        if state is not None and (step + 1) % self._save_every:
+            return
+        with self._lock:
+            sent = [entry for k in sorted(self._sent) if k <= step for entry in self._sent.pop(k)]
+            received = [key for k in sorted(self._received) if k <= step for key in self._received.pop(k)]
+        # Read now: the next step may be given these buffers to write into.
+        state = None if state is None else (tensors.on_host(state),)
+        self._settled = self._keeper.submit(self._guarded, self._settle, sent, received, state, step + 1)
+        if state is None:
+            self._forgetful = True
+            self._wait_settled()  # whoever uses the same names next must not lose them to deletes of this step
+
+    def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
+        self._objects.remove_torn(self._writes)
+        self._states = self._objects.names(self._state_folder())
+        if not self._states:
+            return None
+        key = self._states[-1]
+        step, size = _step(key), tensors.object_size(like_state)
+        found = self._objects.read(key, max(size, tensors.HEAD_LIMIT))
+        if found is None:
+            raise ConnectionError(f"{key} in {self._objects} was there and is gone: do two processes hold one stage?")
+        state = self._decode(*found, like_state, key)
+        # What a death between the save and the deletes left behind.
+        self._mark(step)
+        stale = [key for stage in self._stages for key in self._objects.names(_folder(stage)) if _step(key) < step]
+        self._objects.delete(stale)
+        self._forget_states()
+        return step, state
+
+    def close(self) -> None:
+        self._closed.set()
+        self._uploads.shutdown()
+        self._keeper.shutdown()
+        if self._forgetful and self._failure is None:
+            self._objects.delete([PLAN])  # nothing is left of this run: the next of its name may be cut otherwise
+        if not self._told:
+            self._raise()
+
+    # -- one object
+
+    def _write(self, step: int, reader: int, key: str, tree: Any, dtype: Any = None) -> None:
+        self._check()
+        with self._lock:
+            done = self._uploads.submit(self._guarded, self._upload, key, tree, dtype)
+            self._sent.setdefault(step, []).append(_Sent(reader, key, done))
+
+    def _upload(self, key: str, tree: Any, dtype: Any) -> None:
+        if dtype is not None:
+            tree = np.asarray(tree).astype(dtype)
+        self._objects.create(key, tensors.encode(tree))
+
+    def _read(self, step: int, key: str, like: Any, what: str, writer: int) -> Any:
+        limit = max(tensors.object_size(like), tensors.HEAD_LIMIT)
+        try:
+            found = self._objects.wait(key, limit, self._timeout_s, self._pause)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"waited {self._timeout_s:g} s for {what}: stage {writer} has not written {key} in {self._objects}. "
+                "Is its process running, on the same url and run? A slower one needs DataStore(timeout_s=...)"
+            ) from error
+        tree = self._decode(*found, like, key)
+        with self._lock:
+            self._received.setdefault(step, []).append(key)
+        return tree
+
+    def _decode(self, data: Any, size: int, like: Any, key: str) -> Any:
+        if size != tensors.object_size(like):
+            raise tensors.explain(data, size, like, f"{key} in {self._objects}")
+        return tensors.decode(data, like, f"{key} in {self._objects}")
+
+    def _pause(self, seconds: float) -> None:
+        self._check()
+        self._closed.wait(seconds)
+
+    # -- what happens behind the stages' backs
+
+    def _guarded(self, action, *arguments) -> None:
+        """Keep the first error of a background thread for the next call of the wire."""
+        try:
+            action(*arguments)
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = error
+            raise
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            self._told = True
+            raise self._failure
+
+    def _wait_settled(self) -> None:
+        self._check()
+        if self._settled is not None:
+            futures.wait([self._settled])
+            self._raise()
+
+    def _check(self) -> None:
+        self._raise()
+        if self._closed.is_set():
+            raise WireClosedError("the wire was closed while a stage used it")
+
+    def _settle(self, sent: list[_Sent], received: list[str], state: tuple[Any] | None, next_step: int) -> None:
+        for entry in sent:  # before the state: after it nobody would send them again
+            entry.done.result()
+        if state is not None:
+            if self._saves < _REPEATED_SAVES:
+                self._take_back(sent)
+            key = f"{self._state_folder()}/step-{next_step:010d}"
+            self._objects.replace(key, tensors.encode(state[0]))
+            self._saves += 1
+            self._mark(next_step)
+            self._states.append(key)
+        self._objects.delete(received)
+        self._forget_states()
+
+    def _take_back(self, sent: list[_Sent]) -> None:
+        """Delete what was written again for readers that had finished with it."""
+        finished = {reader: self._finished(reader) for reader in {entry.reader for entry in sent}}
+        self._objects.delete([entry.key for entry in sent if _step(entry.key) < finished[entry.reader]])
+
+    def _mark(self, step: int) -> None:
+        for stage in self._stages:
+            self._objects.replace(_finished_key(stage), [str(step).encode()])
+
+    def _finished(self, stage: int) -> int:
+        found = self._objects.read(_finished_key(stage), 20)
+        with contextlib.suppress(ValueError):
+            return int(bytes(found[0])) if found else 0
+        return 0
+
+    def _writes(self, key: str) -> bool:
+        ends = tuple(f".from-stage-{stage:03d}" for stage in self._stages)
+        own = (f"{self._state_folder()}/", *map(_finished_key, self._stages))
+        return key.endswith(ends) or key.startswith(own)
+
+    def _state_folder(self) -> str:
+        return f"stage-{self._stages[0]:03d}-state"
+
+    def _forget_states(self) -> None:
+        self._objects.delete(self._states[:-_STATES])
+        del self._states[:-_STATES]

