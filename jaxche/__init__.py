@@ -3,7 +3,15 @@
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.cluster import initialize
-from jaxche.protocols import DataStore, Direct, Partitioned, Pipeline, order_partitions
+from jaxche.protocols import (
+    DataStore,
+    Direct,
+    Partitioned,
+    Pipeline,
+    balance_stages,
+    measure_costs,
+    order_partitions,
+)
 from jaxche.scaling import (
     AdamScale,
     AdaScale,
@@ -52,8 +60,10 @@ __all__ = [
     "RoundInfo",
     "SqrtScale",
     "Trainer",
+    "balance_stages",
     "initialize",
     "linen_loss",
+    "measure_costs",
     "merge_weights",
     "noise_scale",
     "order_partitions",

@@ -1,8 +1,10 @@
 """Layer 3, wires: a model cut into stages, and how their activations and gradients travel."""
 
+from jaxche.protocols._balance import balance_stages, measure_costs
 from jaxche.protocols._base import Device, Protocol_, Tag, Wire, WireClosedError
 from jaxche.protocols._data_store import DataStore
 from jaxche.protocols._direct import Direct, Pipeline
+from jaxche.protocols._execute import Pace
 from jaxche.protocols._order import order_partitions
 from jaxche.protocols._partition import Partitioned, PartitionedState
 from jaxche.protocols._schedule import (
@@ -21,6 +23,7 @@ __all__ = [
     "DataStore",
     "Device",
     "Direct",
+    "Pace",
     "Partitioned",
     "PartitionedState",
     "Pipeline",
@@ -30,7 +33,9 @@ __all__ = [
     "Task",
     "Wire",
     "WireClosedError",
+    "balance_stages",
     "gpipe",
+    "measure_costs",
     "one_f_one_b",
     "order_partitions",
     "simulate_schedule",

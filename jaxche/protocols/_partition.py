@@ -11,17 +11,15 @@ import optax
 
 from jaxche.protocols._base import Device, Protocol_, Wire
 from jaxche.protocols._checks import (
-    check_cut,
     check_protocol,
     check_stage_params,
     checked_devices,
     checked_stages,
 )
 from jaxche.protocols._execute import Pace, StageResult, run_stage, run_together
-from jaxche.protocols._program import Cut, StageProgram, StageSpec
-from jaxche.protocols._schedule import SCHEDULES, Schedule
-from jaxche.protocols._trace import as_stage, micro_spec, spec, trace_stages
-from jaxche.sharding import batch_size
+from jaxche.protocols._plan import Plan, make_plan
+from jaxche.protocols._program import stage_key
+from jaxche.protocols._trace import as_stage, spec
 
 
 class PartitionedState(NamedTuple):
@@ -36,14 +34,6 @@ class PartitionedState(NamedTuple):
     step: int
     params: tuple[Any, ...]
     opt_state: tuple[Any, ...]
-
-
-class _Plan(NamedTuple):
-    """All that is compiled and decided for one set of shapes."""
-
-    schedule: Schedule
-    programs: dict[int, StageProgram]
-    likes: dict[int, tuple[Any, Any]]
 
 
 class Partitioned:
@@ -138,7 +128,10 @@ class Partitioned:
         self._tx: Any = None
         self._update: Any = None
         self._specs: list[Any] = [None] * len(stages)
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._outputs = [
+            jax.jit(lambda params, x, s=s: s(params, x, stage_key(seed, 0, s.index, 0))) for s in self._stages
+        ]
         self._next_step = 0
         self._peaks: tuple[int | None, ...] = (None,) * len(stages)
         self._paces: Sequence[Pace] | None = None
@@ -222,6 +215,26 @@ class Partitioned:
         wire.finish(state.step, tuple(states))
         return self._state(state.step + 1, states), loss
 
+    def apply(self, params: Sequence[Any], batch: Any) -> Any:
+        """What the last stage gives, for evaluation; the batch stays whole, and all stages must be in this process.
+
+        Args:
+          params: one entry a stage, e.g. ``state.params``.
+          batch: pytree of arrays.
+
+        Returns:
+          The output of the last stage, on its device. Stages that name ``rng`` get the keys of step 0.
+        """
+        if len(self._local) < len(self._stages):
+            raise ValueError(
+                f"apply needs all stages in this process, which has {list(self._local)} of {len(self._stages)}; gather "
+                "the parameters and make a jaxche.Partitioned without local_stages"
+            )
+        x = batch
+        for stage, tree in self._place(params).items():
+            x = self._outputs[stage](tree, jax.device_put(x, self._devices[stage]))
+        return x
+
     def close(self) -> None:
         """Let go of the connections to other stages; the next call opens new ones."""
         if self._wire is not None:
@@ -260,36 +273,18 @@ class Partitioned:
                 )
         return placed
 
-    def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[_Plan, dict[int, Any]]:
+    def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[Plan, dict[int, Any]]:
         placed = self._place(params)
         given = (tuple(self._specs), spec(batch))
         leaves, structure = jax.tree.flatten(given)
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._plans:
-            self._plans[key] = self._compile(*given)
+            self._plans[key] = make_plan(
+                self._stages, self._loss, self._protocol, self._seed, self._local, self._devices, *given
+            )
         return self._plans[key], placed
 
-    def _compile(self, specs: Sequence[Any], batch: Any) -> _Plan:
-        cut = Cut(None, 1)
-        if (size := self._protocol.micro_batch_size) is not None:
-            examples = batch_size(batch)
-            check_cut(size, examples)
-            if size < examples:
-                cut = Cut(size, examples // size)
-        micro = micro_spec(batch, cut.size)
-        outputs = trace_stages(self._stages, self._loss, specs, micro)
-        last = len(self._stages) - 1
-        programs, likes = {}, {}
-        for stage in self._local:
-            x = outputs[stage - 1] if stage > 0 else None
-            out = outputs[stage] if stage < last else None
-            given = StageSpec(specs[stage], x, batch if stage in (0, last) else None, out)
-            loss = self._loss if stage == last else None
-            programs[stage] = StageProgram(self._stages[stage], loss, self._seed, self._devices[stage], cut, given)
-            likes[stage] = (x, out)
-        return _Plan(SCHEDULES[self._protocol.schedule](last + 1, cut.count), programs, likes)
-
-    def _run(self, plan: _Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
+    def _run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
         wire = self._open()
         last = len(self._stages) - 1
         batches = {s: jax.device_put(batch, self._devices[s]) for s in self._local if s in (0, last)}

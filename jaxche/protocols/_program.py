@@ -136,9 +136,7 @@ class StageProgram:
 
     def _linearise(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
         x, labels = self._inputs(x, batch, numbers)
-        key = jax.random.key(self._seed)
-        for number in (numbers[0], self._stage.index, numbers[1]):
-            key = jax.random.fold_in(key, number)
+        key = stage_key(self._seed, numbers[0], self._stage.index, numbers[1])
 
         def call(params: Any, x: Any) -> Any:
             y = self._stage(params, x, key)
@@ -184,6 +182,14 @@ class StageProgram:
         if self.is_last:
             return jnp.ones((), self._loss_dtype)
         return jax.tree.map(lambda s, g: np.zeros(s.shape, jax.dtypes.float0) if g is None else g, self._out, gradient)
+
+
+def stage_key(seed: int, step: Any, stage: int, micro: Any) -> Any:
+    """The key of one stage for one micro-batch of one step."""
+    key = jax.random.key(seed)
+    for number in (step, stage, micro):
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 def _numbers(step: int, micro: int) -> np.ndarray:

@@ -19,14 +19,16 @@ from jaxche.protocols._base import Tag
 
 _LENGTH = struct.Struct(">I")
 _MOST_HEADER = 1 << 20
+_MOST_PARTS = 512  # a system takes 1024 at most
+# What is ready and not larger is sent from the caller's thread: sooner by the time it takes to wake another.
+_INLINE_BYTES = 1 << 20
 # XLA on CPU takes a NumPy array over without a copy if it begins at such an address.
 _ALIGNMENT = 64
 
 
 def write_json(sock: socket.socket, value: Any) -> None:
     """Write one small JSON value."""
-    text = json.dumps(value).encode()
-    sock.sendall(_LENGTH.pack(len(text)) + text)
+    _write(sock, [_packed(value)])
 
 
 def read_json(sock: socket.socket) -> Any:
@@ -44,10 +46,9 @@ def read_json(sock: socket.socket) -> Any:
 
 def write_arrays(sock: socket.socket, tag: Tag, arrays: Sequence[np.ndarray]) -> None:
     """Write the leaves of a tree under a tag."""
-    write_json(sock, [*tag, [[array.dtype.name, array.shape] for array in arrays]])
-    for array in arrays:
-        # As bytes, because bfloat16 and its kin have no buffer of their own.
-        sock.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    header = _packed([*tag, [[array.dtype.name, array.shape] for array in arrays]])
+    # As bytes, because bfloat16 and its kin have no buffer of their own.
+    _write(sock, [header, *(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)])
 
 
 def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
@@ -59,6 +60,22 @@ def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
         count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         arrays.append(_read(sock, count).view(dtype).reshape(shape))
     return Tag(*tag), arrays
+
+
+def _packed(value: Any) -> bytes:
+    text = json.dumps(value).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+def _write(sock: socket.socket, parts: Sequence[Any]) -> None:
+    """Write all parts, the small ones in one go: each packet of its own would wake the reader once more."""
+    left = [memoryview(part) for part in parts if len(part)]
+    while left:
+        sent = sock.sendmsg(left[:_MOST_PARTS])
+        while left and sent >= len(left[0]):
+            sent -= len(left.pop(0))
+        if left:
+            left[0] = left[0][sent:]
 
 
 def _read(sock: socket.socket, count: int) -> np.ndarray:
@@ -85,12 +102,18 @@ class Outgoing:
     def __init__(self, sock: socket.socket, on_error: Any):
         self._sock, self._on_error = sock, on_error
         self._queue: queue.Queue[tuple[Tag, list[Any]] | None] = queue.Queue()
+        self._writing = threading.Lock()
+        self._broken = False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def put(self, tag: Tag, tree: Any) -> None:
         """Send a tree when it is there."""
         leaves = jax.tree.leaves(tree)
+        small = sum(leaf.nbytes for leaf in leaves) <= _INLINE_BYTES
+        if small and self._queue.unfinished_tasks == 0 and all(leaf.is_ready() for leaf in leaves):
+            self._write(tag, leaves)
+            return
         for leaf in leaves:
             leaf.copy_to_host_async()
         self._queue.put((tag, leaves))
@@ -108,14 +131,17 @@ class Outgoing:
         self._sock.close()
 
     def _work(self) -> None:
-        broken = False
         while (item := self._queue.get()) is not None:
+            self._write(*item)
+            del item
+            self._queue.task_done()
+
+    def _write(self, tag: Tag, leaves: Sequence[Any]) -> None:
+        with self._writing:
+            if self._broken:
+                return
             try:
-                if not broken:
-                    write_arrays(self._sock, item[0], [np.asarray(leaf) for leaf in item[1]])
+                write_arrays(self._sock, tag, [np.asarray(leaf) for leaf in leaves])
             except Exception as error:  # also what computing the arrays raised
-                broken = True
+                self._broken = True
                 self._on_error(error)
-            finally:
-                del item
-                self._queue.task_done()

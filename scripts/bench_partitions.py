@@ -1,0 +1,351 @@
+"""What do partitions cost? Pipelines against the schedule's promise, wires against what carries them.
+
+Three tables. The first: stages whose tasks are padded to a wall time, so that they behave like devices of that speed,
+against (M + S - 1)/M times the work of perfectly split stages, in one process and with a process a stage; with the
+most activations each stage kept, as counted, against the schedule's promise. The second: bandwidth of each wire
+against the bare operation under it, in turn in the same run. The third: the same pipeline as one SPMD program
+(shard_map, scan and ppermute), which equal stages on equal devices allow.
+
+    python scripts/bench_partitions.py
+    python scripts/bench_partitions.py --only wires --mib 1,16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FORWARD_MS, BACKWARD_MS = 10.0, 20.0
+PIPELINES = ((2, 4), (2, 16), (3, 8), (4, 8), (4, 16))
+SCHEDULES = ("1f1b", "gpipe")
+WIDTH, ROWS = 32, 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("pipelines", "wires", "spmd"), help="one of the tables")
+    parser.add_argument("--turns", type=int, default=7, help="measurements of each figure (default 7)")
+    parser.add_argument("--mib", default="1,16", help="sizes for the wires in MiB (default 1,16)")
+    parser.add_argument("--json", type=Path, help="write all numbers there")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+    results: dict[str, Any] = {}
+    if args.only in (None, "pipelines"):
+        rows = [row for what in ("devices", "processes") for row in run(f"pipelines {what}", args)]
+        results["pipelines"] = rows
+        print_pipelines(rows)
+    if args.only in (None, "wires"):
+        results["wires"] = run("wires devices", args) + run("wires processes", args)
+        print_wires(results["wires"])
+    if args.only in (None, "spmd"):
+        results["spmd"] = run("spmd devices", args)
+        print_spmd(results["spmd"])
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+def run(what: str, args: argparse.Namespace) -> list[Any]:
+    """Start what measures, one process or one a stage, and read what rank 0 wrote."""
+    from jaxche.cluster import launch
+
+    name, where = what.split()
+    counts = [1] if where == "devices" else sorted({s for s, _ in PIPELINES}) if name == "pipelines" else [2]
+    rows = []
+    for count in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            flags = ["--worker", what, "--turns", args.turns, "--mib", args.mib, "--json", out]
+            # Not pinned: the sockets' threads work beside the computation, as they do on a real host.
+            env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            code = launch([sys.executable, __file__, *map(str, flags)], count, env=env, pin=False, prefix=False)
+            if code:
+                raise SystemExit(code)
+            rows += json.loads(out.read_text())
+    return rows
+
+
+def worker(args: argparse.Namespace) -> int:
+    """One process of a measurement."""
+    import jax
+
+    import jaxche
+
+    name, where = args.worker.split()
+    if where == "devices":
+        jax.config.update("jax_num_cpu_devices", 4)
+    else:
+        jaxche.initialize(timeout_s=60)
+    table = {"pipelines": pipelines, "wires": wires, "spmd": spmd}[name](args)
+    if jax.process_index() == 0:
+        args.json.write_text(json.dumps(table))
+    return 0
+
+
+def timed(action: Callable[[], Any], turns: int) -> float:
+    """Median wall time in ms of something that waits for its own end; once before, to be warm."""
+    times = []
+    for _ in range(turns + 1):
+        start = time.perf_counter()
+        action()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])
+
+
+# Pipelines
+
+
+def chain(n_stages: int, rows: int, width: int = WIDTH) -> tuple[Any, Any, Any, Any]:
+    """Equal stages: one layer each."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    params = [{"w": rng.normal(size=(width, width)).astype(np.float32) / width**0.5} for _ in range(n_stages)]
+    stages = [lambda p, x: jnp.tanh(x @ p["w"])] * n_stages
+    batch = rng.normal(size=(rows, width)).astype(np.float32)
+    return stages, lambda y, batch: jnp.mean((y - batch) ** 2), params, batch
+
+
+def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Paced pipelines, in one process or with this one holding one stage."""
+    import jax
+
+    import jaxche
+    from jaxche.protocols import SCHEDULES as BY_NAME
+    from jaxche.protocols import Pace, simulate_schedule
+
+    table = []
+    world = jax.process_count()
+    for n_stages, micro_batches in PIPELINES:
+        if world not in (1, n_stages):
+            continue
+        for schedule in SCHEDULES:
+            stages, loss, params, batch = chain(n_stages, ROWS * micro_batches)
+            local = None if world == 1 else [jax.process_index()]
+            model = jaxche.Partitioned(stages, loss, jaxche.Pipeline(ROWS, schedule), local_stages=local)
+            model._paces = [Pace(FORWARD_MS, BACKWARD_MS)] * n_stages
+            took = timed(lambda: jax.block_until_ready(model.value_and_grad(params, batch)), args.turns)  # noqa: B023
+            promised = simulate_schedule(BY_NAME[schedule](n_stages, micro_batches), [1] * n_stages, [1] * n_stages)
+            work = micro_batches * (FORWARD_MS + BACKWARD_MS)
+            theory = (micro_batches + n_stages - 1) / micro_batches * work
+            peaks = gathered(model.peak_activations)
+            row = {"where": "devices" if world == 1 else "processes", "stages": n_stages, "schedule": schedule}
+            row |= {"micro_batches": micro_batches, "ms": took, "theory_ms": theory}
+            table.append(row | {"peaks": peaks, "promised": promised.peak})
+            model.close()
+    return table
+
+
+def gathered(peaks: Any) -> list[int]:
+    """The peaks of all stages, each from the process that has it."""
+    import jax
+    import numpy as np
+
+    own = np.array([-1 if peak is None else peak for peak in peaks])
+    if jax.process_count() == 1:
+        return own.tolist()
+    from jax.experimental import multihost_utils
+
+    return np.max(multihost_utils.process_allgather(own), axis=0).tolist()
+
+
+def print_pipelines(rows: list[dict[str, Any]]) -> None:
+    print(f"\nPipelines of equal stages paced to {FORWARD_MS:g} ms forward and {BACKWARD_MS:g} ms backward")
+    print(
+        f"{'where':<10}{'S':>3}{'M':>4}  {'schedule':<9}{'(M+S-1)/M work':>15}{'measured':>11}{'ratio':>7}  peak kept"
+    )
+    for row in rows:
+        peaks = " ".join(map(str, row["peaks"]))
+        told = "as promised" if row["peaks"] == list(row["promised"]) else f"promised {row['promised']}"
+        print(
+            f"{row['where']:<10}{row['stages']:>3}{row['micro_batches']:>4}  {row['schedule']:<9}"
+            f"{row['theory_ms']:>8.0f} ms{row['ms']:>8.1f} ms{row['ms'] / row['theory_ms']:>7.3f}  {peaks} ({told})"
+        )
+
+
+# Wires: there and back, so that both ends are seen by one clock. Half of it is one way.
+
+
+def wires(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each wire and the bare operation under it, in turn."""
+    import jax
+
+    measure = within if jax.process_count() == 1 else between
+    return [row for mib in args.mib.split(",") for row in measure(float(mib), args.turns)]
+
+
+def within(mib: float, turns: int) -> list[dict[str, Any]]:
+    """Direct between devices of this process against ``device_put``."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxche
+    from jaxche.protocols import Tag
+
+    devices = jax.devices()[:2]
+    x = jax.device_put(jnp.ones(int(mib * 2**18), jnp.float32), devices[0])
+    wire = jaxche.Direct().wire([0, 1], 2, devices)
+
+    def direct() -> None:
+        wire.send(Tag(0, 0, "forward", 0), x)
+        there = wire.receive(Tag(0, 0, "forward", 0), x, devices[1])
+        wire.send(Tag(0, 0, "backward", 1), there)
+        wire.receive(Tag(0, 0, "backward", 1), x, devices[0]).block_until_ready()
+
+    def bare() -> None:
+        jax.device_put(jax.device_put(x, devices[1]), devices[0]).block_until_ready()
+
+    return [in_turn("Direct, devices", "device_put", direct, bare, mib, turns)]
+
+
+def between(mib: float, turns: int) -> list[dict[str, Any]]:
+    """Direct between two processes against ``ppermute`` between them."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxche
+    from jaxche.protocols import Tag
+
+    me, here = jax.process_index(), jax.local_devices()[0]
+    x = jnp.ones(int(mib * 2**18), jnp.float32)
+    placed = [here if stage == me else None for stage in range(2)]
+    wire = jaxche.Direct().wire([me], 2, placed)
+
+    def direct() -> None:
+        there, back = Tag(0, 0, "forward", 0), Tag(0, 0, "backward", 1)
+        if me == 0:
+            wire.send(there, x)
+            wire.receive(back, x, here).block_until_ready()
+        else:
+            wire.send(back, wire.receive(there, x, here))
+
+    mesh = Mesh(np.array([next(d for d in jax.devices() if d.process_index == p) for p in range(2)]), ("p",))
+    sharded = jax.make_array_from_single_device_arrays((2, x.size), NamedSharding(mesh, P("p")), [x[None]])
+
+    def over(pair: tuple[int, int]) -> Callable[[Any], Any]:
+        move = lambda x: jax.lax.ppermute(x, "p", [pair])  # noqa: E731
+        return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=P("p"), out_specs=P("p"), check_vma=False))
+
+    there, back = over((0, 1)), over((1, 0))
+
+    def bare() -> None:
+        moved = there(sharded)
+        moved.block_until_ready()  # two collectives in flight can deadlock the CPU client
+        back(moved).block_until_ready()
+
+    row = in_turn("Direct, processes", "ppermute (gloo)", direct, bare, mib, turns)
+    wire.close()
+    return [row]
+
+
+def in_turn(
+    name: str, peer: str, ours: Callable[[], None], bare: Callable[[], None], mib: float, turns: int
+) -> dict[str, Any]:
+    """MB/s of one wire and of its peer, interleaved: the machine's own speed drifts."""
+    times: dict[str, list[float]] = {"ours": [], "bare": []}
+    for _ in range(turns):
+        times["ours"].append(timed(ours, 5))
+        times["bare"].append(timed(bare, 5))
+    rate = {who: 2 * mib * 2**20 / 1e3 / statistics.median(values) for who, values in times.items()}
+    return {"wire": name, "peer": peer, "mib": mib, "mb_s": rate["ours"], "peer_mb_s": rate["bare"]}
+
+
+def print_wires(rows: list[dict[str, Any]]) -> None:
+    print("\nWires, one way of a round trip, against the bare operation")
+    print(f"{'wire':<20}{'MiB':>5}{'MB/s':>9}   {'bare':<17}{'MB/s':>7}{'ratio':>7}")
+    for row in rows:
+        print(
+            f"{row['wire']:<20}{row['mib']:>5g}{row['mb_s']:>9.0f}   {row['peer']:<17}{row['peer_mb_s']:>7.0f}"
+            f"{row['mb_s'] / row['peer_mb_s']:>7.2f}"
+        )
+
+
+# One SPMD program
+
+
+def spmd(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The stages of :func:`chain`, unpaced: threads and programs of their own against one program for all."""
+    import jax
+    import numpy as np
+
+    import jaxche
+
+    table = []
+    for n_stages, micro_batches, rows, width in ((2, 8, 64, 512), (4, 8, 64, 512), (4, 8, 16, 64)):
+        stages, loss, params, batch = chain(n_stages, rows * micro_batches, width)
+        model = jaxche.Partitioned(stages, loss, jaxche.Pipeline(rows, "gpipe"), remat=True)
+        placed = [jax.device_put(p, d) for p, d in zip(params, model.devices, strict=True)]
+        program, stacked = one_program(n_stages, micro_batches, params)
+        value, grads = model.value_and_grad(placed, batch)
+        theirs, theirs_grads = program(stacked, batch)
+        np.testing.assert_allclose(value, theirs, rtol=1e-4)
+        np.testing.assert_allclose(grads[0]["w"], theirs_grads[0], rtol=1e-3, atol=1e-6)
+        ours, bare = [], []
+        for _ in range(args.turns):
+            ours.append(timed(lambda: jax.block_until_ready(model.value_and_grad(placed, batch)), 3))  # noqa: B023
+            bare.append(timed(lambda: jax.block_until_ready(program(stacked, batch)), 3))  # noqa: B023
+        row = {"stages": n_stages, "micro_batches": micro_batches, "rows": rows, "width": width}
+        table.append(row | {"ms": statistics.median(ours), "spmd_ms": statistics.median(bare)})
+    return table
+
+
+def one_program(n_stages: int, micro_batches: int, params: Any) -> tuple[Any, Any]:
+    """GPipe as one program: a scan over ticks, each stage passing on its output by ppermute, differentiated as one."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()[:n_stages]), ("stage",))
+    ring = [(i, i + 1) for i in range(n_stages - 1)]
+
+    def body(w: Any, batch: Any) -> Any:
+        stage = jax.lax.axis_index("stage")
+        cut = batch.reshape(micro_batches, -1, batch.shape[-1])
+        layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w[0]))
+
+        def tick(carry: Any, t: Any) -> Any:
+            arrived, total = carry
+            x = jnp.where(stage == 0, cut[jnp.clip(t, 0, micro_batches - 1)], arrived)
+            y = layer(w, x)
+            micro = t - (n_stages - 1)
+            error = jnp.mean((y - cut[jnp.clip(micro, 0, micro_batches - 1)]) ** 2)
+            total += jnp.where((stage == n_stages - 1) & (micro >= 0), error, 0.0) / micro_batches
+            return (jax.lax.ppermute(y, "stage", ring), total), None
+
+        start = (jnp.zeros_like(cut[0]), jnp.float32(0))
+        (_, total), _ = jax.lax.scan(tick, start, jnp.arange(micro_batches + n_stages - 1))
+        return jax.lax.psum(total, "stage")
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P(), check_vma=False)
+    stacked = jax.device_put(np.stack([p["w"] for p in params]), NamedSharding(mesh, P("stage")))
+    return jax.jit(jax.value_and_grad(mapped)), stacked
+
+
+def print_spmd(rows: list[dict[str, Any]]) -> None:
+    print("\nEqual stages on equal devices of one process, unpaced, GPipe with recomputation: against one SPMD program")
+    print(f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}{'jaxche':>12}{'SPMD':>12}{'ratio':>7}")
+    for row in rows:
+        print(
+            f"{row['stages']:>3}{row['micro_batches']:>4}{row['rows']:>6}{row['width']:>7}{row['ms']:>9.2f} ms"
+            f"{row['spmd_ms']:>9.2f} ms{row['ms'] / row['spmd_ms']:>7.2f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

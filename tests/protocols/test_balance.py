@@ -1,0 +1,68 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxche
+
+costs = st.lists(st.one_of(st.integers(0, 20), st.floats(0, 100)), min_size=1, max_size=9)
+speeds = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
+
+
+def slowest(costs, speeds, stages):
+    return max(sum(costs[i] for i in stage) / speed for stage, speed in zip(stages, speeds, strict=True))
+
+
+@given(costs, speeds)
+def test_no_cut_is_better(costs, speeds):
+    if len(costs) < len(speeds):
+        with pytest.raises(ValueError, match=f"costs has {len(costs)} layers for {len(speeds)} stages"):
+            jaxche.balance_stages(costs, speeds)
+        return
+    stages = jaxche.balance_stages(costs, speeds)
+    assert [layer for stage in stages for layer in stage] == list(range(len(costs)))
+    assert all(len(stage) > 0 for stage in stages)
+    tried = (
+        [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+        for cuts in itertools.combinations(range(1, len(costs)), len(speeds) - 1)
+    )
+    best = min(slowest(costs, speeds, stages) for stages in tried)
+    assert slowest(costs, speeds, stages) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("costs", "speeds", "message"),
+    [
+        ([], [1], "costs is empty"),
+        ([1], [], "speeds is empty"),
+        ([1, -1], [1], r"costs\[1\]=-1 must be a number"),
+        ([1, float("nan")], [1], r"costs\[1\]=nan must be a number"),
+        ([1, 1], [1, 0], r"speeds\[1\]=0 must be a positive number"),
+    ],
+)
+def test_refused(costs, speeds, message):
+    with pytest.raises(ValueError, match=message):
+        jaxche.balance_stages(costs, speeds)
+
+
+def test_costs_of_trees_with_a_mask_and_of_stages_with_dropout():
+    def first(params, batch):
+        return {"h": jnp.tanh(batch["x"] @ params), "mask": batch["mask"]}
+
+    def second(params, x, rng):
+        kept = jax.random.bernoulli(rng, 0.5, x["h"].shape)
+        return jnp.where(x["mask"][:, None], x["h"] * kept, 0) @ params
+
+    batch = {"x": np.ones((4, 3), np.float32), "mask": np.ones(4, bool)}
+    costs = jaxche.measure_costs([first, second], [jnp.ones((3, 3))] * 2, batch)
+    assert len(costs) == 2
+    assert min(costs) > 0
+
+
+def test_costs_need_parameters_for_each_stage():
+    with pytest.raises(ValueError, match="params: 1 entries for 2 stages"):
+        jaxche.measure_costs([lambda w, x: x * w] * 2, [jnp.ones(3)], jnp.ones(3))
