@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("pipelines", "wires", "spmd"), help="one of the tables")
     parser.add_argument("--turns", type=int, default=7, help="measurements of each figure (default 7)")
     parser.add_argument("--mib", default="1,16", help="sizes for the wires in MiB (default 1,16)")
+    parser.add_argument("--store", help="folder or bucket to measure DataStore in (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -66,6 +67,7 @@ def run(what: str, args: argparse.Namespace) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             flags = ["--worker", what, "--turns", args.turns, "--mib", args.mib, "--json", out]
+            flags += ["--store", args.store] if args.store else []
             # Not pinned: the sockets' threads work beside the computation, as they do on a real host.
             env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             code = launch([sys.executable, __file__, *map(str, flags)], count, env=env, pin=False, prefix=False)
@@ -182,7 +184,12 @@ def wires(args: argparse.Namespace) -> list[dict[str, Any]]:
     import jax
 
     measure = within if jax.process_count() == 1 else between
-    return [row for mib in args.mib.split(",") for row in measure(float(mib), args.turns)]
+    sizes = [float(mib) for mib in args.mib.split(",")]
+    rows = [row for mib in sizes for row in measure(mib, args.turns)]
+    if jax.process_count() == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += [through_store(mib, args.turns, args.store or folder) for mib in sizes]
+    return rows
 
 
 def within(mib: float, turns: int) -> list[dict[str, Any]]:
@@ -207,6 +214,52 @@ def within(mib: float, turns: int) -> list[dict[str, Any]]:
         jax.device_put(jax.device_put(x, devices[1]), devices[0]).block_until_ready()
 
     return [in_turn("Direct, devices", "device_put", direct, bare, mib, turns)]
+
+
+def through_store(mib: float, turns: int, url: str) -> dict[str, Any]:
+    """DataStore with trees of four arrays against obstore's put and get of objects of the same bytes."""
+    import itertools
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jaxche
+    from jaxche.protocols import Tag
+
+    device = jax.devices()[0]
+    x = [jax.device_put(jnp.full(int(mib * 2**18), i, jnp.float32), device) for i in range(4)]
+    buffers = [np.asarray(leaf).view(np.uint8) for leaf in x]
+    protocol = jaxche.DataStore(url, run=f"bench-{time.time_ns()}")
+    first, last = (protocol.wire([stage], 2, [device, device]) for stage in range(2))
+    store = bare_store(url)
+    numbers = itertools.count()
+
+    def ours() -> None:
+        step = next(numbers)
+        first.send(Tag(step, 0, "forward", 0), x)
+        last.send(Tag(step, 0, "backward", 1), last.receive(Tag(step, 0, "forward", 0), x, device))
+        jax.block_until_ready(first.receive(Tag(step, 0, "backward", 1), x, device))
+        first.finish(step)
+        last.finish(step)
+
+    def bare() -> None:
+        for key in (f"{protocol.run}-there-{next(numbers)}", f"{protocol.run}-back-{next(numbers)}"):
+            store.put(key, buffers, mode="create", use_multipart=False)
+            store.get(key).bytes()
+            store.delete(key)
+
+    row = in_turn("DataStore, 4 arrays", "obstore put, get", ours, bare, 4 * mib, turns)
+    first.close()
+    last.close()
+    return row
+
+
+def bare_store(url: str) -> Any:
+    """The same place without jaxche."""
+    from obstore import store
+
+    return store.from_url(url) if "://" in url else store.LocalStore(url)
 
 
 def between(mib: float, turns: int) -> list[dict[str, Any]]:

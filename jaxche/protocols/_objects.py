@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S, _WAIT_GROWTH = 0.001, 0.1, 1.2
+_FIRST_WAIT_S, _LONGEST_WAIT_S, _WAIT_GROWTH = 0.0002, 0.1, 1.2
 # One request carries what is smaller; S3 takes no more than 5 GiB in one.
 _MULTIPART_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 64

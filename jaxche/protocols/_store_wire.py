@@ -129,6 +129,7 @@ class StoreWire:
             self._wait_settled()  # whoever uses the same names next must not lose them to deletes of this step
 
     def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
+        self._wait_settled()
         self._objects.remove_torn(self._writes)
         self._states = self._objects.names(self._state_folder())
         if not self._states:
@@ -138,7 +139,15 @@ class StoreWire:
         found = self._objects.read(key, max(size, tensors.HEAD_LIMIT))
         if found is None:
             raise ConnectionError(f"{key} in {self._objects} was there and is gone: do two processes hold one stage?")
-        state = self._decode(*found, like_state, key)
+        try:
+            state = self._decode(*found, like_state, key)
+        except tensors.DamagedObjectError:
+            raise
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. This run was begun with other parameters or another optimizer: to start anew write another "
+                'DataStore(run="...")'
+            ) from error
         # What a death between the save and the deletes left behind.
         self._mark(step)
         stale = [key for stage in self._stages for key in self._objects.names(_folder(stage)) if _step(key) < step]

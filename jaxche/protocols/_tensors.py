@@ -210,5 +210,5 @@ def _mismatch(header: bytes, expected: list[Leaf], key: str) -> ValueError:
         return DamagedObjectError(f"{key} was altered: its header cannot be read")
     for there, wanted in itertools.zip_longest(found, map(str, expected), fillvalue="no further leaf"):
         if there != wanted:
-            return ValueError(f"{key} holds {there} where {wanted} is expected: both ends must run the same stages")
+            return ValueError(f"{key} holds {there} where {wanted} is expected")
     return DamagedObjectError(f"{key} was altered: its header is not in the form it was written in")

@@ -63,12 +63,12 @@ def test_waiting_ends_with_the_object_and_grows_in_between(objects):
 
     def pause(seconds):
         naps.append(seconds)
-        if len(naps) == 30:
+        if len(naps) == 40:
             objects.create("late", [b"here"])
 
     assert text(objects.wait("late", 10, 60, pause)) == (b"here", 4)
-    assert len(naps) == 30
-    assert naps[:3] == pytest.approx([0.001, 0.0012, 0.00144])
+    assert len(naps) == 40
+    assert naps[:3] == pytest.approx([0.0002, 0.00024, 0.000288])
     assert naps[-1] == 0.1
     with pytest.raises(TimeoutError):
         objects.wait("never", 10, 0, pause)

@@ -249,6 +249,8 @@ def test_a_state_that_does_not_fit_is_refused_by_its_leaf():
     wire = wire_of(store)
     with pytest.raises(ValueError, match=r"stage-000-state/step-0000000001 .* holds \['momentum'\]"):
         wire.rejoin({"w": ARRAY})
+    with pytest.raises(ValueError, match=r"begun with other parameters .* DataStore\(run="):
+        wire.rejoin({**STATE, "momentum": jax.ShapeDtypeStruct((2,), np.float16)})
     assert wire.rejoin(STATE)[0] == 1
     wire.close()
 
