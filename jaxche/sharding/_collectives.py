@@ -18,6 +18,9 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{[\d,{}]*\}\}|\{\})")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}")
+_SIZE = re.compile(r"'(\w+)'=(\d+)")
+_PART = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 
 
 class Collective(NamedTuple):
@@ -112,6 +115,9 @@ def _nbytes(result: str, started: bool, kind: str) -> int:
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    named = _NAMED.search(line)
+    if named:
+        return _along(named[1], named[2])
     iota = _IOTA.search(line)
     if iota:
         shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
@@ -121,3 +127,20 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if listed is None or listed[1] == "{}":
         return (tuple(range(devices)),)
     return tuple(tuple(group) for group in json.loads(listed[1].replace("{", "[").replace("}", "]")))
+
+
+def _along(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a named mesh; of an axis only a part may be meant: ``'shard':(2)4`` is its middle 4."""
+    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in _PART.findall(axes)}
+    shape, chosen = [], []
+    for name, length in ((name, int(n)) for name, n in _SIZE.findall(mesh)):
+        before, size = parts.get(name, (length, 1))
+        size = size or length
+        if name in parts:
+            chosen.append(len(shape) + 1)
+        shape += [before, size, length // (before * size)]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    rest = [i for i in range(len(shape)) if i not in chosen]
+    members = math.prod(shape[i] for i in chosen)
+    groups: Any = numbers.transpose(rest + chosen).reshape(-1, members).tolist()
+    return tuple(tuple(group) for group in groups)

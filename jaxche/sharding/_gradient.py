@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
-from jaxche.sharding._layout import REPLICA, SHARD, Layout
+from jaxche.sharding._layout import REPLICA, SHARD, Layout, Leaf
 from jaxche.sharding._loss import batch_size
 
 # What merely rearranges an array. Done to a gathered parameter, its result is as large as the parameter.
@@ -86,22 +86,32 @@ def value_and_grad(
 
 
 def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
-    """Value and gradient of this device's rows; gradients of sharded leaves already summed over ``shard``."""
-    gathers = layout.strategy.shards_params
+    """Value and gradient of this device's rows; gradients of sliced leaves already summed over ``shard``."""
+    gathers, scatters = layout.strategy.shards_params, layout.strategy.shards_state
 
-    def objective(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        whole = layout.map_leaves(lambda leaf, x: _whole(x, leaf.axis if gathers else None, compute_dtype), params)
-        return call(whole, model_state, jax.tree.map(lambda x: _cast(x, compute_dtype), batch), rng)
-
-    if gathers:
-        objective = jax.checkpoint(objective, policy=_forget_gathered(layout))
+    def whole(params: Any) -> Any:
+        # Cast before it is gathered, which halves what is sent.
+        cast = jax.tree.map(lambda x: _cast(x, compute_dtype), params)
+        return layout.map_leaves(_gather, cast) if gathers else cast
 
     def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        value, grads = jax.value_and_grad(objective, has_aux=True)(params, model_state, batch, rng)
+        batch = jax.tree.map(lambda x: _cast(x, compute_dtype), batch)
+
+        def objective(params: Any) -> Any:
+            return call(params, model_state, batch, rng)
+
+        if gathers:
+            objective = jax.checkpoint(objective, policy=_forget_rearranged(layout), prevent_cse=False)
+        loss, pullback, aux = jax.vjp(objective, whole(params), has_aux=True)
+        if gathers:
+            # Gathered again, and not before the forward pass is done: in between, only slices are kept. The barrier
+            # stands before the gathers alone; jax.checkpoint's own would hold back every activation.
+            params, loss = lax.optimization_barrier((params, loss))
+            pullback.args_res = [whole(params)]
+        (grads,) = pullback(jnp.ones_like(loss))
+        # Sums in float32 at least, whatever the dtype computed in.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
-        if layout.strategy.shards_state and not gathers:
-            grads = layout.map_leaves(lambda leaf, g: _scatter(g, leaf.axis), grads)
-        return value, grads
+        return (loss, aux), layout.map_leaves(_scatter, grads) if scatters else grads
 
     return local
 
@@ -152,40 +162,28 @@ def _pool(layout: Layout, before: Any, after: Any) -> Any:
     )
 
 
-def _whole(x: Any, axis: int | None, compute_dtype: Any) -> Any:
-    """A parameter as the loss function sees it; cast before it is gathered, which halves what is sent."""
-    if axis is None:
-        return _cast(x, compute_dtype)
-
-    @jax.custom_vjp
-    def gather(x: Any) -> Any:
-        return lax.all_gather(_cast(x, compute_dtype), SHARD, axis=axis, tiled=True)
-
-    # Not all_gather's own transpose, which would sum in the compute dtype.
-    gather.defvjp(
-        lambda x: (gather(x), None),
-        lambda _, g: (_scatter(g.astype(sum_dtype(g.dtype)), axis).astype(x.dtype),),
-    )
-    return gather(x)
+def _gather(leaf: Leaf, x: Any) -> Any:
+    return x if leaf.axis is None else lax.all_gather(x, SHARD, axis=leaf.axis, tiled=True)
 
 
-def _scatter(grad: Any, axis: int | None) -> Any:
-    return grad if axis is None else lax.psum_scatter(grad, SHARD, scatter_dimension=axis, tiled=True)
+def _scatter(leaf: Leaf, grad: Any) -> Any:
+    if leaf.axis is None:
+        return grad
+    return lax.psum_scatter(grad, SHARD, scatter_dimension=leaf.axis, tiled=True)
 
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype)
 
 
-def _forget_gathered(layout: Layout) -> Callable[..., bool]:
-    """A policy for ``jax.checkpoint``: keep all but gathered parameters, in whatever shape or dtype they are used."""
+def _forget_rearranged(layout: Layout) -> Callable[..., bool]:
+    """A policy for ``jax.checkpoint``: keep all but rearranged copies of gathered parameters.
+
+    A transposed or converted parameter is as large as the parameter, and as quickly made again.
+    """
     sizes = {math.prod(leaf.shape) for leaf in layout.leaves if leaf.axis is not None}
 
-    def policy(primitive: Any, *inputs: Any, **params: Any) -> bool:
-        if primitive.name in _REARRANGES:
-            return inputs[0].size not in sizes
-        # The gather below its custom derivative.
-        inner = getattr(params.get("call_jaxpr"), "eqns", ())
-        return not any(equation.primitive.name == "all_gather" for equation in inner)
+    def policy(primitive: Any, *inputs: Any, **_: Any) -> bool:
+        return not (primitive.name in _REARRANGES and inputs[0].size in sizes)
 
     return policy

@@ -1,0 +1,178 @@
+#!/usr/bin/env python
+"""Step time and bytes sent of the sharded step, against FSDP as people write it by hand: jit with annotations.
+
+  .venv/bin/python scripts/bench_sharding.py                    FullShard and the others on 4 fake devices
+  .venv/bin/python scripts/bench_sharding.py --platform gpu     on the GPUs at hand
+
+Both train the same transformer on the same batches in the same process, turn by turn; medians. Fake devices share the
+machine's cores: the ratio says what the step itself adds, not how fast a network is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from typing import Any
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--platform", default="cpu")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=4, help="a turn, of each system")
+    args = parser.parse_args()
+
+    import jax
+
+    jax.config.update("jax_platforms", args.platform)
+    if args.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", args.devices)
+
+    from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp
+
+    devices = jax.devices()[: args.devices]
+    problem = Problem(args)
+    print(
+        f"{problem.count / 1e6:.2f} million parameters, batches of {args.batch_size}, {len(devices)} devices "
+        f"({devices[0].device_kind}), {args.turns} turns of {args.steps} steps\n"
+    )
+    hand = ByHand(problem, FullShard(), devices)
+    strategies: list[Any] = [FullShard(), ShardGradOp(), NoShard()]
+    if len(devices) % 2 == 0 and len(devices) > 2:
+        strategies += [HybridShard(len(devices) // 2), HybridShardGradOp(len(devices) // 2)]
+    ours = {str(strategy): Ours(problem, strategy, devices) for strategy in strategies}
+    systems: dict[str, Any] = {"by hand": hand, **ours}
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for turn in range(args.turns + 1):  # the first one warms up
+        names = list(systems) if turn % 2 else list(reversed(systems))
+        for name in names:
+            start = time.perf_counter()
+            systems[name].run(args.steps)
+            if turn:
+                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
+    report(systems, times)
+    return 0
+
+
+class Problem:
+    """A transformer on characters, and its batches."""
+
+    def __init__(self, args: argparse.Namespace):
+        import jax
+        import optax
+
+        from jaxche.cli._text_task import Transformer, text
+
+        # The data of the text task, the model at the size asked for.
+        task = text(args.batch_size, None, 0)
+        vocabulary = int(task.test.max()) + 1
+        net = Transformer(max(128, vocabulary), width=args.width, blocks=args.blocks)
+        self.batches = [task.data[i] for i in range(8)]
+        self.params = jax.jit(net.init)(jax.random.key(0), self.batches[0][:1, :-1])["params"]
+        self.count = sum(x.size for x in jax.tree.leaves(self.params))
+        self.tx = optax.adamw(1e-3)
+
+        def loss_fn(params: Any, window: Any) -> Any:
+            logits: Any = net.apply({"params": params}, window[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:].astype("int32")).mean()
+
+        self.loss_fn = loss_fn
+
+
+class ByHand:
+    """FSDP as people write it: annotate parameters and batch, jit, donate; XLA adds the collectives."""
+
+    def __init__(self, problem: Problem, strategy: Any, devices: Any):
+        import jax
+        import optax
+        from jax.sharding import NamedSharding
+        from jax.sharding import PartitionSpec as P
+
+        from jaxche.sharding import Layout
+
+        mesh = strategy.mesh(devices)
+        self._batches, self._split, self._taken = problem.batches, NamedSharding(mesh, P("shard")), 0
+        places = strategy.shardings(problem.params, mesh)
+        self.params = jax.device_put(problem.params, places)
+        state_places = Layout(strategy, mesh, problem.params).opt_state(problem.tx)
+        self.opt_state = jax.jit(problem.tx.init, out_shardings=state_places)(self.params)
+
+        def step(params: Any, opt_state: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(problem.loss_fn)(params, batch)
+            updates, opt_state = problem.tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(places, state_places, NamedSharding(mesh, P())))
+        batch = jax.device_put(self._batches[0], self._split)
+        self._step = jitted.lower(self.params, self.opt_state, batch).compile()
+        self.losses: list[float] = []
+
+    def run(self, steps: int) -> None:
+        import jax
+
+        for _ in range(steps):
+            batch = jax.device_put(self._batches[self._taken % len(self._batches)], self._split)
+            self.params, self.opt_state, loss = self._step(self.params, self.opt_state, batch)
+            self._taken += 1
+            self.losses.append(float(loss))  # waits: two steps in flight can deadlock fake devices
+
+    def costs(self) -> tuple[float, float | None, int]:
+        """Bytes sent a step, in theory, and needed in memory, each a device."""
+        from jaxche.sharding import collectives
+
+        memory = self._step.memory_analysis()
+        needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        sent = sum(c.sent for c in collectives(self._step.as_text(), self._split.mesh.size))
+        return sent, None, needed + memory.temp_size_in_bytes
+
+
+class Ours:
+    """The sharded step under one strategy."""
+
+    def __init__(self, problem: Problem, strategy: Any, devices: Any):
+        from jaxche.sharding import sharded_step
+
+        self._problem, self._taken = problem, 0
+        self._step = sharded_step(problem.loss_fn, problem.tx, strategy, strategy.mesh(devices))
+        self._state = self._step.init(problem.params)
+        self.losses: list[float] = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            batch = self._problem.batches[self._taken % len(self._problem.batches)]
+            self._state, metrics = self._step(self._state, batch)
+            self._taken += 1
+            self.losses.append(float(metrics["loss"]))
+
+    def costs(self) -> tuple[float, float | None, int]:
+        explained = self._step.explain(self._problem.params, self._problem.batches[0])
+        return explained.sent, explained.theory, explained.peak
+
+
+def report(systems: dict[str, Any], times: dict[str, list[float]]) -> None:
+    hand = times["by hand"]
+    heads = ("ms a step", "to by hand", "range", "sent MiB", "theory MiB", "memory MiB", "last loss")
+    print(f"{'system':<22}" + "".join(f"{head:>14}" for head in heads))
+    for name, system in systems.items():
+        ratios = [own / other for own, other in zip(times[name], hand, strict=True)]
+        sent, theory, peak = system.costs()
+        cells = (
+            f"{statistics.median(times[name]):.1f}",
+            f"{statistics.median(ratios):.3f}",
+            f"{min(ratios):.2f}-{max(ratios):.2f}",
+            f"{sent / 2**20:.3f}",
+            "-" if theory is None else f"{theory / 2**20:.3f}",
+            f"{peak / 2**20:.2f}",
+            f"{system.losses[-1]:.5f}",
+        )
+        print(f"{name:<22}" + "".join(f"{cell:>14}" for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
