@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FORWARD_MS, BACKWARD_MS = 10.0, 20.0
 PIPELINES = ((2, 4), (2, 16), (3, 8), (4, 8), (4, 16))
 SCHEDULES = ("1f1b", "gpipe")
 WIDTH, ROWS = 32, 4
@@ -33,6 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("pipelines", "wires", "spmd"), help="one of the tables")
     parser.add_argument("--turns", type=int, default=7, help="measurements of each figure (default 7)")
+    parser.add_argument("--pace", default="20,40", help="ms of a forward and a backward task (default 20,40)")
     parser.add_argument("--mib", default="1,16", help="sizes for the wires in MiB (default 1,16)")
     parser.add_argument("--store", help="folder or bucket to measure DataStore in (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="write all numbers there")
@@ -44,7 +44,7 @@ def main() -> int:
     if args.only in (None, "pipelines"):
         rows = [row for what in ("devices", "processes") for row in run(f"pipelines {what}", args)]
         results["pipelines"] = rows
-        print_pipelines(rows)
+        print_pipelines(rows, args.pace)
     if args.only in (None, "wires"):
         results["wires"] = run("wires devices", args) + run("wires processes", args)
         print_wires(results["wires"])
@@ -66,7 +66,7 @@ def run(what: str, args: argparse.Namespace) -> list[Any]:
     for count in counts:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
-            flags = ["--worker", what, "--turns", args.turns, "--mib", args.mib, "--json", out]
+            flags = ["--worker", what, "--turns", args.turns, "--mib", args.mib, "--pace", args.pace, "--json", out]
             flags += ["--store", args.store] if args.store else []
             # Not pinned: the sockets' threads work beside the computation, as they do on a real host.
             env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -129,6 +129,7 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     table = []
     world = jax.process_count()
+    pace = Pace(*map(float, args.pace.split(",")))
     for n_stages, micro_batches in PIPELINES:
         if world not in (1, n_stages):
             continue
@@ -136,10 +137,10 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
             stages, loss, params, batch = chain(n_stages, ROWS * micro_batches)
             local = None if world == 1 else [jax.process_index()]
             model = jaxche.Partitioned(stages, loss, jaxche.Pipeline(ROWS, schedule), local_stages=local)
-            model._paces = [Pace(FORWARD_MS, BACKWARD_MS)] * n_stages
+            model._paces = [pace] * n_stages
             took = timed(lambda: jax.block_until_ready(model.value_and_grad(params, batch)), args.turns)  # noqa: B023
             promised = simulate_schedule(BY_NAME[schedule](n_stages, micro_batches), [1] * n_stages, [1] * n_stages)
-            work = micro_batches * (FORWARD_MS + BACKWARD_MS)
+            work = micro_batches * sum(pace)
             theory = (micro_batches + n_stages - 1) / micro_batches * work
             peaks = gathered(model.peak_activations)
             row = {"where": "devices" if world == 1 else "processes", "stages": n_stages, "schedule": schedule}
@@ -162,8 +163,8 @@ def gathered(peaks: Any) -> list[int]:
     return np.max(multihost_utils.process_allgather(own), axis=0).tolist()
 
 
-def print_pipelines(rows: list[dict[str, Any]]) -> None:
-    print(f"\nPipelines of equal stages paced to {FORWARD_MS:g} ms forward and {BACKWARD_MS:g} ms backward")
+def print_pipelines(rows: list[dict[str, Any]], pace: str) -> None:
+    print(f"\nPipelines of equal stages paced to {' ms forward and '.join(pace.split(','))} ms backward")
     print(
         f"{'where':<10}{'S':>3}{'M':>4}  {'schedule':<9}{'(M+S-1)/M work':>15}{'measured':>11}{'ratio':>7}  peak kept"
     )

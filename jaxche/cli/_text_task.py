@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,43 +13,57 @@ import optax
 from flax import linen as nn
 
 from jaxche.cli._tasks import Task
+from jaxche.protocols import balance_stages
 from jaxche.training import Batches
 
+BATCH_SIZE, LEARNING_RATE, EPOCHS = 16, 2e-3, 4
 _CONTEXT = 48
 _CHUNK = 64
 _HELD_OUT = 0.1
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks of causal attention and a two-layer network."""
+    """Pre-norm blocks of causal attention and a two-layer network; the whole of it, or a part of one cut into stages.
+
+    Args:
+      vocabulary: number of characters.
+      width: of the activations.
+      blocks: how many.
+      heads: of the attention.
+      is_first: whether it begins with the embedding of characters.
+      is_last: whether it ends with the logits, by the same embedding where it has one.
+    """
 
     vocabulary: int
     width: int = 64
     blocks: int = 2
     heads: int = 4
+    is_first: bool = True
+    is_last: bool = True
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocabulary, self.width)
-        place = self.param("place", nn.initializers.normal(0.02), (_CONTEXT, self.width))
-        x = embed(tokens) + place[: tokens.shape[1]]
-        mask = nn.make_causal_mask(tokens)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        embed = nn.Embed(self.vocabulary, self.width) if self.is_first else None
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
+        if embed is not None:
+            place = self.param("place", nn.initializers.normal(0.02), (_CONTEXT, self.width))
+            x = embed(x) + place[: x.shape[1]]
         for _ in range(self.blocks):
             x = x + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x), mask=mask)
             x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
-        return embed.attend(nn.LayerNorm()(x))
+        if not self.is_last:
+            return x
+        x = nn.LayerNorm()(x)
+        return nn.Dense(self.vocabulary, use_bias=False)(x) if embed is None else embed.attend(x)
 
 
 def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
     """The first 90 % of the text to train on, the rest held out; judged by loss in nats a character."""
-    windows, vocabulary = _windows()
-    held_out = int(_HELD_OUT * len(windows))
-    train, test = windows[:-held_out], windows[-held_out:]
+    train, test, vocabulary = _split()
     net = Transformer(vocabulary)
 
     def losses(params: Any, window: Any) -> jax.Array:
-        logits: Any = net.apply({"params": params}, window[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:].astype(jnp.int32))
+        return _losses(net.apply({"params": params}, window[:, :-1]), window)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return losses(params, batch).mean()
@@ -56,7 +72,7 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
     start = jax.jit(net.init)
 
     def init(seed: int) -> tuple[Any, Any]:
-        return start(jax.random.key(seed), windows[:1, :-1])["params"], None
+        return start(jax.random.key(seed), train[:1, :-1])["params"], None
 
     chunk = jax.jit(lambda params, window: losses(params, window).sum())
 
@@ -67,17 +83,72 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
 
     return Task(
         name="text",
-        data=Batches(train, batch_size or 16, seed),
+        data=Batches(train, batch_size or BATCH_SIZE, seed),
         test=test,
         init=init,
         loss_fn=loss_fn,
         evaluate=evaluate,
-        tx=optax.adam(2e-3 if learning_rate is None else learning_rate),
-        epochs=4,
+        tx=optax.adam(LEARNING_RATE if learning_rate is None else learning_rate),
+        epochs=EPOCHS,
         metric="loss",
         higher_is_better=False,
         percent=False,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TextStages:
+    """The transformer cut into stages, for ``jaxche.Partitioned``.
+
+    Args:
+      stages: the functions of the stages.
+      params: what each starts with.
+      data: batches to train on, the last one of an epoch perhaps smaller.
+      test: the held-out windows.
+    """
+
+    stages: Sequence[Callable[..., Any]]
+    params: Sequence[Any]
+    data: Batches
+    test: np.ndarray
+
+    @staticmethod
+    def loss(logits: Any, window: Any) -> jax.Array:
+        """Nats a character."""
+        return _losses(logits, window).mean()
+
+
+def text_stages(n_stages: int, batch_size: int | None, seed: int) -> TextStages:
+    """The transformer of :func:`text` in stages of about equal work; its last layer has weights of its own.
+
+    Raises:
+      ValueError: more stages than it has layers.
+    """
+    train, test, vocabulary = _split()
+    whole = Transformer(vocabulary)
+    block = 12 * whole.width**2 + 2 * _CONTEXT * whole.width
+    costs = [0.0, *[float(block)] * whole.blocks, float(vocabulary * whole.width)]
+    if n_stages > len(costs):
+        raise ValueError(f"--stages {n_stages}: the transformer has {len(costs)} layers; write --stages {len(costs)}")
+    stages, params, x = [], [], train[:1, :-1]
+    for i, layers in enumerate(balance_stages(costs, [1.0] * n_stages)):
+        inside = sum(0 < layer <= whole.blocks for layer in layers)
+        part = whole.copy(blocks=inside, is_first=i == 0, is_last=i == n_stages - 1)
+        x, variables = jax.jit(part.init_with_output)(jax.random.key(seed + i), x)
+        params.append(variables["params"])
+        cut = (lambda window: window[:, :-1]) if i == 0 else (lambda x: x)
+        stages.append(lambda params, x, part=part, cut=cut: part.apply({"params": params}, cut(x)))
+    return TextStages(stages, params, Batches(train, batch_size or BATCH_SIZE, seed), test)
+
+
+def _losses(logits: Any, window: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:].astype(jnp.int32))
+
+
+def _split() -> tuple[np.ndarray, np.ndarray, int]:
+    windows, vocabulary = _windows()
+    held_out = int(_HELD_OUT * len(windows))
+    return windows[:-held_out], windows[-held_out:], vocabulary
 
 
 def _windows() -> tuple[np.ndarray, int]:

@@ -14,6 +14,7 @@ from jaxche.cadence import ApplyPolicy
 from jaxche.cli._arguments import number, numbers, whole
 from jaxche.cli._pace import pace_argument
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
+from jaxche.cli._stages import check_stages, run_stages
 from jaxche.cli._tasks import TASKS, require
 from jaxche.cluster import ClusterInfo, initialize
 
@@ -31,6 +32,8 @@ examples:
   jaxche train --pace 20,50                        exactly 20 and 50 ms a step
   jaxche train -n 1                                a plain training loop
   jaxche train --scaling adamscale                 learning rates by gradient noise, and advice
+  jaxche train --task text --protocol pipeline     one model in two stages, on two devices
+  jaxche train --task text --protocol store --store /tmp/run   in two processes with one folder
   srun -n 8 jaxche train                           as one of the processes of Slurm or mpirun
 
 Without GPUs each process has a CPU core and is paced: its steps are padded to a wall time, so that
@@ -80,6 +83,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--tuner", choices=("seed", "steady"), help="what tunes the anchor (default: steady)")
     add("--max-batch-diff", type=whole("--max-batch-diff 8", 0), help="largest lead of the fastest (default: no limit)")
 
+    group = parser.add_argument_group("a model in stages, instead of replicas")
+    add = group.add_argument
+    add("--protocol", choices=("direct", "pipeline", "store"), help="how stages communicate; with --task text")
+    add("--stages", type=whole("--stages 2", 1), help="one a device, under store one a process (default: 2)")
+    add("--micro-batch-size", type=whole("--micro-batch-size 4"), help="default: a quarter of the batch in a pipeline")
+    add("--store", metavar="URL", help="where stages meet under store: a folder, or s3://bucket/path")
+
     group = parser.add_argument_group("what is trained")
     add = group.add_argument
     add("--batch-size", type=whole("--batch-size 32"), help="default: the task's own")
@@ -108,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
     """
     name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
+        check_stages(args)
+        if args.protocol is not None:
+            return run_stages(args, _gpus()[1])
         require(args.task)
         # Under a launcher this joins the run; on its own it does nothing, and starts no device.
         if _joined().launcher != "none":
@@ -117,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         processes, platform = _processes(args)
         _check(args, processes, Path(args.out) / name)
         return _start(args, name, processes, platform)
-    except (ValueError, ImportError, TimeoutError) as error:
+    except (ValueError, ImportError, TimeoutError, ConnectionError) as error:
         sys.stderr.write(f"jaxche train: error: {error}\n")
         return 2
 

@@ -1,0 +1,150 @@
+"""`jaxche train --protocol`: one model cut into stages that live on different devices, or in different processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+_STAGES = 2
+# Micro-batches of a batch under `pipeline`, where it divides.
+_MICRO_BATCHES = 4
+_SAY_EVERY_S = 5.0
+_TEST_CHUNK = 64
+PROCESS_ID, NUM_PROCESSES = "JAXCHE_PROCESS_ID", "JAXCHE_NUM_PROCESSES"
+
+
+def check_stages(args: argparse.Namespace) -> None:
+    """Refuse words that do not go together.
+
+    Raises:
+      ValueError: says which, and what to write.
+    """
+    if args.protocol is None:
+        given = [flag for flag in ("stages", "store", "micro_batch_size") if getattr(args, flag) is not None]
+        if given:
+            flag = given[0].replace("_", "-")
+            raise ValueError(f"--{flag} is for a model in stages; add --task text --protocol pipeline")
+        return
+    if args.task != "text":
+        raise ValueError(f"--protocol {args.protocol} is for --task text; write --task text --protocol {args.protocol}")
+    replicas = ("processes", "pace", "ratios", "policy", "compare", "average", "merge", "opt_state")
+    replicas += ("anchor", "overhead_target", "tuner", "max_batch_diff", "name")
+    given = [name for name in replicas if getattr(args, name) is not None]
+    if given:
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--{flag} is for replicas, and --protocol trains one model in stages; leave one of them out")
+    if (args.store is None) == (args.protocol == "store"):
+        raise ValueError("--protocol store and --store URL go together, e.g. --protocol store --store /shared/run")
+    if args.protocol == "direct" and args.micro_batch_size is not None:
+        raise ValueError("--protocol direct sends whole batches; leave --micro-batch-size out or write pipeline")
+
+
+def run_stages(args: argparse.Namespace, platform: str | None) -> int:
+    """Trains, or starts the processes that do.
+
+    Args:
+      args: the arguments of `jaxche train`, checked by :func:`check_stages`.
+      platform: to hold the processes to, if they must be.
+
+    Returns:
+      The exit code.
+    """
+    n_stages = args.stages or _STAGES
+    if args.protocol == "store":
+        # Stages that meet in storage need to know nothing of each other but their numbers.
+        if PROCESS_ID in os.environ:
+            return train(args, n_stages, _own(n_stages, int(os.environ[PROCESS_ID]), int(os.environ[NUM_PROCESSES])))
+        from jaxche.cluster import launch
+
+        command = [sys.executable, "-m", "jaxche", *args.words]
+        return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)
+    import jax
+
+    import jaxche
+
+    info = jaxche.initialize()
+    if info.num_processes > 1:
+        return train(args, n_stages, _own(n_stages, info.process_id, info.num_processes))
+    # Without accelerators each stage gets a part of the processor; with them this changes nothing.
+    jax.config.update("jax_num_cpu_devices", n_stages)
+    return train(args, n_stages, None)
+
+
+def _own(n_stages: int, number: int, count: int) -> list[int]:
+    if count != n_stages:
+        raise ValueError(f"{count} processes for {n_stages} stages; start one a stage, or write --stages {count}")
+    return [number]
+
+
+def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
+    from jaxche.protocols import DataStore, Direct, Pipeline
+
+    if args.protocol == "direct":
+        return Direct()
+    if args.protocol == "store":
+        return DataStore(args.store, micro_batch_size=args.micro_batch_size)
+    return Pipeline(args.micro_batch_size or max(1, batch_size // _MICRO_BATCHES))
+
+
+def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> int:
+    """Trains the stages of this process, and tells how it goes where the last of them is.
+
+    Args:
+      args: the arguments of `jaxche train`.
+      n_stages: of the model.
+      local: those of this process; None for all.
+
+    Returns:
+      The exit code.
+    """
+    import jax
+    import optax
+
+    from jaxche.cli._text_task import EPOCHS, LEARNING_RATE, text_stages
+    from jaxche.protocols import Partitioned
+
+    task = text_stages(n_stages, args.batch_size, args.seed)
+    protocol = _protocol(args, task.data.batch_size)
+    model = Partitioned(task.stages, task.loss, protocol, local_stages=local, seed=args.seed)
+    state = model.init(task.params, optax.adam(LEARNING_RATE if args.learning_rate is None else args.learning_rate))
+    speaks = local is None or n_stages - 1 in local
+    # The smaller last batch of an epoch is left out: micro-batches would not divide it.
+    batches = sum(len(batch) == task.data.batch_size for batch in task.data.epoch(0))
+    epochs = args.epochs or EPOCHS
+    if speaks:
+        sizes = ", ".join(f"{sum(leaf.size for leaf in jax.tree.leaves(p)):,}" for p in task.params)
+        print(f"task text in {n_stages} stages of {sizes} parameters, {protocol}", flush=True)
+        if state.step:
+            print(f"goes on at step {state.step}", flush=True)
+    steps = state.step + 1 if args.dry_run else epochs * batches
+    began = spoke = time.perf_counter()
+    losses: list[float] = []
+    while state.step < steps:
+        epoch, index = divmod(state.step, batches)
+        state, loss = model.step(state, task.data.epoch(epoch)[index])
+        losses.append(float(loss))
+        now = time.perf_counter()
+        if speaks and (now - spoke >= _SAY_EVERY_S or state.step == steps):
+            mean = sum(losses) / len(losses)
+            print(f"step {state.step} of {epochs * batches}: loss {mean:.3f} after {now - began:.1f} s", flush=True)
+            losses, spoke = [], now
+    if local is None and not args.dry_run:
+        loss, accuracy = _evaluate(model, state, task)
+        print(f"test loss {loss:.3f} (nats a character), test accuracy {100 * accuracy:.1f} %")
+    model.close()
+    return 0
+
+
+def _evaluate(model: Any, state: Any, task: Any) -> tuple[float, float]:
+    import numpy as np
+
+    total, right = 0.0, 0
+    for i in range(0, len(task.test), _TEST_CHUNK):
+        window = task.test[i : i + _TEST_CHUNK]
+        logits = np.asarray(model.apply(state.params, window))
+        total += float(task.loss(logits, window)) * len(window)
+        right += int((logits.argmax(-1) == window[:, 1:]).sum())
+    return total / len(task.test), right / (len(task.test) * (task.test.shape[1] - 1))

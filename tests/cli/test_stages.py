@@ -1,0 +1,99 @@
+"""`jaxche train --protocol`: what is refused, and a step under each protocol."""
+
+import argparse
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from jaxche.cli import main
+from jaxche.cli._stages import train
+from jaxche.cli._text_task import text_stages
+from jaxche.cli._train import add_parser
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["train", "--task", "text", *words])
+    args.words = ["train", "--task", "text", *words]
+    return args
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--stages 2", "--stages is for a model in stages; add --task text --protocol pipeline"),
+        ("--protocol direct", "--protocol direct is for --task text"),
+        ("--task text --protocol pipeline --policy sync", "--policy is for replicas, and --protocol trains one model"),
+        ("--task text --protocol pipeline --max-batch-diff 2", "--max-batch-diff is for replicas"),
+        ("--task text --protocol store", "--protocol store and --store URL go together"),
+        ("--task text --protocol direct --store /tmp/x", "--protocol store and --store URL go together"),
+        ("--task text --protocol direct --micro-batch-size 2", "--protocol direct sends whole batches"),
+    ],
+)
+def test_refused_words(words, message, capsys):
+    assert main(["train", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_processes_and_stages_must_agree(monkeypatch, capsys):
+    monkeypatch.setenv("JAXCHE_PROCESS_ID", "0")
+    monkeypatch.setenv("JAXCHE_NUM_PROCESSES", "3")
+    words = "train --task text --protocol store --store memory://x --stages 2"
+    assert main(words.split()) == 2
+    assert "3 processes for 2 stages; start one a stage, or write --stages 3" in capsys.readouterr().err
+
+
+def test_store_starts_a_process_a_stage(monkeypatch):
+    calls = []
+    monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **more: calls.append((command, processes)))
+    words = ["train", "--task", "text", "--protocol", "store", "--store", "/tmp/x", "--stages", "3"]
+    main(words)
+    ((command, processes),) = calls
+    assert command[1:] == ["-m", "jaxche", *words]
+    assert processes == 3
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 4])
+def test_stages_share_the_blocks(n_stages):
+    task = text_stages(n_stages, 4, seed=0)
+    counts = [sum(name.startswith("MultiHead") for name in params) for params in task.params]
+    assert counts == {1: [2], 2: [1, 1], 4: [0, 1, 1, 0]}[n_stages]
+    assert [("Embed_0" in params, "place" in params) for params in task.params] == [
+        (i == 0, i == 0) for i in range(n_stages)
+    ]
+    x = batch = task.data[0]
+    for stage, params in zip(task.stages, task.params, strict=True):
+        x = jax.jit(stage)(params, x)
+    assert x.shape[:2] == (4, 48)
+    assert float(task.loss(x, batch)) == pytest.approx(np.log(x.shape[2]), abs=1.5)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="--stages 5: the transformer has 4 layers; write --stages 4"):
+        text_stages(5, 4, seed=0)
+
+
+def test_a_step_says_the_same_loss_under_every_protocol(tmp_path, capsys):
+    losses = []
+    for words in (
+        "--protocol direct",
+        "--protocol pipeline --micro-batch-size 2",
+        f"--protocol store --store {tmp_path}",
+    ):
+        args = parse(*words.split(), "--batch-size", "4", "--dry-run")
+        assert train(args, 2, None) == 0
+        first, last = capsys.readouterr().out.splitlines()
+        assert first.startswith("task text in 2 stages of 59,648, 56,704 parameters, ")
+        losses.append(last.split(" after ")[0])
+    assert losses[0].startswith("step 1 of ")
+    assert losses[0] == losses[1] == losses[2]
