@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
-from jaxche.sharding._layout import REPLICA, SHARD, Layout, Leaf
+from jaxche.sharding._layout import REPLICA, Layout
 from jaxche.sharding._loss import batch_size
+from jaxche.sharding._slices import gather, scatter
 
 # What merely rearranges an array. Done to a gathered parameter, its result is as large as the parameter.
 _REARRANGES = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
@@ -92,7 +93,7 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
     def whole(params: Any) -> Any:
         # Cast before it is gathered, which halves what is sent.
         cast = jax.tree.map(lambda x: _cast(x, compute_dtype), params)
-        return layout.map_leaves(_gather, cast) if gathers else cast
+        return gather(layout, cast) if gathers else cast
 
     def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         batch = jax.tree.map(lambda x: _cast(x, compute_dtype), batch)
@@ -111,7 +112,7 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
         (grads,) = pullback(jnp.ones_like(loss))
         # Sums in float32 at least, whatever the dtype computed in.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
-        return (loss, aux), layout.map_leaves(_scatter, grads) if scatters else grads
+        return (loss, aux), scatter(layout, grads) if scatters else grads
 
     return local
 
@@ -160,16 +161,6 @@ def _pool(layout: Layout, before: Any, after: Any) -> Any:
     return jax.tree.map(
         lambda new, old: new.astype(old.dtype) if is_float(old) else new, from_moments(moments, before), after
     )
-
-
-def _gather(leaf: Leaf, x: Any) -> Any:
-    return x if leaf.axis is None else lax.all_gather(x, SHARD, axis=leaf.axis, tiled=True)
-
-
-def _scatter(leaf: Leaf, grad: Any) -> Any:
-    if leaf.axis is None:
-        return grad
-    return lax.psum_scatter(grad, SHARD, scatter_dimension=leaf.axis, tiled=True)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

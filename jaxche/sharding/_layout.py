@@ -154,11 +154,6 @@ class Layout:
         """Whether a batch of so many rows divides over the devices."""
         return rows % self.devices == 0
 
-    def map_leaves(self, fn: Any, tree: Any, *rest: Any) -> Any:
-        """``fn(leaf, value, ...)`` on each :class:`Leaf` and the values of trees structured as the parameters."""
-        values = zip(*(self._treedef.flatten_up_to(t) for t in (tree, *rest)), strict=True)
-        return self._treedef.unflatten([fn(leaf, *v) for leaf, v in zip(self.leaves, values, strict=True)])
-
     def _decide(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> Leaf:
         strategy, count = self.strategy, self.mesh.shape[SHARD]
         if not strategy.shards_state:

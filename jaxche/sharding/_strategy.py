@@ -47,9 +47,9 @@ class ShardingStrategy:
             raise ValueError(f'scanned={self.scanned!r} is not a tuple of names; write scanned=("layers",)')
 
     def __str__(self) -> str:
-        changed = [f for f in fields(self) if getattr(self, f.name) != f.default or not f.kw_only]
-        changed.sort(key=lambda f: bool(f.kw_only))
-        named = (f"{f.name}={getattr(self, f.name)!r}" if f.kw_only else repr(getattr(self, f.name)) for f in changed)
+        own = [repr(getattr(self, f.name)) for f in fields(self) if not f.kw_only]
+        common = [f for f in fields(self) if f.kw_only and getattr(self, f.name) != f.default]
+        named = own + [f"{f.name}={getattr(self, f.name)!r}" for f in common]
         return f"{type(self).__name__}({', '.join(named)})"
 
     def mesh(self, devices: Sequence[Device] | None = None) -> Mesh:

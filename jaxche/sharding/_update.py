@@ -8,7 +8,8 @@ import jax
 import optax
 from jax import lax
 
-from jaxche.sharding._layout import SHARD, Layout
+from jaxche.sharding._layout import Layout
+from jaxche.sharding._slices import gather
 
 
 def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
@@ -55,10 +56,7 @@ def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: 
 def _gather(layout: Layout, slices: Any) -> Any:
     """Whole parameters of slices, over ``shard`` alone; left to itself the partitioner also gathers across nodes."""
 
-    def gather(slices: Any) -> Any:
-        return layout.map_leaves(
-            lambda leaf, x: x if leaf.axis is None else lax.all_gather(x, SHARD, axis=leaf.axis, tiled=True), slices
-        )
-
     specs = layout.grads_specs, layout.params_specs
-    return jax.shard_map(gather, mesh=layout.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)(slices)
+    return jax.shard_map(
+        lambda tree: gather(layout, tree), mesh=layout.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False
+    )(slices)
