@@ -93,7 +93,8 @@ def update(
       mean_grads: with ``axis_name``, the mean over devices weighted by ``batch_sizes``, which a training step has
         anyway; without it, it is computed here, which costs an all-reduce of the gradients.
       opt_state: state of an Adam-type optimizer: measure :math:`g / (\sqrt{\hat v} + \epsilon)`, as Adam sees it,
-        once it has taken 5 steps (the averages start anew then). Its second moments are found by themselves.
+        once it has taken 5 steps (the averages start anew then). Its second moments are found by themselves. Or
+        what :func:`preconditioner` made of such a state.
       b2: decay of these second moments, if it is not in an ``inject_hyperparams`` state.
       eps: epsilon of the optimizer, likewise.
 
