@@ -34,7 +34,9 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
     r"""Factors :math:`1 / (\sqrt{\hat v} + \epsilon)`, :math:`\hat v = \nu / (1 - \beta_2^t)`, from the optax state.
 
     Whatever takes an ``opt_state`` here takes the result instead: made once for many gradients, it saves the square
-    root and the division of each.
+    root and the division of each. A :math:`\hat v` below :math:`1 - \beta_2` times the mean of its array counts as
+    that much: as in Adam itself, no gradient of ordinary size then weighs more than :math:`1 / (1 - \beta_2)`. An array
+    that had no gradient yet has no scale, and weighs nothing.
 
     Finds every state with ``mu``, ``nu`` and ``count`` (``ScaleByAdamState`` and its kin) in chains, ``masked``,
     ``partition``, ``MultiSteps`` and ``inject_hyperparams``; of the last it also reads ``b2`` and ``eps``. Leaves
@@ -81,8 +83,12 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
     def factor(nu: jax.Array, moments: _Moments) -> jax.Array:
         steps = jnp.maximum(moments.count, 1).astype(jnp.float32)
         correction = 1 - jnp.asarray(moments.b2, jnp.float32) ** steps
-        root = jnp.sqrt(nu.astype(jnp.float32) / correction) + jnp.asarray(moments.eps, jnp.float32)
-        return jnp.where(active, 1 / root, jnp.ones_like(root))
+        v = nu.astype(jnp.float32) / correction
+        # These moments are from before the gradients, so one that wakes up is divided by next to nothing, and would
+        # be the whole estimate from then on. Adam's step, whose moments hold that gradient too, is bounded.
+        v = jnp.maximum(v, (1 - jnp.asarray(moments.b2, jnp.float32)) * jnp.mean(v))
+        inverse = jnp.where(v > 0, 1 / (jnp.sqrt(v) + jnp.asarray(moments.eps, jnp.float32)), jnp.zeros_like(v))
+        return jnp.where(active, inverse, jnp.ones_like(v))
 
     return Preconditioner([hit and factor(*hit) for hit in per_leaf], active)
 

@@ -114,3 +114,28 @@ def test_measured_as_adam_sees_it_and_anew_when_that_begins():
             once = noise_scale.update(fresh, grads, [8, 8], opt_state=noise_scale.preconditioner(state, PARAMS))
             np.testing.assert_array_equal(once.var, noise_scale.update(fresh, grads, [8, 8], opt_state=state).var)
         _, state = tx.update(jax.tree.map(lambda g: g.mean(0), grads), state, PARAMS)
+
+
+def test_numbers_that_were_silent_have_the_weight_adam_would_give_them():
+    nu = {"w": jnp.array([0.0, 1e-20, 3.0, 5.0]), "never": jnp.zeros(2)}
+    found = preconditioner(optax.ScaleByAdamState(jnp.int32(100_000), nu, nu), nu, 0.9, 1e-8)
+    by_name = dict(zip(sorted(nu), found.factors, strict=True))
+    np.testing.assert_allclose(by_name["w"], 1 / np.sqrt([0.2, 0.2, 3.0, 5.0]), rtol=1e-5)
+    np.testing.assert_array_equal(by_name["never"], [0.0, 0.0])
+
+
+def test_one_number_that_wakes_up_is_not_the_whole_estimate():
+    """Units of a network do: with moments of before, their first gradient would be divided by epsilon alone."""
+    rng = np.random.default_rng(0)
+    params, gains = jnp.zeros(4000), {}
+    step = jax.jit(lambda n, g, s: noise_scale.update(n, g, [8, 8], opt_state=s))
+    draws = [np.asarray(rng.normal(size=(2, 4000)) + 0.5, np.float32) for _ in range(40)]
+    for wakes_at in (0, 20):
+        tx = optax.adam(1e-3)
+        state, noise = tx.init(params), noise_scale.init(params, base_batch_size=8)
+        for i, grads in enumerate(draws):
+            grads = jnp.asarray(grads).at[:, 0].multiply(float(i >= wakes_at))
+            noise = step(noise, grads, state)
+            _, state = tx.update(grads.mean(0), state, params)
+        gains[wakes_at] = float(noise.gain(16))
+    assert gains[20] == pytest.approx(gains[0], rel=0.1)
