@@ -61,8 +61,8 @@ def local_sums(
       1.0
     """
     refuse_unless_positive("batch_size", batch_size, "batch_size=32")
-    divisors = preconditioner(opt_state, grads, b2, eps).divisors if opt_state is not None else None
-    return make_sums(group_squares(noise.groups, jax.tree.leaves(grads), divisors), batch_size, weight)
+    factors = preconditioner(opt_state, grads, b2, eps).factors if opt_state is not None else None
+    return make_sums(group_squares(noise.groups, jax.tree.leaves(grads), factors), batch_size, weight)
 
 
 def update_from_sums(
@@ -97,8 +97,8 @@ def update_from_sums(
         refuse_one(noise, int(sums.contributors))
     leaves = jax.tree.leaves(mean_grads)
     pre = preconditioner(opt_state, mean_grads, b2, eps) if opt_state is not None else None
-    divisors = pre.divisors if pre else None
-    mean_squares = group_squares(noise.groups, leaves, divisors)
+    factors = pre.factors if pre else None
+    mean_squares = group_squares(noise.groups, leaves, factors)
     several = sums.contributors >= 2
     sqr, trace = estimate(sums, mean_squares)
     count_scale = jnp.float32(1)
@@ -106,8 +106,8 @@ def update_from_sums(
     if noise.previous is not None:
         before = jax.tree.leaves(noise.previous)
         halves = [_half_sum(x, y) if is_float(x) else x for x, y in zip(leaves, before, strict=True)]
-        local = (group_squares(noise.groups, before, divisors) + mean_squares) / 2
-        both = group_squares(noise.groups, halves, divisors)
+        local = (group_squares(noise.groups, before, factors) + mean_squares) / 2
+        both = group_squares(noise.groups, halves, factors)
         # Two contributors of this batch each: AdaptDL's formula at count 2.
         sqr = jnp.where(several, sqr, 2 * both - local)
         trace = jnp.where(several, trace, (local - both) * 2 * sums.examples)

@@ -50,8 +50,8 @@ def make_groups(params: Any, labels: Any | Callable[[Any], Any] | None) -> Group
     return Groups(names, tuple(names.index(label) for label in flat))
 
 
-def group_squares(groups: Groups, leaves: Sequence[Any], divisors: Sequence[Any] | None = None) -> jax.Array:
-    r"""Squared norm :math:`\|x / d\|^2` of each group, ``[G]`` float32; leaves that are not float are skipped."""
+def group_squares(groups: Groups, leaves: Sequence[Any], factors: Sequence[Any] | None = None) -> jax.Array:
+    r"""Squared norm :math:`\|f x\|^2` of each group, ``[G]`` float32; leaves that are not float are skipped."""
     if len(leaves) != len(groups.of_leaf):
         raise ValueError(
             f"grads has {len(leaves)} leaves, but the params given to init had {len(groups.of_leaf)}; "
@@ -62,8 +62,8 @@ def group_squares(groups: Groups, leaves: Sequence[Any], divisors: Sequence[Any]
         if not is_float(leaf):
             continue
         x = leaf.astype(sum_dtype(leaf.dtype))
-        if divisors is not None and divisors[i] is not None:
-            x = x / divisors[i].astype(x.dtype)
+        if factors is not None and factors[i] is not None:
+            x = x * factors[i].astype(x.dtype)
         sums[group] = sums[group] + jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32)
     return jnp.stack(sums)
 

@@ -12,14 +12,14 @@ _TRUSTED_AFTER = 5
 
 
 class Preconditioner(NamedTuple):
-    """What to divide gradients by.
+    """What to multiply gradients by to see them as an Adam-type optimizer does.
 
     Attributes:
-      divisors: one array like the leaf, or None, per leaf of the gradients.
-      active: whether the optimizer has taken enough steps; until then all divisors are ones.
+      factors: one array like the leaf, or None, per leaf of the gradients.
+      active: whether the optimizer has taken enough steps; until then all factors are ones.
     """
 
-    divisors: list[Any]
+    factors: list[Any]
     active: jax.Array
 
 
@@ -30,16 +30,39 @@ class _Moments(NamedTuple):
     eps: Any
 
 
-def preconditioner(opt_state: Any, grads: Any, b2: float, eps: float) -> Preconditioner:
-    r"""Divisors :math:`\sqrt{\hat v} + \epsilon` with :math:`\hat v = \nu / (1 - \beta_2^t)`, from the optax state.
+def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1e-8) -> Preconditioner:
+    r"""Factors :math:`1 / (\sqrt{\hat v} + \epsilon)`, :math:`\hat v = \nu / (1 - \beta_2^t)`, from the optax state.
+
+    Whatever takes an ``opt_state`` here takes the result instead: made once for many gradients, it saves the square
+    root and the division of each. A :math:`\hat v` below :math:`1 - \beta_2` times the mean of its array counts as
+    that much: as in Adam itself, no gradient of ordinary size then weighs more than :math:`1 / (1 - \beta_2)`. An array
+    that had no gradient yet has no scale, and weighs nothing.
 
     Finds every state with ``mu``, ``nu`` and ``count`` (``ScaleByAdamState`` and its kin) in chains, ``masked``,
     ``partition``, ``MultiSteps`` and ``inject_hyperparams``; of the last it also reads ``b2`` and ``eps``. Leaves
-    without second moments are divided by one.
+    without second moments are left as they are.
+
+    Args:
+      opt_state: state of an Adam-type optimizer; a :class:`Preconditioner` is returned as it is.
+      grads: gradients, or parameters: only their structure and shapes are read.
+      b2: decay of the second moments, if it is not in an ``inject_hyperparams`` state.
+      eps: epsilon of the optimizer, likewise.
+
+    Returns:
+      A :class:`Preconditioner`.
 
     Raises:
       ValueError: no second moments for any leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxche.scaling import noise_scale
+      >>> state = optax.ScaleByAdamState(jnp.int32(1000), jnp.zeros(2), jnp.array([4.0, 0.25]))
+      >>> jnp.round(noise_scale.preconditioner(state, jnp.zeros(2)).factors[0], 2).tolist()
+      [0.39..., 1.58...]
     """
+    if isinstance(opt_state, Preconditioner):
+        return opt_state
     paths = jax.tree.leaves_with_path(grads)
     found = _find(opt_state, b2, eps)
     per_leaf: list[tuple[Any, _Moments] | None] = []
@@ -57,13 +80,17 @@ def preconditioner(opt_state: Any, grads: Any, b2: float, eps: float) -> Precond
     count = jnp.min(jnp.stack([moments.count for _, moments in used]))
     active = count >= _TRUSTED_AFTER
 
-    def divisor(nu: jax.Array, moments: _Moments) -> jax.Array:
+    def factor(nu: jax.Array, moments: _Moments) -> jax.Array:
         steps = jnp.maximum(moments.count, 1).astype(jnp.float32)
         correction = 1 - jnp.asarray(moments.b2, jnp.float32) ** steps
-        root = jnp.sqrt(nu.astype(jnp.float32) / correction) + jnp.asarray(moments.eps, jnp.float32)
-        return jnp.where(active, root, jnp.ones_like(root))
+        v = nu.astype(jnp.float32) / correction
+        # These moments are from before the gradients, so one that wakes up is divided by next to nothing, and would
+        # be the whole estimate from then on. Adam's step, whose moments hold that gradient too, is bounded.
+        v = jnp.maximum(v, (1 - jnp.asarray(moments.b2, jnp.float32)) * jnp.mean(v))
+        inverse = jnp.where(v > 0, 1 / (jnp.sqrt(v) + jnp.asarray(moments.eps, jnp.float32)), jnp.zeros_like(v))
+        return jnp.where(active, inverse, jnp.ones_like(v))
 
-    return Preconditioner([hit and divisor(*hit) for hit in per_leaf], active)
+    return Preconditioner([hit and factor(*hit) for hit in per_leaf], active)
 
 
 def _is_state(node: Any) -> bool:

@@ -93,7 +93,8 @@ def update(
       mean_grads: with ``axis_name``, the mean over devices weighted by ``batch_sizes``, which a training step has
         anyway; without it, it is computed here, which costs an all-reduce of the gradients.
       opt_state: state of an Adam-type optimizer: measure :math:`g / (\sqrt{\hat v} + \epsilon)`, as Adam sees it,
-        once it has taken 5 steps (the averages start anew then). Its second moments are found by themselves.
+        once it has taken 5 steps (the averages start anew then). Its second moments are found by themselves. Or
+        what :func:`preconditioner` made of such a state.
       b2: decay of these second moments, if it is not in an ``inject_hyperparams`` state.
       eps: epsilon of the optimizer, likewise.
 
@@ -102,7 +103,7 @@ def update(
 
     Raises:
       ValueError: sizes of 0, a single contributor without ``differenced=True``, leaves without a common leading
-        axis, or an ``opt_state`` without second moments.
+        axis, gradients that ``shard_map`` has summed over the axis, or an ``opt_state`` without second moments.
 
     References:
       AdaptDL (Qiao et al., *Pollux*, OSDI 2021); McCandlish et al., *An empirical model of large-batch training*,
@@ -122,6 +123,7 @@ def update(
     b = jnp.asarray(batch_sizes)
     if axis_name is not None:
         refuse_one(noise, lax.axis_size(axis_name))
+        _refuse_summed(grads, axis_name)
         if mean_grads is None:
             mean_grads = weighted_mean(grads, b, axis_name)
         sums = psum_buckets(local_sums(noise, grads, b, **options), axis_name)
@@ -138,6 +140,20 @@ def update(
     share = jnp.where(b > 0, b, jnp.zeros_like(b)).astype(jnp.float32) / sums.examples
     mean = jax.tree.map(lambda g: _weighted_sum(share, g) if is_float(g) else g[0], grads)
     return update_from_sums(noise, sums, mean, **options)
+
+
+def _refuse_summed(grads: Any, axis_name: str) -> None:
+    """``jax.grad`` of parameters that are the same on every device sums over the devices: no noise is left to see."""
+
+    def varies(x: Any) -> bool:
+        return axis_name in getattr(jax.typeof(x), "vma", ())
+
+    # Where shard_map does not track what varies, not even the device's number is known to.
+    if varies(lax.axis_index(axis_name)) and not any(map(varies, jax.tree.leaves(grads))):
+        raise ValueError(
+            f"grads are the same on every device of {axis_name!r}: jax.grad of replicated parameters in shard_map sums "
+            f"over them; take it of each device's own, params = jax.lax.pcast(params, {axis_name!r}, to='varying')"
+        )
 
 
 def _weighted_sum(share: jax.Array, stacked: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ r"""The gradient noise scale, from equal or unequal replicas: ``init``, ``update
 from jaxche.scaling._combine import local_sums, update_from_sums
 from jaxche.scaling._deltas import delta_lengths, pseudo_gradients
 from jaxche.scaling._estimates import Estimates, local_estimates, update_from_estimates
+from jaxche.scaling._moments import Preconditioner, preconditioner
 from jaxche.scaling._noise import init, update
 from jaxche.scaling._state import NoiseScale
 from jaxche.scaling._sums import Sums
@@ -18,11 +19,13 @@ from jaxche.scaling._sums import Sums
 __all__ = [
     "Estimates",
     "NoiseScale",
+    "Preconditioner",
     "Sums",
     "delta_lengths",
     "init",
     "local_estimates",
     "local_sums",
+    "preconditioner",
     "pseudo_gradients",
     "update",
     "update_from_estimates",

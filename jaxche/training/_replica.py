@@ -79,10 +79,9 @@ class LocalPrograms:
     def constants(self, local: Local) -> Local:
         """What a step reads of the start of the round, and never writes."""
         gradients, scaling = self._average == "gradients", self._scaling
-        compared = scaling is not None and scaling.preconditioned and not scaling.solo
         return Local(
             local.params if gradients else None,
-            local.opt_state if compared else None,
+            None,
             None,
             None,
             None if scaling is None or scaling.solo else local.noise,
@@ -98,7 +97,8 @@ class LocalPrograms:
             "sums": jnp.zeros((1, 2 + len(self._metrics)), jnp.float32),
         }
         if self._scaling is not None:
-            begun = self._scaling.begin(first(local.noise), first(local.params), worth)
+            noise, params, opt_state = first((local.noise, local.params, local.opt_state))
+            begun = self._scaling.begin(noise, params, opt_state, worth)
             carry |= {name: value if name == "worth" else lift(value) for name, value in begun.items()}
         if self._average == "parameters":
             carry |= {"params": copied["params"], "opt_state": copied["opt_state"]}
@@ -121,7 +121,7 @@ class LocalPrograms:
     def _local_step(self, start: Local, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
         params, opt_state = first(carry["params"]), first(carry["opt_state"])
         loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
-        scaled, more = self._scale(start, carry, grads, examples, opt_state) if self._scaling is not None else ({}, {})
+        scaled, more = self._scale(start, carry, grads, examples) if self._scaling is not None else ({}, {})
         params, opt_state = self._place.update(self._tx, grads, opt_state, params, value=loss, **scaled)
         if scaled:
             worth = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
@@ -129,17 +129,17 @@ class LocalPrograms:
         stepped = {"params": lift(params), "opt_state": lift(opt_state)}
         return self._place.constrain(carry | carry_next | more | stepped), loss
 
-    def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any, opt_state: Any) -> Any:
+    def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any) -> Any:
         """Arguments of the scaled optimizer in a local step, and what the carry keeps of the noise."""
         scaling, worth = self._scaling, carry["worth"]
         assert scaling is not None
         progress = first(start.progress) + worth.alpha * carry["scaled"][0, 0]
         if scaling.solo:
-            noise = scaling.watch(first(carry["noise"]), grads, examples, opt_state)
+            noise = scaling.watch(first(carry["noise"]), grads, examples, first(carry["seen"]))
             more = {"noise": lift(noise)}
         else:
             noise = first(start.noise)
-            tracked = scaling.track(first(carry["tracked"]), noise, grads, examples, first(start.opt_state))
+            tracked = scaling.track(first(carry["tracked"]), noise, grads, examples, first(carry["seen"]))
             more = {"tracked": lift(tracked)}
         return scaling.arguments(noise, progress, examples, worth.replicas), more
 
@@ -151,8 +151,8 @@ class LocalPrograms:
 
         if self._scaling is not None:
             tracked, noise = first(carry["tracked"]), first(start.noise)
-            tracked = self._scaling.track(tracked, noise, grads, examples, first(start.opt_state))
-            carry_next["tracked"] = lift(tracked)
+            tracked = self._scaling.track(tracked, noise, grads, examples, first(carry["seen"]))
+            carry_next |= {"tracked": lift(tracked), "seen": carry["seen"]}
         summed = {"grads": jax.tree.map(add, carry["grads"], grads)}
         return self._place.constrain(carry_next | summed), loss
 

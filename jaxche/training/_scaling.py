@@ -73,18 +73,24 @@ class Scaling:
         noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
         return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
 
-    def begin(self, noise: Any, params: Any, worth: Any) -> dict[str, Any]:
-        """What a round's carry gets: ``tracked`` for the estimate, ``scaled`` for what the steps are worth."""
+    def begin(self, noise: Any, params: Any, opt_state: Any, worth: Any) -> dict[str, Any]:
+        """What a round's carry gets.
+
+        ``tracked`` for the estimate, ``scaled`` for what the steps are worth, and ``seen``, the preconditioner or
+        None: made once, because gradients of a round are compared as seen from one place, and a square root and a
+        division of every number cost a small model some percent of a step.
+        """
         zero = noise_scale.Sums(jnp.zeros_like(noise.sqr_sum), *(jnp.zeros((), jnp.float32) for _ in range(5)))
+        seen = {"seen": noise_scale.preconditioner(opt_state, params) if self.preconditioned else None}
         if self.average == "gradients":
-            return {"tracked": zero}
-        steps = {"scaled": jnp.zeros(2, jnp.float32)}
+            return seen | {"tracked": zero}
+        steps = seen | {"scaled": jnp.zeros(2, jnp.float32)}
         if self.solo:
             return steps | {"noise": jax.tree.map(jnp.copy, noise), "worth": worth}
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)
         return steps | {"tracked": {"sums": zero, "grads": wide}, "worth": worth}
 
-    def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, opt_state: Any) -> Any:
+    def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """Add one batch to what the estimate is made of.
 
         Args:
@@ -92,19 +98,19 @@ class Scaling:
           noise: of the start of the round.
           grads: of the batch.
           examples: in the batch.
-          opt_state: of the start of the round: preconditioned gradients are compared as seen from one place.
+          seen: from :meth:`begin`.
         """
-        sums = noise_scale.local_sums(noise, grads, examples, opt_state=self._seen(opt_state))
+        sums = noise_scale.local_sums(noise, grads, examples, opt_state=seen)
         if self.average == "gradients":
             return jax.tree.map(jnp.add, tracked, sums)
         add = jax.tree.map(lambda t, g: t + examples.astype(t.dtype) * g.astype(t.dtype), tracked["grads"], grads)
         return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": add}
 
-    def watch(self, noise: Any, grads: Any, examples: Any, opt_state: Any) -> Any:
+    def watch(self, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """The single replica's update of the noise scale."""
-        opt_state, noise = self._seen(opt_state), self._based(noise)
-        sums = noise_scale.local_sums(noise, grads, examples, opt_state=opt_state)
-        return noise_scale.update_from_sums(noise, sums, grads, opt_state=opt_state)
+        noise = self._based(noise)
+        sums = noise_scale.local_sums(noise, grads, examples, opt_state=seen)
+        return noise_scale.update_from_sums(noise, sums, grads, opt_state=seen)
 
     def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
         """What the scaled optimizer wants to know for an update on so many examples."""

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxche
 
@@ -59,6 +61,34 @@ def train(problem, **arguments):
             told.append([info.noise, info.gain, info.lr_factor, info.progress])
     trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
     return {"trees": jax.tree.map(np.ndarray.tolist, trees), "told": told}
+
+
+# AdaptDL's published case of two contributors: the inputs of a Linear(2, 2), and the gain at scale 2.
+PUBLISHED = {
+    "[[1,0],[0,1]]": ([[1, 0], [0, 1]], 4 / 3),
+    "[[-1,1],[1,-1]]": ([[-1, 1], [1, -1]], 2),
+    "[[1,4],[5,.5]]": ([[1, 4], [5, 0.5]], 1.4688796680),
+    "[[-.2,3],[5,.5]]": ([[-0.2, 3], [5, 0.5]], 1.8472893902),
+}
+
+
+def published(devices):
+    """Their gains, one contributor a device."""
+    params = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
+    mesh = Mesh(np.array(devices), ("r",), axis_types=(AxisType.Auto,))
+
+    def body(x):
+        own = jax.lax.pcast(params, "r", to="varying")
+        grads = jax.grad(lambda p: jnp.sum(p["w"] @ x[0] + p["b"]))(own)
+        return jaxche.noise_scale.update(jaxche.noise_scale.init(params), grads, 1, axis_name="r").gain(2)
+
+    gain = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("r"), out_specs=P()))
+    gains = {}
+    for name, (inputs, _) in PUBLISHED.items():
+        rows = np.array(inputs, np.float32)
+        x = jax.make_array_from_callback(rows.shape, NamedSharding(mesh, P("r")), lambda i, rows=rows: rows[i])
+        gains[name] = float(gain(x))
+    return gains
 
 
 def name_of_error(action):
@@ -175,6 +205,7 @@ def main(what, folder):
     problem = Problem()
     if what == "results":
         result = {name: train(problem, **arguments) for name, arguments in CONFIGURATIONS.items()}
+        result["published"] = published(jax.devices())
     elif what in ISLANDS:
         result = islands(problem, ISLANDS[what][1], host=what == "host")
     elif what == "faults":

@@ -43,6 +43,9 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(program, t
         np.testing.assert_allclose(*flat, rtol=1e-5, atol=1e-6, err_msg=name)
         told = [np.array(list(_leaves(r["told"])), np.float64) for r in (zero[name], here)]
         np.testing.assert_allclose(*told, rtol=1e-4, atol=1e-6, err_msg=name)
+    wanted = {name: gain for name, (_, gain) in program.PUBLISHED.items()}
+    assert zero["published"] == pytest.approx(wanted, rel=1e-6)
+    assert program.published(devices[:2]) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("what", ["islands", "unequal islands", "wide islands", "one island", "host"])

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxche.scaling import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale, noise_scale, scale_learning_rate
 
@@ -29,15 +31,25 @@ def differenced(first, second, scale, gain_at=2):
     return [noise.sqr, noise.var, noise.gain(gain_at)]
 
 
+LAYER = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
+
+
+def layer_gradient(params, x):
+    """Of ``Linear(2, 2)`` with bias, loss = sum of the outputs."""
+    return jax.grad(lambda p: jnp.sum(p["w"] @ x + p["b"]))(params)
+
+
 def linear(*inputs):
-    """``Linear(2, 2)`` with bias, loss = sum of the outputs, one input a contributor: the gain at scale 2."""
+    """One input a contributor: the gain at scale 2, from stacked gradients and over a mesh."""
+    x = jnp.array(inputs, jnp.float32)
+    stacked = noise_scale.update(noise_scale.init(LAYER), jax.vmap(layer_gradient, (None, 0))(LAYER, x), [1, 1])
 
-    def loss(params, x):
-        return jnp.sum(params["w"] @ x + params["b"])
+    def body(x):
+        grads = layer_gradient(jax.lax.pcast(LAYER, "r", to="varying"), x[0])
+        return noise_scale.update(noise_scale.init(LAYER), grads, 1, axis_name="r").gain(2)
 
-    params = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
-    grads = jax.vmap(jax.grad(loss), (None, 0))(params, jnp.array(inputs, jnp.float32))
-    return [noise_scale.update(noise_scale.init(params), grads, [1, 1]).gain(2)]
+    mesh = Mesh(np.array(jax.devices()[:2]), ("r",), axis_types=(AxisType.Auto,))
+    return [stacked.gain(2), jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("r"), out_specs=P()))(x)]
 
 
 def trace(scale):

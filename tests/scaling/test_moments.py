@@ -44,12 +44,12 @@ def run(tx, steps, seed=0):
     return state, history
 
 
-def wanted_divisors(history, b2=0.999, eps=1e-8):
+def wanted_factors(history, b2=0.999, eps=1e-8):
     def one(*gs):
         v = np.zeros(gs[0].shape)
         for g in gs:
             v = b2 * v + (1 - b2) * np.asarray(g, np.float64) ** 2
-        return np.sqrt(v / (1 - b2 ** len(gs))) + eps
+        return 1 / (np.sqrt(v / (1 - b2 ** len(gs))) + eps)
 
     return jax.tree.map(one, *history)
 
@@ -60,27 +60,27 @@ def test_found_in(name):
     state, history = run(tx, 6)
     found = preconditioner(state, PARAMS, 0.999, 1e-8)
     assert bool(found.active)
-    by_path = dict(zip((path[0].key for path, _ in jax.tree.leaves_with_path(PARAMS)), found.divisors, strict=True))
-    assert {key for key, divisor in by_path.items() if divisor is not None} == covered
-    for divisor, wanted in zip(found.divisors, jax.tree.leaves(wanted_divisors(history)), strict=True):
-        if divisor is not None:
-            np.testing.assert_allclose(divisor, wanted, rtol=1e-4)
+    by_path = dict(zip((path[0].key for path, _ in jax.tree.leaves_with_path(PARAMS)), found.factors, strict=True))
+    assert {key for key, factor in by_path.items() if factor is not None} == covered
+    for factor, wanted in zip(found.factors, jax.tree.leaves(wanted_factors(history)), strict=True):
+        if factor is not None:
+            np.testing.assert_allclose(factor, wanted, rtol=1e-4)
 
 
 def test_b2_and_eps_are_read_from_injected_hyperparams():
     state, history = run(injected(0.9), 6)
     found = preconditioner(state, PARAMS, 0.999, 1e-8)
-    wanted = jax.tree.leaves(wanted_divisors(history, b2=0.9))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found.divisors, wanted)
+    wanted = jax.tree.leaves(wanted_factors(history, b2=0.9))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found.factors, wanted)
 
 
-def test_nothing_is_divided_before_five_steps():
+def test_nothing_is_preconditioned_before_five_steps():
     for steps, active in ((0, False), (4, False), (5, True)):
         state, _ = run(optax.adam(1e-3), steps)
         found = preconditioner(state, PARAMS, 0.999, 1e-8)
         assert bool(found.active) == active
         if not active:
-            assert all(bool(jnp.all(d == 1)) for d in found.divisors)
+            assert all(bool(jnp.all(d == 1)) for d in found.factors)
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.rmsprop(0.1), optax.lion(1e-3)])
@@ -102,14 +102,40 @@ def test_measured_as_adam_sees_it_and_anew_when_that_begins():
         noise = step(noise, grads, state)
         assert bool(noise.preconditioned) == (i >= 5)
         if i == 5:
+            made = preconditioner(state, PARAMS)
             divided = jax.tree.map(
-                lambda g, d: g / d, grads, jax.tree.unflatten(jax.tree.structure(PARAMS), divisors(state))
+                lambda g, f: g * f, grads, jax.tree.unflatten(jax.tree.structure(PARAMS), made.factors)
             )
             alone = noise_scale.update(noise_scale.init(PARAMS, base_batch_size=8), divided, [8, 8])
             np.testing.assert_allclose(noise.var, alone.var, rtol=1e-4)
             assert float(noise.var) > 1.0
+            fresh = noise_scale.init(PARAMS, base_batch_size=8)
+            # Made once, it serves for the state it was made of.
+            once = noise_scale.update(fresh, grads, [8, 8], opt_state=noise_scale.preconditioner(state, PARAMS))
+            np.testing.assert_array_equal(once.var, noise_scale.update(fresh, grads, [8, 8], opt_state=state).var)
         _, state = tx.update(jax.tree.map(lambda g: g.mean(0), grads), state, PARAMS)
 
 
-def divisors(state):
-    return preconditioner(state, PARAMS, 0.999, 1e-8).divisors
+def test_numbers_that_were_silent_have_the_weight_adam_would_give_them():
+    nu = {"w": jnp.array([0.0, 1e-20, 3.0, 5.0]), "never": jnp.zeros(2)}
+    found = preconditioner(optax.ScaleByAdamState(jnp.int32(100_000), nu, nu), nu, 0.9, 1e-8)
+    by_name = dict(zip(sorted(nu), found.factors, strict=True))
+    np.testing.assert_allclose(by_name["w"], 1 / np.sqrt([0.2, 0.2, 3.0, 5.0]), rtol=1e-5)
+    np.testing.assert_array_equal(by_name["never"], [0.0, 0.0])
+
+
+def test_one_number_that_wakes_up_is_not_the_whole_estimate():
+    """Units of a network do: with moments of before, their first gradient would be divided by epsilon alone."""
+    rng = np.random.default_rng(0)
+    params, gains = jnp.zeros(4000), {}
+    step = jax.jit(lambda n, g, s: noise_scale.update(n, g, [8, 8], opt_state=s))
+    draws = [np.asarray(rng.normal(size=(2, 4000)) + 0.5, np.float32) for _ in range(40)]
+    for wakes_at in (0, 20):
+        tx = optax.adam(1e-3)
+        state, noise = tx.init(params), noise_scale.init(params, base_batch_size=8)
+        for i, grads in enumerate(draws):
+            grads = jnp.asarray(grads).at[:, 0].multiply(float(i >= wakes_at))
+            noise = step(noise, grads, state)
+            _, state = tx.update(grads.mean(0), state, params)
+        gains[wakes_at] = float(noise.gain(16))
+    assert gains[20] == pytest.approx(gains[0], rel=0.1)

@@ -315,6 +315,25 @@ def test_a_single_contributor_is_refused_with_the_line_to_write():
         over_vmap(noise, jnp.ones((1, 2)), jnp.array([8]))
 
 
+def test_gradients_that_shard_map_has_summed_are_refused_with_the_line_to_write():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("r",), axis_types=(AxisType.Auto,))
+    params, x = jnp.ones(3), jnp.arange(6.0).reshape(2, 3)
+
+    def measured(own, **options):
+        def body(x):
+            grads = jax.grad(lambda p: jnp.sum(p * x[0]))(own(params))
+            return noise_scale.update(noise_scale.init(params), grads, 1, axis_name="r").var
+
+        return jax.shard_map(body, mesh=mesh, in_specs=P("r"), out_specs=P(), **options)(x)
+
+    with pytest.raises(ValueError, match=r"jax.lax.pcast\(params, 'r', to='varying'\)"):
+        measured(lambda p: p)
+    wanted = noise_scale.update(noise_scale.init(params), x, [1, 1]).var
+    assert float(wanted) > 1
+    np.testing.assert_allclose(measured(lambda p: jax.lax.pcast(p, "r", to="varying")), wanted, rtol=1e-6)
+    np.testing.assert_allclose(measured(lambda p: p, check_vma=False), wanted, rtol=1e-6)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     noise = noise_scale.init({"a": jnp.zeros(2), "b": jnp.zeros(3)})
     with pytest.raises(ValueError, match="leading axes"):

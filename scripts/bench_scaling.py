@@ -1,0 +1,277 @@
+"""Do the learning-rate rules keep their word, and what does measuring the noise cost?
+
+Training, on 1,440 handwritten digits with a small convolutional network, from scale 1 (batches of 10, the learning rate
+the best of a sweep at this scale, by the same test accuracy that is reported) to scales 8 and 16. A run ends when its
+progress reaches that of the run at scale 1: AdaScale and AdamScale count what each step is worth by the noise they
+measure, LinearScale counts examples. The learning rate falls to zero over the progress. Every figure is over several
+seeds (of parameters, order and dropout).
+
+    python scripts/bench_scaling.py                 # both optimizers, a table and runs/scaling.png; some minutes
+    python scripts/bench_scaling.py --overhead      # the step with and without tracking, interleaved
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BASE = 10  # examples of a base batch; 8 and 16 of them divide an epoch
+SCALES = (8, 16)
+STEPS = 20  # of a round, for --overhead
+MARKS = 24  # looks at the test set during a run
+SWEEPS = {
+    "SGD": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
+    "Adam": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default 3)")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs at scale 1 (default 10)")
+    parser.add_argument("--optimizer", choices=tuple(SWEEPS), help="only this one")
+    parser.add_argument("--picture", type=Path, default=Path("runs/scaling.png"), help="default: %(default)s")
+    parser.add_argument("--overhead", action="store_true", help="measure the cost of tracking instead")
+    parser.add_argument("--turns", type=int, default=40, help="turns for --overhead (default 40)")
+    parser.add_argument("--json", type=Path, help="write all numbers there")
+    args = parser.parse_args()
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    if args.overhead:
+        results = measure_overhead(args.turns)
+    else:
+        results = {name: measure_training(name, args) for name in ([args.optimizer] if args.optimizer else SWEEPS)}
+        draw(results, args.picture)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+class Run(NamedTuple):
+    """One training run: a point of its curve every so much progress, the last one its end."""
+
+    steps: list[int]
+    accuracy: list[float]
+    progress: list[float]
+    gain: list[float]
+
+
+class Digits:
+    """The task, its examples on the device."""
+
+    def __init__(self, epochs: int):
+        import jax.numpy as jnp
+
+        from jaxche.cli._tasks import load
+
+        self.task = load("digits", batch_size=1440)
+        self.examples = {name: jnp.asarray(x) for name, x in self.task.data[0].items()}
+        self.size = len(self.examples["y"])
+        self.goal = epochs * self.size / BASE  # base steps
+
+    def train(self, optimizer: str, rule: Any, scale: int, learning_rate: float, seed: int) -> Run:
+        """Until the goal is reached, or the loss is lost."""
+        import jax
+
+        start, advance = _programs(self, optimizer, rule, scale)
+        state = start(self.task.init(seed)[0], learning_rate)
+        run = Run([], [], [], [])
+        for mark in range(1, MARKS + 1):
+            before = (int(state["step"]), float(state["tx"].progress))
+            # Half a base step of slack: sums of gains are rounded.
+            state = advance(state, self.examples, learning_rate, seed, self.goal * mark / MARKS - 0.5)
+            step, progress = int(state["step"]), float(state["tx"].progress)
+            accuracy = self.task.evaluate(jax.device_get(state["params"]), None)["accuracy"]
+            run.steps.append(step)
+            run.accuracy.append(accuracy)
+            run.progress.append(progress)
+            run.gain.append((progress - before[1]) / (step - before[0]) if step > before[0] else float("nan"))
+        return run
+
+
+@functools.cache
+def _programs(digits: Digits, optimizer: str, rule: Any, scale: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``start(params, learning_rate)`` and ``advance(state, examples, learning_rate, seed, until)``, compiled once."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax import lax
+
+    import jaxche
+
+    measured = not isinstance(rule, jaxche.LinearScale)  # it counts examples
+    make = {"SGD": optax.sgd, "Adam": optax.adam}[optimizer]
+    per_epoch = digits.size // (BASE * scale)
+
+    def scaled(learning_rate: Any) -> Any:
+        falling = lambda progress: learning_rate * jnp.maximum(1 - progress / digits.goal, 0)  # noqa: E731
+        follows: Any = jaxche.progress_schedule(falling)
+        return jaxche.scale_learning_rate(optax.inject_hyperparams(make)(learning_rate=follows), rule)
+
+    def start(params: Any, learning_rate: Any) -> Any:
+        noise = jaxche.noise_scale.init(params, base_batch_size=BASE, differenced=scale == 1)
+        return {"params": params, "tx": scaled(learning_rate).init(params), "noise": noise, "step": jnp.int32(0)}
+
+    def step(state: Any, examples: Any, learning_rate: Any, seed: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), state["step"])
+        shuffle = jax.random.fold_in(jax.random.key(seed + 1000), state["step"] // per_epoch)
+        order = jax.random.permutation(shuffle, digits.size)
+        place = state["step"] % per_epoch * BASE * scale
+        chosen = lax.dynamic_slice_in_dim(order, place, BASE * scale).reshape(scale, BASE)
+        params, noise = state["params"], state["noise"]
+        seen = state["tx"].inner_state if isinstance(rule, jaxche.AdamScale) else None
+
+        def one(total: Any, part: Any) -> tuple[Any, None]:
+            batch = jax.tree.map(lambda x: x[part[0]], examples)
+            grads = jax.grad(lambda p: digits.task.loss_fn(p, batch, rng=part[1])[0])(params)
+            sums = jaxche.noise_scale.local_sums(noise, grads, BASE, opt_state=seen)
+            return jax.tree.map(jnp.add, total, (grads, sums)), None
+
+        zero = jaxche.noise_scale.Sums(jnp.zeros(1), *(jnp.zeros(()) for _ in range(5)))
+        zeros = (jax.tree.map(jnp.zeros_like, params), zero)
+        (grads, sums), _ = lax.scan(one, zeros, (chosen, jax.random.split(key, scale)))
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        if measured:
+            noise = jaxche.noise_scale.update_from_sums(noise, sums, grads, opt_state=seen)
+        known = {"noise": noise} if measured else {}
+        updates, tx = scaled(learning_rate).update(grads, state["tx"], params, scale=scale, **known)
+        return {"params": optax.apply_updates(params, updates), "tx": tx, "noise": noise, "step": state["step"] + 1}
+
+    def advance(state: Any, examples: Any, learning_rate: Any, seed: Any, until: Any) -> Any:
+        return lax.while_loop(
+            lambda s: s["tx"].progress < until, lambda s: step(s, examples, learning_rate, seed), state
+        )
+
+    return jax.jit(start), jax.jit(advance)
+
+
+def measure_training(optimizer: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The sweep at scale 1, then every rule at every scale with the learning rate it chose."""
+    import jaxche
+
+    digits, seeds = Digits(args.epochs), range(args.seeds)
+    ours = jaxche.AdaScale() if optimizer == "SGD" else jaxche.AdamScale()
+    print(f"\n{optimizer}: {digits.goal:.0f} base steps of {BASE} examples, {args.seeds} seeds")
+    sweep = {}
+    for rate in SWEEPS[optimizer]:
+        sweep[rate] = [digits.train(optimizer, jaxche.LinearScale(), 1, rate, seed) for seed in seeds]
+        shown = " ".join(f"{100 * run.accuracy[-1]:.1f}" for run in sweep[rate])
+        print(f"  scale 1, learning rate {rate:g}: {shown} %", flush=True)
+    best = max(sweep, key=lambda rate: statistics.mean(run.accuracy[-1] for run in sweep[rate]))
+    runs = {f"scale 1, learning rate {best:g}": sweep[best]}
+    print(f"{'':<28}{'steps':>14}{'summed gain':>13}{'a step':>8}{'test accuracy (%)':>20}{'of each seed':>22}")
+    print_row(*next(iter(runs.items())))
+    for rule in (ours, jaxche.LinearScale()):
+        for scale in SCALES:
+            name = f"{type(rule).__name__} at {scale}"
+            runs[name] = [digits.train(optimizer, rule, scale, best, seed) for seed in seeds]
+            print_row(name, runs[name])
+    return {
+        "learning_rate": best,
+        "sweep": {str(rate): [run.accuracy[-1] for run in of_rate] for rate, of_rate in sweep.items()},
+        "runs": {name: [run._asdict() for run in of_kind] for name, of_kind in runs.items()},
+    }
+
+
+def print_row(name: str, runs: Sequence[Run]) -> None:
+    ends = [100 * run.accuracy[-1] for run in runs]
+    steps = sorted({run.steps[-1] for run in runs})
+    mean = statistics.mean(run.steps[-1] for run in runs)
+    gain = statistics.mean(run.progress[-1] for run in runs)
+    spread = f"{statistics.mean(ends):.2f} ± {statistics.stdev(ends) if len(ends) > 1 else 0:.2f}"
+    shown = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+    each = " ".join(f"{end:.1f}" for end in ends)
+    print(f"{name:<28}{shown:>14}{gain:>13.0f}{gain / mean:>8.2f}{spread:>20}{each:>22}", flush=True)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Accuracy over steps, gain over progress, a row an optimizer; lines are means, bands reach over all seeds."""
+    import numpy as np
+    from matplotlib import pyplot as plt
+
+    # Okabe and Ito's colours; a scale is a line style, so that the picture reads in grey too.
+    colours = {"scale": "#000000", "AdaScale": "#0072B2", "AdamScale": "#0072B2", "LinearScale": "#D55E00"}
+    figure, rows = plt.subplots(len(results), 2, figsize=(11, 4 * len(results)), layout="constrained", squeeze=False)
+    plt.close(figure)
+    for (optimizer, result), (left, right) in zip(results.items(), rows, strict=True):
+        for name, runs in result["runs"].items():
+            look = {"color": colours[name.split()[0]], "linestyle": "--" if name.endswith(" 16") else "-"}
+            steps, accuracy, gain, progress = (
+                np.array([run[key] for run in runs]) for key in ("steps", "accuracy", "gain", "progress")
+            )
+            left.plot(steps.mean(0), 100 * accuracy.mean(0), label=name, **look)
+            band = (100 * accuracy.min(0), 100 * accuracy.max(0))
+            left.fill_between(steps.mean(0), *band, alpha=0.15, color=look["color"], linewidth=0)
+            if not name.startswith("LinearScale"):
+                right.plot(progress.mean(0), np.nanmean(gain, axis=0), **look)
+        left.set(
+            xscale="log",
+            xlabel="steps",
+            ylabel="test accuracy (%), from 80 up",
+            title=f"{optimizer}: accuracy over steps",
+        )
+        left.set_ylim(80, 100)
+        left.legend(loc="lower right", frameon=False, fontsize="small")
+        right.set(
+            xlabel="progress (base steps)",
+            ylabel="base steps a step is worth",
+            title=f"{optimizer}: gain",
+        )
+        right.set_ylim(bottom=0)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(color="0.9")
+            axes.set_axisbelow(True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"\npicture: {path}")
+
+
+def measure_overhead(turns: int) -> dict[str, Any]:
+    """A replica's step with and without a scaling rule, in every mode; rounds of both in turn, one replica working."""
+    import jax
+
+    import jaxche
+    from jaxche.cli._tasks import load
+
+    results = {}
+    print(f"ms a step of one replica, {turns} turns of {STEPS} steps: median, and median of the ratios in a turn")
+    print(f"{'task':<7}{'mode':<14}{'plain':>8}{'AdaScale':>18}{'AdamScale':>18}")
+    for name in ("mnist", "text"):
+        task = load(name)
+        batches = [task.data.epoch(0)[i] for i in range(STEPS)]
+        for mode in ("one replica", "parameters", "gradients"):
+            several = mode != "one replica"
+            where = {"replicas": jax.devices()[: 2 if several else 1], "average": mode if several else None}
+            counts = (STEPS, 0) if several else (STEPS,)
+            rules = {"plain": None, "AdaScale": jaxche.AdaScale(), "AdamScale": jaxche.AdamScale()}
+            trainers = {
+                key: jaxche.Trainer(task.loss_fn, task.tx, scaling=rule, **where) for key, rule in rules.items()
+            }
+            states = {key: trainer.init(*task.init(0)) for key, trainer in trainers.items()}
+            times: dict[str, list[float]] = {key: [] for key in trainers}
+            order = list(trainers)
+            for turn in range(turns + 2):  # the first two compile and calibrate
+                for key in order[turn % 3 :] + order[: turn % 3]:
+                    states[key], info = trainers[key].round(states[key], batches, counts=counts)
+                    if turn > 1:
+                        times[key].append(info.wall_ms[0] / STEPS)
+            plain = statistics.median(times["plain"])
+            row = f"{name:<7}{mode:<14}{plain:>8.3f}"
+            for key in order[1:]:
+                ratio = statistics.median(a / b for a, b in zip(times[key], times["plain"], strict=True))
+                row += f"{statistics.median(times[key]):>9.3f} {ratio - 1:>+7.1%} "
+            print(row.rstrip(), flush=True)
+            results[f"{name}, {mode}"] = times
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())
