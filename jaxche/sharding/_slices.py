@@ -29,7 +29,7 @@ def gather(layout: Layout, tree: Any) -> Any:
         ]
 
     def alone(leaf: Leaf, x: Any) -> Any:
-        return lax.all_gather(x, SHARD, axis=leaf.axis, tiled=True)
+        return lax.all_gather(x, SHARD, axis=_axis(leaf), tiled=True)
 
     return _by_bucket(layout, tree, together, alone, count)
 
@@ -44,7 +44,7 @@ def scatter(layout: Layout, tree: Any) -> Any:
         return [x.reshape(_slice_shape(leaf, count)) for leaf, x in zip(leaves, parts, strict=True)]
 
     def alone(leaf: Leaf, x: Any) -> Any:
-        return lax.psum_scatter(x, SHARD, scatter_dimension=leaf.axis, tiled=True)
+        return lax.psum_scatter(x, SHARD, scatter_dimension=_axis(leaf), tiled=True)
 
     return _by_bucket(layout, tree, together, alone, 1)
 
@@ -92,13 +92,16 @@ def _slice_shape(leaf: Leaf, count: int) -> tuple[int, ...]:
 
 def _cut(leaf: Leaf, x: Any, count: int) -> Any:
     """A whole leaf as ``[devices, *slice]``."""
-    assert leaf.axis is not None
-    length = x.shape[leaf.axis]
-    parts = x.reshape(*x.shape[: leaf.axis], count, length // count, *x.shape[leaf.axis + 1 :])
-    return jnp.moveaxis(parts, leaf.axis, 0)
+    axis = _axis(leaf)
+    parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    return jnp.moveaxis(parts, axis, 0)
 
 
 def _join(leaf: Leaf, x: Any) -> Any:
     """The whole leaf of ``[devices, *slice]``."""
-    assert leaf.axis is not None
-    return jnp.moveaxis(x, 0, leaf.axis).reshape(leaf.shape)
+    return jnp.moveaxis(x, 0, _axis(leaf)).reshape(leaf.shape)
+
+
+def _axis(leaf: Leaf) -> int:
+    assert leaf.axis is not None  # only leaves that are cut travel
+    return leaf.axis
