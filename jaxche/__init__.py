@@ -35,6 +35,7 @@ from jaxche.sharding import (
 from jaxche.training import (
     Advice,
     Batches,
+    Checkpoints,
     History,
     NNXLoss,
     NonFiniteLossError,
@@ -55,6 +56,7 @@ __all__ = [
     "Advice",
     "ApplyPolicy",
     "Batches",
+    "Checkpoints",
     "DataStore",
     "Direct",
     "ElChe",

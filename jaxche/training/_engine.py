@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._agree import gather_json, raise_everywhere, refuse_differences
@@ -24,6 +27,9 @@ from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
 from jaxche.training._place import Place, first, is_local, lift, spans_processes
 from jaxche.training._replica import Local, LocalPrograms, Outcome, Replica
 from jaxche.training._scaling import Scaled, Scaling, Worth
+
+# What replicas that average parameters keep to themselves.
+_OWN = ("model_state", "opt_state")
 
 
 class Engine:
@@ -93,6 +99,49 @@ class Engine:
     def view(self, name: str, trees: Sequence[Any]) -> Any:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
         return self._meeting.stack([{name: tree} for tree in trees])[name]
+
+    @property
+    def merged_bytes(self) -> int:
+        """What each replica puts into a merge, besides a row of numbers."""
+        return 0 if self.world_size == 1 else sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Trees of which each replica has its own; all others are equal after a merge."""
+        return ("model_state",) if self._average == "gradients" or self._opt_mode != "local" else _OWN
+
+    def pack(self, locals_: Sequence[Local]) -> dict[str, Any]:
+        """The named trees of a state to save: what each replica has its own of as ``[R, ...]``, the rest once."""
+        self._lay_out(_without_replica_axis(locals_[0].params))
+        views = self._meeting.stack([_present(local) for local in locals_])
+        return {name: x if name in self.own else self._meeting.once(name, x) for name, x in views.items()}
+
+    def saved_as(self, locals_: Sequence[Local], rows: dict[str, int]) -> dict[str, Any]:
+        """What to read from a checkpoint in which these trees have so many rows, and the others are there once."""
+        self._lay_out(_without_replica_axis(locals_[0].params))
+        like = _present(locals_[0])
+        return {
+            name: self._meeting.saved_as(name, tree, rows.get(name), self._keeps(name, rows))
+            for name, tree in like.items()
+        }
+
+    def _keeps(self, name: str, rows: dict[str, int]) -> bool:
+        """Whether each replica goes on with a saved row of its own."""
+        return name in self.own and rows.get(name) == self.world_size
+
+    def unpack(self, saved: dict[str, Any], locals_: Sequence[Local], rows: dict[str, int]) -> tuple[Local, ...]:
+        """The state of which :meth:`pack` made ``saved``, in the place of ``locals_``.
+
+        Where there are not as many replicas as were saved, each gets the mean of the saved rows: of what is not a
+        float, the first.
+        """
+        like, views = _present(locals_[0]), {}
+        for name, tree in saved.items():
+            if not self._keeps(name, rows):
+                one = _pooled(tree) if name in rows else tree
+                tree = self._meeting.everywhere(name, one, like[name])
+            views[name] = tree
+        return tuple(local._replace(**part) for local, part in zip(locals_, self._meeting.unstack(views), strict=True))
 
     def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
         """Compile and warm up everything a round runs, and check that all processes agree; once.
@@ -250,6 +299,20 @@ def _told(noise: Any, progress: Any, scaled: Any, steps: Any) -> tuple[Any, Any]
     progress = progress + scaled[:, 0]
     noise = first(noise)
     return progress, jnp.stack([noise.critical_batch_size, *(scaled[0] / steps), progress[0], noise.base_batch_size])
+
+
+def _present(local: Local) -> dict[str, Any]:
+    return {name: tree for name, tree in local._asdict().items() if jax.tree.leaves(tree)}
+
+
+def _pooled(rows: Any) -> Any:
+    """One row of ``[n, ...]`` arrays that are whole along ``n`` everywhere."""
+
+    def pooled(x: Any) -> Any:
+        return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype) if is_float(x) else x[0]
+
+    shardings = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), rows)
+    return jax.jit(lambda tree: jax.tree.map(pooled, tree), out_shardings=shardings)(rows)
 
 
 def _without_replica_axis(tree: Any) -> Any:

@@ -64,7 +64,7 @@ def learn(
         examples=int(examples.sum()),
         anchor=min(n for n in plan.counts if n),
         verdict=verdict.value,
-        last=table.stop,
+        stop=table.stop,
         average="gradients" if rule is None else "parameters",
         merge=rule or "",
         alpha=alpha,

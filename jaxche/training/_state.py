@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import jax
@@ -63,6 +64,14 @@ class ReplicaState:
         return f"ReplicaState({place}, parameters={count:,}, local_replicas={len(self.locals)}, che={self.che})"
 
 
+class Stop(IntEnum):
+    """Why a run ends after a round; where ranks differ, the larger counts."""
+
+    NO = 0
+    ASKED = 1
+    PREEMPTED = 2
+
+
 @dataclass(frozen=True)
 class RoundInfo:
     """One round, as every host saw it.
@@ -83,7 +92,7 @@ class RoundInfo:
       examples: examples trained on.
       anchor: the cadence's anchor in this round (0 without one).
       verdict: what the divergence guard said: calm, suppress or nudge.
-      last: whether some replica asked to stop after this round.
+      stop: 1 if some process asked to stop after this round, 2 if one is being preempted, else 0.
       noise: critical batch size in examples, where noise and signal of the gradient are equal (nan until it is
         known, and when learning rates are not scaled).
       gain: steps on the base batch that a step of this round was worth: the one update when gradients are averaged,
@@ -111,7 +120,7 @@ class RoundInfo:
     examples: int
     anchor: int
     verdict: str
-    last: bool = False
+    stop: int = 0
     noise: float = math.nan
     gain: float = 1.0
     lr_factor: float = 1.0

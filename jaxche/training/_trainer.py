@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import NoShard, ShardingStrategy, as_loss
+from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
     check_params,
     check_unscaled,
@@ -33,8 +35,9 @@ from jaxche.training._history import History
 from jaxche.training._learn import learn
 from jaxche.training._place import Device
 from jaxche.training._scaling import Scaling, Worth
-from jaxche.training._state import ReplicaState, RoundInfo
+from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._table import Table, host_row
+from jaxche.training._watched import beat, tell
 
 # The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
@@ -174,7 +177,8 @@ class Trainer:
             "base_batch_size": str(base_batch_size),
             "che": hashlib.sha256(repr(che and che.to_dict()).encode()).hexdigest()[:12],
         }
-        self._stop = False
+        self.seed = seed
+        self._stop = Stop.NO
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None) -> ReplicaState:
@@ -242,6 +246,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         dry_run: bool = False,
+        checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     ) -> tuple[ReplicaState, History]:
         """Train for some epochs; :func:`jaxche.training.fit` tells more of the arguments.
 
@@ -252,15 +257,16 @@ class Trainer:
           callbacks: called with ``(state, info)`` after every round; one that returns something true stops training.
           progress: show a bar on rank 0.
           dry_run: compile and run one batch a replica and one merge, and return the state unchanged.
+          checkpoints: a folder, or :class:`~jaxche.Checkpoints`: save there, and go on from what is there.
 
         Returns:
           ``(state, history)``.
         """
-        return fit(self, state, data, epochs, callbacks, progress, dry_run)
+        return fit(self, state, data, epochs, callbacks, progress, dry_run, checkpoints)
 
-    def request_stop(self) -> None:
+    def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop together: the next round's merge tells them."""
-        self._stop = True
+        self._stop = max(self._stop, stop)
 
     def measure_rates(self, state: ReplicaState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
         """Batches per second of every replica, all running at once and nobody waiting: the bound of any cadence.
@@ -320,6 +326,11 @@ class Trainer:
             "batches": str(plan.epoch_size),
         }
 
+    def _tell(self, info: RoundInfo) -> None:
+        """Tell those who watch over this process of a round."""
+        beat()
+        tell(info, self._engine.ranks, self._engine.merged_bytes)
+
     def _round(
         self,
         state: ReplicaState,
@@ -338,13 +349,13 @@ class Trainer:
         if ahead and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.anticipate(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
+        stop, self._stop = self._stop, Stop.NO
         rows = np.array(
             [
-                host_row(plan, rank, outcome, state.sync_ms, self._stop)
+                host_row(plan, rank, outcome, state.sync_ms, stop)
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )
-        self._stop = False
         merged = self._engine.merge(state.locals, outcomes, rows, alpha)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)
