@@ -97,17 +97,18 @@ def fit(
                 bar.update(info)
                 if keeper:
                     keeper.add(info)
+                    if keeper.due(state) or info.stop or state.epoch >= last_epoch:
+                        keeper.save(state)
                 trainer._tell(info)
                 asked_to = [callback(state, info) for callback in callbacks]  # all of them, also after one said stop
                 if any(asked_to) and jax.process_count() > 1 and not info.stop:
                     trainer.request_stop()  # in the next round, together
-                ends = info.stop or (any(asked_to) and jax.process_count() == 1)
-                if keeper and (ends or keeper.due(state) or state.epoch >= last_epoch):
-                    keeper.save(state)
                 if info.stop == Stop.PREEMPTED:
                     bar.say(f"preempted: saved after round {info.round}")
                     raise SystemExit(PREEMPTED_CODE)
-                if ends:
+                if info.stop or (any(asked_to) and jax.process_count() == 1):
+                    if keeper:
+                        keeper.save(state)
                     break
         except KeyboardInterrupt:
             if jax.process_count() > 1:
