@@ -31,8 +31,8 @@ class Checkpoints:
 
     A checkpoint holds the merged parameters and model state, every replica's optimizer state, the outer optimizer's,
     noise and progress, the cadence, and the place in the data. Saving copies the arrays and writes while training goes
-    on, and the next one waits for it: what a run can lose is the round it is in and the one before. A checkpoint that was
-    not finished does not count. In a run of many processes all of them write, into one folder that all see.
+    on, and the next one waits for it: what a run can lose is the round it is in and the one before. A checkpoint that
+    was not finished does not count. In a run of many processes all of them write, into one folder that all see.
 
     Training goes on bit for bit where there are as many replicas as before. With another number, each starts with the
     mean of the saved optimizer states (of what is not a float, the first replica's), and the cadence measures anew

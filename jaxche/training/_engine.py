@@ -178,7 +178,7 @@ class Engine:
             raise
         carries = [r.begin(local, 0) for r, local in zip(self._replicas, locals_, strict=True)]
         if self.world_size > 1:
-            self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))), 1.0)
+            self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
     def _build(self, local: Local, batch: Any, examples: int) -> None:
         if (local.noise is None) != (self._scaling is None):
@@ -211,16 +211,33 @@ class Engine:
             self._reader = Reader(data)
         return self._reader
 
-    def run(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, worth: Worth) -> list[Outcome]:
-        """Take every local replica through its share of a plan, side by side; errors are part of the outcome."""
-        reader = self._read(data)
-        feeds = reader.start([plan.share(rank) for rank in self.ranks])
+    def run(
+        self,
+        locals_: Sequence[Local],
+        data: Any,
+        plan: RoundPlan,
+        worth: Worth,
+        done: Sequence[int] | None = None,
+        limit_ms: float | None = None,
+    ) -> list[Outcome]:
+        """Take every local replica through its share of a plan, side by side; errors are part of the outcome.
+
+        Args:
+          locals_: where each starts.
+          data: of the trainer.
+          plan: who runs what.
+          worth: what a step is worth once merged.
+          done: of a round that is run again: the steps that each rank took of its share.
+          limit_ms: time after which a replica begins no further step.
+        """
+        reader, done = self._read(data), done or plan.counts
+        feeds = reader.start([plan.share(rank)[: done[rank]] for rank in self.ranks])
 
         def run_one(replica: Replica, local: Local, feed: Feed) -> Outcome:
             if not feed.keys:
                 return replica.idle(local)
             epoch, index = feed.keys[0]
-            return replica.run(local, feed, epoch * plan.epoch_size + index, worth)
+            return replica.run(local, feed, epoch * plan.epoch_size + index, worth, limit_ms)
 
         # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts. What
         # fails here fails again in the run, which makes it part of the outcome.
@@ -237,11 +254,11 @@ class Engine:
         """Start to read what the next round will need if nothing changes."""
         self._read(data).anticipate([plan.share(rank) for rank in self.ranks])
 
-    def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray, alpha: float) -> Merged:
+    def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray) -> Merged:
         """Bring all replicas together; with a single one, only read its numbers."""
         carries = [outcome.carry for outcome in outcomes]
         if self.world_size > 1:
-            return self._merge(locals_, carries, rows, alpha)
+            return self._merge(locals_, carries, rows)
         carry, (start,) = carries[0], locals_
         if spans_processes(self._places[0]):
             rows = np.max(gather_json(rows.tolist()), axis=0)  # they stop together, and fail together

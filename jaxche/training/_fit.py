@@ -91,13 +91,13 @@ def fit(
             stack.push(keeper.close)
             stack.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
         try:
-            while state.epoch < last_epoch:
+            while state.epoch < last_epoch or state.owed:
                 state, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
                 history.append(info)
                 bar.update(info)
                 if keeper:
                     keeper.add(info)
-                    if keeper.due(state) or info.stop or state.epoch >= last_epoch:
+                    if keeper.due(state) or info.stop or (state.epoch >= last_epoch and not state.owed):
                         keeper.save(state)
                 trainer._tell(info)
                 asked_to = [callback(state, info) for callback in callbacks]  # all of them, also after one said stop

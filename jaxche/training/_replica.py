@@ -19,7 +19,8 @@ from jaxche.training._place import Place, first, lift, spans_processes
 from jaxche.training._scaling import Scaling, Worth
 
 # Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
-# of steps does not put hundreds of batches on the device at once.
+# of steps does not put hundreds of batches on the device at once. In short rounds an eighth of the round: a replica
+# that has run out of time cannot take back what is in flight.
 _IN_FLIGHT = 8
 
 _PLAIN = Worth()
@@ -223,15 +224,25 @@ class Replica:
                 f"give it at least {enough:g} ms, e.g. pace_ms={enough:g}, or make the model or the batch smaller"
             )
 
-    def run(self, local: Local, feed: Iterable[Any], index: int, worth: Worth = _PLAIN) -> Outcome:
-        """Take one step on each batch of ``feed``; never raises, so that a failing replica still meets the others."""
+    def run(
+        self, local: Local, feed: Iterable[Any], index: int, worth: Worth = _PLAIN, limit_ms: float | None = None
+    ) -> Outcome:
+        """Take one step on each batch of ``feed``, or as many as begin within ``limit_ms``, at least one.
+
+        Never raises, so that a failing replica still meets the others.
+        """
         carry = self.begin(local, index, worth)
         constants = self._programs.constants(local)
         losses: list[Any] = []
-        steps = 0
+        steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
+        # The processes of one island take the same steps.
+        if limit_ms is not None and isinstance(feed, Feed) and not spans_processes(self.place):
+            in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
         start = due = time.perf_counter()
         try:
             for batch in self._gapless(feed):
+                if steps and time.perf_counter() - start > limit_s:
+                    break
                 before, clock = self.compilations, time.perf_counter()
                 step, batch = self._executable(local, carry, batch)
                 if self.compilations != before:
@@ -243,10 +254,10 @@ class Replica:
                     due = max(due + self._pace_ms / 1e3, time.perf_counter())
                     time.sleep(max(0.0, due - time.perf_counter()))
                 losses.append(loss)
-                if len(losses) == _IN_FLIGHT:
+                if len(losses) == in_flight:
                     # Waiting costs a wake-up of this thread: once for half of them, not once a step.
-                    losses[_IN_FLIGHT // 2 - 1].block_until_ready()
-                    del losses[: _IN_FLIGHT // 2]
+                    losses[in_flight // 2 - 1].block_until_ready()
+                    del losses[: in_flight // 2]
             jax.block_until_ready(carry)
             if self._unread:
                 raise self._unread.pop()

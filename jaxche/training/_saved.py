@@ -15,7 +15,7 @@ from jaxche.cadence import DivergenceCorrection, ElChe
 from jaxche.training._state import ReplicaState
 
 # What is saved of a state besides arrays, by its own names.
-_PLACE = ("round", "epoch", "cursor", "sync_ms")
+_PLACE = ("round", "epoch", "cursor", "owed", "sync_ms")
 
 
 def nested(tree: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def with_numbers(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
         correction = _correction(correction, saved["correction"])
-    return replace(state, che=che, correction=correction, **{name: saved[name] for name in _PLACE})
+    return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _PLACE})
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -29,8 +29,10 @@ class ReplicaState:
       correction: divergence correction (policy ``async``).
       round: number of rounds done.
       epoch: epoch of the next batch.
-      cursor: index of the next batch in its epoch. ``(epoch, cursor, seed)`` is the whole place in the data.
+      cursor: index of the next batch in its epoch. ``(epoch, cursor, owed, seed)`` is the whole place in the data.
       sync_ms: what the last merge cost this process, beyond waiting.
+      owed: batches before the cursor that nobody has trained on, because a replica ran out of time: ``(epoch, start,
+        stop)``. They come first in the next rounds.
     """
 
     locals: tuple[Local, ...]
@@ -40,6 +42,7 @@ class ReplicaState:
     epoch: int = 0
     cursor: int = 0
     sync_ms: float = 0.0
+    owed: tuple[tuple[int, int, int], ...] = ()
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property
@@ -81,6 +84,7 @@ class RoundInfo:
       epoch: epoch of its first batch.
       cursor: index of its first batch in that epoch.
       counts: local steps per replica.
+      planned: those it was to take; a replica that takes twice the planned time stops earlier.
       weights: merge weight per replica (share of the examples when gradients are averaged).
       wall_ms: time each replica took for its steps.
       sync_ms: cost of the merge beyond waiting for the slowest.
@@ -109,6 +113,7 @@ class RoundInfo:
     epoch: int
     cursor: int
     counts: tuple[int, ...]
+    planned: tuple[int, ...]
     weights: tuple[float, ...]
     wall_ms: tuple[float, ...]
     sync_ms: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES, merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, limit_lead, plan_round
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import NoShard, ShardingStrategy, as_loss
 from jaxche.training._checkpoints import Checkpoints
@@ -44,6 +44,10 @@ DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner
 
 # Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
 _SOLO_ROUND = 50
+
+
+# Rounds may be a few milliseconds long, and a hiccup of the machine is no reason to cut one short.
+_LEAST_PATIENCE_MS = 200.0
 
 
 class Trainer:
@@ -225,7 +229,7 @@ class Trainer:
           state: from :meth:`init` or an earlier round.
           data: ``len(data)`` batches, ``data[i]`` a pytree of arrays with a leading batch axis; if it has
             ``.epoch(e)``, that sequence is used for epoch ``e``.
-          counts: local steps per replica, instead of the cadence's: replays a recorded round.
+          counts: local steps per replica, instead of the cadence's, and no limit on their time.
 
         Returns:
           ``(state, info)``.
@@ -264,6 +268,35 @@ class Trainer:
         """
         return fit(self, state, data, epochs, callbacks, progress, dry_run, checkpoints)
 
+    def replay(self, state: ReplicaState, data: Any, history: Iterable[RoundInfo]) -> tuple[ReplicaState, History]:
+        """Run recorded rounds again: the same batches on the same replicas, whatever time they take now.
+
+        On the same devices the result is the recorded run's, bit for bit.
+
+        Args:
+          state: where the recorded run began.
+          data: what it was trained on.
+          history: its rounds, e.g. ``History.from_json(Path("history.jsonl"))``.
+
+        Returns:
+          ``(state, history)`` of the run made again.
+
+        Raises:
+          ValueError: a record that does not begin at the state's place, or is of another number of replicas.
+        """
+        again = History()
+        for info in history:
+            epoch, start, _ = (state.owed or ((state.epoch, state.cursor, 0),))[0]
+            if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
+                raise ValueError(
+                    f"history has round {info.round} at batch {info.cursor} of epoch {info.epoch}, but the state is at "
+                    f"round {state.round}, batch {start} of epoch {epoch}; start from the state that the record began "
+                    "at, e.g. state = trainer.init(params), and give the same data"
+                )
+            state, info = self._round(state, data, counts=info.planned, done=info.counts)
+            again.append(info)
+        return state, again
+
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop together: the next round's merge tells them."""
         self._stop = max(self._stop, stop)
@@ -293,6 +326,11 @@ class Trainer:
     ) -> RoundPlan:
         if counts is not None:
             return self._forced_plan(state, size, counts)
+        if state.owed:
+            epoch, start, stop = state.owed[0]
+            wanted = state.che.batch_counts if state.che else (1,) * self.world_size
+            wanted = limit_lead(wanted, state.che.max_batch_diff if state.che else None)
+            return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
         if state.che is None:
             counts = (_SOLO_ROUND,)
         else:
@@ -315,8 +353,9 @@ class Trainer:
                 f"counts={tuple(counts)} has {len(counts)} entries for {self.world_size} replicas; "
                 "give each its number of steps, at least one in all"
             )
-        left = sum(counts) if self.policy is ApplyPolicy.ASYNC else size - state.cursor
-        return RoundPlan(state.round, state.epoch, state.cursor, clamp_counts(counts, left), size)
+        epoch, start, stop = (state.owed or ((state.epoch, state.cursor, size),))[0]
+        left = sum(counts) if self.policy is ApplyPolicy.ASYNC and not state.owed else stop - start
+        return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
 
     def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]
@@ -338,15 +377,17 @@ class Trainer:
         counts: Sequence[int] | None = None,
         last_epoch: int | None = None,
         ahead: bool = False,
+        done: Sequence[int] | None = None,
     ) -> tuple[ReplicaState, RoundInfo]:
         plan = self._plan(state, checked_length(data), counts, last_epoch)
         self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
         clock = time.perf_counter()
         weights, alpha = merge_weights(self.merge, plan.counts)
         worth = Worth(effective_replicas(weights, plan.counts, alpha), alpha)
-        outcomes = self._engine.run(state.locals, data, plan, worth)
+        limit_ms = _limit_ms(state.che, plan) if counts is None else None
+        outcomes = self._engine.run(state.locals, data, plan, worth, done, limit_ms)
         epoch, cursor = plan.end
-        if ahead and (last_epoch is None or epoch < last_epoch):
+        if ahead and not state.owed and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.anticipate(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
         stop, self._stop = self._stop, Stop.NO
@@ -356,7 +397,7 @@ class Trainer:
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )
-        merged = self._engine.merge(state.locals, outcomes, rows, alpha)
+        merged = self._engine.merge(state.locals, outcomes, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)
         table.refuse_bad(state, plan, self._engine.ranks, outcomes)
@@ -364,6 +405,14 @@ class Trainer:
         sync_ms = max(0.0, elapsed_ms - max(table.wall_ms)) if self.world_size > 1 else 0.0
         rule = self.merge if self.average == "parameters" else None
         return learn(state, plan, merged, table, self.policy, rule, sync_ms)
+
+
+def _limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
+    """When a replica stops short of its plan: it holds up the others by the length of one round, not more."""
+    if che is None or not all(che.ms_per_batch):
+        return None
+    expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
+    return expected + max(expected, _LEAST_PATIENCE_MS)
 
 
 _first_row = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))

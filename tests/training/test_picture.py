@@ -15,6 +15,7 @@ def history(world, rounds=6):
             epoch=0,
             cursor=0,
             counts=counts,
+            planned=counts,
             weights=(1 / world,) * world,
             wall_ms=tuple(100.0 - i for i in range(world)),
             sync_ms=5.0,
