@@ -51,9 +51,7 @@ def main() -> int:
         low, high = min(losses), max(losses)
         spread = max(high - low, 1e-3 * high)
         print(f"undisturbed: loss {low:.5f} to {high:.5f}, {statistics.median(c['seconds'] for c in calm):.1f} s")
-        print(
-            f"{'fault':16s} {'rank':>4} {'round':>5} {'restarts':>8} {'redone':>6} {'seconds':>7} {'loss':>8}  verdict"
-        )
+        print("fault            rank round restarts redone seconds     loss  verdict")
         failed, rows = 0, []
         for number in range(args.faults):
             kind = KINDS[number % len(KINDS)]
@@ -73,7 +71,7 @@ def main() -> int:
 
 def summary(rows: list[dict[str, Any]]) -> None:
     """A line a kind."""
-    print(f"\n{'fault':16s} {'runs':>4} {'restarts':>8} {'redone':>6} {'longest wait of another rank':>30}")
+    print("\nfault            runs restarts redone   longest wait of another rank")
     for kind in KINDS:
         those = [row for row in rows if row["kind"] == kind]
         if those:
