@@ -206,7 +206,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
             steps, accuracy, gain, progress = (
                 np.array([run[key] for run in runs]) for key in ("steps", "accuracy", "gain", "progress")
             )
-            left.plot(steps.mean(0), 100 * accuracy.mean(0), label=name, **look)
+            # Said too, because a run that was lost is below the picture.
+            label = f"{name}: {100 * accuracy[:, -1].mean():.1f} % after {steps[:, -1].mean():.0f}"
+            left.plot(steps.mean(0), 100 * accuracy.mean(0), label=label, **look)
             band = (100 * accuracy.min(0), 100 * accuracy.max(0))
             left.fill_between(steps.mean(0), *band, alpha=0.15, color=look["color"], linewidth=0)
             if not name.startswith("LinearScale"):
