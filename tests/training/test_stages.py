@@ -30,6 +30,15 @@ def whole(params, batch):
     return loss(output(params[1], hidden(params[0], batch)), batch)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Nearly all the time here would be spent on optimising programs that run once."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def data():
     rng = np.random.default_rng(0)
