@@ -126,8 +126,8 @@ def update_from_sums(
         base_batch_size=jnp.where(finite, base, noise.base_batch_size),
         biased=jnp.where(finite & (several | (noise.previous is not None)), ~several, noise.biased),
         preconditioned=jnp.where(measured & finite, active, noise.preconditioned),
-        has_previous=jnp.where(finite, ~several, noise.has_previous),
-        previous=_kept(noise, mean_grads, finite & ~several),
+        has_previous=finite & ~several,
+        previous=None if noise.previous is None else _like(noise.previous, mean_grads),
     )
 
 
@@ -181,8 +181,10 @@ def update_from_one(
         base_batch_size=jnp.where(finite, base, noise.base_batch_size),
         biased=noise.biased | finite,
         preconditioned=jnp.where(write, active, noise.preconditioned),
-        has_previous=noise.has_previous | finite,
-        previous=_kept(noise, grads, finite),
+        # One that is not finite is kept too, but nothing is compared with it: a choice between two gradients would
+        # hold on to both, which cost more than all of the estimate.
+        has_previous=finite,
+        previous=_like(noise.previous, grads),
     )
 
 
@@ -192,15 +194,14 @@ def _differenced(noise: NoiseScale, leaves: Any, factors: Any, examples: Any) ->
     With g and g' it comes to the inner product of both, and to half the square of their difference: one pass less
     than by norms, and nothing cancels.
     """
-    products, squares = group_products(noise.groups, leaves, jax.tree.leaves(noise.previous), factors)
+    # What is kept of one that was not finite must not make this one look so.
+    before = [jnp.where(noise.has_previous, x, jnp.zeros_like(x)) for x in jax.tree.leaves(noise.previous)]
+    products, squares = group_products(noise.groups, leaves, before, factors)
     return products, squares / 2 * examples
 
 
-def _kept(noise: NoiseScale, grads: Any, write: Any) -> Any:
-    """The gradient the next one is compared with."""
-    if noise.previous is None:
-        return None
-    return jax.tree.map(lambda old, new: jnp.where(write, new.astype(old.dtype), old), noise.previous, grads)
+def _like(before: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda old, new: new.astype(old.dtype), before, grads)
 
 
 def blend(

@@ -28,6 +28,7 @@ class Twin:
     def update(self, grads, sizes):
         grads, sizes = np.asarray(grads, np.float64), np.asarray(sizes, np.float64)
         if not np.all(np.isfinite(grads)):
+            self.previous = None  # what comes next has no gradient before it
             return
         total, r = sizes.sum(), len(sizes)
         if r == 1:
