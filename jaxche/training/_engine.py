@@ -157,7 +157,7 @@ class Engine:
             self._lay_out(_without_replica_axis(locals_[0].params))
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
-            whole = batch if plan.start == 0 or not self._scaling else self._read(data).load((plan.epoch, 0))
+            whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
             self._build(locals_[0], batch, batch_size(whole))
             for replica, local in zip(self._replicas, locals_, strict=True):
                 replica.compile(local, batch)
@@ -304,10 +304,17 @@ class Engine:
         everyone = {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}
         return [everyone[rank] for rank in range(self.world_size)]
 
+    def first_row(self, tree: Any) -> Any:
+        """A tree of one replica without its leading axis."""
+        return _first_row(tree)
+
     @property
     def compilations(self) -> int:
         """How many step programs were compiled, over all local replicas."""
         return sum(replica.compilations for replica in self._replicas)
+
+
+_first_row = jax.jit(first)
 
 
 @jax.jit

@@ -37,6 +37,7 @@ class Merged(NamedTuple):
     table: np.ndarray  # [R, len(HOST_COLUMNS) + 2 + metrics]
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
+    squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # what the drift is made of
 
 
 class Merge:
@@ -126,7 +127,7 @@ class Merge:
         kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
         parts = self._meeting.unstack(merged)
         locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, parts, strict=True))
-        return Merged(locals_, table, (report[0], report[1]), Scaled(*report[2:]))
+        return Merged(locals_, table, (report[0], report[1]), Scaled(*report[5:]), tuple(report[2:5]))
 
     def arguments(self, starts: Any, carries: Any, rows: np.ndarray) -> tuple[Any, ...]:
         """What the program is called with."""
@@ -228,8 +229,8 @@ class Merge:
             merged["opt_state"] = lift(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
             merged["opt_state"] = lift(self._tx.init(params))
-        drift = measure_drift(total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        report = [*drift]
+        squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
+        report = [*measure_drift(*squares), *squares]
         if self._scaling is not None:
             noise = self._scaling.learnt(noise, total["noise"])
             # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
@@ -268,7 +269,7 @@ class Merge:
             "model_state": lift(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
-        report = jnp.zeros(2, jnp.float32)
+        report = jnp.zeros(5, jnp.float32)
         if scaled:
             progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
             merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import optax
 from jaxche.averaging import sum_dtype
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._data import Feed
-from jaxche.training._place import Place, first, lift, spans_processes
+from jaxche.training._place import Home, Place, first, lift, spans_processes
 from jaxche.training._scaling import Scaling, Worth
 
 # Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
@@ -38,6 +38,21 @@ class Local(NamedTuple):
     outer_state: Any
     noise: Any = None
     progress: Any = None
+
+
+class Programs(Protocol):
+    """What a replica runs: ``begin(local, index, worth)`` makes the carry of a round, from which steps go on."""
+
+    @property
+    def begin(self) -> Callable[[Local, Any, Worth], dict[str, Any]]: ...
+
+    def constants(self, local: Local) -> Local:
+        """What a step reads of the start of the round, and never writes."""
+        ...
+
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
+        """The step for batches of these shapes: ``step(start, carry, batch) -> (carry, loss)``."""
+        ...
 
 
 class LocalPrograms:
@@ -78,7 +93,6 @@ class LocalPrograms:
         self.step = jax.jit(step, donate_argnums=1, compiler_options=place.compiler_options)
 
     def constants(self, local: Local) -> Local:
-        """What a step reads of the start of the round, and never writes."""
         gradients, scaling = self._average == "gradients", self._scaling
         return Local(
             local.params if gradients else None,
@@ -88,6 +102,9 @@ class LocalPrograms:
             None if scaling is None or scaling.solo else local.noise,
             local.progress,
         )
+
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
+        return self.step.lower(start, carry, batch).compile()
 
     def _begin(self, local: Local, index: Any, worth: Worth) -> dict[str, Any]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
@@ -174,7 +191,7 @@ class PaceError(ValueError):
 class Replica:
     """One replica of this process: its place, its compiled steps, its clock."""
 
-    def __init__(self, rank: int, place: Place, programs: LocalPrograms, pace_ms: float | None):
+    def __init__(self, rank: int, place: Home, programs: Programs, pace_ms: float | None):
         self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
         self._executables: dict[Any, Any] = {}
         self._stand_in: Any = None
@@ -191,8 +208,7 @@ class Replica:
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
-            lowered = self._programs.step.lower(self._programs.constants(local), carry, batch)
-            self._executables[key] = lowered.compile()
+            self._executables[key] = self._programs.compile(self._programs.constants(local), carry, batch)
             self.compilations += 1
         return self._executables[key], batch
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, limit_lead, plan_round
+from jaxche.protocols import Partitioned
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import NoShard, ShardingStrategy, as_loss
 from jaxche.training._checkpoints import Checkpoints
@@ -35,6 +36,7 @@ from jaxche.training._history import History
 from jaxche.training._learn import learn
 from jaxche.training._place import Device
 from jaxche.training._scaling import Scaling, Worth
+from jaxche.training._staged import StagedEngine, checked_stages
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._table import Table, host_row
 from jaxche.training._watched import beat, tell
@@ -62,7 +64,8 @@ class Trainer:
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss`` or ``(loss, metrics)``, the loss a mean over the batch, metrics a
         dict of scalars. It gets ``rng=`` (a key of its own for every batch) and ``model_state=`` if it names them;
-        with the latter it returns ``(loss, (metrics, new_model_state))``.
+        with the latter it returns ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with
+        ``Direct`` or ``Pipeline``: every replica is then a pipeline of its own, and parameters are one entry a stage.
       tx: any ``optax.GradientTransformation``. Each replica has its own state of it.
       policy: when replicas meet, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch,
         ``"cadence"`` when the slowest has done ``anchor`` batches, ``"async"`` the same with divergence correction
@@ -78,7 +81,8 @@ class Trainer:
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default every device
         is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other sharding strategies all
-        devices of a process together.
+        devices of a process together. Of a model in stages each is a list of devices, one a stage, and stages meet
+        those of the other replicas one by one; by default the devices of each process in a row.
       strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
         Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
         gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
@@ -116,7 +120,7 @@ class Trainer:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., Any] | Partitioned,
         tx: optax.GradientTransformation,
         policy: ApplyPolicy | str = ApplyPolicy.CADENCE,
         che: ElChe | None = None,
@@ -124,7 +128,7 @@ class Trainer:
         merge: str = "steps",
         opt_state: str = "local",
         outer: optax.GradientTransformation | None = None,
-        replicas: Sequence[Device | Mesh] | None = None,
+        replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
         strategy: ShardingStrategy | None = None,
         backend: str = "auto",
         seed: int = 0,
@@ -149,8 +153,11 @@ class Trainer:
                 "nothing to act on; leave them out or write average='parameters'"
             )
         checked_scaling(scaling, base_batch_size, tx, opt_state)
-        strategy = strategy or NoShard()
-        places = checked_places(replicas, strategy)
+        staged = isinstance(loss_fn, Partitioned)
+        if staged:
+            places = checked_stages(loss_fn, replicas, strategy, scaling)
+        else:
+            places = checked_places(replicas, strategy or NoShard())
         self.world_size = len(places)
         if che is not None and che.world_size != self.world_size:
             raise ValueError(
@@ -168,14 +175,16 @@ class Trainer:
         host = backend == "host" or (
             backend == "auto" and len({d.device_kind for p in places for d in p.devices.flat}) > 1
         )
-        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
+        loss: Any = loss_fn if staged else as_loss(loss_fn)
+        settings: tuple[Any, ...] = (loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
+        self._engine = StagedEngine(*settings) if staged else Engine(*settings)
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,
             "merge": merge,
             "opt_state": opt_state,
             "seed": str(seed),
-            "strategy": repr(strategy),
+            "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
@@ -203,20 +212,22 @@ class Trainer:
         shapes = jax.eval_shape(params) if callable(params) else params
         check_params(shapes)
         check_unscaled(self._tx, shapes)
+        if model_state is not None and isinstance(self._engine, StagedEngine):
+            raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         locals_ = self._engine.place(params, model_state)
         return ReplicaState(locals_, self._che, DivergenceCorrection(), _view=self._engine.view)
 
     def params(self, state: ReplicaState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return _first_row(state.locals[0].params)
+        return self._engine.first_row(state.locals[0].params)
 
     def model_state(self, state: ReplicaState) -> Any:
         """The merged model state, one plain pytree."""
-        return _first_row(state.locals[0].model_state)
+        return self._engine.first_row(state.locals[0].model_state)
 
     def noise(self, state: ReplicaState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
-        return _first_row(state.locals[0].noise)
+        return self._engine.first_row(state.locals[0].noise)
 
     def round(
         self, state: ReplicaState, data: Any, counts: Sequence[int] | None = None
@@ -413,6 +424,3 @@ def _limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
         return None
     expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
     return expected + max(expected, _LEAST_PATIENCE_MS)
-
-
-_first_row = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))
