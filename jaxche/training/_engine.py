@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size
-from jaxche.training._agree import gather_json, raise_everywhere, refuse_differences
+from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse_differences, update_digest
 from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
@@ -63,13 +63,14 @@ class Engine:
         scaling: Scaling | None = None,
         host: bool = False,
     ):
-        tx = tx if scaling is None else scaling.transform(tx)
+        self._plain_tx, tx = tx, tx if scaling is None else scaling.transform(tx)
         self._loss, self._tx, self._outer, self._scaling = loss, tx, outer, scaling
         self._average, self._rule, self._opt_mode = average, merge, opt_state
         self._seed, self._paces, self._places, self._host = seed, paces, list(places), host
         self.world_size = len(self._places)
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self.metrics: tuple[str, ...] = ()
+        self._code: dict[str, str] = {}
         self._shapes: Any = None
         self._meeting: Any = None
         self._merge: Any = None
@@ -172,7 +173,7 @@ class Engine:
             except Exception as e:
                 error = e
             raise_everywhere(error, self.ranks[0], "preparation")
-            refuse_differences(fingerprint | {"metrics": ", ".join(self.metrics)})
+            refuse_differences(fingerprint | {"metrics": ", ".join(self.metrics)} | self._code)
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
@@ -187,7 +188,8 @@ class Engine:
                 "trainer's own: state = trainer.init(params)"
             )
         one = _without_replica_axis((local.params, local.model_state))
-        shapes = jax.eval_shape(self._loss.call, *one, batch, jax.random.key(0))
+        code, shapes = jax.make_jaxpr(self._loss.call, return_shape=True)(*one, batch, jax.random.key(0))
+        self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._plain_tx, one[0])}
         self.metrics = tuple(sorted(shapes[1][0]))
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
         if before != after:
