@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.training._agree import gather_json, raise_everywhere
+from jaxche.training._agree import PeerLostError, gather_json, members, raise_everywhere
 from jaxche.training._history import History
 from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
 from jaxche.training._state import ReplicaState, RoundInfo
@@ -107,8 +107,26 @@ class Keeper:
         self._record = self._folder / "history.jsonl"
 
     def _open(self) -> Any:
-        options = self._ocp.CheckpointManagerOptions(max_to_keep=self._asked.keep, cleanup_tmp_directories=True)
+        together: Any = {}
+        if len(members()) < jax.process_count():
+            together["multiprocessing_options"] = self._ocp.options.MultiprocessingOptions(
+                primary_host=members()[0],
+                active_processes=set(members()),
+                barrier_sync_key_prefix="-".join(map(str, ("jaxche", *members()))),
+            )
+        options = self._ocp.CheckpointManagerOptions(
+            max_to_keep=self._asked.keep,
+            # Where processes have died, what they did not finish goes once a run starts.
+            cleanup_tmp_directories=not together,
+            create=not together,
+            **together,
+        )
         return self._ocp.CheckpointManager(self._folder, options=options)
+
+    def reopen(self, rounds: int) -> None:
+        """Go on with the processes that are left, from a state of so many rounds."""
+        self._manager = self._open()
+        self._rewritten(rounds)
 
     def resume(self, state: ReplicaState) -> tuple[ReplicaState, History]:
         """The newest state that can be read, if it is further than the one given, and its record.
@@ -224,7 +242,7 @@ class Keeper:
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
         """Wait until all is written, at the end of a ``with`` block; but not for processes that have died."""
-        if not isinstance(error, jax.errors.JaxRuntimeError):
+        if not isinstance(error, PeerLostError):
             self._manager.wait_until_finished()
             self._manager.close()
 

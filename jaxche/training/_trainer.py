@@ -168,7 +168,7 @@ class Trainer:
             che = che or ElChe(world_size=self.world_size, **DEFAULT_CADENCE)
         else:
             average = "parameters"  # a plain training loop: one update a batch
-        self.average, self.merge, self.outer = average, merge, outer
+        self.average, self.merge, self.outer, self.scaling = average, merge, outer, scaling
         self._tx, self._che = tx, che
         paces = checked_paces(pace_ms, self.world_size)
         scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
