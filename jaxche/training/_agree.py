@@ -75,6 +75,11 @@ def gather_json(value: Any) -> list[Any]:
     return [json.loads(text) for text in everyone]
 
 
+def is_elastic() -> bool:
+    """Whether this run goes on when processes die, as ``jaxche.initialize(elastic=True)`` has it."""
+    return jax.process_count() > 1 and bool(jax.config.values.get("jax_enable_recoverability"))
+
+
 def members() -> tuple[int, ...]:
     """The processes that take part, in order."""
     return tuple(range(jax.process_count())) if _members is None else _members

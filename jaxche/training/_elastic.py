@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxche")
 
 
-def is_elastic() -> bool:
-    """Whether this run goes on when processes die, as ``jaxche.initialize(elastic=True)`` has it."""
-    return jax.process_count() > 1 and bool(jax.config.values.get("jax_enable_recoverability"))
-
-
 def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | None, error: Exception) -> ReplicaState:
     """The state from which the processes that are left go on, on all of them the same.
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from tqdm import tqdm
 
-from jaxche.training._agree import PeerLostError
+from jaxche.training._agree import PeerLostError, is_elastic
 from jaxche.training._checkpoints import Checkpoints, Keeper
 from jaxche.training._checks import checked_length
-from jaxche.training._elastic import go_on_without, is_elastic
+from jaxche.training._elastic import go_on_without
 from jaxche.training._history import History
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._watched import PREEMPTED_CODE, on_sigterm

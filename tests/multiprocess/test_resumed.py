@@ -98,6 +98,7 @@ def test_an_error_on_one_rank_keeps_the_checkpoint(undisturbed, tmp_path, capfd)
     assert results == [undisturbed, undisturbed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["LOST", "KILL"], ids=["without checkpoints", "with checkpoints"])
 def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd):
     events = tmp_path / "events.jsonl"
