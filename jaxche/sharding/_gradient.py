@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
@@ -98,17 +98,13 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
     def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         batch = jax.tree.map(lambda x: _cast(x, compute_dtype), batch)
 
-        def objective(params: Any) -> Any:
-            return call(params, model_state, batch, rng)
+        def forward(params: Any) -> Any:
+            return jax.vjp(lambda params: call(params, model_state, batch, rng), params, has_aux=True)
 
         if gathers:
-            objective = jax.checkpoint(objective, policy=_forget_rearranged(layout), prevent_cse=False)
-        loss, pullback, aux = jax.vjp(objective, whole(params), has_aux=True)
-        if gathers:
-            # Gathered again, and not before the forward pass is done: in between, only slices are kept. The barrier
-            # stands before the gathers alone; jax.checkpoint's own would hold back every activation.
-            params, loss = lax.optimization_barrier((params, loss))
-            pullback.args_res = [whole(params)]
+            loss, pullback, aux = _gathering_twice(forward, whole, params)
+        else:
+            loss, pullback, aux = forward(whole(params))
         (grads,) = pullback(jnp.ones_like(loss))
         # Sums in float32 at least, whatever the dtype computed in.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
@@ -167,14 +163,36 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype)
 
 
-def _forget_rearranged(layout: Layout) -> Callable[..., bool]:
-    """A policy for ``jax.checkpoint``: keep all but rearranged copies of gathered parameters.
+def _gathering_twice(forward: Callable[..., Any], whole: Callable[..., Any], params: Any) -> Any:
+    """``forward(whole(params))``, ``(loss, pullback, aux)``, whose pullback has parameters gathered anew.
 
-    A transposed or converted parameter is as large as the parameter, and as quickly made again.
+    Residuals that are parameters, or parameters merely rearranged, are made again of the second gather. A policy for
+    ``jax.checkpoint`` could do the same, but rounds all other residuals to their own precision, which the CPU compiler
+    takes for work.
     """
-    sizes = {math.prod(leaf.shape) for leaf in layout.leaves if leaf.axis is not None}
+    leaves, treedef = jax.tree.flatten(whole(params))
+    closed, shapes = jax.make_jaxpr(lambda *leaves: forward(treedef.unflatten(leaves)), return_shape=True)(*leaves)
+    made = {var: (i, ()) for i, var in enumerate(closed.jaxpr.invars)}  # of which parameter, by which equations
+    for equation in closed.jaxpr.eqns:
+        source = equation.invars[0] if equation.invars else None
+        if equation.primitive.name in _REARRANGES and not isinstance(source, Literal) and source in made:
+            i, before = made[source]
+            made[equation.outvars[0]] = i, (*before, equation)
+    loss, pullback, aux = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*leaves))
+    first = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)[1]
+    # Not before the forward pass is done: in between, only slices are kept.
+    params, loss = lax.optimization_barrier((params, loss))
+    again = jax.tree.leaves(whole(params))
 
-    def policy(primitive: Any, *inputs: Any, **_: Any) -> bool:
-        return not (primitive.name in _REARRANGES and inputs[0].size in sizes)
+    def remake(var: Any, residual: Any) -> Any:
+        if isinstance(var, Literal) or var not in made:
+            return residual
+        i, equations = made[var]
+        x = again[i]
+        for equation in equations:
+            x = equation.primitive.bind(x, **equation.params)
+        return x
 
-    return policy
+    residuals, outer = jax.tree.flatten(pullback)
+    pairs = zip(jax.tree.leaves(first), residuals, strict=True)
+    return loss, outer.unflatten([remake(var, residual) for var, residual in pairs]), aux
