@@ -17,8 +17,10 @@ def assert_close(ours, theirs, tolerance=1e-5):
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "masked_chain"])
+@pytest.mark.parametrize("sizes", ["even", "odd"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_twenty_steps_equal_one_device(name, optimizer, world, devices, problem):
+def test_twenty_steps_equal_one_device(name, sizes, optimizer, world, devices, problems):
+    problem = problems[sizes]
     strategy = problem.strategies[name](world)
     step = jaxche.sharded_step(problem.loss, problem.optimizers[optimizer](), strategy, strategy.mesh(devices[:world]))
     state, losses = problem.run(step, step.init(problem.params()), problem.batches(20))
