@@ -8,16 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
 from jaxche.sharding._layout import REPLICA, Layout
 from jaxche.sharding._loss import batch_size
+from jaxche.sharding._pullback import Turned, gather_twice, pull_back
 from jaxche.sharding._slices import gather, scatter
-
-# What merely rearranges an array. Done to a gathered parameter, its result is as large as the parameter.
-_REARRANGES = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
 
 
 def value_and_grad(
@@ -87,7 +84,7 @@ def value_and_grad(
 
 
 def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
-    """Value and gradient of this device's rows; gradients of sliced leaves already summed over ``shard``."""
+    """Value and gradient of this device's rows; gradients, yet to be turned, of sliced leaves summed over ``shard``."""
     gathers, scatters = layout.strategy.shards_params, layout.strategy.shards_state
 
     def whole(params: Any) -> Any:
@@ -102,10 +99,10 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
             return jax.vjp(lambda params: call(params, model_state, batch, rng), params, has_aux=True)
 
         if gathers:
-            loss, pullback, aux = _gathering_twice(forward, whole, params)
+            loss, pullback, aux = gather_twice(forward, whole, params)
         else:
             loss, pullback, aux = forward(whole(params))
-        (grads,) = pullback(jnp.ones_like(loss))
+        grads = pull_back(pullback, jnp.ones_like(loss))
         # Sums in float32 at least, whatever the dtype computed in.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
         return (loss, aux), scatter(layout, grads) if scatters else grads
@@ -146,7 +143,8 @@ def _reduce(layout: Layout, grads: Any, parts: int) -> Any:
             for i, total in zip(where, lax.psum([leaves[i] for i in where], axes), strict=True):
                 leaves[i] = total
     means = [(g / parts).astype(leaf.dtype) for g, leaf in zip(leaves, layout.leaves, strict=True)]
-    return jax.tree.unflatten(treedef, means)
+    turned = jax.tree.unflatten(treedef, means)
+    return jax.tree.map(lambda x: x.upright(), turned, is_leaf=lambda x: isinstance(x, Turned))
 
 
 def _pool(layout: Layout, before: Any, after: Any) -> Any:
@@ -161,38 +159,3 @@ def _pool(layout: Layout, before: Any, after: Any) -> Any:
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype)
-
-
-def _gathering_twice(forward: Callable[..., Any], whole: Callable[..., Any], params: Any) -> Any:
-    """``forward(whole(params))``, ``(loss, pullback, aux)``, whose pullback has parameters gathered anew.
-
-    Residuals that are parameters, or parameters merely rearranged, are made again of the second gather. A policy for
-    ``jax.checkpoint`` could do the same, but rounds all other residuals to their own precision, which the CPU compiler
-    takes for work.
-    """
-    leaves, treedef = jax.tree.flatten(whole(params))
-    closed, shapes = jax.make_jaxpr(lambda *leaves: forward(treedef.unflatten(leaves)), return_shape=True)(*leaves)
-    made = {var: (i, ()) for i, var in enumerate(closed.jaxpr.invars)}  # of which parameter, by which equations
-    for equation in closed.jaxpr.eqns:
-        source = equation.invars[0] if equation.invars else None
-        if equation.primitive.name in _REARRANGES and not isinstance(source, Literal) and source in made:
-            i, before = made[source]
-            made[equation.outvars[0]] = i, (*before, equation)
-    loss, pullback, aux = jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*leaves))
-    first = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)[1]
-    # Not before the forward pass is done: in between, only slices are kept.
-    params, loss = lax.optimization_barrier((params, loss))
-    again = jax.tree.leaves(whole(params))
-
-    def remake(var: Any, residual: Any) -> Any:
-        if isinstance(var, Literal) or var not in made:
-            return residual
-        i, equations = made[var]
-        x = again[i]
-        for equation in equations:
-            x = equation.primitive.bind(x, **equation.params)
-        return x
-
-    residuals, outer = jax.tree.flatten(pullback)
-    pairs = zip(jax.tree.leaves(first), residuals, strict=True)
-    return loss, outer.unflatten([remake(var, residual) for var, residual in pairs]), aux
