@@ -15,8 +15,8 @@ from jaxche.sharding._pullback import Turned
 
 # A collective costs a rendezvous of all devices, however small the array; together leaves share one, at the price of
 # two copies. So only small leaves travel together, and no bucket is large against what a device holds anyway.
-_SMALL_BYTES = 32 * 1024
-_BUCKET_BYTES = 1024 * 1024
+_SMALL_BYTES = 256 * 1024
+_BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def gather(layout: Layout, tree: Any) -> Any:

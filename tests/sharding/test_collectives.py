@@ -95,14 +95,14 @@ def test_bytes_of_a_ring():
     assert Collective("all-gather", 64, everyone, times=3).sent == 144
 
 
-def compiled(fn, mesh, shape, in_spec=P("shard"), out_spec=P()):
+def compiled(fn, mesh, shape, in_spec, out_spec):
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False)
     return collectives(jax.jit(mapped).lower(jnp.zeros(shape)).compile().as_text(), mesh.size)
 
 
 def test_what_this_compiler_writes(devices):
     mesh = HybridShard(2).mesh(devices[:4])
-    [gathered] = compiled(lambda x: lax.all_gather(x, "shard", tiled=True), mesh, 8)
+    [gathered] = compiled(lambda x: lax.all_gather(x, "shard", tiled=True), mesh, 8, P("shard"), P())
     assert gathered == ("all-gather", 32, ((0, 1), (2, 3)), 1)
     [scattered] = compiled(lambda x: lax.psum_scatter(x, "shard", tiled=True), mesh, 8, P(), P("shard"))
     assert scattered == ("reduce-scatter", 16, ((0, 1), (2, 3)), 1)

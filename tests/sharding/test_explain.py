@@ -9,13 +9,14 @@ from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, Layout, N
 from jaxche.sharding import sharded_step as make_step
 
 ALL = [FullShard(), ShardGradOp(), NoShard(), HybridShard(4), HybridShardGradOp(4)]
-# Of even sizes, some too large to travel with others, one used transposed.
+# Of even sizes; one is used twice, once transposed.
 SHAPES = {"a": (64, 256), "b": (256,), "c": (96, 256)}
 SIZE = 4 * (64 * 256 + 256 + 96 * 256)
 
 
 def loss_fn(params, x):
-    return jnp.mean((jnp.tanh(x @ params["a"] + params["b"]) @ params["c"].T) ** 2)
+    hidden = jnp.tanh(x @ params["a"] * params["b"])
+    return jnp.mean((hidden @ params["c"].T) ** 2) + jnp.mean((hidden @ params["a"].T) ** 2)
 
 
 PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -30,14 +31,13 @@ def costs(devices):
     }
 
 
-def sent(explanation):
-    """Bytes by kind and size of group, rounded up from what the loss adds."""
+def shares_sent(explanation):
+    """What is sent over groups of a size, in parts of the parameters' bytes; the mean of losses is next to nothing."""
     sums = {}
     for c in explanation.collectives:
-        if c.nbytes > 64:
-            key = c.kind, max(len(g) for g in c.groups)
-            sums[key] = sums.get(key, 0) + c.sent
-    return sums
+        key = c.kind, max(len(g) for g in c.groups)
+        sums[key] = sums.get(key, 0) + c.sent / SIZE
+    return {key: pytest.approx(share, rel=0.01) for key, share in sums.items() if share > 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def sent(explanation):
     ],
 )
 def test_the_compiled_step_has_the_collectives_promised(name, promised, costs):
-    """Nothing else, over no other groups, and not a byte more."""
-    assert sent(costs[name]) == {key: share * SIZE for key, share in promised.items()}
+    """Nothing else, and over no other groups."""
+    assert shares_sent(costs[name]) == promised
     assert costs[name].theory == sum(promised.values()) * SIZE
-    assert costs[name].sent == pytest.approx(costs[name].theory, rel=0.001)
+    assert costs[name].sent == pytest.approx(costs[name].theory, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -86,31 +86,34 @@ def test_in_all_it_is_what_the_compiler_plans(costs):
     for explanation in costs.values():
         kept = sum(explanation.per_device[what] for what in ("params", "opt_state", "inputs"))
         assert explanation.peak >= kept + explanation.per_device["temporaries"]
-    assert costs["FullShard"].peak < costs["ShardGradOp"].peak < costs["NoShard"].peak
+    assert costs["FullShard"].peak < costs["NoShard"].peak
+    assert costs["ShardGradOp"].peak < costs["NoShard"].peak
 
 
-def test_no_whole_parameters_between_the_passes(devices):
-    """Of a deep network, whole parameters plus gradients would not fit what the step plans besides its slices."""
-    depth, width = 6, 128
-    params = [jax.ShapeDtypeStruct((width, width), jnp.float32) for _ in range(depth)]
+def deep(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w.T)
+    return jnp.mean(x**2)
 
-    def deep(params, x):
-        for w in params:
-            x = jnp.tanh(x @ w.T)
-        return jnp.mean(x**2)
 
-    step = make_step(deep, optax.sgd(0.1), FullShard(), FullShard().mesh(devices[:4]))
-    explanation = step.explain(params, jax.ShapeDtypeStruct((4, width), jnp.float32))
-    whole = explanation.whole["params"]
-    gathers = [c for c in explanation.collectives if c.kind == "all-gather"]
-    assert sum(c.nbytes * c.times for c in gathers) == 2 * whole
-    assert explanation.per_device["temporaries"] + explanation.per_device["gradients"] < 2.5 * whole
+def test_whole_parameters_and_whole_gradients_are_never_there_together(devices):
+    params = [jax.ShapeDtypeStruct((512, 512), jnp.float32) for _ in range(8)]
+    batch = jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    steps = (make_step(deep, optax.sgd(0.1), s, s.mesh(devices)) for s in (FullShard(), ShardGradOp(), NoShard()))
+    full, grad_op, none = (step.explain(params, batch) for step in steps)
+    whole = full.whole["params"]
+    gathered = sum(c.nbytes for c in full.collectives if c.kind == "all-gather")
+    assert gathered == 2 * whole - whole // 8  # the backward pass does not need the first
+    needed = lambda e: e.per_device["temporaries"] + e.per_device["gradients"]  # noqa: E731
+    assert needed(full) < 1.1 * whole
+    assert needed(grad_op) < 0.4 * whole  # whole parameters are there anyway; of gradients one or two
+    assert none.per_device["params"] + needed(none) > 1.9 * whole
 
 
 def test_micro_batches_gather_each_time_and_scatter_each_time(devices):
     step = make_step(loss_fn, optax.adam(0.1), FullShard(), FullShard().mesh(devices[:4]), accumulate=2)
     explanation = step.explain(PARAMS, BATCH)
-    assert sent(explanation) == {("all-gather", 4): 4 * 3 / 4 * SIZE, ("reduce-scatter", 4): 2 * 3 / 4 * SIZE}
+    assert shares_sent(explanation) == {("all-gather", 4): 4 * 3 / 4, ("reduce-scatter", 4): 2 * 3 / 4}
     assert explanation.theory == 6 * 3 / 4 * SIZE
 
 

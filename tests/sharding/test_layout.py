@@ -58,11 +58,11 @@ def test_a_scanned_axis_is_never_cut(devices):
         "decoder": {"layers": {"w": jnp.zeros((16, 8, 8))}},
         "encoder": {"layers": {"w": jnp.zeros((16, 8, 8))}},
     }
-    by_path = (
-        lambda strategy: {  # noqa: E731
-            "/".join(leaf.path): leaf.axis for leaf in layout_of(params, devices[:4], strategy).leaves
-        }
-    )
+
+    def by_path(strategy):
+        leaves = layout_of(params, devices[:4], strategy).leaves
+        return {"/".join(leaf.path): leaf.axis for leaf in leaves}
+
     assert set(by_path(FullShard()).values()) == {0}
     assert by_path(FullShard(scanned=("layers",))) == {
         "decoder/layers/w": 1,
