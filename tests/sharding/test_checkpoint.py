@@ -46,11 +46,11 @@ def test_training_goes_on_under_another_layout(before, after, sizes, problems, d
 
 def test_a_manager_keeps_several_and_opens_the_latest(problem, devices, tmp_path):
     full, none = jaxche.FullShard(), jaxche.NoShard()
-    make = (
-        lambda s, world: jaxche.sharded_step(  # noqa: E731
-            problem.loss, problem.optimizers["masked_chain"](), s, s.mesh(devices[:world])
-        )
-    )
+
+    def make(strategy, world):
+        mesh = strategy.mesh(devices[:world])
+        return jaxche.sharded_step(problem.loss, problem.optimizers["masked_chain"](), strategy, mesh)
+
     one, other = make(full, 4), make(none, 1)
     state = one.init(problem.params())
     with ocp.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
