@@ -30,9 +30,9 @@ def main() -> int:
     parser.add_argument("--platform", default="cpu")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=128, help="windows of 48 characters, of all devices")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows of 48 characters, of all devices")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=2, help="a turn, of each system")
+    parser.add_argument("--steps", type=int, default=4, help="a turn, of each system")
     args = parser.parse_args()
     if not _ALLOCATOR.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | _ALLOCATOR)
