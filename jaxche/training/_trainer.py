@@ -82,7 +82,8 @@ class Trainer:
       replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default every device
         is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other sharding strategies all
         devices of a process together. Of a model in stages each is a list of devices, one a stage, and stages meet
-        those of the other replicas one by one; by default the devices of each process in a row.
+        those of the other replicas one by one; by default the devices of each process in a row. The ``devices=`` of
+        the ``Partitioned`` itself are not used.
       strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
         Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
         gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
