@@ -238,6 +238,10 @@ class Engine:
         everyone = {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}
         return [everyone[rank] for rank in range(self.world_size)]
 
+    def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+        """What a round needs of a device of each local replica; nothing before the first round."""
+        return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=False)]
+
     @property
     def compilations(self) -> int:
         """How many step programs were compiled, over all local replicas."""

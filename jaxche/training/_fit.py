@@ -67,7 +67,7 @@ def fit(
         raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
     if dry_run:
         _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
-        return state, History([info])
+        return state, History([info], trainer.memory(state))
     history = History()
     last_epoch = state.epoch + int(epochs)
     bar = _Progress(trainer, checked_length(data) * int(epochs), progress)
@@ -92,6 +92,7 @@ def fit(
         raise
     finally:
         bar.close()
+    history.memory = tuple(trainer.memory(state))
     has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
     if has_momentum and len(history) < _FEW_ROUNDS:
         warnings.warn(

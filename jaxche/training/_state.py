@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
 from jaxche.scaling import effective_replicas
 from jaxche.training._replica import Local
 
@@ -147,3 +148,19 @@ class RoundInfo:
         """
         speed = sum(n / wall for n, wall in zip(self.counts, self.wall_ms, strict=True) if wall > 0)
         return sum(self.counts) / (self.period_ms * speed) if speed and self.period_ms else 1.0
+
+    def _repr_html_(self) -> str:
+        """The round as lanes: what each rank did, and when."""
+        slowest, rows = max(self.wall_ms), []
+        shown = ranks_to_show([wall / max(n, 1) for n, wall in zip(self.counts, self.wall_ms, strict=True)])
+        for lane, rank in enumerate(shown):
+            wall = self.wall_ms[rank]
+            work = Bar(0.0, wall, COLOURS[lane % len(COLOURS)], f"{self.counts[rank]} steps")
+            wait = Bar(wall, slowest - wall, WAIT, f"waits {slowest - wall:.1f} ms")
+            merge = Bar(slowest, self.sync_ms, MERGE, f"merge {self.sync_ms:.1f} ms")
+            rows.append(Lane(f"rank {rank}", (work, wait, merge)))
+        some = f", {len(shown)} of {len(self.counts)} ranks" if len(shown) < len(self.counts) else ""
+        caption = (
+            f"round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, efficiency {self.efficiency:.1%}{some}"
+        )
+        return lanes(rows, "ms", caption)
