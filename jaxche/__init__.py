@@ -2,7 +2,7 @@
 
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
-from jaxche.cluster import initialize
+from jaxche.cluster import fake_devices, initialize
 from jaxche.protocols import (
     DataStore,
     Direct,
@@ -36,6 +36,7 @@ from jaxche.training import (
     Advice,
     Batches,
     History,
+    LivePlot,
     NNXLoss,
     NonFiniteLossError,
     PaceError,
@@ -64,6 +65,7 @@ __all__ = [
     "HybridShardGradOp",
     "LEGWScale",
     "LinearScale",
+    "LivePlot",
     "NNXLoss",
     "NoShard",
     "NonFiniteLossError",
@@ -80,6 +82,7 @@ __all__ = [
     "Trainer",
     "balance_stages",
     "compare_strategies",
+    "fake_devices",
     "initialize",
     "linen_loss",
     "measure_costs",

@@ -24,6 +24,7 @@ _STYLE: Any = {
     "hatch.linewidth": 0.6,
 }
 _WIDTH, _DPI = 8.6, 110
+_DECADES = 60.0
 
 
 @contextlib.contextmanager
@@ -66,7 +67,9 @@ def figure_of(rows: Sequence[Sequence[str]], heights: Sequence[float]) -> Iterat
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis logarithmic, with numbers that are read at a glance: 0.1, 0.2, 0.5, 1.
+    """Make an axis logarithmic, with numbers read at a glance: 0.1, 0.2, 0.5, 1; over many decades 0.1, 1, 10.
+
+    To be called after something was drawn.
 
     Args:
       axis: ``axes.yaxis`` or ``axes.xaxis`` of matplotlib.
@@ -80,7 +83,9 @@ def logarithmic(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    low, high = axis.get_data_interval()
+    wide = 0 < low < high < np.inf and high / low > _DECADES
+    axis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5), numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

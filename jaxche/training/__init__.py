@@ -7,6 +7,7 @@ from jaxche.training._doors import NNXLoss, linen_loss
 from jaxche.training._fit import fit
 from jaxche.training._goodput import advise
 from jaxche.training._history import History
+from jaxche.training._live import LivePlot
 from jaxche.training._replica import PaceError
 from jaxche.training._state import ReplicaState, RoundInfo
 from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
@@ -16,6 +17,7 @@ __all__ = [
     "Advice",
     "Batches",
     "History",
+    "LivePlot",
     "NNXLoss",
     "NonFiniteLossError",
     "PaceError",

@@ -115,7 +115,7 @@ def _drift(axes: Any, history: History, numbers: _Numbers) -> None:
     }
     if not np.nanmax([*series["to the parameters"], 0.0]) > 0:
         axes.text(0.5, 0.5, "none: gradients are averaged", ha="center", va="center", transform=axes.transAxes)
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
         return
     for (label, values), colour, style in zip(series.items(), (COLOURS[5], COLOURS[4]), ("-", "--"), strict=True):
         positive = np.where(np.array(values) > 0, values, np.nan)
@@ -164,6 +164,7 @@ def _noise(axes: Any, history: History, numbers: _Numbers) -> None:
     axes.set(xlabel="round", ylabel="examples", title="Gradient noise scale")
     if np.isfinite(noise).any():
         logarithmic(axes.yaxis)
+        axes.margins(y=0.45)
     axes.legend()
 
 
