@@ -8,6 +8,7 @@ import shlex
 import sys
 
 from jaxche.cli._arguments import number, whole
+from jaxche.cli._paint import complain
 from jaxche.cluster import count_gpus, emit, launch
 
 _EXAMPLES = """\
@@ -144,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
             events=args.events,
         )
     except ValueError as error:
-        sys.stderr.write(f"jaxche launch: error: {error}\n")
+        complain("launch", error)
         return 2
 
 

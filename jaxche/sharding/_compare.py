@@ -81,8 +81,8 @@ class Comparison:
         if self.cheapest is None:
             least = min(self.explanations, key=lambda e: e.peak)
             return (
-                f"nothing fits {show_bytes(self.memory or 0)}: {least.strategy} needs {show_bytes(least.peak)}, the "
-                "least; take more devices or smaller batches (accumulate=)"
+                f"nothing fits {show_bytes(self.memory or 0)}; {least.strategy} needs least, {show_bytes(least.peak)}: "
+                "take more devices, or accumulate="
             )
         return f"sends least{given}: {self.cheapest}"
 
