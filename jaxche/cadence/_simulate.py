@@ -20,7 +20,18 @@ _ENDLESS = 2**48
 
 @dataclass(frozen=True)
 class Slowdown:
-    """From round ``round`` on, ``rank`` takes ``factor`` times as long a batch."""
+    """From round ``round`` on, ``rank`` takes ``factor`` times as long a batch.
+
+    Attributes:
+      rank: which.
+      round: the first round in which it is slower.
+      factor: on its time a batch; below 1 it becomes faster.
+
+    Example:
+      >>> fleet = VirtualFleet([20.0, 50.0], slowdown=Slowdown(rank=0, round=10, factor=2.0))
+      >>> fleet.speeds(9).tolist(), fleet.speeds(10).tolist()
+      ([20.0, 50.0], [40.0, 50.0])
+    """
 
     rank: int
     round: int
@@ -149,6 +160,11 @@ class FleetRun:
       slowest_ms: t_slow of the true speeds, [K].
       controller_ms: real time that ``report_timing`` took on this machine, [K].
       plan_ms: the same of what a host does to plan a round: cut it, prove it, find a rank's batches, [K].
+
+    Example:
+      >>> run = VirtualFleet([20.0, 50.0], sync_ms=8.0).run(ElChe(2, 4, tuner="steady"), rounds=30)
+      >>> run.counts.shape, round(run.efficiency, 2) > round(run.equal_batch_limit, 2)
+      ((30, 2), True)
     """
 
     che: ElChe

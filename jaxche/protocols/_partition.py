@@ -29,6 +29,13 @@ class PartitionedState(NamedTuple):
       step: steps taken.
       params: parameters of each stage; None for a stage of another process.
       opt_state: optax state of each stage, likewise.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxche, optax
+      >>> model = jaxche.Partitioned([lambda p, x: x * p], lambda y, x: jnp.mean(y**2), jaxche.Direct())
+      >>> state = model.init([jnp.ones(1)], optax.sgd(0.1))
+      >>> state.step, state.params[0].tolist()
+      (0, [1.0])
     """
 
     step: int

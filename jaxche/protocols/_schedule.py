@@ -14,6 +14,10 @@ class Task(NamedTuple):
     Attributes:
       kind: ``"F"`` forward or ``"B"`` backward.
       micro: number of the micro-batch.
+
+    Example:
+      >>> Task("F", 0)
+      Task(kind='F', micro=0)
     """
 
     kind: str

@@ -45,7 +45,15 @@ _DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES if ha
 
 
 class DamagedObjectError(ValueError):
-    """An object in the store is not what was put there: truncated, altered, or of another origin."""
+    """An object in the store is not what was put there: truncated, altered, or of another origin.
+
+    Example:
+      >>> try:
+      ...     raise DamagedObjectError("step 3 of stage 0 is shorter than its header says")
+      ... except ValueError as error:
+      ...     print(error)
+      step 3 of stage 0 is shorter than its header says
+    """
 
 
 class Leaf(NamedTuple):

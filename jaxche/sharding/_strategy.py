@@ -31,6 +31,11 @@ class ShardingStrategy:
 
     Raises:
       ValueError: ``min_size`` below 0, or ``scanned`` that is not a tuple of names.
+
+    Example:
+      >>> from jaxche.sharding import FullShard
+      >>> isinstance(FullShard(), ShardingStrategy), str(FullShard(min_size=1024))
+      (True, 'FullShard(min_size=1024)')
     """
 
     min_size: int = field(default=0, kw_only=True)
@@ -118,6 +123,10 @@ class FullShard(ShardingStrategy):
     Parameters are gathered for the forward pass and again for the backward pass, gradients reduce-scattered: of
     ``P`` bytes a device sends :math:`3 (W - 1) / W \\cdot P` a step.
 
+    Args:
+      min_size: leaves of fewer elements stay whole on every device.
+      scanned: names of subtrees whose first axis is never cut, see :class:`ShardingStrategy`.
+
     References:
       Rajbhandari et al., *ZeRO: memory optimizations toward training trillion parameter models*, SC 2020;
       Zhao et al., *PyTorch FSDP*, VLDB 2023.
@@ -139,6 +148,10 @@ class ShardGradOp(ShardingStrategy):
     Gradients are reduce-scattered, each device updates its slice, and the updated parameters are gathered:
     :math:`2 (W - 1) / W \\cdot P` bytes a step.
 
+    Args:
+      min_size: leaves of fewer elements stay whole on every device.
+      scanned: names of subtrees whose first axis is never cut, see :class:`ShardingStrategy`.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> strategy = ShardGradOp()
@@ -154,6 +167,10 @@ class NoShard(ShardingStrategy):
     """Everything whole on every device, gradients all-reduced (plain data parallelism, ``NO_SHARD``).
 
     :math:`2 (W - 1) / W \\cdot P` bytes a step.
+
+    Args:
+      min_size: leaves of fewer elements stay whole on every device.
+      scanned: names of subtrees whose first axis is never cut, see :class:`ShardingStrategy`.
 
     Example:
       >>> import jax

@@ -168,7 +168,12 @@ class Outcome(NamedTuple):
 
 
 class PaceError(ValueError):
-    """A pace that the computation cannot keep."""
+    """A pace that the computation cannot keep.
+
+    Example:
+      >>> issubclass(PaceError, ValueError)
+      True
+    """
 
 
 class Replica:

@@ -31,6 +31,14 @@ class ReplicaState:
       epoch: epoch of the next batch.
       cursor: index of the next batch in its epoch. ``(epoch, cursor, seed)`` is the whole place in the data.
       sync_ms: what the last merge cost this process, beyond waiting.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+      >>> state = trainer.init(jnp.zeros(2))
+      >>> state.epoch, state.params.shape == (trainer.world_size, 2)
+      (0, True)
     """
 
     locals: tuple[Local, ...]
@@ -95,6 +103,15 @@ class RoundInfo:
       average: what was averaged, parameters or gradients.
       merge: the rule that weighed parameters (empty when gradients are averaged).
       alpha: step length of the merge.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.ones((64, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1))
+      >>> state, info = trainer.round(trainer.init(jnp.zeros(2)), data)
+      >>> info.round, info.loss > 0, info.examples == 2 * sum(info.counts)
+      (0, True, True)
     """
 
     round: int
