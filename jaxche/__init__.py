@@ -44,8 +44,11 @@ from jaxche.training import (
     RankError,
     ReplicaState,
     RoundInfo,
+    TensorBoardLogger,
     Trainer,
+    WandbLogger,
     linen_loss,
+    profile,
 )
 
 __version__ = "0.1.0"
@@ -79,7 +82,9 @@ __all__ = [
     "ShardGradOp",
     "ShardedState",
     "SqrtScale",
+    "TensorBoardLogger",
     "Trainer",
+    "WandbLogger",
     "balance_stages",
     "compare_strategies",
     "fake_devices",
@@ -89,6 +94,7 @@ __all__ = [
     "merge_weights",
     "noise_scale",
     "order_partitions",
+    "profile",
     "progress_schedule",
     "scale_learning_rate",
     "sharded_step",

@@ -289,6 +289,11 @@ class Trainer:
         return self._engine.memory(state.locals)
 
     @property
+    def local_ranks(self) -> list[int]:
+        """The replicas that live in this process."""
+        return self._engine.ranks
+
+    @property
     def compilations(self) -> int:
         """Step programs compiled so far in this process; changing counts never adds one."""
         return self._engine.compilations
