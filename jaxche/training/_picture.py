@@ -123,10 +123,11 @@ def _drift(axes: Any, history: History, numbers: _Numbers) -> None:
     held = [i for i, info in enumerate(history) if info.verdict != _CALM]
     if held:
         values = np.array(series["to the parameters"])[held]
-        axes.plot(numbers.rounds[held], values, "v", color="black", ms=4, label="anchor held down")
+        axes.plot(numbers.rounds[held], values, "v", color="black", ms=4, label="held")
     logarithmic(axes.yaxis)
-    axes.margins(y=0.3)
-    axes.legend(loc="best")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend above the lines
+    axes.legend(loc="upper right", ncols=3 if held else 2, columnspacing=1.0)
 
 
 def _loss_per_examples(axes: Any, history: History, numbers: _Numbers) -> None:
