@@ -17,7 +17,7 @@
 # What would the cadence do on *your* devices? A virtual fleet answers in a moment: replicas are given speeds, a merge has
 # a cost, a clock made of numbers moves. The controller is the one that drives real training.
 #
-# **Needs** `pip install 'jaxche[plot]' ipykernel`. No devices: nothing here touches JAX's.
+# **Needs** `pip install '.[plot]' ipykernel` in a clone. No devices: nothing here touches JAX's.
 
 # %%
 import numpy as np

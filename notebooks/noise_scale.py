@@ -17,7 +17,7 @@
 # How large may a batch be, and how much longer a step does it allow? The gradient's noise answers both, and jaxche measures
 # it on the way, from the gradients that replicas have anyway.
 #
-# **Needs** `pip install 'jaxche[examples]' ipykernel` and a fresh kernel.
+# **Needs** `pip install '.[examples]' ipykernel` in a clone and a fresh kernel.
 
 # %%
 import jaxche

@@ -17,7 +17,7 @@
 # What a training step needs of each device, and what it sends, under every strategy; decided before anything is trained.
 # Then *islands*: replicas that are sharded themselves and still train at their own speeds.
 #
-# **Needs** `pip install 'jaxche[plot]' ipykernel` and a fresh kernel. Eight fake devices of the processor stand for two
+# **Needs** `pip install '.[plot]' ipykernel` in a clone and a fresh kernel. Eight fake devices of the processor stand for two
 # nodes of four: shapes, bytes and collectives are those of real ones, speeds are not.
 
 # %%

@@ -17,7 +17,7 @@
 # Real handwritten digits, two devices, one of them 2.5 times slower. We train a linen model and an nnx model on both at
 # once, watch the cadence find the speeds, and compare with plain data parallelism, where everybody waits for the slow one.
 #
-# **Needs** `pip install 'jaxche[examples]' ipykernel` and a fresh kernel. There is no second device here, so the
+# **Needs** `pip install '.[examples]' ipykernel` in a clone and a fresh kernel. There is no second device here, so the
 # processor plays two, and every step is padded to a *pace*: 10 ms on one device, 25 ms on the other. On real devices leave
 # out `fake_devices` and `pace_ms`; everything else stays.
 

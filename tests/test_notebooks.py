@@ -29,6 +29,6 @@ def test_the_twin_shows_what_the_script_says(script):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_top_says_what_it_needs(script):
     first, second = jupytext.read(script).cells[:2]
-    assert "**Needs** `pip install" in first.source
+    assert "**Needs** `pip install '.[" in first.source
     if "fresh kernel" in first.source:
         assert "jaxche.fake_devices(" in second.source
