@@ -11,7 +11,9 @@ from typing import Any
 
 from jaxche.training._advice import Advice
 from jaxche.training._goodput import advise_from
-from jaxche.training._state import RoundInfo
+from jaxche.training._state import RoundInfo, rounds_svg
+
+_ROUNDS_DRAWN = 8
 
 
 class History(list[RoundInfo]):
@@ -83,6 +85,7 @@ class History(list[RoundInfo]):
         return self.table()
 
     def _repr_html_(self) -> str:
+        """The last rounds on the clock, and the same as a table."""
         shown = self.rows()[-20:]
         if not shown:
             return "<p>no rounds yet</p>"
@@ -91,7 +94,8 @@ class History(list[RoundInfo]):
             "<tr>" + "".join(f"<td>{_text(value, key)}</td>" for key, value in row.items()) + "</tr>" for row in shown
         )
         note = f"{len(self)} rounds, {self.seconds:.1f} s, efficiency {self.efficiency:.1%}"
-        return f"<table><caption>{note}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return rounds_svg(self[-_ROUNDS_DRAWN:], note) + table
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The whole record as JSON lines, one round a line; nan becomes null, the infinities "inf" and "-inf".

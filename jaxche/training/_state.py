@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,17 +167,35 @@ class RoundInfo:
         return sum(self.counts) / (self.period_ms * speed) if speed and self.period_ms else 1.0
 
     def _repr_html_(self) -> str:
-        """The round as lanes: what each rank did, and when."""
-        slowest, rows = max(self.wall_ms), []
-        shown = ranks_to_show([wall / max(n, 1) for n, wall in zip(self.counts, self.wall_ms, strict=True)])
+        caption = f"round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, efficiency {self.efficiency:.1%}"
+        return rounds_svg([self], caption)
+
+
+def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:
+    """Rounds in a row as lanes: what each rank did, and when.
+
+    Args:
+      rounds: one or more.
+      caption: a line above.
+
+    Returns:
+      An ``<svg>`` element.
+    """
+    steps = [max(sum(info.counts[rank] for info in rounds), 1) for rank in range(len(rounds[0].counts))]
+    shown = ranks_to_show([sum(info.wall_ms[rank] for info in rounds) / n for rank, n in enumerate(steps)])
+    bars: list[list[Bar]] = [[] for _ in shown]
+    start = 0.0
+    for info in rounds:
+        slowest = max(info.wall_ms)
         for lane, rank in enumerate(shown):
-            wall = self.wall_ms[rank]
-            work = Bar(0.0, wall, COLOURS[lane % len(COLOURS)], f"{self.counts[rank]} steps")
-            wait = Bar(wall, slowest - wall, WAIT, f"waits {slowest - wall:.1f} ms")
-            merge = Bar(slowest, self.sync_ms, MERGE, f"merge {self.sync_ms:.1f} ms")
-            rows.append(Lane(f"rank {rank}", (work, wait, merge)))
-        some = f", {len(shown)} of {len(self.counts)} ranks" if len(shown) < len(self.counts) else ""
-        caption = (
-            f"round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, efficiency {self.efficiency:.1%}{some}"
-        )
-        return lanes(rows, "ms", caption)
+            wall = info.wall_ms[rank]
+            text = f"{info.counts[rank]} steps" if len(rounds) == 1 else str(info.counts[rank])
+            bars[lane] += [
+                Bar(start, wall, COLOURS[lane % len(COLOURS)], text),
+                Bar(start + wall, slowest - wall, WAIT, f"waits {slowest - wall:.1f} ms"),
+                Bar(start + slowest, info.sync_ms, MERGE, f"merge {info.sync_ms:.1f} ms"),
+            ]
+        start += info.period_ms
+    part = f"; the last {len(rounds)}:" if len(rounds) > 1 else ""
+    some = f", {len(shown)} of {len(steps)} ranks" if len(shown) < len(steps) else ""
+    return lanes([Lane(f"rank {r}", row) for r, row in zip(shown, bars, strict=True)], "ms", caption + part + some)
