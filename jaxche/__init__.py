@@ -2,7 +2,7 @@
 
 from jaxche.averaging import merge_weights, weighted_mean
 from jaxche.cadence import ApplyPolicy, ElChe
-from jaxche.cluster import initialize
+from jaxche.cluster import fake_devices, initialize
 from jaxche.protocols import (
     DataStore,
     Direct,
@@ -37,6 +37,7 @@ from jaxche.training import (
     Batches,
     Checkpoints,
     History,
+    LivePlot,
     NNXLoss,
     NonFiniteLossError,
     PaceError,
@@ -45,8 +46,11 @@ from jaxche.training import (
     RankError,
     ReplicaState,
     RoundInfo,
+    TensorBoardLogger,
     Trainer,
+    WandbLogger,
     linen_loss,
+    profile,
 )
 
 __version__ = "0.1.0"
@@ -67,6 +71,7 @@ __all__ = [
     "HybridShardGradOp",
     "LEGWScale",
     "LinearScale",
+    "LivePlot",
     "NNXLoss",
     "NoShard",
     "NonFiniteLossError",
@@ -81,15 +86,19 @@ __all__ = [
     "ShardGradOp",
     "ShardedState",
     "SqrtScale",
+    "TensorBoardLogger",
     "Trainer",
+    "WandbLogger",
     "balance_stages",
     "compare_strategies",
+    "fake_devices",
     "initialize",
     "linen_loss",
     "measure_costs",
     "merge_weights",
     "noise_scale",
     "order_partitions",
+    "profile",
     "progress_schedule",
     "scale_learning_rate",
     "sharded_step",

@@ -136,8 +136,8 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
         for schedule in SCHEDULES:
             stages, loss, params, batch = chain(n_stages, ROWS * micro_batches)
             local = None if world == 1 else [jax.process_index()]
-            model = jaxche.Partitioned(stages, loss, jaxche.Pipeline(ROWS, schedule), local_stages=local)
-            model._paces = [pace] * n_stages
+            protocol, paces = jaxche.Pipeline(ROWS, schedule), [pace] * n_stages
+            model = jaxche.Partitioned(stages, loss, protocol, local_stages=local, paces=paces)
             took = timed(lambda: jax.block_until_ready(model.value_and_grad(params, batch)), args.turns)  # noqa: B023
             promised = simulate_schedule(BY_NAME[schedule](n_stages, micro_batches), [1] * n_stages, [1] * n_stages)
             work = micro_batches * sum(pace)

@@ -17,6 +17,12 @@ class Drift(NamedTuple):
       dir: :math:`\sum_i w_i \|\Delta_i - \bar\Delta\|^2 / \|\bar\Delta\|^2`; free of scale: 0 when all replicas
         moved alike, above 1 when they cancelled more than they agreed.
       cosines: ``[R, R]`` cosines between the replicas' deltas.
+
+    Example:
+      >>> from jaxche.averaging import drift_from_gram
+      >>> import numpy as np
+      >>> drift_from_gram(np.array([[1.0, -1.0], [-1.0, 1.0]]), [0.5, 0.5], 4.0).cosines.round(2).tolist()
+      [[1.0, -1.0], [-1.0, 1.0]]
     """
 
     rel: float

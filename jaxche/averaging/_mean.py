@@ -59,12 +59,36 @@ def _buckets(leaves: list[Any]) -> list[list[int]]:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype a float leaf is summed in: its own, but float32 at least."""
+    """The dtype a float leaf is summed in: its own, but float32 at least.
+
+    Args:
+      dtype: of the leaf.
+
+    Returns:
+      The dtype of the sum.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> [jnp.dtype(sum_dtype(dtype)).name for dtype in (jnp.bfloat16, jnp.float32)]
+      ['float32', 'float32']
+    """
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf is averaged: real or complex floats are, integers, booleans and PRNG keys are not."""
+    """Whether a leaf is averaged: real or complex floats are, integers, booleans and PRNG keys are not.
+
+    Args:
+      leaf: an array, or anything with a dtype.
+
+    Returns:
+      Whether it is.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> is_float(jnp.ones(2)), is_float(jnp.arange(2)), is_float(jax.random.key(0))
+      (True, False, False)
+    """
     return bool(jnp.issubdtype(jnp.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype, jnp.inexact))
 
 

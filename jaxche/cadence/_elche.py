@@ -13,6 +13,7 @@ from jaxche.cadence import _tuner_seed as seed
 from jaxche.cadence import _tuner_steady as steady
 from jaxche.cadence._checks import finite_number, knobs, timings, whole_number
 from jaxche.cadence._counts import LARGEST_COUNT, clamp_counts, proportional_clamp, round_half_away
+from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
 
 TUNERS = ("seed", "steady")
 
@@ -266,6 +267,22 @@ class ElChe:
             f"max_anchor={self.max_anchor}, max_batch_diff={self.max_batch_diff}, tuner={self.tuner!r}, "
             f"batch_counts={counts}, ms_per_batch={ms})"
         )
+
+    def _repr_html_(self) -> str:
+        """The next round as lanes: every step of every rank, on the clock once speeds are known."""
+        ms = self.ms_per_batch if self.is_calibrated else (1.0,) * self.world_size
+        shown = ranks_to_show(ms)
+        rows = []
+        for lane, rank in enumerate(shown):
+            colour, steps = COLOURS[lane % len(COLOURS)], self.batch_counts[rank]
+            pace = f" of {ms[rank]:.4g} ms" if self.is_calibrated else ""
+            whole = Bar(0.0, steps * ms[rank], colour, f"{steps} steps{pace}")
+            single = [Bar(i * ms[rank], ms[rank], colour, str(i + 1)) for i in range(steps)]
+            rows.append(Lane(f"rank {rank}", single if self.is_calibrated and steps <= 12 else [whole]))
+        unit = "ms" if self.is_calibrated else "steps (speeds are not known yet)"
+        some = f", {len(shown)} of {self.world_size} ranks" if len(shown) < self.world_size else ""
+        caption = f"ElChe: anchor {self.anchor}, overhead target {self.overhead_target:.1%}, tuner {self.tuner}{some}"
+        return lanes(rows, unit, caption)
 
     def _rank(self, name: str, rank: int) -> int:
         rank = whole_number(name, rank, 0, f"{name}=0")

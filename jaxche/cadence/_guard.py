@@ -11,7 +11,12 @@ from jaxche.cadence._checks import finite_number, whole_number
 
 
 class Verdict(StrEnum):
-    """What a guard says of the drift: all is well, let the anchor not grow, or make it smaller."""
+    """What a guard says of the drift: all is well, let the anchor not grow, or make it smaller.
+
+    Example:
+      >>> Verdict.NUDGE == "nudge"
+      True
+    """
 
     CALM = "calm"
     SUPPRESS = "suppress"
@@ -19,7 +24,16 @@ class Verdict(StrEnum):
 
 
 class DivergenceGuard(Protocol):
-    """The contract: a value that takes one round's drift and gives the next guard and a verdict."""
+    """The contract: a value that takes one round's drift and gives the next guard and a verdict.
+
+    Example:
+      >>> class Never:
+      ...     def observe(self, drift, k_max):
+      ...         return self, Verdict.CALM
+      >>> guard: DivergenceGuard = Never()
+      >>> guard.observe(0.5, 10)[1]
+      <Verdict.CALM: 'calm'>
+    """
 
     def observe(self, drift: float, k_max: int) -> tuple[DivergenceGuard, Verdict]:
         """``drift`` of the round (any one measure throughout, at least 0) and its most local steps ``k_max``."""

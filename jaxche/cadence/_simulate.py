@@ -12,6 +12,7 @@ import numpy as np
 from jaxche.cadence._checks import finite_number, whole_number
 from jaxche.cadence._elche import ElChe
 from jaxche.cadence._rounds import plan_round
+from jaxche.drawing import COLOURS, figure_of, label_outside
 
 # Batches in an epoch of a fleet, which has no data to run out of.
 _ENDLESS = 2**48
@@ -19,7 +20,18 @@ _ENDLESS = 2**48
 
 @dataclass(frozen=True)
 class Slowdown:
-    """From round ``round`` on, ``rank`` takes ``factor`` times as long a batch."""
+    """From round ``round`` on, ``rank`` takes ``factor`` times as long a batch.
+
+    Attributes:
+      rank: which.
+      round: the first round in which it is slower.
+      factor: on its time a batch; below 1 it becomes faster.
+
+    Example:
+      >>> fleet = VirtualFleet([20.0, 50.0], slowdown=Slowdown(rank=0, round=10, factor=2.0))
+      >>> fleet.speeds(9).tolist(), fleet.speeds(10).tolist()
+      ([20.0, 50.0], [40.0, 50.0])
+    """
 
     rank: int
     round: int
@@ -148,6 +160,11 @@ class FleetRun:
       slowest_ms: t_slow of the true speeds, [K].
       controller_ms: real time that ``report_timing`` took on this machine, [K].
       plan_ms: the same of what a host does to plan a round: cut it, prove it, find a rank's batches, [K].
+
+    Example:
+      >>> run = VirtualFleet([20.0, 50.0], sync_ms=8.0).run(ElChe(2, 4, tuner="steady"), rounds=30)
+      >>> run.counts.shape, round(run.efficiency, 2) > round(run.equal_batch_limit, 2)
+      ((30, 2), True)
     """
 
     che: ElChe
@@ -222,35 +239,29 @@ class FleetRun:
         Raises:
           ImportError: without matplotlib; the message says what to install.
         """
-        try:
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise ImportError("plot() needs matplotlib; run: pip install 'jaxche[plot]'") from error
-        # Okabe and Ito's colours stay apart for every kind of colour vision.
-        colours = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
         rounds, size = self.counts.shape
-        figure, (top, middle, bottom) = plt.subplots(3, 1, sharex=True, figsize=(8, 7), layout="constrained")
-        # Closed, a figure is shown once by the notebook, as the value of the cell, and not again by pyplot.
-        plt.close(figure)
         x = np.arange(rounds)
-        for axes, rows in ((top, self.counts), (bottom, self.wait_ms)):
-            if size <= len(colours):
-                for rank in range(size):
-                    axes.step(x, rows[:, rank], where="mid", color=colours[rank], label=f"rank {rank}")
-            else:
-                low, half, high = np.percentile(rows, (0, 50, 100), axis=1)
-                axes.fill_between(x, low, high, step="mid", color=colours[4], alpha=0.35, label=f"all {size} ranks")
-                axes.step(x, half, where="mid", color=colours[0], label="median rank")
-        top.step(x, self.anchor, where="mid", color="black", linestyle="--", label="anchor")
-        top.set_ylabel("batches a round")
-        middle.step(x, self.round_efficiency, where="mid", color=colours[0], label=f"this run ({self.efficiency:.3f})")
-        equal = self.equal_batch_limit
-        middle.axhline(equal, color=colours[5], linestyle=":", label=f"equal batches, free sync ({equal:.3f})")
-        middle.set_ylabel("efficiency")
-        middle.set_ylim(0, 1.05)
-        bottom.set_ylabel("wait before the merge (ms)")
-        bottom.set_xlabel("round")
-        for axes in (top, middle, bottom):
-            axes.grid(alpha=0.3)
-            axes.legend(loc="best", fontsize="small", ncols=2)
+        with figure_of([["counts"], ["efficiency"], ["wait"]], heights=[2.2, 1.9, 1.9]) as (figure, axes):
+            for name, rows in (("counts", self.counts), ("wait", self.wait_ms)):
+                if size <= len(COLOURS):
+                    for rank in range(size):
+                        axes[name].step(x, rows[:, rank], where="mid", color=COLOURS[rank], label=f"rank {rank}")
+                else:
+                    low, half, high = np.percentile(rows, (0, 50, 100), axis=1)
+                    band = f"all {size:,} ranks"
+                    axes[name].fill_between(x, low, high, step="mid", color=COLOURS[4], alpha=0.35, label=band)
+                    axes[name].step(x, half, where="mid", color=COLOURS[0], label="median rank")
+            axes["counts"].step(x, self.anchor, where="mid", color="black", linestyle=":", label="anchor")
+            axes["counts"].set(ylabel="batches a round", title="Cadence: batches of each rank between two merges")
+            share = 100 * self.round_efficiency
+            axes["efficiency"].step(x, share, where="mid", color=COLOURS[0], label="this run")
+            limit = 100 * self.equal_batch_limit
+            axes["efficiency"].axhline(limit, color=COLOURS[5], linestyle="--", label="equal batches,\nfree merge")
+            title = f"Efficiency {self.efficiency:.1%}; equal batches reach at most {self.equal_batch_limit:.1%}"
+            axes["efficiency"].set(ylabel="efficiency (%)", title=title)
+            axes["efficiency"].set_ylim(0, 105)
+            axes["wait"].set(ylabel="wait (ms)", xlabel="round", title="Waiting for the slowest before the merge")
+            for panel in axes.values():
+                panel.set_ylim(bottom=0)
+                label_outside(panel)
         return figure

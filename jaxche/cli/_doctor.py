@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from jaxche.cli import _health
 from jaxche.cli._arguments import number, whole
 from jaxche.cli._health import Finding
+from jaxche.cli._paint import complain, paint
 from jaxche.cluster import ClusterInfo, aligned, clocks, launch, measure_all_reduce, share
 
 _COLUMNS = 100
@@ -109,7 +110,7 @@ def _start(args: argparse.Namespace) -> int:
     try:
         return launch(command, args.processes, prefix=False, only_rank0=True)
     except ValueError as error:
-        sys.stderr.write(f"jaxche doctor: error: {error}\n")
+        complain("doctor", error)
         return 2
 
 
@@ -181,9 +182,10 @@ def _together(findings: list[Finding], info: ClusterInfo) -> int:
 
 def _print(findings: Sequence[Finding]) -> None:
     for finding in findings:
-        mark = "BAD" if finding.mend else "ok"
+        mark, how = ("BAD", "bad") if finding.mend else ("ok", "good")
         start = f"{mark:4s}{finding.name:11s}"
-        print(textwrap.fill(finding.text, _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start)))
+        text = textwrap.fill(finding.text, _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start))
+        print(paint(text[:4], how) + text[4:])
         if finding.mend:
             print(
                 textwrap.fill(f"write: {finding.mend}", _COLUMNS, initial_indent=" " * 15, subsequent_indent=" " * 22)
@@ -193,7 +195,7 @@ def _print(findings: Sequence[Finding]) -> None:
 def _verdict(findings: Sequence[Finding], then: str) -> int:
     bad = [finding for finding in findings if finding.mend]
     if bad:
-        print(f"\n{len(bad)} problem(s). Next: {bad[0].mend}")
+        print(f"\n{paint(f'{len(bad)} problem(s).', 'bad')} Next: {bad[0].mend}")
         return 1
-    print(f"\nhealthy. Next: {then}")
+    print(f"\n{paint('healthy.', 'good')} Next: {then}")
     return 0

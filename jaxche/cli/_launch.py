@@ -8,6 +8,7 @@ import shlex
 import sys
 
 from jaxche.cli._arguments import number, whole
+from jaxche.cli._paint import complain
 from jaxche.cluster import count_gpus, emit, launch
 
 _EXAMPLES = """\
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
             elastic=args.elastic,
         )
     except ValueError as error:
-        sys.stderr.write(f"jaxche launch: error: {error}\n")
+        complain("launch", error)
         return 2
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from jaxche.cli._arguments import whole
+from jaxche.cli._paint import complain
 from jaxche.cli._tasks import TASKS, load
 
 _EXAMPLES = """\
 examples:
   jaxche plan                                        the text task on 8 fake devices
-  jaxche plan --memory 2MiB                          and the cheapest strategy that fits 2 MiB a device
+  jaxche plan --memory 2MiB                          and the cheapest that fits 2 MiB a device
   jaxche plan --devices 16 --intra-node-size 8       nodes of 8 for the hybrid strategies
   jaxche plan --batch-size 256 --accumulate 4 --compute-dtype bfloat16
+
+exit codes:
+  0     planned, and with --memory some strategy fits
+  1     nothing fits --memory
+  2     the arguments make no sense
 """
 
 
@@ -55,18 +60,17 @@ def run(args: argparse.Namespace) -> int:
       args: from the parser of ``add_parser``.
 
     Returns:
-      The exit code: 0, or 2 if the arguments make no sense.
+      The exit code: 0, 1 if nothing fits, or 2 if the arguments make no sense.
     """
     try:
         devices = _fake_devices(args.devices)
-        _print(args, devices)
-        return 0
+        return _print(args, devices)
     except (ValueError, ImportError) as error:
-        sys.stderr.write(f"jaxche plan: error: {error}\n")
+        complain("plan", error)
         return 2
 
 
-def _print(args: argparse.Namespace, devices: list[Any]) -> None:
+def _print(args: argparse.Namespace, devices: list[Any]) -> int:
     import jax.numpy as jnp
 
     from jaxche.sharding import (
@@ -103,6 +107,15 @@ def _print(args: argparse.Namespace, devices: list[Any]) -> None:
     for explanation in costs.explanations if args.details else ():
         print(f"{explanation}\n")
     print(costs)
+    cheapest = costs.cheapest
+    if cheapest is None:
+        print(f"\nnext: jaxche plan --task {args.task} --memory {args.memory} --accumulate {2 * args.accumulate}")
+        return 1
+    more = f", accumulate={args.accumulate}" if args.accumulate > 1 else ""
+    more += f", compute_dtype=jnp.{args.compute_dtype}" if args.compute_dtype != "float32" else ""
+    print(f"\nnext: jaxche.sharded_step(loss_fn, tx, jaxche.{cheapest}{more})")
+    print(f"      jaxche.Trainer(loss_fn, tx, strategy=jaxche.{cheapest}) where nodes differ in speed")
+    return 0
 
 
 def _fake_devices(count: int) -> list[Any]:

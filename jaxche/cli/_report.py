@@ -29,6 +29,7 @@ class Result:
       sync_ms: what merges cost beyond waiting, in all.
       rounds: how many.
       merges: how many (none with one replica).
+      memory: bytes a device needs for a round, of each replica of rank 0's process.
     """
 
     policy: str
@@ -42,6 +43,7 @@ class Result:
     sync_ms: float
     rounds: int
     merges: int
+    memory: tuple[dict[str, int], ...] = ()
 
     @property
     def examples_per_second(self) -> float:

@@ -145,6 +145,7 @@ def _fit(
         sync_ms=sum(info.sync_ms for info in history),
         rounds=len(history),
         merges=len(history) if trainer.world_size > 1 else 0,
+        memory=history.memory,
     )
     return state, result, history
 
@@ -193,3 +194,4 @@ def _end(
         say("next: jaxche simulate --ms 20,50, or your own script: jaxche launch -n 2 train.py")
     else:
         say(f"next: jaxche train --task {task.name} --compare sync,cadence,async")
+    say(f"      jaxche report {folder}")

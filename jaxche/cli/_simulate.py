@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
 from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._paint import complain
 
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
 
@@ -20,6 +20,10 @@ examples:
   jaxche simulate --ms 20,50 --slowdown 0@50x2 --tuner both   rank 0 slows down on the way
   jaxche simulate --ranks 10000 --spread 4 --rounds 20        speeds between 20 and 80 ms
   jaxche simulate --ms 10,10,23 --sync-ms 45 --plot fleet.png
+
+exit codes:
+  0     simulated
+  2     the arguments make no sense
 """
 
 
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             _draw(done, path.with_stem(f"{path.stem}-{tuner}") if len(runs) > 1 else path)
         return 0
     except (ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"jaxche simulate: error: {error}\n")
+        complain("simulate", error)
         return 2
 
 

@@ -13,6 +13,7 @@ from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy
 from jaxche.cli._arguments import number, numbers, whole
 from jaxche.cli._pace import pace_argument
+from jaxche.cli._paint import complain
 from jaxche.cli._replay import recorded
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._stages import check_stages, run_stages
@@ -41,6 +42,12 @@ examples:
 
 Without GPUs each process has a CPU core and is paced: its steps are padded to a wall time, so that
 equal cores act as devices of different speeds. With GPUs each process has one, at its own speed.
+
+exit codes:
+  0     trained, or --dry-run went well
+  1     training failed, e.g. the loss became NaN
+  2     the arguments make no sense, or a package or a pace they need is missing; says what to write
+  130   Ctrl-C
 """
 
 
@@ -152,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         _check(args, processes, Path(args.out) / name)
         return _start(args, name, processes, platform)
     except (ValueError, ImportError, TimeoutError, ConnectionError) as error:
-        sys.stderr.write(f"jaxche train: error: {error}\n")
+        complain("train", error)
         return 2
 
 

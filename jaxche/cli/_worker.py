@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 import jaxche
+from jaxche.cli._paint import complain
 
 # For the rank that tells what went wrong: a launcher names the first that leaves.
 _GRACE_S = 1.0
@@ -42,7 +43,7 @@ def work(args: argparse.Namespace, name: str) -> int:
     except (ValueError, ImportError, OSError) as error:
         if any(note.startswith("raised on rank") for note in getattr(error, "__notes__", ())):
             return _leave_together(error, speaks=True)
-        _say(error)
+        complain("train", error)
         return _leave(_code(error))
     except KeyboardInterrupt:
         return _leave(130)
@@ -51,7 +52,7 @@ def work(args: argparse.Namespace, name: str) -> int:
 def _leave_together(error: Exception, speaks: bool) -> int:
     """After an error that all processes know of: none of them is cut off, so none has more to say."""
     if speaks:
-        _say(error)
+        complain("train", error)
     if jax.process_count() > 1:
         jax.distributed.shutdown()
         if not speaks:
@@ -65,11 +66,6 @@ def _leave(code: int) -> int:
             stream.flush()
         os._exit(code)
     return code
-
-
-def _say(error: Exception) -> None:
-    sys.stderr.write(f"jaxche train: error: {error}\n")
-    sys.stderr.flush()
 
 
 def _code(error: Exception) -> int:

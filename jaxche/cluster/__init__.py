@@ -1,6 +1,7 @@
 """Processes: how they start, find each other, and end."""
 
 from jaxche.cluster._emit import emit
+from jaxche.cluster._fake import fake_devices
 from jaxche.cluster._gpus import count_gpus, has_cuda
 from jaxche.cluster._initialize import ClusterInfo, initialize
 from jaxche.cluster._launch import launch
@@ -13,6 +14,7 @@ __all__ = [
     "clocks",
     "count_gpus",
     "emit",
+    "fake_devices",
     "has_cuda",
     "initialize",
     "launch",

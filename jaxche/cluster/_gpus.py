@@ -83,7 +83,15 @@ def parse_listing(listing: str) -> list[tuple[str, str]]:
 
 
 def has_cuda() -> bool:
-    """Whether JAX is installed with CUDA."""
+    """Whether JAX is installed with CUDA.
+
+    Returns:
+      Whether it is.
+
+    Example:
+      >>> has_cuda() in (True, False)
+      True
+    """
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 

@@ -38,6 +38,11 @@ class ClusterInfo:
       num_processes: how many processes train together.
       launcher: who said so: "arguments", "jaxche" (``jaxche launch``), "slurm", "ompi", "k8s", "jax" (the
         script called ``jax.distributed.initialize`` itself), or "none" for a process on its own.
+
+    Example:
+      >>> info = ClusterInfo(process_id=0, num_processes=2, launcher="slurm")
+      >>> info.process_id == 0  # the one that speaks
+      True
     """
 
     process_id: int

@@ -90,6 +90,12 @@ class Reader(threading.Thread):
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines with columns of one width each.
 
+    Args:
+      rows: cells as text, the titles first; as many in each.
+
+    Returns:
+      Lines without a newline at the end.
+
     Example:
       >>> print(aligned([["rank", "host"], ["0", "n1"]]))
         rank  host

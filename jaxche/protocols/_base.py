@@ -17,6 +17,10 @@ class Tag(NamedTuple):
       direction: ``"forward"`` for an activation, which goes to ``stage + 1``; ``"backward"`` for a gradient with
         respect to an activation, which goes to ``stage - 1``.
       stage: the stage that produced it.
+
+    Example:
+      >>> Tag(step=7, micro=0, direction="backward", stage=1).target
+      0
     """
 
     step: int
@@ -39,6 +43,17 @@ class Wire(Protocol):
 
     Each tag is sent once and received once. Stages of one process call it from a thread each, so it is thread-safe.
     Trees hold arrays of any dtype; gradients have ``None`` where the activation has no float leaf.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.protocols import Direct
+      >>> devices = jax.devices()[:2]
+      >>> wire = Direct().wire((0, 1), 2, devices)
+      >>> wire.send(Tag(step=0, micro=0, direction="forward", stage=0), jnp.ones(2))
+      >>> like = jax.ShapeDtypeStruct((2,), jnp.float32)
+      >>> wire.receive(Tag(step=0, micro=0, direction="forward", stage=0), like, devices[1]).tolist()
+      [1.0, 1.0]
+      >>> wire.close()
     """
 
     def send(self, tag: Tag, tree: Any) -> None:
@@ -89,7 +104,12 @@ class Wire(Protocol):
 
 
 class WireClosedError(ConnectionError):
-    """A wire was closed while a stage waited on it."""
+    """A wire was closed while a stage waited on it.
+
+    Example:
+      >>> issubclass(WireClosedError, ConnectionError)
+      True
+    """
 
 
 class Protocol_(Protocol):
@@ -98,6 +118,12 @@ class Protocol_(Protocol):
     Attributes:
       micro_batch_size: examples in a micro-batch; None for the whole batch at once.
       schedule: name of the order of tasks, one of ``SCHEDULES``.
+
+    Example:
+      >>> from jaxche.protocols import Pipeline
+      >>> protocol: Protocol_ = Pipeline(micro_batch_size=8)
+      >>> protocol.micro_batch_size, protocol.schedule
+      (8, '1f1b')
     """
 
     @property

@@ -16,7 +16,16 @@ from jaxche.protocols._trace import cotangents
 
 
 class Pace(NamedTuple):
-    """Wall times in ms to which a stage's tasks are padded: devices of known speeds for measurements."""
+    """Wall times in ms to which a stage's tasks are padded: devices of known speeds for measurements.
+
+    Attributes:
+      forward_ms: of a forward task.
+      backward_ms: of a backward task.
+
+    Example:
+      >>> Pace(forward_ms=4.0, backward_ms=8.0).backward_ms
+      8.0
+    """
 
     forward_ms: float
     backward_ms: float

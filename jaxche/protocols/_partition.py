@@ -29,6 +29,13 @@ class PartitionedState(NamedTuple):
       step: steps taken.
       params: parameters of each stage; None for a stage of another process.
       opt_state: optax state of each stage, likewise.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxche, optax
+      >>> model = jaxche.Partitioned([lambda p, x: x * p], lambda y, x: jnp.mean(y**2), jaxche.Direct())
+      >>> state = model.init([jnp.ones(1)], optax.sgd(0.1))
+      >>> state.step, state.params[0].tolist()
+      (0, [1.0])
     """
 
     step: int
@@ -62,6 +69,7 @@ class Partitioned:
       remat: whether stages keep only their input for the backward and compute the rest again; one value, or one a
         stage.
       seed: of the keys of stages that name ``rng``.
+      paces: for experiments on equal devices: a :class:`~jaxche.protocols.Pace` a stage, to which its tasks are padded.
 
     Attributes:
       stages: the functions.
@@ -118,12 +126,17 @@ class Partitioned:
         local_stages: Sequence[int] | None = None,
         remat: bool | Sequence[bool] = False,
         seed: int = 0,
+        paces: Sequence[Pace] | None = None,
     ):
         if not stages:
             raise ValueError("stages is empty; write e.g. stages=[f0, f1] with f(params, x)")
         if not callable(loss):
             raise ValueError(f"loss={loss!r} is not a function; write def loss(y, batch): ... return the mean")
         check_protocol(protocol)
+        if paces is not None and len(paces) != len(stages):
+            raise ValueError(
+                f"paces has {len(paces)} entries for {len(stages)} stages; write paces=[Pace(2.0, 4.0)] * {len(stages)}"
+            )
         remats = (remat,) * len(stages) if isinstance(remat, bool) else tuple(remat)
         if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):
             raise ValueError(f"remat={remat!r} must be one bool, or {len(stages)}, one a stage; write remat=True")
@@ -141,7 +154,7 @@ class Partitioned:
         ]
         self._next_step = 0
         self._peaks: tuple[int | None, ...] = (None,) * len(stages)
-        self._paces: Sequence[Pace] | None = None
+        self._paces = paces
 
     @property
     def devices(self) -> tuple[Device | None, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxche.drawing import COLOURS, Bar, Lane, lanes
+
 
 class Task(NamedTuple):
     """One piece of work of a stage.
@@ -12,6 +14,10 @@ class Task(NamedTuple):
     Attributes:
       kind: ``"F"`` forward or ``"B"`` backward.
       micro: number of the micro-batch.
+
+    Example:
+      >>> Task("F", 0)
+      Task(kind='F', micro=0)
     """
 
     kind: str
@@ -83,11 +89,50 @@ class Simulation(NamedTuple):
       makespan: from the first task to the end of the last, in the unit of the given times.
       bubble: share of the stages' time in which they have nothing to do.
       peak: for each stage, the most micro-batches whose activations it keeps at once.
+      starts: for each stage, when each of its tasks begins, in the schedule's order.
+      schedule: what was run.
+      forward: time of a forward task of each stage.
+      backward: time of a backward task of each stage.
+
+    Example:
+      >>> simulate_schedule(gpipe(2, 1), [1, 1], [2, 2]).starts
+      ((0.0, 4.0), (1.0, 2.0))
     """
 
     makespan: float
     bubble: float
     peak: tuple[int, ...]
+    starts: tuple[tuple[float, ...], ...]
+    schedule: Schedule
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        return f"Simulation(makespan={self.makespan}, bubble={self.bubble}, peak={self.peak})"
+
+    def draw(self, unit: str = "units of time") -> str:
+        """The schedule on its clock as a picture: forward tasks blue, backward ones orange, the rest is the bubble.
+
+        Args:
+          unit: of the given times, e.g. ``"ms"``.
+
+        Returns:
+          An ``<svg>`` element; in a notebook: ``IPython.display.SVG(simulation.draw("ms"))``.
+        """
+        rows = []
+        for stage, (tasks, starts) in enumerate(zip(self.schedule, self.starts, strict=True)):
+            took = {"F": self.forward[stage], "B": self.backward[stage]}
+            bars = [
+                Bar(start, took[task.kind], COLOURS["FB".index(task.kind)], f"{task.kind}{task.micro}")
+                for task, start in zip(tasks, starts, strict=True)
+            ]
+            rows.append(Lane(f"stage {stage}", bars))
+        kept = " ".join(map(str, self.peak))
+        caption = f"takes {self.makespan:g}, bubble {self.bubble:.1%}, keeps activations of {kept} micro-batches"
+        return lanes(rows, unit, caption)
+
+    def _repr_html_(self) -> str:
+        return self.draw()
 
 
 def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> Simulation:
@@ -102,6 +147,9 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
       forward: time of a forward task of each stage.
       backward: time of a backward task of each stage.
 
+    Returns:
+      A :class:`Simulation`, which a notebook draws as a Gantt chart.
+
     Raises:
       ValueError: the stages wait for each other for ever; names the tasks they wait at.
 
@@ -113,6 +161,7 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
     done: dict[tuple[str, int, int], float] = {}
     clock, place = [0.0] * len(schedule), [0] * len(schedule)
     kept, peak = [0] * len(schedule), [0] * len(schedule)
+    starts: list[list[float]] = [[] for _ in schedule]
 
     def needs(stage: int, task: Task) -> tuple[str, int, int] | None:
         if task.kind == "F":
@@ -129,6 +178,7 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
                 if need is not None and need not in done:
                     break
                 begin = max(clock[stage], done[need] if need else 0.0)
+                starts[stage].append(begin)
                 clock[stage] = begin + float((forward if task.kind == "F" else backward)[stage])
                 done[(task.kind, task.micro, stage)] = clock[stage]
                 kept[stage] += 1 if task.kind == "F" else -1
@@ -143,4 +193,6 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
         float((forward if task.kind == "F" else backward)[s]) for s, tasks in enumerate(schedule) for task in tasks
     )
     makespan = max(clock, default=0.0)
-    return Simulation(makespan, 1 - work / (makespan * len(schedule)) if makespan else 0.0, tuple(peak))
+    bubble = 1 - work / (makespan * len(schedule)) if makespan else 0.0
+    times = (tuple(map(float, forward)), tuple(map(float, backward)))
+    return Simulation(makespan, bubble, tuple(peak), tuple(map(tuple, starts)), schedule, *times)

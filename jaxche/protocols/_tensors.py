@@ -75,7 +75,15 @@ def checksum(data: np.ndarray, before: int = 0) -> int:
 
 
 class DamagedObjectError(ValueError):
-    """An object in the store is not what was put there: truncated, altered, or of another origin."""
+    """An object in the store is not what was put there: truncated, altered, or of another origin.
+
+    Example:
+      >>> try:
+      ...     raise DamagedObjectError("step 3 of stage 0 is shorter than its header says")
+      ... except ValueError as error:
+      ...     print(error)
+      step 3 of stage 0 is shorter than its header says
+    """
 
 
 class Leaf(NamedTuple):

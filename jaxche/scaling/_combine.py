@@ -91,6 +91,14 @@ def update_from_sums(
 
     Raises:
       ValueError: a single contributor without ``differenced=True``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.scaling import noise_scale
+      >>> noise = noise_scale.init(jnp.zeros(2))
+      >>> own = [noise_scale.local_sums(noise, g, 8) for g in (jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))]
+      >>> float(noise_scale.update_from_sums(noise, jax.tree.map(jnp.add, *own), jnp.array([0.5, 0.5])).var)
+      1.0
     """
     if known(sums.contributors):
         refuse_one(noise, int(sums.contributors))

@@ -25,6 +25,15 @@ class Estimates(NamedTuple):
       preconditioned: the weight of estimates of preconditioned gradients.
       examples: behind the estimates.
       contributors: batches behind them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.scaling import noise_scale
+      >>> noise = noise_scale.init(jnp.zeros(2))
+      >>> own = [noise_scale.local_sums(noise, g, 8) for g in (jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))]
+      >>> total = jax.tree.map(jnp.add, *own)
+      >>> float(noise_scale.local_estimates(noise, total, jnp.array([0.5, 0.5])).weight)
+      1.0
     """
 
     sqr: jax.Array
@@ -106,6 +115,15 @@ def update_from_estimates(noise: NoiseScale, estimates: Estimates) -> NoiseScale
 
     Returns:
       The next :class:`NoiseScale`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.scaling import noise_scale
+      >>> noise = noise_scale.init(jnp.zeros(2))
+      >>> own = [noise_scale.local_sums(noise, g, 8) for g in (jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]))]
+      >>> own = noise_scale.local_estimates(noise, jax.tree.map(jnp.add, *own), jnp.array([0.5, 0.5]))
+      >>> float(noise_scale.update_from_estimates(noise, own).var)
+      1.0
     """
     weight = estimates.weight
     sqr, trace = estimates.sqr / weight, estimates.trace / weight

@@ -17,6 +17,13 @@ class Preconditioner(NamedTuple):
     Attributes:
       factors: one array like the leaf, or None, per leaf of the gradients.
       active: whether the optimizer has taken enough steps; until then all factors are ones.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxche.scaling import noise_scale
+      >>> state = optax.ScaleByAdamState(jnp.int32(1000), jnp.zeros(2), jnp.array([4.0, 0.25]))
+      >>> bool(noise_scale.preconditioner(state, jnp.zeros(2)).active)
+      True
     """
 
     factors: list[Any]

@@ -12,7 +12,17 @@ from jaxche.scaling._checks import refuse_unless_positive
 
 
 class ScalingRule(Protocol):
-    """What a rule must do; any object with this method is one."""
+    """What a rule must do; any object with this method is one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> class Half:
+      ...     def lr_factor(self, scale, noise=None, progress=None):
+      ...         return jnp.maximum(1.0, 0.5 * scale)
+      >>> rule: ScalingRule = Half()
+      >>> float(rule.lr_factor(8.0))
+      4.0
+    """
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
         """Factor on the learning rate that was tuned for scale 1.

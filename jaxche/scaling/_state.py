@@ -34,6 +34,14 @@ class NoiseScale:
       preconditioned: whether they are of gradients divided by an optimizer's second moments.
       previous: the previous gradient of a single contributor, or None without the differenced estimator.
       has_previous: whether there is one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxche.scaling import noise_scale
+      >>> noise = noise_scale.init(jnp.zeros(2), base_batch_size=8)
+      >>> noise = noise_scale.update(noise, jnp.array([[1.0, 0.0], [2.0, 1.0]]), batch_sizes=[8, 32])
+      >>> round(float(noise.critical_batch_size), 3), round(float(noise.gain(5)), 3)
+      (3.595, 1.33)
     """
 
     sqr_sum: jax.Array

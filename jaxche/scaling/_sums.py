@@ -21,6 +21,13 @@ class Sums(NamedTuple):
       weight_sq_per_example: :math:`\sum c_i^2 / b_i`.
       examples: :math:`\sum b_i`.
       contributors: how many have :math:`b_i > 0`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxche.scaling import noise_scale
+      >>> sums = noise_scale.local_sums(noise_scale.init(jnp.zeros(2)), jnp.array([3.0, 4.0]), 8)
+      >>> float(sums.examples), float(sums.contributors)
+      (8.0, 1.0)
     """
 
     squares: jax.Array

@@ -21,6 +21,12 @@ class ScaleLearningRateState(NamedTuple):
       factor: what the last step's learning rate was multiplied by, ``[]``, or ``[G]`` with groups.
       progress: effective steps so far: what these steps are worth in steps of the base batch.
       inner_state: state of the wrapped optimizer.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxche, optax
+      >>> state = jaxche.scale_learning_rate(optax.sgd(0.1), jaxche.LinearScale()).init(jnp.zeros(2))
+      >>> float(state.factor), float(state.progress)
+      (1.0, 0.0)
     """
 
     factor: jax.Array

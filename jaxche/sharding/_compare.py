@@ -30,6 +30,15 @@ class Comparison:
     Attributes:
       explanations: an :class:`Explanation` for each strategy.
       memory: bytes a device has, or None if that was not said.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxche.sharding import NoShard, compare_strategies
+      >>> costs = compare_strategies(
+      ...     lambda p, x: jnp.mean((x @ p) ** 2), optax.sgd(0.1), jnp.zeros((8, 4)), jnp.zeros((2, 8)),
+      ...     strategies=[NoShard()], devices=jax.devices()[:2])
+      >>> costs.rows[0]["fits"], costs.cheapest
+      (True, NoShard(min_size=0, scanned=()))
     """
 
     explanations: tuple[Explanation, ...]
@@ -81,8 +90,8 @@ class Comparison:
         if self.cheapest is None:
             least = min(self.explanations, key=lambda e: e.peak)
             return (
-                f"nothing fits {show_bytes(self.memory or 0)}: {least.strategy} needs {show_bytes(least.peak)}, the "
-                "least; take more devices or smaller batches (accumulate=)"
+                f"nothing fits {show_bytes(self.memory or 0)}; {least.strategy} needs least, {show_bytes(least.peak)}: "
+                "take more devices, or accumulate="
             )
         return f"sends least{given}: {self.cheapest}"
 

@@ -36,6 +36,15 @@ class Explanation:
       collectives: what the compiled step sends.
       theory: bytes a device sends a step by the strategy's formula, for sliced and whole parameters alike.
       leaves: what was decided for each parameter.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxche.sharding import FullShard, sharded_step
+      >>> step = sharded_step(
+      ...     lambda p, x: jnp.mean((x @ p) ** 2), optax.sgd(0.1), FullShard(), FullShard().mesh(jax.devices()[:2]))
+      >>> told = step.explain(jnp.zeros((8, 4)), jnp.zeros((2, 8)))
+      >>> told.whole["params"], told.per_device["params"]
+      (128, 64)
     """
 
     strategy: Any
@@ -168,6 +177,9 @@ def bytes_in_theory(layout: Layout, accumulate: int = 1, compute_dtype: Any = No
       layout: where everything lives.
       accumulate: micro-batches a batch.
       compute_dtype: dtype in which parameters are gathered, or None: their own.
+
+    Returns:
+      Bytes.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -24,6 +24,12 @@ class Leaf(NamedTuple):
       dtype: its dtype.
       axis: the axis that is cut over ``shard``, or None: whole on every device.
       why: the reason if it is whole although others are cut, else empty.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.sharding import FullShard, Layout
+      >>> Layout(FullShard(), FullShard().mesh(jax.devices()[:2]), {"w": jnp.zeros((3, 4))}).leaves[0].axis
+      1
     """
 
     path: tuple[str, ...]

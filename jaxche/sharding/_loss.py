@@ -11,7 +11,19 @@ import jax.numpy as jnp
 
 
 class Loss(NamedTuple):
-    """A loss function brought to one form: ``call(params, model_state, batch, rng) -> (loss, (metrics, state))``."""
+    """A loss function brought to one form: ``call(params, model_state, batch, rng) -> (loss, (metrics, state))``.
+
+    Attributes:
+      call: the function.
+      wants_rng: whether the given one named ``rng``.
+      wants_model_state: whether it named ``model_state``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = as_loss(lambda params, batch: jnp.mean(params * batch))
+      >>> loss.wants_rng, float(loss.call(2.0, None, jnp.ones(3), None)[0])
+      (False, 2.0)
+    """
 
     call: Callable[..., Any]
     wants_rng: bool
@@ -24,8 +36,19 @@ def as_loss(loss_fn: Callable[..., Any]) -> Loss:
     Accepted are ``loss_fn(params, batch)`` returning ``loss`` or ``(loss, metrics)``; it receives ``rng=`` and
     ``model_state=`` if it names them, and with the latter returns ``(loss, (metrics, new_model_state))``.
 
+    Args:
+      loss_fn: the function.
+
+    Returns:
+      The same in one form, with its metrics, an empty dict if there are none.
+
     Raises:
       ValueError: not callable, or it does not take ``(params, batch)``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> as_loss(lambda params, batch, rng: jnp.mean(params)).wants_rng
+      True
     """
     if not callable(loss_fn):
         raise ValueError(f"loss_fn={loss_fn!r} is not a function; write def loss_fn(params, batch): ... return loss")
@@ -74,8 +97,19 @@ def _normalise(result: Any, wants_state: bool, model_state: Any) -> tuple[jax.Ar
 def batch_size(batch: Any) -> int:
     """Examples in a batch: the common leading axis of its leaves.
 
+    Args:
+      batch: pytree of arrays.
+
+    Returns:
+      The length of that axis.
+
     Raises:
       ValueError: no leaves, a leaf without axes, or leading axes that differ.
+
+    Example:
+      >>> import numpy as np
+      >>> batch_size({"x": np.ones((8, 3)), "y": np.ones(8)})
+      8
     """
     sizes = {}
     for path, leaf in jax.tree.leaves_with_path(batch):

@@ -23,6 +23,15 @@ class ShardedState(NamedTuple):
       opt_state: state of the optimizer; what mirrors sliced gradients is sliced as they are.
       model_state: what the loss function returns besides, whole on every device; None if it keeps nothing.
       index: steps taken so far, ``int32[]``; it numbers the keys given as ``rng=``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxche, optax
+      >>> step = jaxche.sharded_step(
+      ...     lambda p, x: jnp.mean((x * p) ** 2), optax.sgd(0.1), jaxche.FullShard(),
+      ...     jaxche.FullShard().mesh(jax.devices()[:2]))
+      >>> state = step.init(jnp.ones(4))
+      >>> int(state.index), state.params.addressable_shards[0].data.shape
+      (0, (2,))
     """
 
     params: Any

@@ -28,6 +28,15 @@ class ShardedStep:
     Attributes:
       strategy: the strategy.
       mesh: the mesh.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxche.sharding import FullShard
+      >>> step = sharded_step(
+      ...     lambda p, x: jnp.mean((x - p) ** 2), optax.sgd(0.5), FullShard(), FullShard().mesh(jax.devices()[:2]))
+      >>> state, metrics = step(step.init(jnp.zeros(2)), jnp.ones((2, 2)))
+      >>> state.params.tolist(), float(metrics["loss"])
+      ([0.5, 0.5], 1.0)
     """
 
     def __init__(self, loss_fn: Any, tx: Any, strategy: Any, mesh: Any, accumulate: int, compute_dtype: Any, seed: int):

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxche.sharding._layout import REPLICA, SHARD, Layout
+from jaxche.sharding._picture import strategy_svg
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 
@@ -30,6 +31,11 @@ class ShardingStrategy:
 
     Raises:
       ValueError: ``min_size`` below 0, or ``scanned`` that is not a tuple of names.
+
+    Example:
+      >>> from jaxche.sharding import FullShard
+      >>> isinstance(FullShard(), ShardingStrategy), str(FullShard(min_size=1024))
+      (True, 'FullShard(min_size=1024)')
     """
 
     min_size: int = field(default=0, kw_only=True)
@@ -51,6 +57,27 @@ class ShardingStrategy:
         common = [f for f in fields(self) if f.kw_only and getattr(self, f.name) != f.default]
         named = own + [f"{f.name}={getattr(self, f.name)!r}" for f in common]
         return f"{type(self).__name__}({', '.join(named)})"
+
+    def _repr_html_(self) -> str:
+        return self.draw()
+
+    def draw(self, mesh: Mesh | None = None) -> str:
+        """What each device keeps, as a picture; a notebook shows a strategy so by itself.
+
+        Args:
+          mesh: from :meth:`mesh`; default: a few devices that stand for any, without asking JAX for its own.
+
+        Returns:
+          An ``<svg>`` element; in a notebook: ``IPython.display.SVG(strategy.draw(mesh))``.
+        """
+        if mesh is None:
+            axes = dict(zip(self.axes, self._shape(self._usual), strict=True))
+            return strategy_svg(self, axes, [f"device {i}" for i in range(self._usual)])
+        return strategy_svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
+
+    @property
+    def _usual(self) -> int:
+        return 4
 
     def mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
         """The mesh the strategy works on.
@@ -96,6 +123,10 @@ class FullShard(ShardingStrategy):
     Parameters are gathered for the forward pass and again for the backward pass, gradients reduce-scattered: of
     ``P`` bytes a device sends :math:`3 (W - 1) / W \\cdot P` a step.
 
+    Args:
+      min_size: leaves of fewer elements stay whole on every device.
+      scanned: names of subtrees whose first axis is never cut, see :class:`ShardingStrategy`.
+
     References:
       Rajbhandari et al., *ZeRO: memory optimizations toward training trillion parameter models*, SC 2020;
       Zhao et al., *PyTorch FSDP*, VLDB 2023.
@@ -117,6 +148,10 @@ class ShardGradOp(ShardingStrategy):
     Gradients are reduce-scattered, each device updates its slice, and the updated parameters are gathered:
     :math:`2 (W - 1) / W \\cdot P` bytes a step.
 
+    Args:
+      min_size: leaves of fewer elements stay whole on every device.
+      scanned: names of subtrees whose first axis is never cut, see :class:`ShardingStrategy`.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> strategy = ShardGradOp()
@@ -132,6 +167,10 @@ class NoShard(ShardingStrategy):
     """Everything whole on every device, gradients all-reduced (plain data parallelism, ``NO_SHARD``).
 
     :math:`2 (W - 1) / W \\cdot P` bytes a step.
+
+    Args:
+      min_size: leaves of fewer elements stay whole on every device.
+      scanned: names of subtrees whose first axis is never cut, see :class:`ShardingStrategy`.
 
     Example:
       >>> import jax
@@ -156,6 +195,10 @@ class _Hybrid(ShardingStrategy):
                 f"intra_node_size={self.intra_node_size} is the number of devices in a node, 1 or more; "
                 f"write {type(self).__name__}(intra_node_size={jax.local_device_count()})"
             )
+
+    @property
+    def _usual(self) -> int:
+        return 2 * self.intra_node_size
 
     def _shape(self, devices: int) -> tuple[int, ...]:
         if devices % self.intra_node_size:

@@ -8,6 +8,8 @@ from jaxche.training._doors import NNXLoss, linen_loss
 from jaxche.training._fit import fit
 from jaxche.training._goodput import advise
 from jaxche.training._history import History
+from jaxche.training._live import LivePlot
+from jaxche.training._loggers import TensorBoardLogger, WandbLogger, profile
 from jaxche.training._replica import PaceError
 from jaxche.training._state import ReplicaState, RoundInfo
 from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
@@ -18,6 +20,7 @@ __all__ = [
     "Batches",
     "Checkpoints",
     "History",
+    "LivePlot",
     "NNXLoss",
     "NonFiniteLossError",
     "PaceError",
@@ -26,8 +29,11 @@ __all__ = [
     "RankError",
     "ReplicaState",
     "RoundInfo",
+    "TensorBoardLogger",
     "Trainer",
+    "WandbLogger",
     "advise",
     "fit",
     "linen_loss",
+    "profile",
 ]

@@ -40,6 +40,13 @@ class Advice:
       now: the counts of the run.
       best: the shortest round whose goodput lies within 1 % of the largest.
       choices: everything compared, by replicas and counts.
+
+    Example:
+      >>> from jaxche.training import advise
+      >>> advice = advise(noise=960, base_batch_size=32, batch_size=32, ms_per_batch=[10.0, 20.0], sync_ms=5.0,
+      ...                 average="gradients", now=(1, 1), max_anchor=8)
+      >>> advice.best.counts, round(advice.speedup, 2)
+      ((4, 2), 1.48)
     """
 
     average: str

@@ -29,6 +29,13 @@ class RankError(RuntimeError):
 
     Attributes:
       rank: the replica (or process, before training starts) that failed.
+
+    Example:
+      >>> try:
+      ...     raise RankError("rank 3 failed in round 7: no space left on device", rank=3)
+      ... except RankError as error:
+      ...     print(error.rank, error)
+      3 rank 3 failed in round 7: no space left on device
     """
 
     def __init__(self, message: str, rank: int):
@@ -41,7 +48,12 @@ class PeerLostError(RuntimeError):
 
 
 class PlanMismatchError(RuntimeError):
-    """Hosts planned different rounds: their code, data length, seed or measurements differ."""
+    """Hosts planned different rounds: their code, data length, seed or measurements differ.
+
+    Example:
+      >>> issubclass(PlanMismatchError, RuntimeError)
+      True
+    """
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -51,6 +63,17 @@ class NonFiniteLossError(FloatingPointError):
       rank: the replica.
       round: the round in which it happened; it was not merged.
       state: the last good state, from before that round.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.full((4, 2), np.nan, np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+      >>> try:
+      ...     _ = trainer.fit(trainer.init(jnp.zeros(2)), data, progress=False)
+      ... except jaxche.NonFiniteLossError as error:
+      ...     trainer.params(error.state).tolist()
+      [0.0, 0.0]
     """
 
     def __init__(self, message: str, rank: int, round: int, state: Any):

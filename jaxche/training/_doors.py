@@ -6,11 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 if TYPE_CHECKING:
     from flax import nnx
+
+    from jaxche.training._history import History
+    from jaxche.training._state import ReplicaState
+    from jaxche.training._trainer import Trainer
 
 
 def linen_loss(
@@ -76,13 +82,16 @@ class NNXLoss:
     Args:
       model: the nnx model, in training mode. It is not changed; :meth:`rebuild` makes a trained one.
       loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, metrics)``, as in nnx training code.
+      optimizer: the model's ``nnx.Optimizer``, if there is one: every replica starts from its state, and :meth:`update`
+        gives model and optimizer what was learnt.
 
     Attributes:
       params: pytree of plain dicts, for ``trainer.init``.
       model_state: everything else that is not a parameter (batch statistics, random streams), likewise.
+      tx: optax transformation of ``optimizer`` that starts from its state, for the trainer; None without one.
 
     Raises:
-      ValueError: ``model`` is not an nnx module.
+      ValueError: ``model`` is not an nnx module, or ``optimizer`` is not one of its parameters (``wrt=nnx.Param``).
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -102,9 +111,20 @@ class NNXLoss:
       >>> model.eval()
       >>> model(data[0]["x"]).shape
       (4, 1)
+
+      Code that has a model and an optimizer goes on using them:
+
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+      >>> loss = jaxche.NNXLoss(model, lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2), optimizer)
+      >>> trainer = jaxche.Trainer(loss, loss.tx)
+      >>> state, history = trainer.fit(trainer.init(loss.params, loss.model_state), data, epochs=2, progress=False)
+      >>> loss.update(trainer, state, history)  # model and optimizer are trained
+      >>> int(optimizer.step[...]) > 0
+      True
     """
 
-    def __init__(self, model: nnx.Module, loss_fn: Callable[..., Any]):
+    def __init__(self, model: nnx.Module, loss_fn: Callable[..., Any], optimizer: nnx.Optimizer | None = None):
         from flax import nnx
 
         if not isinstance(model, nnx.Module):
@@ -117,6 +137,50 @@ class NNXLoss:
         self.model_state = nnx.to_pure_dict(self._rest)
         self._keys = sorted(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngKey))), key=str)
         self._streams = list(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngState))))
+        self._model, self._optimizer = model, optimizer
+        self.tx = None if optimizer is None else self._started(optimizer)
+
+    def _started(self, optimizer: nnx.Optimizer) -> optax.GradientTransformation:
+        """The optimizer's transformation, starting from where the optimizer is."""
+        tx = optax.with_extra_args_support(optimizer.tx)
+        # In the optimizer parameters are nnx states, here they are dicts: the same leaves in the same order.
+        form = jax.eval_shape(tx.init, self.params)
+        reached = jax.tree.leaves(optimizer.opt_state)
+        if [x.shape for x in jax.tree.leaves(form)] != [x.shape for x in reached]:
+            raise ValueError(
+                "optimizer is not one of all parameters of the model; write nnx.Optimizer(model, tx, wrt=nnx.Param)"
+            )
+        start = jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in reached])
+        return optax.GradientTransformationExtraArgs(lambda params: start, tx.update)
+
+    def update(self, trainer: Trainer, state: ReplicaState, history: History) -> None:
+        """Give what was learnt to the model, and to the optimizer if there is one, in place as ``nnx.update`` does.
+
+        Args:
+          trainer: the trainer.
+          state: its state. Each replica has an optimizer state of its own; the optimizer gets that of this process's
+            first one.
+          history: of the rounds since the start, for the optimizer's count of steps.
+
+        Raises:
+          ValueError: learning rates are scaled, which gives the optimizer state another form.
+        """
+        from flax import nnx
+
+        learnt = self.rebuild(trainer.params(state), trainer.model_state(state))
+        if self._optimizer is not None:
+            own = [x[0] for x in jax.tree.leaves(state.locals[0].opt_state)]
+            leaves, form = jax.tree.flatten(self._optimizer.opt_state)
+            if [x.shape for x in own] != [x.shape for x in leaves]:
+                raise ValueError(
+                    "the trainer's optimizer state has another form than the optimizer's (scaling= adds to it); take "
+                    "the model alone: model = loss.rebuild(trainer.params(state), trainer.model_state(state))"
+                )
+            nnx.update(self._optimizer.opt_state, nnx.state(jax.tree.unflatten(form, own)))
+            rank = trainer.local_ranks[0]
+            steps = sum(info.counts[rank] if info.average == "parameters" else 1 for info in history)
+            self._optimizer.step[...] += steps
+        nnx.update(self._model, nnx.state(learnt))
 
     def rebuild(self, params: Any, model_state: Any) -> nnx.Module:
         """A model with the given parameters and state.

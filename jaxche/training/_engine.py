@@ -340,6 +340,10 @@ class Engine:
         """A tree of one replica without its leading axis."""
         return _first_row(tree)
 
+    def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+        """What a round needs of a device of each local replica; nothing before the first round."""
+        return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=False)]
+
     @property
     def compilations(self) -> int:
         """How many step programs were compiled, over all local replicas."""

@@ -79,7 +79,7 @@ def fit(
         raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
     if dry_run:
         _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
-        return state, History([info])
+        return state, History([info], trainer.memory(state))
     last_epoch, size = state.epoch + int(epochs), checked_length(data)
     keeper, history = None, History()
     if checkpoints is not None:
@@ -133,6 +133,7 @@ def fit(
         except Exception:
             trainer.last_good_state = state
             raise
+    history.memory = tuple(trainer.memory(state))
     has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
     if has_momentum and len(history) < _FEW_ROUNDS:
         warnings.warn(

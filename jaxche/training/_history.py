@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from jaxche.training._advice import Advice
 from jaxche.training._goodput import advise_from
-from jaxche.training._state import RoundInfo
+from jaxche.training._state import RoundInfo, rounds_svg
+
+_ROUNDS_DRAWN = 8
 
 
 class History(list[RoundInfo]):
     """The rounds of a run, a list of :class:`RoundInfo` that can show, save and draw itself.
+
+    A slice of it is a history too: ``history[:20].plot()`` draws how the run began.
+
+    Args:
+      rounds: the rounds, in order.
+      memory: bytes a device needs for a round, a dict a replica of this process, see :attr:`Trainer.memory`.
 
     Example:
       >>> history = History()
@@ -23,8 +31,13 @@ class History(list[RoundInfo]):
       (0, 1.0)
     """
 
-    def __init__(self, rounds: Iterable[RoundInfo] = ()):
+    def __init__(self, rounds: Iterable[RoundInfo] = (), memory: Sequence[dict[str, int]] = ()):
         super().__init__(rounds)
+        self.memory = tuple(memory)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return History(found, self.memory) if isinstance(key, slice) else found
 
     @property
     def efficiency(self) -> float:
@@ -64,7 +77,7 @@ class History(list[RoundInfo]):
         shown = self.rows()[-rows:]
         if not shown:
             return "no rounds yet"
-        cells = [list(shown[0])] + [[_text(value) for value in row.values()] for row in shown]
+        cells = [list(shown[0])] + [[_text(value, key) for key, value in row.items()] for row in shown]
         widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
         return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
 
@@ -72,15 +85,17 @@ class History(list[RoundInfo]):
         return self.table()
 
     def _repr_html_(self) -> str:
+        """The last rounds on the clock, and the same as a table."""
         shown = self.rows()[-20:]
         if not shown:
             return "<p>no rounds yet</p>"
         head = "".join(f"<th>{key}</th>" for key in shown[0])
         body = "".join(
-            "<tr>" + "".join(f"<td>{_text(value)}</td>" for value in row.values()) + "</tr>" for row in shown
+            "<tr>" + "".join(f"<td>{_text(value, key)}</td>" for key, value in row.items()) + "</tr>" for row in shown
         )
         note = f"{len(self)} rounds, {self.seconds:.1f} s, efficiency {self.efficiency:.1%}"
-        return f"<table><caption>{note}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return rounds_svg(self[-_ROUNDS_DRAWN:], note) + table
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The whole record as JSON lines, one round a line; nan becomes null, the infinities "inf" and "-inf".
@@ -137,10 +152,12 @@ class History(list[RoundInfo]):
         return advise_from(self, max_anchor)
 
     def plot(self) -> Any:
-        """Draw counts and anchor, each rank's compute and wait, the loss, and the gain if learning rates were scaled.
+        """Draw the run: the last rounds on the clock (compute, wait and merge of each rank), counts and anchor,
+        efficiency, drift, the loss per examples and per second, the gradient noise if learning rates were scaled, and
+        the memory if it is known.
 
         Returns:
-          A matplotlib ``Figure``.
+          A matplotlib ``Figure``, as wide as a notebook.
 
         Raises:
           ImportError: matplotlib is missing: ``pip install 'jaxche[plot]'``.
@@ -151,9 +168,11 @@ class History(list[RoundInfo]):
         return draw(self)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, key: str = "") -> str:
     if isinstance(value, tuple):
-        return " ".join(_text(v) for v in value[:8]) + (" ..." if len(value) > 8 else "")
+        return " ".join(_text(v, key) for v in value[:8]) + (" ..." if len(value) > 8 else "")
+    if key.endswith("ms"):
+        return f"{value:.1f}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The picture of a run: the cadence, where the time went, what was learnt."""
+"""The picture of a run: the cadence, where the time went, what was learnt, what it needed."""
 
 from __future__ import annotations
 
@@ -6,73 +6,230 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxche.drawing import COLOURS, MERGE, WAIT, figure_of, label_outside, logarithmic, ranks_to_show, text_on
+
 if TYPE_CHECKING:
     from jaxche.training._history import History
 
-# Okabe and Ito's palette: told apart by colour-blind readers and in grey print.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
-_RANKS_SHOWN = 8
+# Rounds whose bars are wide enough to be read side by side.
+_ROUNDS_SHOWN = 10
+_CALM = "calm"
 
 
 def draw(history: History) -> Any:
-    """Draw a history: counts per round, compute and wait per rank, loss over time; the gain where there is one."""
+    """Draw a history; what it has nothing to say about is left out."""
     if not history:
         raise ValueError("the history has no rounds; train first: state, history = trainer.fit(state, data)")
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'jaxche[plot]'") from error
-
-    panels = 4 if history.scaled else 3
-    figure, axes_ = plt.subplots(panels, 1, figsize=(9, 8 * panels / 3), layout="constrained")
-    cadence, clock, loss = axes_[:3]
-    # Closed, a notebook shows it once, as the value of the cell, and not again by pyplot.
-    plt.close(figure)
-    rounds = np.array([info.round for info in history])
-    counts = np.array([info.counts for info in history])
-    wall = np.array([info.wall_ms for info in history])
-    world = counts.shape[1]
-    shown = range(min(world, _RANKS_SHOWN))
-
-    for rank in shown:
-        cadence.step(rounds, counts[:, rank], where="mid", color=COLOURS[rank], label=f"rank {rank}", linewidth=1.8)
+    world = len(history[0].counts)
+    rows: list[tuple[list[str], float]] = []
     if world > 1:
-        cadence.step(
-            rounds, [info.anchor for info in history], where="mid", color="0.35", linestyle=":", label="anchor"
-        )
-    cadence.set(xlabel="round", ylabel="local steps", title="Cadence: steps each rank takes between two merges")
-    cadence.set_ylim(bottom=0)
-    cadence.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-
-    compute = wall.mean(axis=0)[: len(shown)]
-    wait = np.array([info.wait_ms for info in history]).mean(axis=0)[: len(shown)]
-    sync = np.full(len(shown), np.mean([info.sync_ms for info in history]))
-    labels = [f"rank {rank}" for rank in shown]
-    clock.barh(labels, compute, color=[COLOURS[r] for r in shown])
-    clock.barh(labels, wait, left=compute, color="0.85", hatch="//", edgecolor="0.5", label="wait for the slowest")
-    clock.barh(labels, sync, left=compute + wait, color="0.25", label="merge")
-    clock.invert_yaxis()
-    clock.set(xlabel="ms per round (mean)", title=f"Where the time goes (efficiency {history.efficiency:.1%})")
-    clock.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-
-    seconds = np.cumsum([info.period_ms for info in history]) / 1e3
-    loss.plot(seconds, [info.loss for info in history], color=COLOURS[0], linewidth=1.8)
-    loss.set(xlabel="training time (s)", ylabel="loss", title="Loss: mean over the examples of a round")
+        rows = [(["rounds"], 0.9 + 0.28 * min(world, 8)), (["counts"], 2.0), (["efficiency", "drift"], 1.9)]
+    rows.append((["examples", "seconds"], 2.0))
     if history.scaled:
-        _draw_scaling(axes_[3], rounds, history)
-    for axes in axes_:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x" if axes is clock else "y", color="0.9")
-        axes.set_axisbelow(True)
+        rows.append((["noise", "gain"], 1.9))
+    if history.memory:
+        rows.append((["memory"], 0.5 + 0.22 * (1 + len(_memory_rows(history)))))
+    numbers = _Numbers(history)
+    with figure_of([names for names, _ in rows], [height for _, height in rows]) as (figure, axes):
+        for name, panel in axes.items():
+            _PANELS[name](panel, history, numbers)
     return figure
 
 
-def _draw_scaling(axes: Any, rounds: np.ndarray, history: History) -> None:
-    axes.plot(rounds, [info.gain for info in history], color=COLOURS[2], linewidth=1.8, label="gain")
-    factors = [info.lr_factor for info in history]
-    axes.plot(rounds, factors, color=COLOURS[5], linewidth=1.8, linestyle="--", label="learning rate")
-    noise = history[-1].noise
-    known = f" (critical batch size at the end: {noise:,.0f} examples)" if np.isfinite(noise) else ""
-    axes.set(xlabel="round", ylabel="times that of the base batch", title=f"What a step is worth{known}")
+class _Numbers:
+    """The columns of a history that several panels need."""
+
+    def __init__(self, history: History):
+        self.rounds = np.array([info.round for info in history])
+        self.counts = np.array([info.counts for info in history])
+        self.wall = np.array([info.wall_ms for info in history])
+        self.sync = np.array([info.sync_ms for info in history])
+        self.seconds = np.cumsum([info.period_ms for info in history]) / 1e3
+        self.examples = np.cumsum([info.examples for info in history])
+        steps = np.maximum(self.counts.sum(axis=0), 1)
+        self.ranks = ranks_to_show(self.wall.sum(axis=0) / steps)
+
+    def label(self, rank: int) -> str:
+        return f"rank {rank}"
+
+
+def _rounds(axes: Any, history: History, numbers: _Numbers) -> None:
+    """The last rounds on the clock: what each rank did, and when."""
+    shown = history[-_ROUNDS_SHOWN:]
+    ends = numbers.seconds[-len(shown) :] * 1e3
+    width = ends[-1] - (ends[0] - shown[0].period_ms)
+    for info, end in zip(shown, ends, strict=True):
+        start, slowest = end - info.period_ms, max(info.wall_ms)
+        for lane, rank in enumerate(numbers.ranks):
+            colour, wall = COLOURS[lane % len(COLOURS)], info.wall_ms[rank]
+            axes.barh(lane, wall / 1e3, left=start / 1e3, height=0.72, color=colour)
+            if wall / width > 0.028:
+                x = (start + wall / 2) / 1e3
+                axes.text(x, lane, info.counts[rank], ha="center", va="center", color=text_on(colour), fontsize=8)
+            left = (start + wall) / 1e3
+            axes.barh(lane, (slowest - wall) / 1e3, left=left, height=0.72, color=WAIT, hatch="////", edgecolor="0.55")
+        axes.axvspan((start + slowest) / 1e3, end / 1e3, color=MERGE, lw=0)
+    axes.barh(0, 0, color=WAIT, hatch="////", edgecolor="0.55", label="wait")
+    axes.barh(0, 0, color=MERGE, label="merge")
+    axes.set_yticks(range(len(numbers.ranks)), [numbers.label(rank) for rank in numbers.ranks])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim((ends[0] - shown[0].period_ms) / 1e3, ends[-1] / 1e3)
+    part = f"Rounds {shown[0].round} to {shown[-1].round}" if len(shown) > 1 else f"Round {shown[0].round}"
+    some = (
+        ""
+        if len(numbers.ranks) == numbers.counts.shape[1]
+        else f", {len(numbers.ranks)} of {numbers.counts.shape[1]} ranks"
+    )
+    axes.set(xlabel="training time (s)", title=f"{part}: steps of each rank, then one merge{some}")
+    label_outside(axes)
+
+
+def _counts(axes: Any, history: History, numbers: _Numbers) -> None:
+    for lane, rank in enumerate(numbers.ranks):
+        colour = COLOURS[lane % len(COLOURS)]
+        axes.step(numbers.rounds, numbers.counts[:, rank], where="mid", color=colour, lw=1.6, label=numbers.label(rank))
+    anchor = [info.anchor for info in history]
+    axes.step(numbers.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor")
+    axes.set(xlabel="round", ylabel="local steps", title="Cadence: steps of each rank between two merges")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    label_outside(axes)
+
+
+def _efficiency(axes: Any, history: History, numbers: _Numbers) -> None:
+    percent = [100 * info.efficiency for info in history]
+    axes.plot(numbers.rounds, percent, color=COLOURS[0], lw=1, alpha=0.35)
+    axes.plot(numbers.rounds, _smooth(np.array(percent)), color=COLOURS[0], lw=1.8)
+    wait = sum(max(info.wall_ms) - np.mean(info.wall_ms) for info in history) / 1e3 / numbers.seconds[-1]
+    merge = numbers.sync.sum() / 1e3 / numbers.seconds[-1]
+    axes.set(xlabel="round", ylabel="efficiency (%)")
+    axes.set_title(f"Efficiency {history.efficiency:.1%}: wait {wait:.1%}, merge {merge:.1%}")
+    axes.set_ylim(0, 105)
+
+
+def _drift(axes: Any, history: History, numbers: _Numbers) -> None:
+    axes.set(xlabel="round", ylabel="distance, relative", title="Drift of the replicas before each merge")
+    series = {
+        "to the parameters": [info.drift for info in history],
+        "to the merged step": [info.drift_dir for info in history],
+    }
+    if not np.nanmax([*series["to the parameters"], 0.0]) > 0:
+        axes.text(0.5, 0.5, "none: gradients are averaged", ha="center", va="center", transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
+        return
+    for (label, values), colour, style in zip(series.items(), (COLOURS[5], COLOURS[4]), ("-", "--"), strict=True):
+        positive = np.where(np.array(values) > 0, values, np.nan)
+        axes.plot(numbers.rounds, positive, color=colour, ls=style, lw=1.4, label=label)
+    held = [i for i, info in enumerate(history) if info.verdict != _CALM]
+    if held:
+        values = np.array(series["to the parameters"])[held]
+        axes.plot(numbers.rounds[held], values, "v", color="black", ms=4, label="held")
+    logarithmic(axes.yaxis)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend above the lines
+    axes.legend(loc="upper right", ncols=3 if held else 2, columnspacing=1.0)
+
+
+def _loss_per_examples(axes: Any, history: History, numbers: _Numbers) -> None:
+    _loss(axes, numbers.examples, history)
+    axes.set(xlabel="examples trained on", title="Loss: mean over a round's examples")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_major_locator(_locator(5))
+
+
+def _loss_per_second(axes: Any, history: History, numbers: _Numbers) -> None:
+    _loss(axes, numbers.seconds, history)
+    rate = numbers.examples[-1] / numbers.seconds[-1]
+    axes.set(xlabel="training time (s)", title=f"The same on the clock: {rate:,.0f} examples a second")
+
+
+def _loss(axes: Any, x: np.ndarray, history: History) -> None:
+    loss = np.array([info.loss for info in history])
+    axes.plot(x, loss, color=COLOURS[0], lw=1, alpha=0.35)
+    axes.plot(x, _smooth(loss), color=COLOURS[0], lw=1.8)
+    finite = loss[np.isfinite(loss)]
+    # Over two orders of magnitude only a logarithm shows the end.
+    if finite.size and finite.min() > 0 and finite.max() / finite.min() > 100:
+        logarithmic(axes.yaxis)
+    elif finite.size and finite.min() > 0:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel("loss")
+
+
+def _noise(axes: Any, history: History, numbers: _Numbers) -> None:
+    noise = np.array([info.noise for info in history])
+    noise = np.where(np.isfinite(noise) & (noise > 0), noise, np.nan)
+    batch = [info.effective_batch for info in history]
+    axes.plot(numbers.rounds, noise, color=COLOURS[2], lw=1.8, label="critical batch (noise scale)")
+    axes.plot(numbers.rounds, batch, color="black", lw=1, ls=":", label="effective batch of a step")
+    axes.set(xlabel="round", ylabel="examples", title="Gradient noise scale")
+    if np.isfinite(noise).any():
+        logarithmic(axes.yaxis)
+        axes.margins(y=0.45)
+    axes.legend()
+
+
+def _gain(axes: Any, history: History, numbers: _Numbers) -> None:
+    axes.plot(
+        numbers.rounds, [info.gain for info in history], color=COLOURS[2], lw=1.8, label="progress of a step (gain)"
+    )
+    factors = [info.lr_factor for info in history]
+    axes.plot(numbers.rounds, factors, color=COLOURS[5], lw=1.4, ls="--", label="learning rate")
+    axes.set(xlabel="round", ylabel="times the base batch's", title="What a step is worth")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _memory(axes: Any, history: History, numbers: _Numbers) -> None:
+    axes.axis("off")
+    ranks = [f"rank {row['rank']}" for row in history.memory]
+    lines = [[name, *cells] for name, cells in _memory_rows(history)]
+    axes.set_title("Memory of a device in a round (MiB)")
+    table = axes.table(
+        [["", *ranks], *lines],
+        loc="upper left",
+        edges="horizontal",
+        colWidths=[0.2] + [0.1] * len(ranks),
+        cellLoc="right",
+    )
+    table.auto_set_font_size(False)
+    table.set_fontsize(8.5)
+    for (row, column), cell in table.get_celld().items():
+        cell.set_edgecolor("0.85")
+        cell.get_text().set_ha("left" if column == 0 else "right")
+        if row in (0, len(lines)):
+            cell.get_text().set_fontweight("bold")
+
+
+def _memory_rows(history: History) -> list[tuple[str, list[str]]]:
+    """A line a kind of memory, a cell a replica of this process."""
+    names = [name for name in history.memory[0] if name != "rank"]
+    return [(name, [f"{row[name] / 2**20:,.2f}" for row in history.memory]) for name in names]
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """A running mean over a thirtieth of the run, of what has been seen so far."""
+    window = max(1, len(values) // 30)
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def _locator(ticks: int) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(ticks)
+
+
+_PANELS = {
+    "rounds": _rounds,
+    "counts": _counts,
+    "efficiency": _efficiency,
+    "drift": _drift,
+    "examples": _loss_per_examples,
+    "seconds": _loss_per_second,
+    "noise": _noise,
+    "gain": _gain,
+    "memory": _memory,
+}

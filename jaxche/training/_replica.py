@@ -15,6 +15,7 @@ import optax
 from jaxche.averaging import sum_dtype
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._data import Feed
+from jaxche.training._memory import round_memory
 from jaxche.training._place import Home, Place, first, lift, spans_processes
 from jaxche.training._scaling import Scaling, Worth
 
@@ -185,7 +186,12 @@ class Outcome(NamedTuple):
 
 
 class PaceError(ValueError):
-    """A pace that the computation cannot keep."""
+    """A pace that the computation cannot keep.
+
+    Example:
+      >>> issubclass(PaceError, ValueError)
+      True
+    """
 
 
 class Replica:
@@ -280,6 +286,11 @@ class Replica:
         except Exception as error:
             return self.idle(local)._replace(error=error)
         return Outcome(carry, steps, (time.perf_counter() - start) * 1e3 if steps else 0.0)
+
+    def memory(self, local: Local) -> dict[str, int]:
+        """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
+        found = (round_memory(local, done, key[1:], _IN_FLIGHT) for key, done in self._executables.items())
+        return {"rank": self.rank} | max(found, key=lambda parts: parts["in all"])
 
     def idle(self, local: Local) -> Outcome:
         """The outcome of taking no step."""

@@ -213,5 +213,9 @@ class StagedEngine(Engine):
     def _make_merge(self, local: Local) -> Any:
         return StageMerge(self._meeting, self._rules, local)
 
+    def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+        """Nothing: a stage is many small programs, and what is alive between them is the schedule's."""
+        return []
+
     def first_row(self, tree: Any) -> Any:
         return None if tree is None else tuple(map(super().first_row, tree))

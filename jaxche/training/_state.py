@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
 from jaxche.scaling import effective_replicas
 from jaxche.training._replica import Local
 
@@ -33,6 +34,14 @@ class ReplicaState:
       sync_ms: what the last merge cost this process, beyond waiting.
       owed: batches before the cursor that nobody has trained on, because a replica ran out of time: ``(epoch, start,
         stop)``. They come first in the next rounds.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+      >>> state = trainer.init(jnp.zeros(2))
+      >>> state.epoch, state.params.shape == (trainer.world_size, 2)
+      (0, True)
     """
 
     locals: tuple[Local, ...]
@@ -107,6 +116,15 @@ class RoundInfo:
       average: what was averaged, parameters or gradients.
       merge: the rule that weighed parameters (empty when gradients are averaged).
       alpha: step length of the merge.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.ones((64, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1))
+      >>> state, info = trainer.round(trainer.init(jnp.zeros(2)), data)
+      >>> info.round, info.loss > 0, info.examples == 2 * sum(info.counts)
+      (0, True, True)
     """
 
     round: int
@@ -161,3 +179,37 @@ class RoundInfo:
         """
         speed = sum(n / wall for n, wall in zip(self.counts, self.wall_ms, strict=True) if wall > 0)
         return sum(self.counts) / (self.period_ms * speed) if speed and self.period_ms else 1.0
+
+    def _repr_html_(self) -> str:
+        caption = f"round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, efficiency {self.efficiency:.1%}"
+        return rounds_svg([self], caption)
+
+
+def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:
+    """Rounds in a row as lanes: what each rank did, and when.
+
+    Args:
+      rounds: one or more.
+      caption: a line above.
+
+    Returns:
+      An ``<svg>`` element.
+    """
+    steps = [max(sum(info.counts[rank] for info in rounds), 1) for rank in range(len(rounds[0].counts))]
+    shown = ranks_to_show([sum(info.wall_ms[rank] for info in rounds) / n for rank, n in enumerate(steps)])
+    bars: list[list[Bar]] = [[] for _ in shown]
+    start = 0.0
+    for info in rounds:
+        slowest = max(info.wall_ms)
+        for lane, rank in enumerate(shown):
+            wall = info.wall_ms[rank]
+            text = f"{info.counts[rank]} steps" if len(rounds) == 1 else str(info.counts[rank])
+            bars[lane] += [
+                Bar(start, wall, COLOURS[lane % len(COLOURS)], text),
+                Bar(start + wall, slowest - wall, WAIT, f"waits {slowest - wall:.1f} ms"),
+                Bar(start + slowest, info.sync_ms, MERGE, f"merge {info.sync_ms:.1f} ms"),
+            ]
+        start += info.period_ms
+    part = f"; the last {len(rounds)}:" if len(rounds) > 1 else ""
+    some = f", {len(shown)} of {len(steps)} ranks" if len(shown) < len(steps) else ""
+    return lanes([Lane(f"rank {r}", row) for r, row in zip(shown, bars, strict=True)], "ms", caption + part + some)

@@ -328,6 +328,22 @@ class Trainer:
         self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
         return tuple(self._engine.free_run(state.locals, data, seconds))
 
+    def memory(self, state: ReplicaState) -> list[dict[str, int]]:
+        """Bytes a round needs of a device, for each replica of this process: what is kept, copied and computed.
+
+        Args:
+          state: from :meth:`init` or a round.
+
+        Returns:
+          A dict a replica, with its ``"rank"`` and ``"in all"``; empty before the first round has compiled.
+        """
+        return self._engine.memory(state.locals)
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The replicas that live in this process."""
+        return self._engine.ranks
+
     @property
     def compilations(self) -> int:
         """Step programs compiled so far in this process; changing counts never adds one."""

@@ -436,3 +436,10 @@ def test_capped_never_raises_a_count(counts, ms, cap):
     capped = che.capped(cap)
     assert capped.anchor == min(30, cap)
     assert all(1 <= after <= before for after, before in zip(capped.batch_counts, counts, strict=True))
+
+
+def test_it_draws_the_next_round():
+    fresh, learnt = ElChe(2, 10), ElChe(2, 10).report_timing([100.0, 230.0], [10, 10], 45.0)
+    assert "speeds are not known yet" in fresh._repr_html_()
+    assert "46 steps of 10 ms" in learnt._repr_html_()
+    assert "8 of 40 ranks" in ElChe(40, 3)._repr_html_()

@@ -49,7 +49,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("jaxche 0.")
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["simulate"], ["launch"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["report"], ["simulate"], ["launch"], ["doctor"], ["plan"]])
 def test_help_fits_100_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:

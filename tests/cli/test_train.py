@@ -44,8 +44,9 @@ def test_it_says_what_happened(trained):
     assert re.search(r"2 x cpu, paced to \d+:\d+ ms a step", done.stdout)
     assert re.search(r"epoch 1 of 1: test accuracy [\d.]+ % after [\d.]+ s", done.stdout)
     assert any(line.startswith("efficiency") for line in lines)
-    assert lines[-3] == "written to runs/mine:"
-    assert lines[-1].startswith("next: jaxche train")
+    assert lines[-4] == "written to runs/mine:"
+    assert lines[-2].startswith("next: jaxche train")
+    assert lines[-1].strip() == "jaxche report runs/mine"
     assert all(len(line) <= 100 for line in lines if not line.startswith("[Gloo]"))
 
 

@@ -62,3 +62,12 @@ def test_the_simulation_sees_every_deadlock_of_two_stages(order):
     else:
         with pytest.raises(ValueError, match=r"wait for each other for ever \(stage 0 at B\d, stage 1 at F\d\)"):
             simulate_schedule((first, second), [1, 1], [1, 1])
+
+
+def test_tasks_begin_when_the_chart_says():
+    simulation = simulate_schedule(one_f_one_b(2, 2), [1, 1], [2, 2])
+    assert simulation.starts == ((0.0, 1.0, 4.0, 7.0), (1.0, 2.0, 4.0, 5.0))
+    picture = simulation.draw("ms")
+    assert all(f">{task}<" in picture for task in ("F0", "F1", "B0", "B1"))
+    assert ">ms<" in picture
+    assert "bubble 33.3%" in picture

@@ -176,3 +176,59 @@ def test_a_loss_with_model_state_must_return_it(data, devices):
     trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
     with pytest.raises(ValueError, match="new_model_state"):
         trainer.round(trainer.init(jnp.ones(2), model_state={}), data)
+
+
+def nnx_parts(momentum=0.9):
+    from flax import nnx
+
+    model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=momentum), wrt=nnx.Param)
+
+
+def nnx_mse(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
+    """Half with nnx's own loop, half with jaxche on one device, against nnx alone."""
+    from flax import nnx
+
+    batches = [problem.data[i] for i in range(len(problem.data))]
+    half = len(batches) // 2
+
+    @nnx.jit
+    def nnx_step(model, optimizer, batch):
+        optimizer.update(model, nnx.grad(nnx_mse)(model, batch))
+
+    alone, own = nnx_parts()
+    for batch in batches:
+        nnx_step(alone, own, batch)
+    model, optimizer = nnx_parts()
+    for batch in batches[:half]:
+        nnx_step(model, optimizer, batch)
+    loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:1])
+    state = trainer.init(loss.params, loss.model_state)
+    state, history = trainer.fit(state, batches[half:], progress=False)
+    loss.update(trainer, state, history)
+
+    close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(alone)))
+    close(jax.tree.leaves(optimizer.opt_state), jax.tree.leaves(own.opt_state))
+    assert int(optimizer.step[...]) == int(own.step[...]) == len(batches)
+
+
+def test_an_optimizer_of_a_part_of_the_model_is_refused():
+    from flax import nnx
+
+    model, _ = nnx_parts()
+    with pytest.raises(ValueError, match=r"wrt=nnx\.Param"):
+        jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.BatchStat))
+
+
+def test_a_scaled_optimizer_state_is_not_forced_into_the_optimizer(problem, devices):
+    model, optimizer = nnx_parts()
+    loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:2], scaling=jaxche.AdaScale())
+    state, history = trainer.fit(trainer.init(loss.params, loss.model_state), problem.data, progress=False)
+    with pytest.raises(ValueError, match="take the model alone"):
+        loss.update(trainer, state, history)

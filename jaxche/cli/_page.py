@@ -1,0 +1,191 @@
+"""`jaxche report`: a run as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import json
+import re
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxche.cli._paint import complain
+from jaxche.training import History
+
+_EXAMPLES = """\
+examples:
+  jaxche report runs/mine                        writes runs/mine/report.html
+  jaxche report runs/mine --out /tmp/mine.html   somewhere else
+  jaxche report runs/mine --open                 and shows it in the browser
+
+A run is a folder with a history.jsonl, or, after --compare, with one such folder for each policy.
+A run that is still going on, or was cut off, is reported up to its last round.
+
+exit codes:
+  0     written
+  2     there is no run in that folder, or the arguments make no sense
+"""
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; margin-bottom: 0; }
+h2 { font-size: 1.15em; margin: 1.8em 0 0.4em; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: 3px 12px 3px 0; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+tr { border-bottom: 1px solid #e4e4e4; }
+thead tr { border-bottom: 2px solid #999; }
+svg { max-width: 100%; height: auto; }
+.quiet { color: #666; }
+details { margin: 1em 0; }
+pre { white-space: pre-wrap; }
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Registers `report`.
+
+    Args:
+      subparsers: what ``ArgumentParser.add_subparsers`` returned.
+
+    Returns:
+      The new parser; its arguments carry ``run``.
+    """
+    parser = subparsers.add_parser(
+        "report",
+        usage="%(prog)s RUN [options]",
+        help="write a run as one HTML file with its pictures and tables",
+        description="Write a run as one HTML file with its pictures and tables; it loads nothing from anywhere.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="RUN", help="folder of the run, e.g. runs/mine")
+    parser.add_argument("--out", metavar="FILE", help="where to write (default: report.html in that folder)")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page.
+
+    Args:
+      args: from the parser of ``add_parser``.
+
+    Returns:
+      The exit code: 0, or 2 if there is no run.
+    """
+    try:
+        folder = Path(args.folder)
+        path = Path(args.out) if args.out else folder / "report.html"
+        path.write_text(page(folder), encoding="utf8")
+    except (ValueError, ImportError, OSError) as error:
+        complain("report", error)
+        return 2
+    print(f"written to {path}")
+    if args.open:
+        webbrowser.open(path.resolve().as_uri())
+    else:
+        print(f"next: open {path} in a browser, or jaxche report {args.folder} --open")
+    return 0
+
+
+def page(folder: Path) -> str:
+    """The page of a run.
+
+    Args:
+      folder: of the run.
+
+    Returns:
+      HTML with its pictures inside.
+
+    Raises:
+      ValueError: a folder without a run.
+    """
+    histories = _histories(folder)
+    result = json.loads((folder / "result.json").read_text("utf8")) if (folder / "result.json").exists() else {}
+    name = html.escape(folder.resolve().name)
+    parts = [f"<h1>{name}</h1>", f"<p class=quiet>{html.escape(_described(result, histories))}</p>"]
+    if result.get("results"):
+        parts += ["<h2>Result</h2>", _results(result)]
+    for policy, history in histories.items():
+        history.memory = tuple(result.get("results", {}).get(policy, {}).get("memory", ()))
+        title = f"policy {policy}" if len(histories) > 1 else "The run"
+        parts.append(f"<h2>{html.escape(title)}</h2>{_svg(history)}")
+        shown = history[-20:]
+        parts.append(
+            f"<details><summary>the last {len(shown)} of {len(history)} rounds</summary>{_rounds(shown)}</details>"
+        )
+    if result:
+        kept = {key: result[key] for key in ("command", "arguments", "versions", "devices", "pace_ms") if key in result}
+        text = html.escape(json.dumps(kept, indent=2))
+        parts.append(f"<details><summary>how it was made</summary><pre>{text}</pre></details>")
+    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _histories(folder: Path) -> dict[str, History]:
+    """The history of each policy, by its name; of a run of one policy under the name of the folder."""
+    result = folder / "result.json"
+    policies = list(json.loads(result.read_text("utf8"))["results"]) if result.exists() else []
+    found = [folder / "history.jsonl"] if (folder / "history.jsonl").exists() else list(folder.glob("*/history.jsonl"))
+    found.sort(key=lambda path: (policies.index(path.parent.name) if path.parent.name in policies else -1, path))
+    histories = {path.parent.name: History.from_json(path) for path in found}
+    histories = {name: history for name, history in histories.items() if history}
+    if not histories:
+        raise ValueError(
+            f"no run in {folder}: it has no history.jsonl with a round; write e.g. jaxche report runs/mine"
+        )
+    if len(histories) == len(policies) == 1:
+        return dict(zip(policies, histories.values(), strict=True))
+    return histories
+
+
+def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
+    world = len(next(iter(histories.values()))[0].counts)
+    seconds = sum(history.seconds for history in histories.values())
+    text = f"{world} replica{'s' if world > 1 else ''}, {sum(map(len, histories.values()))} rounds in {seconds:.1f} s"
+    if "task" in result:
+        text = f"task {result['task']}, {text}"
+    if "command" in result:
+        text += f": {' '.join(result['command'])}"
+    return text
+
+
+def _results(result: dict[str, Any]) -> str:
+    """What each policy reached, a column a policy."""
+    policies = result["results"]
+    lines: list[tuple[str, Any]] = [
+        (f"test {result['metric']}", lambda r: f"{r['test'].get(result['metric'], float('nan')):.4f}"),
+        ("training time", lambda r: f"{r['seconds']:.1f} s"),
+        ("examples a second", lambda r: f"{r['examples_per_second']:,.0f}"),
+        ("efficiency, of free-running rates", lambda r: f"{r['efficiency']:.1%}"),
+        ("merging", lambda r: f"{r['sync_share']:.1%}"),
+        ("rounds", lambda r: str(r["rounds"])),
+    ]
+    rows = [[name, *(show(r) for r in policies.values())] for name, show in lines]
+    return _table(["", *policies], rows)
+
+
+def _rounds(history: History) -> str:
+    rows = [line.split("  ") for line in history.table(len(history)).splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    return _table(cells[0], cells[1:])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _svg(history: History) -> str:
+    """The picture as an element of the page."""
+    drawn = io.StringIO()
+    history.plot().savefig(drawn, format="svg")
+    text = drawn.getvalue()
+    # The head names a document type, which only a file of its own may have; who made it is of no use to the reader.
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)

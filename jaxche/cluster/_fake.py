@@ -1,0 +1,44 @@
+"""Devices to try things on, on a machine that has fewer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def fake_devices(count: int) -> list[Any]:
+    """Let JAX split the processor into so many devices, for notebooks, tests and plans on paper.
+
+    They show that something is right, never that it is fast: they share one processor. Give the trainer ``pace_ms=`` to
+    make them act as devices of different speeds.
+
+    Args:
+      count: how many devices.
+
+    Returns:
+      The devices. JAX sees only these from now on, also on a machine with GPUs.
+
+    Raises:
+      ValueError: ``count`` below 1.
+      RuntimeError: JAX has already started, with other devices.
+
+    Example:
+      >>> import jaxche
+      >>> len(jaxche.fake_devices(8))
+      8
+    """
+    if isinstance(count, bool) or int(count) != count or count < 1:
+        raise ValueError(f"count={count!r} must be a whole number of at least 1, e.g. jaxche.fake_devices(8)")
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", int(count))
+    except RuntimeError:  # it has started: perhaps with what is wanted
+        pass
+    found = jax.devices()
+    if len(found) != count or found[0].platform != "cpu":
+        raise RuntimeError(
+            f"JAX has already started with {len(found)} {found[0].platform} device(s), and {count} CPU devices are "
+            f"wanted; restart the kernel (or Python) and call jaxche.fake_devices({count}) before the first array"
+        )
+    return found

@@ -1,0 +1,117 @@
+"""Lanes of bars on a common axis as SVG text: what a notebook shows without matplotlib."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxche.drawing._colours import WAIT, text_on
+
+_LANE, _GAP, _AXIS, _CHAR = 22, 5, 34, 6.6
+_TICKS = 6
+
+
+class Bar(NamedTuple):
+    """A stretch of a lane.
+
+    Attributes:
+      start: where it begins, in the unit of the axis.
+      length: how long it is.
+      colour: of its area; ``WAIT`` is drawn hatched.
+      text: written inside where it fits, and shown under the pointer.
+
+    Example:
+      >>> Bar(0.0, 20.0, "#0072B2", "F0").length
+      20.0
+    """
+
+    start: float
+    length: float
+    colour: str
+    text: str = ""
+
+
+class Lane(NamedTuple):
+    """A row of bars.
+
+    Attributes:
+      label: written before it.
+      bars: what is in it.
+
+    Example:
+      >>> Lane("rank 0", (Bar(0.0, 20.0, "#0072B2"),)).label
+      'rank 0'
+    """
+
+    label: str
+    bars: Sequence[Bar]
+
+
+def lanes(rows: Sequence[Lane], unit: str, caption: str = "", width: int = 640) -> str:
+    """Draw lanes of bars on one axis.
+
+    Args:
+      rows: the lanes, from the top.
+      unit: what the axis counts, e.g. ``"ms"``.
+      caption: a line above.
+      width: of the picture in pixels.
+
+    Returns:
+      An ``<svg>`` element; text in the colour of its surroundings, so that it is legible on dark pages too.
+
+    Example:
+      >>> picture = lanes([Lane("rank 0", [Bar(0.0, 50.0, "#0072B2", "5 steps")])], unit="ms")
+      >>> picture.startswith("<svg"), "5 steps" in picture, ">ms<" in picture
+      (True, True, True)
+    """
+    left = 12 + _CHAR * max((len(row.label) for row in rows), default=0)
+    end = max((bar.start + bar.length for row in rows for bar in row.bars), default=0.0) or 1.0
+    scale = (width - left - 14) / end
+    top = 24 if caption else 4
+    bottom = top + len(rows) * (_LANE + _GAP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + _AXIS}" width="{width}" '
+        'style="max-width:100%" font-family="sans-serif" font-size="12" fill="currentColor" role="img">',
+        '<defs><pattern id="jaxche-wait" width="6" height="6" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{WAIT}"/>'
+        '<line x1="0" y1="0" x2="0" y2="6" stroke="#888" stroke-width="2"/></pattern></defs>',
+    ]
+    if caption:
+        parts.append(f'<text x="0" y="14" font-weight="bold">{html.escape(caption)}</text>')
+    for tick in _ticks(end):
+        x = left + tick * scale
+        parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#8888" stroke-width="0.7"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 13}" text-anchor="middle" font-size="11">{tick:g}</text>')
+    parts.append(f'<text x="{left + end * scale / 2:.1f}" y="{bottom + 29}" text-anchor="middle">{unit}</text>')
+    for number, row in enumerate(rows):
+        y = top + number * (_LANE + _GAP)
+        middle = y + _LANE / 2 + 4
+        parts.append(f'<text x="{left - 7:.1f}" y="{middle}" text-anchor="end">{html.escape(row.label)}</text>')
+        parts += [_bar(bar, left + bar.start * scale, bar.length * scale, y, middle) for bar in row.bars]
+    return "".join([*parts, "</svg>"])
+
+
+def _bar(bar: Bar, x: float, length: float, y: float, middle: float) -> str:
+    if length <= 0:
+        return ""
+    text = html.escape(bar.text)
+    fill = "url(#jaxche-wait)" if bar.colour == WAIT else bar.colour
+    # A white edge keeps neighbours of one colour apart.
+    edge = 'stroke="#fff" stroke-width="0.8"' if length > 3 else ""
+    shown = f'<rect x="{x:.1f}" y="{y}" width="{length:.2f}" height="{_LANE}" fill="{fill}" {edge}>'
+    shown += f"<title>{text}</title></rect>"
+    if text and len(bar.text) * _CHAR + 4 < length:
+        shown += (
+            f'<text x="{x + length / 2:.1f}" y="{middle}" text-anchor="middle" font-size="11" '
+            f'fill="{text_on(bar.colour)}" pointer-events="none">{text}</text>'
+        )
+    return shown
+
+
+def _ticks(end: float) -> list[float]:
+    """Round numbers from 0 to ``end``."""
+    step = 10 ** math.floor(math.log10(end))
+    step = next((step * f for f in (0.1, 0.2, 0.5, 1, 2) if end / (step * f) <= _TICKS), step * 5)
+    return [round(i * step, 10) for i in range(math.floor(end / step + 1e-9) + 1)]

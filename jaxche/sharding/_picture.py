@@ -1,0 +1,76 @@
+"""A mesh as a picture: which slices of parameters, gradients and optimizer state each device keeps."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxche.drawing import COLOURS, text_on
+
+_CELL, _ROW, _GAP, _LEFT = 76, 15, 10, 10
+_KEPT = ("params", "grads", "opt")
+_MOST = 8
+_EMPTY = "#e8e8e8"
+
+
+def mesh_svg(caption: str, axes: Mapping[str, int], cut: Mapping[str, bool], names: list[str]) -> str:
+    """Draw the devices of a mesh, a row a replica, and in each what it keeps.
+
+    Args:
+      caption: a line above.
+      axes: devices along each axis; the last one is cut along.
+      cut: whether each device keeps only its slice of ``"params"``, ``"grads"`` and ``"opt"``.
+      names: of the devices, in order.
+
+    Returns:
+      An ``<svg>`` element.
+    """
+    across = list(axes.values())[-1]
+    down = math.prod(axes.values()) // across
+    columns, rows = min(across, _MOST), min(down, _MOST)
+    height = 22 + 3 * _ROW + _GAP
+    width = max(_LEFT + columns * (_CELL + _GAP) + 130, 7 * len(caption) + 10)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {26 + rows * height}" width="{width}" '
+        'style="max-width:100%" font-family="sans-serif" font-size="11" fill="currentColor" role="img">',
+        f'<text x="0" y="14" font-weight="bold" font-size="12">{html.escape(caption)}</text>',
+    ]
+    for i in range(rows):
+        y = 28 + i * height
+        for j in range(columns):
+            label = html.escape(names[i * across + j])
+            x = _LEFT + j * (_CELL + _GAP)
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{_CELL}" height="{height - _GAP}" rx="4" fill="none" stroke="#888"/>'
+                f'<text x="{x + _CELL / 2}" y="{y + 13}" text-anchor="middle">{label}</text>'
+            )
+            parts += [_kept(name, cut[name], x + 4, y + 19 + k * _ROW, j, across) for k, name in enumerate(_KEPT)]
+        x = _LEFT + columns * (_CELL + _GAP)
+        more = f"and {across - columns} more" if across > columns else ""
+        parts.append(f'<text x="{x}" y="{y + 30}">{more}</text>')
+        if len(axes) > 1:
+            parts.append(f'<text x="{x}" y="{y + 46}">copy {i} of {down}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _kept(name: str, sliced: bool, x: float, y: float, device: int, devices: int) -> str:
+    """One bar of a device: all of it coloured if kept whole, its slice if not."""
+    width = _CELL - 8
+    start, part = (width * device / devices, width / devices) if sliced else (0.0, width)
+    # Without a slice to tell apart, everybody has the same colour.
+    colour = COLOURS[device % len(COLOURS)] if sliced else COLOURS[0]
+    ink = "#000000" if sliced else text_on(colour)
+    return (
+        f'<rect x="{x}" y="{y}" width="{width}" height="{_ROW - 3}" fill="{_EMPTY}"/>'
+        f'<rect x="{x + start:.1f}" y="{y}" width="{part:.1f}" height="{_ROW - 3}" fill="{colour}"/>'
+        f'<text x="{x + width / 2}" y="{y + 10}" text-anchor="middle" font-size="10" fill="{ink}">{name}</text>'
+    )
+
+
+def strategy_svg(strategy: Any, axes: Mapping[str, int], names: list[str]) -> str:
+    """A strategy on a mesh; see :func:`mesh_svg`."""
+    state = strategy.shards_state
+    cut = {"params": strategy.shards_params, "grads": state, "opt": state}
+    return mesh_svg(f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}", axes, cut, names)

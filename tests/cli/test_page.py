@@ -1,0 +1,119 @@
+"""`jaxche report`: one file with everything in it."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxche.cli import main
+from jaxche.training import History, RoundInfo
+
+
+def history(rounds=5):
+    return History(
+        RoundInfo(
+            round=r,
+            epoch=0,
+            cursor=14 * r,
+            counts=(10, 4),
+            weights=(10 / 14, 4 / 14),
+            wall_ms=(200.0, 190.0),
+            sync_ms=10.0,
+            loss=1 / (r + 1),
+            metrics={"accuracy": 0.5},
+            drift=0.01,
+            drift_dir=0.2,
+            losses=(1.0, 2.0),
+            examples=14 * 32,
+            anchor=4,
+            verdict="calm",
+        )
+        for r in range(rounds)
+    )
+
+
+def result(*policies):
+    numbers = {
+        "test": {"accuracy": 0.975},
+        "seconds": 1.05,
+        "examples_per_second": 2133.0,
+        "efficiency": 0.95,
+        "sync_share": 0.047,
+        "rounds": 5,
+        "memory": [{"rank": 0, "parameters": 2**20, "in all": 2**21}],
+    }
+    return {
+        "task": "mnist",
+        "metric": "accuracy",
+        "results": dict.fromkeys(policies, numbers),
+        "command": ["jaxche", "train", "--name", "<mine>"],
+        "versions": {"jax": "0.10"},
+    }
+
+
+class Loads(HTMLParser):
+    """What a browser would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fetched, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        values = dict(attrs)
+        found = [values.get(name) for name in ("src", "href", "xlink:href", "data")]
+        self.fetched += [v for v in found if v and not v.startswith("#")]
+        assert tag not in ("script", "link", "iframe", "object")
+
+
+def read(path):
+    text = path.read_text(encoding="utf8")
+    page = Loads()
+    page.feed(text)
+    assert page.fetched == []
+    assert "url(http" not in text
+    assert "@import" not in text
+    return text, page
+
+
+def test_a_run_becomes_one_file(tmp_path, capsys):
+    history().to_json(tmp_path / "history.jsonl")
+    (tmp_path / "result.json").write_text(json.dumps(result("cadence")))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "next: open" in capsys.readouterr().out
+    text, page = read(tmp_path / "report.html")
+    assert page.tags.count("svg") == 1
+    assert "97.5" in text or "0.9750" in text
+    assert "95.0%" in text
+    assert "&lt;mine&gt;" in text  # what others wrote is text, never markup
+    assert "the last 5 of 5 rounds" in text
+    # Letters are outlines, so what the picture says is in its comments.
+    drawn = re.findall(r"<!-- (.*?) -->", text)
+    assert any("Memory of a device" in line for line in drawn)
+
+
+def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path):
+    for policy in ("sync", "cadence"):
+        (tmp_path / policy).mkdir()
+        history().to_json(tmp_path / policy / "history.jsonl")
+    (tmp_path / "result.json").write_text(json.dumps(result("sync", "cadence")))
+    out = tmp_path / "elsewhere.html"
+    assert main(["report", str(tmp_path), "--out", str(out)]) == 0
+    text, page = read(out)
+    assert page.tags.count("svg") == 2
+    assert text.index("policy sync") < text.index("policy cadence")
+
+
+def test_a_run_that_was_cut_off_is_reported(tmp_path):
+    history(2).to_json(tmp_path / "history.jsonl")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "2 rounds" in read(tmp_path / "report.html")[0]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_no_run_is_said(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "history.jsonl").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "it has no history.jsonl with a round" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Every public name says what it takes, gives and refuses, and shows it in an example that runs (as a doctest)."""
+
+import dataclasses
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import jaxche
+
+PACKAGES = ["jaxche", "jaxche.scaling.noise_scale"]
+PACKAGES += [f"jaxche.{module.name}" for module in pkgutil.iter_modules(jaxche.__path__) if module.ispkg]
+
+
+def public():
+    """(qualified name, object) of every class and function in an ``__all__``, each once."""
+    seen = {}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            # Aliases of types and constants are told of where they are used.
+            if inspect.isfunction(value) or (inspect.isclass(value) and value.__module__.startswith("jaxche")):
+                seen.setdefault(value, f"{package}.{name}")
+    return sorted((name, value) for value, name in seen.items())
+
+
+NAMES = public()
+
+
+def parameters(value):
+    try:
+        given = inspect.signature(value).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name in given if name not in ("self", "args", "kwargs")]
+
+
+@pytest.mark.parametrize(("name", "value"), NAMES, ids=[name for name, _ in NAMES])
+def test_it_is_told_in_full(name, value):
+    text = inspect.getdoc(value) or ""
+    assert text.split("\n")[0].rstrip().endswith((".", ":", "``,", ",")) or "\n" in text, "one sentence first"
+    missing = []
+    if inspect.isclass(value):
+        record = dataclasses.is_dataclass(value) or issubclass(value, tuple) or hasattr(value, "_is_protocol")
+        own = "__init__" in vars(value) or record
+        if own and parameters(value) and not ("Args:" in text or "Attributes:" in text):
+            missing.append("Args or Attributes")
+    else:
+        if parameters(value) and "Args:" not in text:
+            missing.append("Args")
+        returned = inspect.signature(value).return_annotation
+        if returned not in (None, "None", inspect.Signature.empty) and "Returns:" not in text:
+            missing.append("Returns")
+        if "\n    raise " in textwrap.dedent(inspect.getsource(value)).replace("        raise", "    raise") and (
+            "Raises:" not in text
+        ):
+            missing.append("Raises")
+    if "Example:" not in text or ">>> " not in text:
+        missing.append("Example")
+    assert not missing, f"{name} lacks {', '.join(missing)}: {Path(inspect.getsourcefile(value)).name}"
+
+
+def test_the_names_are_many():
+    """A search that finds nothing would pass everything."""
+    assert len(NAMES) > 90
+
+
+@pytest.mark.slow
+def test_the_pages_show_every_name(tmp_path):
+    """As `scripts/docs` writes them."""
+    subprocess.run(
+        [sys.executable, "-m", "pdoc", "--docformat", "google", "-o", str(tmp_path), *PACKAGES],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(Path(jaxche.__file__).parent.parent)},
+    )
+    for package in PACKAGES:
+        page = (tmp_path / f"{package.replace('.', '/')}.html").read_text(encoding="utf8")
+        for name in importlib.import_module(package).__all__:
+            shown = f'id="{name}"' in page or f"{name}.html" in page
+            assert shown, f"{package}.{name} is on no page; scripts/docs"
+    script = (Path(jaxche.__file__).parent.parent / "scripts/docs").read_text(encoding="utf8").split()
+    assert set(PACKAGES) - {"jaxche.cli"} <= set(script)

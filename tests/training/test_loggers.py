@@ -1,0 +1,84 @@
+"""Rounds handed on: what is written, how often, and where the packages are missing."""
+
+import gzip
+import json
+import sys
+import types
+
+import optax
+import pytest
+
+import jaxche
+from jaxche.training._loggers import scalars
+
+
+@pytest.fixture
+def fit(problem, devices):
+    def run(*callbacks, **options):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], **options)
+        state = trainer.init(problem.params)
+        return trainer.fit(state, problem.data, epochs=2, callbacks=callbacks, progress=False)[1]
+
+    return run
+
+
+def test_a_round_as_numbers(fit):
+    history = fit()
+    found = scalars(history[-1])
+    assert found["loss"] == pytest.approx(history[-1].loss)
+    assert {"mae", "round/efficiency", "steps/rank1", "wait_ms/rank0"} <= set(found)
+    assert not any(name.startswith("scaling/") for name in found)
+    assert "scaling/noise" in scalars(fit(scaling=jaxche.AdaScale())[-1])
+
+
+def test_tensorboard_reads_what_was_written(fit, tmp_path):
+    loader = pytest.importorskip("tensorboardX.event_file_writer")
+    assert loader
+    history = fit(jaxche.TensorBoardLogger(tmp_path))
+    (path,) = tmp_path.glob("events.*")
+    written = path.read_bytes()
+    assert written.count(b"round/efficiency") == len(history)
+    assert b"steps/rank1" in written
+
+
+def test_wandb_gets_a_line_a_round(fit, monkeypatch):
+    """wandb itself wants an account; what is called is its documented interface."""
+    lines, options = [], {}
+
+    class Run:
+        def log(self, values, step):
+            lines.append((step, values))
+
+    def init(**given):
+        options.update(given)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    history = fit(jaxche.WandbLogger(project="digits"))
+    assert options == {"project": "digits"}
+    assert len(lines) == len(history)
+    assert lines[-1][0] == sum(info.examples for info in history)
+    assert lines[-1][1]["epoch"] == 1
+
+
+@pytest.mark.parametrize(("logger", "package"), [("TensorBoardLogger", "tensorboardX"), ("WandbLogger", "wandb")])
+def test_a_missing_package_is_named_with_its_extra(logger, package, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = {"folder": tmp_path} if package == "tensorboardX" else {}
+    extra = {"tensorboardX": "tensorboard", "wandb": "wandb"}[package]
+    with pytest.raises(ImportError, match=rf"pip install 'jaxche\[{extra}\]'"):
+        getattr(jaxche, logger)(**arguments)
+
+
+def test_rounds_are_profiled(fit, tmp_path):
+    recorder = jaxche.profile(tmp_path, rounds=range(2, 4))
+    assert recorder.path is None
+    fit(recorder, policy="sync")
+    trace = json.loads(gzip.decompress(recorder.path.read_bytes()))
+    assert trace["traceEvents"]
+
+
+@pytest.mark.parametrize("rounds", [range(2), [], [3, 5]])
+def test_rounds_that_cannot_be_profiled_are_refused(rounds, tmp_path):
+    with pytest.raises(ValueError, match="from 1, one after another"):
+        jaxche.profile(tmp_path, rounds=rounds)
