@@ -35,6 +35,7 @@ from jaxche.sharding import (
 from jaxche.training import (
     Advice,
     Batches,
+    Checkpoints,
     History,
     LivePlot,
     NNXLoss,
@@ -59,6 +60,7 @@ __all__ = [
     "Advice",
     "ApplyPolicy",
     "Batches",
+    "Checkpoints",
     "DataStore",
     "Direct",
     "ElChe",

@@ -95,7 +95,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
     )
-    group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit and restart")
+    group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit, restart and round")
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
         "--emit", choices=("slurm", "jobset", "mpirun"), help="print a file that starts the script there, and end"

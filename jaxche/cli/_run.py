@@ -13,12 +13,13 @@ from typing import Any
 import jax
 
 from jaxche.cli import _pace
+from jaxche.cli._replay import replay
 from jaxche.cli._report import Result, per_rank, round_header, step_text, table
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
 from jaxche.cli._write import write_policy, write_result
-from jaxche.training import Advice, History, ReplicaState, Trainer
+from jaxche.training import Advice, Checkpoints, History, ReplicaState, Trainer
 
 _PACE_MS = "JAXCHE_PACE_MS"
 _PROBE_S, _MEASURE_S = 0.7, 2.0
@@ -38,12 +39,15 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     Raises:
       Exception: whatever the trainer raises, and ``Refused``.
     """
-    if jax.process_index() == 0 and folder.exists():
-        raise ValueError(f"{folder} is there already; choose another --name")
+    if args.replay:
+        replay(args)
+        return
+    if jax.process_index() == 0:
+        refuse_finished(args, folder)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     start = task.init(args.seed)
     world = jax.device_count()
-    epochs = args.epochs or task.epochs
+    epochs, every = args.epochs or task.epochs, args.checkpoint_every or (args.max_restarts and 1)
     try:
         che = cadence(args, world)
         paces, step_ms = _paces(args, task, start, world)
@@ -61,18 +65,26 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             _, history = trainer.fit(state, task.data, dry_run=True)
             say(f"dry run: one batch on every replica and one merge went well; loss {history[0].loss:.4f}")
             continue
-        state, result, history = _fit(trainer, task, state, epochs)
+        part = folder / chosen["policy"] if args.compare else folder
+        kept = every and Checkpoints(part / "checkpoints", every)
+        state, result, history = _fit(trainer, task, state, epochs, kept)
         results.append(result)
         if history and math.isfinite(history[-1].noise):
             advice.append((result.policy, history.advice()))
         if jax.process_index() == 0:
-            part = folder / result.policy if args.compare else folder
             write_policy(part, history, trainer.params(state))
         barrier("written")
     if args.dry_run:
         say("nothing was written")
     elif jax.process_index() == 0:
         _end(args, task, folder, results, advice, paces, step_ms)
+
+
+def refuse_finished(args: argparse.Namespace, folder: Path) -> None:
+    """Refuse a folder in which a run has ended, or one that cannot go on."""
+    ended = (folder / "result.json").exists()
+    if folder.exists() and (ended or not (args.checkpoint_every or args.max_restarts)):
+        raise ValueError(f"{folder} is there already; choose another --name")
 
 
 def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
@@ -112,12 +124,14 @@ def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None,
     )
 
 
-def _fit(trainer: Trainer, task: Task, state: ReplicaState, epochs: int) -> tuple[ReplicaState, Result, History]:
+def _fit(
+    trainer: Trainer, task: Task, state: ReplicaState, epochs: int, checkpoints: Checkpoints | None
+) -> tuple[ReplicaState, Result, History]:
     rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
     _compile_last_batch(trainer, task, state)
     say(round_header(trainer.world_size))
     watch = Watch(trainer, task, epochs)
-    state, history = trainer.fit(state, task.data, epochs=epochs, callbacks=[watch], progress=False)
+    state, history = trainer.fit(state, task.data, epochs, callbacks=[watch], progress=False, checkpoints=checkpoints)
     seconds = watch.seconds
     result = Result(
         policy=trainer.policy.value,

@@ -14,6 +14,7 @@ from jaxche.cadence import ApplyPolicy
 from jaxche.cli._arguments import number, numbers, whole
 from jaxche.cli._pace import pace_argument
 from jaxche.cli._paint import complain
+from jaxche.cli._replay import recorded
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._stages import check_stages, run_stages
 from jaxche.cli._tasks import TASKS, require
@@ -35,6 +36,8 @@ examples:
   jaxche train --scaling adamscale                 learning rates by gradient noise, and advice
   jaxche train --task text --protocol pipeline     one model in two stages, on two devices
   jaxche train --task text --protocol store --store /tmp/run   in two processes with one folder
+  jaxche train --name long --max-restarts 3        saved every round, started again if it dies
+  jaxche train --replay runs/long                  the same run again, bit for bit
   srun -n 8 jaxche train                           as one of the processes of Slurm or mpirun
 
 Without GPUs each process has a CPU core and is paced: its steps are padded to a wall time, so that
@@ -110,6 +113,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = group.add_argument
     add("--name", help="of the run (default: task-policy-date-time)")
     add("--out", default="runs", help="folder of the runs (default: %(default)s)")
+    add(
+        "--checkpoint-every",
+        type=whole("--checkpoint-every 10"),
+        metavar="ROUNDS",
+        help="save the run so often; the same command with the same --name goes on from there (default: never)",
+    )
+    add(
+        "--max-restarts",
+        type=whole("--max-restarts 3", 0),
+        default=0,
+        help="start again after a failure, from the last checkpoint (default: 0)",
+    )
+    add("--replay", metavar="RUN", help="make a run again from its record, e.g. runs/first, and compare")
     parser.set_defaults(run=run)
     return parser
 
@@ -123,6 +139,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
       The exit code.
     """
+    try:
+        args = recorded(args) if args.replay else args
+    except ValueError as error:
+        sys.stderr.write(f"jaxche train: error: {error}\n")
+        return 2
     name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         check_stages(args)
@@ -161,7 +182,7 @@ def _start(args: argparse.Namespace, name: str, processes: int, platform: str | 
     words = [*args.words, "--name", name, "-n", str(processes)]
     command = [sys.executable, "-m", "jaxche", *words]
     env = {"JAX_PLATFORMS": platform} if platform else None
-    return launch(command, processes, env=env, prefix=False, only_rank0=True)
+    return launch(command, processes, env=env, prefix=False, only_rank0=True, max_restarts=args.max_restarts)
 
 
 def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
@@ -202,8 +223,10 @@ def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
         raise ValueError("--policy and --compare exclude each other; write --compare sync,cadence or --policy async")
     if args.ratios and args.pace not in (None, "auto"):
         raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
-    if not args.dry_run and folder.exists():
-        raise ValueError(f"{folder} is there already; choose another --name")
+    if not args.dry_run and not args.replay:
+        from jaxche.cli._run import refuse_finished
+
+        refuse_finished(args, folder)
     cadence(args, processes)
     for policy in policies(args):
         trainer_options(args, policy)

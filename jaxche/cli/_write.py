@@ -46,11 +46,28 @@ def versions() -> dict[str, str]:
 def _save(path: Path, params: Any) -> None:
     import orbax.checkpoint as ocp
 
-    # Merged parameters are the same everywhere, and other machines may not see this folder. Left alone, Orbax
-    # waits for all processes of the run.
+    with _alone() as checkpointer:
+        checkpointer.save(path.resolve(), args=ocp.args.StandardSave(jax.tree.map(np.asarray, params)))
+
+
+def read_params(path: Path) -> Any:
+    """The parameters that :func:`write_policy` wrote, as NumPy arrays, by rank 0 alone."""
+    import orbax.checkpoint as ocp
+
+    with _alone() as checkpointer:
+        kept = jax.tree.map(
+            lambda x: np.empty(x.shape, x.dtype), checkpointer.metadata(path.resolve()).item_metadata.tree
+        )
+        return checkpointer.restore(path.resolve(), args=ocp.args.StandardRestore(kept))
+
+
+def _alone() -> Any:
+    """A checkpointer for rank 0. Merged parameters are the same everywhere, and other machines may not see this folder;
+    left alone, Orbax waits for all processes of the run."""
+    import orbax.checkpoint as ocp
+
     alone = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxche_rank0"
     )
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        checkpointer.save(path.resolve(), args=ocp.args.StandardSave(jax.tree.map(np.asarray, params)))
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxche.cluster._events import event_log
+from jaxche.cluster._events import EVENTS, event_log
 from jaxche.cluster._group import Surroundings
 from jaxche.cluster._orphans import orphanage
 from jaxche.cluster._output import LinePrinter
@@ -61,7 +61,8 @@ def launch(
       hang_timeout_s: seconds without any rank touching the file named in its ``JAXCHE_HEARTBEAT`` after which all
         are killed, as a failure of no rank in particular. It has to cover start, compilation and the longest round.
       term_grace_s: seconds for the ranks to write a checkpoint where SIGTERM to the launcher is passed on to them.
-      events: file to which a line of JSON is appended for each start, exit, hang, restart and end.
+      events: file to which a line of JSON is appended for each start, exit, hang, restart and end, and by the
+        trainer for each round of each rank: steps, times, bytes merged.
 
     Returns:
       0 if all processes ended well; else the exit code of the first that failed, 128 + signal if a signal
@@ -79,6 +80,8 @@ def launch(
     _check(command, processes, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
     _check_restarts(max_restarts, survivors, hang_timeout_s)
     base = {**os.environ, **(env or {})}
+    if events is not None:
+        base[EVENTS] = os.path.abspath(events)
     where = places(processes, base)
     if not pin:
         where = [dataclasses.replace(place, core=None) for place in where]

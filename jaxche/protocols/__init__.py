@@ -2,6 +2,7 @@
 
 from jaxche.protocols._balance import balance_stages, measure_costs
 from jaxche.protocols._base import Device, Protocol_, Tag, Wire, WireClosedError
+from jaxche.protocols._checks import check_stage_params
 from jaxche.protocols._data_store import DataStore
 from jaxche.protocols._direct import Direct, Pipeline
 from jaxche.protocols._execute import Pace
@@ -34,6 +35,7 @@ __all__ = [
     "Wire",
     "WireClosedError",
     "balance_stages",
+    "check_stage_params",
     "gpipe",
     "measure_costs",
     "one_f_one_b",

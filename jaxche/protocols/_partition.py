@@ -71,6 +71,13 @@ class Partitioned:
       seed: of the keys of stages that name ``rng``.
       paces: for experiments on equal devices: a :class:`~jaxche.protocols.Pace` a stage, to which its tasks are padded.
 
+    Attributes:
+      stages: the functions.
+      loss: the loss.
+      protocol: how stages communicate.
+      remat: one bool a stage.
+      seed: as given.
+
     Raises:
       ValueError: an argument that makes no sense, or fewer devices than stages; and when called: parameters or
         batches that do not fit, by the name of the stage.
@@ -130,11 +137,11 @@ class Partitioned:
             raise ValueError(
                 f"paces has {len(paces)} entries for {len(stages)} stages; write paces=[Pace(2.0, 4.0)] * {len(stages)}"
             )
-        remats = [remat] * len(stages) if isinstance(remat, bool) else list(remat)
+        remats = (remat,) * len(stages) if isinstance(remat, bool) else tuple(remat)
         if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):
             raise ValueError(f"remat={remat!r} must be one bool, or {len(stages)}, one a stage; write remat=True")
         self._stages = [as_stage(i, call, again) for i, (call, again) in enumerate(zip(stages, remats, strict=True))]
-        self._loss, self._protocol, self._seed = loss, protocol, seed
+        self.stages, self.loss, self.protocol, self.remat, self.seed = tuple(stages), loss, protocol, remats, seed
         self._local = checked_stages(local_stages, len(stages))
         self._devices = checked_devices(devices, self._local, len(stages))
         self._wire: Wire | None = protocol.wire(self._local, len(stages), self._devices)
@@ -228,6 +235,18 @@ class Partitioned:
         wire.finish(state.step, tuple(states))
         return self._state(state.step + 1, states), loss
 
+    def compile(self, params: Sequence[Any], batch: Any) -> None:
+        """Compile what a batch of these shapes needs, without running anything; what is compiled already stays.
+
+        Args:
+          params: one entry a stage, as for :meth:`value_and_grad`.
+          batch: pytree of arrays with a leading batch axis.
+
+        Raises:
+          ValueError: parameters or a batch that do not fit.
+        """
+        self._prepare(params, batch)
+
     def apply(self, params: Sequence[Any], batch: Any) -> Any:
         """What the last stage gives, for evaluation; the batch stays whole, and all stages must be in this process.
 
@@ -256,7 +275,7 @@ class Partitioned:
 
     def _open(self) -> Wire:
         if self._wire is None:
-            self._wire = self._protocol.wire(self._local, len(self._stages), self._devices)
+            self._wire = self.protocol.wire(self._local, len(self._stages), self._devices)
         return self._wire
 
     def _apply(self, grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -293,7 +312,7 @@ class Partitioned:
         key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._plans:
             self._plans[key] = make_plan(
-                self._stages, self._loss, self._protocol, self._seed, self._local, self._devices, *given
+                self._stages, self.loss, self.protocol, self.seed, self._local, self._devices, *given
             )
         return self._plans[key], placed
 

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxche.averaging import is_float, sum_dtype
 from jaxche.scaling._checks import known, refuse_unless_positive
-from jaxche.scaling._groups import group_squares
+from jaxche.scaling._groups import group_products, group_squares
 from jaxche.scaling._moments import preconditioner
 from jaxche.scaling._state import NoiseScale
 from jaxche.scaling._sums import Sums, estimate, make_sums
@@ -112,37 +111,105 @@ def update_from_sums(
     count_scale = jnp.float32(1)
     measured = several
     if noise.previous is not None:
-        before = jax.tree.leaves(noise.previous)
-        halves = [_half_sum(x, y) if is_float(x) else x for x, y in zip(leaves, before, strict=True)]
-        local = (group_squares(noise.groups, before, factors) + mean_squares) / 2
-        both = group_squares(noise.groups, halves, factors)
-        # Two contributors of this batch each: AdaptDL's formula at count 2.
-        sqr = jnp.where(several, sqr, 2 * both - local)
-        trace = jnp.where(several, trace, (local - both) * 2 * sums.examples)
+        alone = _differenced(noise, leaves, factors, sums.examples)
+        sqr, trace = (jnp.where(several, x, y) for x, y in zip((sqr, trace), alone, strict=True))
         count_scale = jnp.where(several, jnp.float32(1), jnp.float32(2))
         measured = several | noise.has_previous
-    base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, sums.examples / sums.contributors)
-    log_theta = LOG_SMOOTHING * count_scale * sums.examples / base
     finite = jnp.all(jnp.isfinite(mean_squares)) & jnp.all(jnp.isfinite(sums.squares)) & (sums.contributors >= 1)
-    write = measured & finite
+    base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, sums.examples / sums.contributors)
     active = pre.active if pre else jnp.zeros((), bool)
-    # Averages of another kind are no start for this one: biased against unbiased (AdaptDL), and raw against
-    # preconditioned, whose sizes may differ by many orders.
-    anew = (several & noise.biased) | (active != noise.preconditioned)
-    blended = blend(noise, sqr, trace, log_theta=log_theta, base=base, anew=anew, write=write)
-    previous = noise.previous
-    if previous is not None:
-        previous = jax.tree.map(
-            lambda old, new: jnp.where(finite & ~several, new.astype(old.dtype), old), previous, mean_grads
-        )
+    blended = blend(
+        noise,
+        sqr,
+        trace,
+        log_theta=LOG_SMOOTHING * count_scale * sums.examples / base,
+        base=base,
+        # Averages of another kind are no start for this one: biased against unbiased (AdaptDL), and raw against
+        # preconditioned, whose sizes may differ by many orders.
+        anew=(several & noise.biased) | (active != noise.preconditioned),
+        write=measured & finite,
+    )
     return replace(
         blended,
         base_batch_size=jnp.where(finite, base, noise.base_batch_size),
         biased=jnp.where(finite & (several | (noise.previous is not None)), ~several, noise.biased),
-        preconditioned=jnp.where(write, active, noise.preconditioned),
-        has_previous=jnp.where(finite, ~several, noise.has_previous),
-        previous=previous,
+        preconditioned=jnp.where(measured & finite, active, noise.preconditioned),
+        has_previous=finite & ~several,
+        previous=None if noise.previous is None else _like(noise.previous, mean_grads),
     )
+
+
+def update_from_one(
+    noise: NoiseScale, grads: Any, batch_size: Any, *, opt_state: Any = None, b2: float = 0.999, eps: float = 1e-8
+) -> NoiseScale:
+    r"""An update by a single contributor: what :func:`update_from_sums` does then, without what only several need.
+
+    .. math:: \hat s = \langle g, g' \rangle, \qquad \hat\Sigma = b \, \|g - g'\|^2 / 2
+
+    with the gradient before it, :math:`g'`.
+
+    Args:
+      noise: from ``init(..., differenced=True)`` or an earlier update.
+      grads: pytree of its gradients, the mean over its batch; leaves ``[...]``.
+      batch_size: examples in the batch.
+      opt_state: as for :func:`update`.
+      b2: as for :func:`update`.
+      eps: as for :func:`update`.
+
+    Returns:
+      The next :class:`NoiseScale`.
+
+    Raises:
+      ValueError: a bad size, or a noise scale without ``differenced=True``.
+
+    References:
+      AdaptDL (Qiao et al., *Pollux*, OSDI 2021).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxche.scaling import noise_scale
+      >>> noise = noise_scale.init(jnp.zeros(2), differenced=True)
+      >>> for grads in (jnp.array([2.0, 0.0]), jnp.array([1.0, 0.0])):
+      ...     noise = noise_scale.update_from_one(noise, grads, 16)
+      >>> float(noise.sqr), float(noise.var)
+      (2.0, 0.5)
+    """
+    refuse_unless_positive("batch_size", batch_size, "batch_size=32")
+    refuse_one(noise, 1)
+    examples = jnp.asarray(batch_size).astype(jnp.float32)
+    pre = preconditioner(opt_state, grads, b2, eps) if opt_state is not None else None
+    sqr, trace = _differenced(noise, jax.tree.leaves(grads), pre.factors if pre else None, examples)
+    finite = jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace))
+    write = finite & noise.has_previous
+    base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, examples)
+    active = pre.active if pre else jnp.zeros((), bool)
+    log_theta, anew = LOG_SMOOTHING * 2 * examples / base, active != noise.preconditioned
+    return replace(
+        blend(noise, sqr, trace, log_theta=log_theta, base=base, anew=anew, write=write),
+        base_batch_size=jnp.where(finite, base, noise.base_batch_size),
+        biased=noise.biased | finite,
+        preconditioned=jnp.where(write, active, noise.preconditioned),
+        # One that is not finite is kept too, but nothing is compared with it: a choice between two gradients would
+        # hold on to both, which cost more than all of the estimate.
+        has_previous=finite,
+        previous=_like(noise.previous, grads),
+    )
+
+
+def _differenced(noise: NoiseScale, leaves: Any, factors: Any, examples: Any) -> tuple[jax.Array, jax.Array]:
+    """AdaptDL's formula at count 2, whose contributors are this gradient and the one before, of this batch each.
+
+    With g and g' it comes to the inner product of both, and to half the square of their difference: one pass less
+    than by norms, and nothing cancels.
+    """
+    # What is kept of one that was not finite must not make this one look so.
+    before = [jnp.where(noise.has_previous, x, jnp.zeros_like(x)) for x in jax.tree.leaves(noise.previous)]
+    products, squares = group_products(noise.groups, leaves, before, factors)
+    return products, squares / 2 * examples
+
+
+def _like(before: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda old, new: new.astype(old.dtype), before, grads)
 
 
 def blend(
@@ -169,8 +236,3 @@ def refuse_one(noise: NoiseScale, contributors: int) -> None:
             f"grads come from {contributors} contributor: noise shows in the difference of at least 2; write "
             "noise_scale.init(params, differenced=True) to compare successive gradients instead"
         )
-
-
-def _half_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    wide = sum_dtype(x.dtype)
-    return (x.astype(wide) + y.astype(wide)) / 2

@@ -52,20 +52,41 @@ def make_groups(params: Any, labels: Any | Callable[[Any], Any] | None) -> Group
 
 def group_squares(groups: Groups, leaves: Sequence[Any], factors: Sequence[Any] | None = None) -> jax.Array:
     r"""Squared norm :math:`\|f x\|^2` of each group, ``[G]`` float32; leaves that are not float are skipped."""
+    _check_count(groups, leaves)
+    sums = [jnp.zeros((), jnp.float32)] * groups.count
+    for i, (leaf, group) in enumerate(zip(leaves, groups.of_leaf, strict=True)):
+        if is_float(leaf):
+            x = _seen(leaf, factors and factors[i])
+            sums[group] = sums[group] + jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32)
+    return jnp.stack(sums)
+
+
+def group_products(
+    groups: Groups, leaves: Sequence[Any], others: Sequence[Any], factors: Sequence[Any] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    r"""Of each group :math:`\langle f x, f y \rangle` and :math:`\|f (x - y)\|^2`, ``[G]`` float32 each."""
+    _check_count(groups, leaves)
+    products = [jnp.zeros((), jnp.float32)] * groups.count
+    squares = list(products)
+    for i, (leaf, other, group) in enumerate(zip(leaves, others, groups.of_leaf, strict=True)):
+        if is_float(leaf):
+            x, y = (_seen(one, factors and factors[i]) for one in (leaf, other))
+            products[group] = products[group] + jnp.sum(jnp.real(x * jnp.conj(y))).astype(jnp.float32)
+            squares[group] = squares[group] + jnp.sum(jnp.square(jnp.abs(x - y))).astype(jnp.float32)
+    return jnp.stack(products), jnp.stack(squares)
+
+
+def _seen(leaf: Any, factor: Any) -> Any:
+    x = leaf.astype(sum_dtype(leaf.dtype))
+    return x if factor is None else x * factor.astype(x.dtype)
+
+
+def _check_count(groups: Groups, leaves: Sequence[Any]) -> None:
     if len(leaves) != len(groups.of_leaf):
         raise ValueError(
             f"grads has {len(leaves)} leaves, but the params given to init had {len(groups.of_leaf)}; "
             "pass gradients of the same tree"
         )
-    sums = [jnp.zeros((), jnp.float32)] * groups.count
-    for i, (leaf, group) in enumerate(zip(leaves, groups.of_leaf, strict=True)):
-        if not is_float(leaf):
-            continue
-        x = leaf.astype(sum_dtype(leaf.dtype))
-        if factors is not None and factors[i] is not None:
-            x = x * factors[i].astype(x.dtype)
-        sums[group] = sums[group] + jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32)
-    return jnp.stack(sums)
 
 
 def scale_leaves(groups: Groups, tree: Any, factors: Any) -> Any:

@@ -8,7 +8,7 @@ r"""The gradient noise scale, from equal or unequal replicas: ``init``, ``update
 [3.56, 1.6, 1.33, 3.595]
 """
 
-from jaxche.scaling._combine import local_sums, update_from_sums
+from jaxche.scaling._combine import local_sums, update_from_one, update_from_sums
 from jaxche.scaling._deltas import delta_lengths, pseudo_gradients
 from jaxche.scaling._estimates import Estimates, local_estimates, update_from_estimates
 from jaxche.scaling._moments import Preconditioner, preconditioner
@@ -29,5 +29,6 @@ __all__ = [
     "pseudo_gradients",
     "update",
     "update_from_estimates",
+    "update_from_one",
     "update_from_sums",
 ]

@@ -2,6 +2,7 @@
 
 from jaxche.training._advice import Advice
 from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, RankError
+from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._data import Batches
 from jaxche.training._doors import NNXLoss, linen_loss
 from jaxche.training._fit import fit
@@ -17,6 +18,7 @@ __all__ = [
     "DEFAULT_CADENCE",
     "Advice",
     "Batches",
+    "Checkpoints",
     "History",
     "LivePlot",
     "NNXLoss",

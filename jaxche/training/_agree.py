@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import re
 import traceback
 from typing import Any
 
 import jax
+import optax
 
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
@@ -113,6 +116,23 @@ def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:
             f"rank {r['rank']} failed in {place} with {r['kind']}: {r['message']}\n--- there ---\n{r['trace']}",
             r["rank"],
         )
+
+
+def digest(code: Any) -> str:
+    """A short hash of a traced program, the same wherever the same code was traced."""
+    # Functions that have derivatives of their own are printed with their address in this process.
+    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", str(code)).encode()).hexdigest()[:12]
+
+
+def update_digest(tx: Any, params: Any) -> str:
+    """The :func:`digest` of an optimizer's update of parameters of these shapes, with all its settings."""
+    wide: Any = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
+        return wide.update(grads, opt_state, params, value=value)
+
+    value = jax.ShapeDtypeStruct((), "float32")
+    return digest(jax.make_jaxpr(update)(params, jax.eval_shape(wide.init, params), params, value))
 
 
 def refuse_differences(fingerprint: dict[str, str]) -> None:

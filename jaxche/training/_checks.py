@@ -15,7 +15,7 @@ from jaxche.averaging import is_float
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, Layout, NoShard, ShardGradOp, ShardingStrategy
 from jaxche.training._island import Island
-from jaxche.training._place import Device, OneDevice, Place, spans_processes
+from jaxche.training._place import OneDevice, Place, spans_processes
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
 
 
-def checked_places(replicas: Sequence[Device | Mesh] | None, strategy: ShardingStrategy) -> list[Place]:
+def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -> list[Place]:
     """Where all replicas live: different devices, of one kind in this process, at least one of them here."""
     if not isinstance(strategy, ShardingStrategy):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
@@ -33,7 +33,8 @@ def checked_places(replicas: Sequence[Device | Mesh] | None, strategy: ShardingS
     if not devices or any(not isinstance(d, jax.Device) for d in devices) or len(set(devices)) != len(devices):
         raise ValueError(
             f"replicas={replicas!r} must be different devices or meshes of them, e.g. replicas=jax.devices() or "
-            "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]"
+            "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]; lists of devices are for a model in "
+            "stages, loss_fn=jaxche.Partitioned(...)"
         )
     here = [d for d in devices if d.process_index == jax.process_index()]
     if not here:

@@ -14,16 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size
-from jaxche.training._agree import gather_json, raise_everywhere, refuse_differences
+from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse_differences, update_digest
 from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
 from jaxche.training._place import Place, first, is_local, lift, spans_processes
 from jaxche.training._replica import Local, LocalPrograms, Outcome, Replica
 from jaxche.training._scaling import Scaled, Scaling, Worth
+
+# What replicas that average parameters keep to themselves.
+_OWN = ("model_state", "opt_state")
 
 
 class Engine:
@@ -57,13 +63,14 @@ class Engine:
         scaling: Scaling | None = None,
         host: bool = False,
     ):
-        tx = tx if scaling is None else scaling.transform(tx)
+        self._plain_tx, tx = tx, tx if scaling is None else scaling.transform(tx)
         self._loss, self._tx, self._outer, self._scaling = loss, tx, outer, scaling
         self._average, self._rule, self._opt_mode = average, merge, opt_state
         self._seed, self._paces, self._places, self._host = seed, paces, list(places), host
         self.world_size = len(self._places)
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self.metrics: tuple[str, ...] = ()
+        self._code: dict[str, str] = {}
         self._shapes: Any = None
         self._meeting: Any = None
         self._merge: Any = None
@@ -94,6 +101,49 @@ class Engine:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
         return self._meeting.stack([{name: tree} for tree in trees])[name]
 
+    @property
+    def merged_bytes(self) -> int:
+        """What each replica puts into a merge, besides a row of numbers."""
+        return 0 if self.world_size == 1 else sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Trees of which each replica has its own; all others are equal after a merge."""
+        return ("model_state",) if self._average == "gradients" or self._opt_mode != "local" else _OWN
+
+    def pack(self, locals_: Sequence[Local]) -> dict[str, Any]:
+        """The named trees of a state to save: what each replica has its own of as ``[R, ...]``, the rest once."""
+        self._lay_out(_without_replica_axis(locals_[0].params))
+        views = self._meeting.stack([_present(local) for local in locals_])
+        return {name: x if name in self.own else self._meeting.once(name, x) for name, x in views.items()}
+
+    def saved_as(self, locals_: Sequence[Local], rows: dict[str, int]) -> dict[str, Any]:
+        """What to read from a checkpoint in which these trees have so many rows, and the others are there once."""
+        self._lay_out(_without_replica_axis(locals_[0].params))
+        like = _present(locals_[0])
+        return {
+            name: self._meeting.saved_as(name, tree, rows.get(name), self._keeps(name, rows))
+            for name, tree in like.items()
+        }
+
+    def _keeps(self, name: str, rows: dict[str, int]) -> bool:
+        """Whether each replica goes on with a saved row of its own."""
+        return name in self.own and rows.get(name) == self.world_size
+
+    def unpack(self, saved: dict[str, Any], locals_: Sequence[Local], rows: dict[str, int]) -> tuple[Local, ...]:
+        """The state of which :meth:`pack` made ``saved``, in the place of ``locals_``.
+
+        Where there are not as many replicas as were saved, each gets the mean of the saved rows: of what is not a
+        float, the first.
+        """
+        like, views = _present(locals_[0]), {}
+        for name, tree in saved.items():
+            if not self._keeps(name, rows):
+                one = _pooled(tree) if name in rows else tree
+                tree = self._meeting.everywhere(name, one, like[name])
+            views[name] = tree
+        return tuple(local._replace(**part) for local, part in zip(locals_, self._meeting.unstack(views), strict=True))
+
     def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
         """Compile and warm up everything a round runs, and check that all processes agree; once.
 
@@ -108,7 +158,7 @@ class Engine:
             self._lay_out(_without_replica_axis(locals_[0].params))
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
-            whole = batch if plan.start == 0 or not self._scaling else self._read(data).load((plan.epoch, 0))
+            whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
             self._build(locals_[0], batch, batch_size(whole))
             for replica, local in zip(self._replicas, locals_, strict=True):
                 replica.compile(local, batch)
@@ -123,13 +173,13 @@ class Engine:
             except Exception as e:
                 error = e
             raise_everywhere(error, self.ranks[0], "preparation")
-            refuse_differences(fingerprint | {"metrics": ", ".join(self.metrics)})
+            refuse_differences(fingerprint | {"metrics": ", ".join(self.metrics)} | self._code)
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
         carries = [r.begin(local, 0) for r, local in zip(self._replicas, locals_, strict=True)]
         if self.world_size > 1:
-            self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))), 1.0)
+            self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
     def _build(self, local: Local, batch: Any, examples: int) -> None:
         if (local.noise is None) != (self._scaling is None):
@@ -138,7 +188,8 @@ class Engine:
                 "trainer's own: state = trainer.init(params)"
             )
         one = _without_replica_axis((local.params, local.model_state))
-        shapes = jax.eval_shape(self._loss.call, *one, batch, jax.random.key(0))
+        code, shapes = jax.make_jaxpr(self._loss.call, return_shape=True)(*one, batch, jax.random.key(0))
+        self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._plain_tx, one[0])}
         self.metrics = tuple(sorted(shapes[1][0]))
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
         if before != after:
@@ -162,16 +213,33 @@ class Engine:
             self._reader = Reader(data)
         return self._reader
 
-    def run(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, worth: Worth) -> list[Outcome]:
-        """Take every local replica through its share of a plan, side by side; errors are part of the outcome."""
-        reader = self._read(data)
-        feeds = reader.start([plan.share(rank) for rank in self.ranks])
+    def run(
+        self,
+        locals_: Sequence[Local],
+        data: Any,
+        plan: RoundPlan,
+        worth: Worth,
+        done: Sequence[int] | None = None,
+        limit_ms: float | None = None,
+    ) -> list[Outcome]:
+        """Take every local replica through its share of a plan, side by side; errors are part of the outcome.
+
+        Args:
+          locals_: where each starts.
+          data: of the trainer.
+          plan: who runs what.
+          worth: what a step is worth once merged.
+          done: of a round that is run again: the steps that each rank took of its share.
+          limit_ms: time after which a replica begins no further step.
+        """
+        reader, done = self._read(data), done or plan.counts
+        feeds = reader.start([plan.share(rank)[: done[rank]] for rank in self.ranks])
 
         def run_one(replica: Replica, local: Local, feed: Feed) -> Outcome:
             if not feed.keys:
                 return replica.idle(local)
             epoch, index = feed.keys[0]
-            return replica.run(local, feed, epoch * plan.epoch_size + index, worth)
+            return replica.run(local, feed, epoch * plan.epoch_size + index, worth, limit_ms)
 
         # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts. What
         # fails here fails again in the run, which makes it part of the outcome.
@@ -188,11 +256,11 @@ class Engine:
         """Start to read what the next round will need if nothing changes."""
         self._read(data).anticipate([plan.share(rank) for rank in self.ranks])
 
-    def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray, alpha: float) -> Merged:
+    def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray) -> Merged:
         """Bring all replicas together; with a single one, only read its numbers."""
         carries = [outcome.carry for outcome in outcomes]
         if self.world_size > 1:
-            return self._merge(locals_, carries, rows, alpha)
+            return self._merge(locals_, carries, rows)
         carry, (start,) = carries[0], locals_
         if spans_processes(self._places[0]):
             rows = np.max(gather_json(rows.tolist()), axis=0)  # they stop together, and fail together
@@ -242,10 +310,17 @@ class Engine:
         """What a round needs of a device of each local replica; nothing before the first round."""
         return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=False)]
 
+    def first_row(self, tree: Any) -> Any:
+        """A tree of one replica without its leading axis."""
+        return _first_row(tree)
+
     @property
     def compilations(self) -> int:
         """How many step programs were compiled, over all local replicas."""
         return sum(replica.compilations for replica in self._replicas)
+
+
+_first_row = jax.jit(first)
 
 
 @jax.jit
@@ -254,6 +329,20 @@ def _told(noise: Any, progress: Any, scaled: Any, steps: Any) -> tuple[Any, Any]
     progress = progress + scaled[:, 0]
     noise = first(noise)
     return progress, jnp.stack([noise.critical_batch_size, *(scaled[0] / steps), progress[0], noise.base_batch_size])
+
+
+def _present(local: Local) -> dict[str, Any]:
+    return {name: tree for name, tree in local._asdict().items() if jax.tree.leaves(tree)}
+
+
+def _pooled(rows: Any) -> Any:
+    """One row of ``[n, ...]`` arrays that are whole along ``n`` everywhere."""
+
+    def pooled(x: Any) -> Any:
+        return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype) if is_float(x) else x[0]
+
+    shardings = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), rows)
+    return jax.jit(lambda tree: jax.tree.map(pooled, tree), out_shardings=shardings)(rows)
 
 
 def _without_replica_axis(tree: Any) -> Any:

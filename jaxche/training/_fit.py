@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 import warnings
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 from tqdm import tqdm
 
+from jaxche.training._checkpoints import Checkpoints, Keeper
 from jaxche.training._checks import checked_length
 from jaxche.training._history import History
-from jaxche.training._state import ReplicaState, RoundInfo
+from jaxche.training._state import ReplicaState, RoundInfo, Stop
+from jaxche.training._watched import PREEMPTED_CODE, on_sigterm
 
 if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer
@@ -32,6 +36,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     dry_run: bool = False,
+    checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
 ) -> tuple[ReplicaState, History]:
     """Train for some epochs; called as ``trainer.fit``.
 
@@ -46,13 +51,18 @@ def fit(
       progress: show a bar on rank 0 (plain lines where stderr is not a terminal).
       dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the one
         round's history: everything that can fail early has then run.
+      checkpoints: a folder, or :class:`~jaxche.Checkpoints`: the run is saved there, and where it holds a later state
+        than the one given, training goes on from it, to the epoch where it would have ended. On SIGTERM all processes
+        save after the same round and exit with code 143.
 
     Returns:
-      ``(state, history)``. An interrupt from the keyboard returns what was reached (one process only; with many,
-      it is raised).
+      ``(state, history)``; with checkpoints the history is of the whole run. An interrupt from the keyboard returns
+      what was reached (one process only; with many, it is raised).
 
     Raises:
-      ValueError: ``epochs`` below 1, or whatever :meth:`Trainer.round` refuses.
+      ValueError: ``epochs`` below 1, checkpoints that cannot be written or are of another run, or whatever
+        :meth:`Trainer.round` refuses.
+      SystemExit: with code 143, preempted.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -68,30 +78,47 @@ def fit(
     if dry_run:
         _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
         return state, History([info], trainer.memory(state))
-    history = History()
-    last_epoch = state.epoch + int(epochs)
-    bar = _Progress(trainer, checked_length(data) * int(epochs), progress)
-    try:
-        while state.epoch < last_epoch:
-            state, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
-            history.append(info)
-            bar.update(info)
-            if info.last:
-                break
-            asked = [callback(state, info) for callback in callbacks]  # all of them, also after one said stop
-            if any(asked):
-                if jax.process_count() == 1:
+    last_epoch, size = state.epoch + int(epochs), checked_length(data)
+    keeper, history = None, History()
+    if checkpoints is not None:
+        asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        keeper = Keeper(asked, trainer, size)
+        state, history = keeper.resume(state)
+    bar = _Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
+    with contextlib.ExitStack() as stack:
+        stack.callback(bar.close)
+        if keeper:
+            stack.push(keeper.close)
+            stack.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
+        try:
+            while state.epoch < last_epoch or state.owed:
+                state, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
+                history.append(info)
+                bar.update(info)
+                if keeper:
+                    keeper.add(info)
+                    if keeper.due(state) or info.stop or (state.epoch >= last_epoch and not state.owed):
+                        keeper.save(state)
+                trainer._tell(info)
+                asked_to = [callback(state, info) for callback in callbacks]  # all of them, also after one said stop
+                if any(asked_to) and jax.process_count() > 1 and not info.stop:
+                    trainer.request_stop()  # in the next round, together
+                if info.stop == Stop.PREEMPTED:
+                    bar.say(f"preempted: saved after round {info.round}")
+                    raise SystemExit(PREEMPTED_CODE)
+                if info.stop or (any(asked_to) and jax.process_count() == 1):
+                    if keeper:
+                        keeper.save(state)
                     break
-                trainer.request_stop()
-    except KeyboardInterrupt:
-        if jax.process_count() > 1:
+        except KeyboardInterrupt:
+            if jax.process_count() > 1:
+                raise
+            if keeper:
+                keeper.save(state)
+            bar.say(f"interrupted: the state after round {state.round - 1} is returned")
+        except Exception:
+            trainer.last_good_state = state
             raise
-        bar.say(f"interrupted: the state after round {state.round - 1} is returned")
-    except Exception:
-        trainer.last_good_state = state
-        raise
-    finally:
-        bar.close()
     history.memory = tuple(trainer.memory(state))
     has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
     if has_momentum and len(history) < _FEW_ROUNDS:
@@ -106,7 +133,8 @@ def fit(
 class _Progress:
     """A bar on terminals, a line every ten seconds elsewhere, nothing off rank 0."""
 
-    def __init__(self, trainer: Trainer, total: int, enabled: bool):
+    def __init__(self, trainer: Trainer, size: int, begin: tuple[int, int], last_epoch: int, enabled: bool):
+        total = (last_epoch - begin[0]) * size - begin[1]
         self._world_size = trainer.world_size
         enabled = enabled and jax.process_index() == 0
         terminal = enabled and sys.stderr.isatty()

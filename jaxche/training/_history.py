@@ -119,7 +119,7 @@ class History(list[RoundInfo]):
           source: a ``Path`` to the file, or the text itself.
 
         Returns:
-          The history; its ``counts`` replay the run: ``trainer.round(state, data, counts=info.counts)``.
+          The history; ``trainer.replay(state, data, history)`` runs it again.
 
         Raises:
           ValueError: text that is not such a record.

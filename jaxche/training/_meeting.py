@@ -100,6 +100,49 @@ class Meeting:
                 part[name] = view.assemble(name, tree, pieces)
         return parts if self._direct else [place.move(p) for place, p in zip(self._here, parts, strict=True)]
 
+    def once(self, name: str, tree: Any) -> Any:
+        """One row of the ``[R, ...]`` view of this name, whose rows are equal; each device keeps its own piece."""
+
+        def one(spec: P, x: jax.Array) -> jax.Array:
+            pieces = [shard.data[0] for shard in x.addressable_shards]
+            return jax.make_array_from_single_device_arrays(x.shape[1:], NamedSharding(self.mesh, P(*spec)), pieces)
+
+        return self._by_spec(one, name, tree)
+
+    def everywhere(self, name: str, tree: Any, like: Any) -> Any:
+        """The ``[R, ...]`` view of this name of which :meth:`once` made ``tree``; ``like`` is a replica's."""
+
+        def one(spec: P, x: jax.Array) -> jax.Array:
+            pieces = [shard.data[None] for shard in x.addressable_shards]
+            return jax.make_array_from_single_device_arrays(
+                (self.mesh.shape[AXIS], *x.shape), self.sharding(spec), pieces
+            )
+
+        return self._by_spec(one, name, like, tree)
+
+    def saved_as(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
+        """How a checkpoint's tree of this name is to be read: shapes, with shardings on this mesh.
+
+        Args:
+          name: of the tree.
+          tree: one replica's, with its leading axis of 1.
+          rows: rows that were saved, or None for a tree from :meth:`once`.
+          own: whether each replica needs its own row; else all rows go everywhere.
+        """
+
+        def one(spec: P, x: Any) -> jax.ShapeDtypeStruct:
+            shape = x.shape[1:] if rows is None else (rows, *x.shape[1:])
+            axes = spec if rows is None else (AXIS if own else None, *spec)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(self.mesh, P(*axes)))
+
+        return self._by_spec(one, name, tree)
+
+    def _by_spec(self, fn: Any, name: str, like: Any, tree: Any = None) -> Any:
+        specs, tree = self.specs(name, like), like if tree is None else tree
+        if isinstance(specs, P):
+            return jax.tree.map(lambda x: fn(specs, x), tree)
+        return jax.tree.map(fn, specs, tree, is_leaf=lambda x: isinstance(x, P))
+
     def rows(self, numbers: np.ndarray) -> jax.Array:
         """``[R, devices of a replica, columns]`` of one row of host numbers per local replica."""
         per_replica = self.mesh.size // self.mesh.shape[AXIS]

@@ -37,6 +37,7 @@ class Merged(NamedTuple):
     table: np.ndarray  # [R, len(HOST_COLUMNS) + 2 + metrics]
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
+    squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # what the drift is made of
 
 
 class Merge:
@@ -93,7 +94,7 @@ class Merge:
             "grads": meeting.specs("grads", local.params),
             "opt_state": meeting.specs("opt_state", local.opt_state),
         }
-        specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS), P())
+        specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS))
         mapped = jax.shard_map(
             body,
             mesh=meeting.mesh,
@@ -112,24 +113,23 @@ class Merge:
             out_shardings=(merged, everywhere, everywhere),
         )
 
-    def __call__(self, starts: Any, carries: Any, rows: np.ndarray, alpha: float) -> Merged:
+    def __call__(self, starts: Any, carries: Any, rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result.
 
         Args:
           starts: each local replica's :class:`Local` at the start of the round.
           carries: each local replica's carry at its end.
           rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
-          alpha: step length of the merge rule.
         """
-        merged, table, report = self._program(*self.arguments(starts, carries, rows, alpha))
+        merged, table, report = self._program(*self.arguments(starts, carries, rows))
         # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
         table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
         kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
         parts = self._meeting.unstack(merged)
         locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, parts, strict=True))
-        return Merged(locals_, table, (report[0], report[1]), Scaled(*report[2:]))
+        return Merged(locals_, table, (report[0], report[1]), Scaled(*report[5:]), tuple(report[2:5]))
 
-    def arguments(self, starts: Any, carries: Any, rows: np.ndarray, alpha: float) -> tuple[Any, ...]:
+    def arguments(self, starts: Any, carries: Any, rows: np.ndarray) -> tuple[Any, ...]:
         """What the program is called with."""
         stack = self._meeting.stack
         # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
@@ -139,7 +139,6 @@ class Merge:
             stack([{name: carry[name] for name in self._sent} for carry in carries]),
             stack(measured),
             self._meeting.rows(rows),
-            np.float32(alpha),
         )
 
     def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +181,7 @@ class Merge:
 
         return weighted, finish
 
-    def _parameters(self, start: Any, end: Any, measured: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
+    def _parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         sums = measured["sums"]
         x0, x = first(start["params"]), first(end["params"])
         count, examples = host[0, 0, 0], sums[0, 0]
@@ -212,6 +211,9 @@ class Merge:
             payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen)
             payload["gains"] = jnp.append(gains, weight * gains[0])
         total = self._sum(payload)
+        # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
+        counts = total["table"][:, 0, HOST_COLUMNS.index("count")]
+        alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
         mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
         outer_state = first(start["outer_state"])
@@ -227,20 +229,19 @@ class Merge:
             merged["opt_state"] = lift(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
             merged["opt_state"] = lift(self._tx.init(params))
-        drift = measure_drift(total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        report = [*drift]
+        squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
+        report = [*measure_drift(*squares), *squares]
         if self._scaling is not None:
             noise = self._scaling.learnt(noise, total["noise"])
             # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
             progress = first(start["progress"]) + alpha * total["gains"][2] / total["weight"]
             merged |= {"noise": lift(noise), "progress": lift(progress)}
-            steps = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
+            steps = counts.sum()
             report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
             report.append(noise.base_batch_size)
         return merged, total["table"], jnp.stack(report)
 
-    def _gradients(self, start: Any, end: Any, measured: Any, host: Any, alpha: Any) -> tuple[Any, Any, Any]:
-        del alpha  # the mean gradient over all examples is exact: there is nothing to correct
+    def _gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         sums = measured["sums"]
         params = first(start["params"])
         statistics, finish = self._statistics(start, end, sums[0, 0])
@@ -268,7 +269,7 @@ class Merge:
             "model_state": lift(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
-        report = jnp.zeros(2, jnp.float32)
+        report = jnp.zeros(5, jnp.float32)
         if scaled:
             progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
             merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}
@@ -280,6 +281,11 @@ class Merge:
 def _square_norm(tree: Any) -> Any:
     squares = [jnp.sum(jnp.square(jnp.abs(x)), dtype=jnp.float32) for x in jax.tree.leaves(tree) if is_float(x)]
     return jnp.sum(jnp.stack(squares))
+
+
+def _fednova_step(counts: Any) -> Any:
+    """The step length of :func:`~jaxche.merge_weights`, each replica with the share of its steps."""
+    return (counts > 0).sum() * jnp.square(counts).sum() / jnp.square(counts.sum())
 
 
 def _one_row_each(table: np.ndarray) -> np.ndarray:

@@ -14,8 +14,22 @@ from jax.sharding import PartitionSpec as P
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 
 
-class Place(Protocol):
-    """What local programs, the clock and the merge need to know of a replica's devices.
+class Home(Protocol):
+    """What the clock needs to know of a replica's devices.
+
+    Attributes:
+      devices: all of them, in two axes.
+    """
+
+    devices: np.ndarray
+
+    def put(self, batch: Any) -> Any:
+        """A batch as the compiled step takes it."""
+        ...
+
+
+class Place(Home, Protocol):
+    """What local programs and the merge need to know of a replica's devices.
 
     Trees of arrays have a leading axis of 1, the replica's row of the ``[R, ...]`` view; trees inside programs do not,
     unless they are called named trees.
@@ -25,7 +39,6 @@ class Place(Protocol):
       compiler_options: of its programs.
     """
 
-    devices: np.ndarray
     compiler_options: Any
 
     def laid_out(self, params: Any) -> Place:
@@ -64,17 +77,13 @@ class Place(Protocol):
         """A named tree from its pieces, a sequence over this process's devices for each leaf of ``tree``."""
         ...
 
-    def put(self, batch: Any) -> Any:
-        """A batch as the compiled step takes it."""
-        ...
 
-
-def is_local(place: Place) -> bool:
+def is_local(place: Home) -> bool:
     """Whether some of its devices belong to this process."""
     return any(d.process_index == jax.process_index() for d in place.devices.flat)
 
 
-def spans_processes(place: Place) -> bool:
+def spans_processes(place: Home) -> bool:
     """Whether several processes drive it together."""
     return len({d.process_index for d in place.devices.flat}) > 1
 

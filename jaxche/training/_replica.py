@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ from jaxche.averaging import sum_dtype
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._data import Feed
 from jaxche.training._memory import round_memory
-from jaxche.training._place import Place, first, lift, spans_processes
+from jaxche.training._place import Home, Place, first, lift, spans_processes
 from jaxche.training._scaling import Scaling, Worth
 
 # Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
-# of steps does not put hundreds of batches on the device at once.
+# of steps does not put hundreds of batches on the device at once. In short rounds an eighth of the round: a replica
+# that has run out of time cannot take back what is in flight.
 _IN_FLIGHT = 8
 
 _PLAIN = Worth()
@@ -38,6 +39,21 @@ class Local(NamedTuple):
     outer_state: Any
     noise: Any = None
     progress: Any = None
+
+
+class Programs(Protocol):
+    """What a replica runs: ``begin(local, index, worth)`` makes the carry of a round, from which steps go on."""
+
+    @property
+    def begin(self) -> Callable[[Local, Any, Worth], dict[str, Any]]: ...
+
+    def constants(self, local: Local) -> Local:
+        """What a step reads of the start of the round, and never writes."""
+        ...
+
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
+        """The step for batches of these shapes: ``step(start, carry, batch) -> (carry, loss)``."""
+        ...
 
 
 class LocalPrograms:
@@ -78,7 +94,6 @@ class LocalPrograms:
         self.step = jax.jit(step, donate_argnums=1, compiler_options=place.compiler_options)
 
     def constants(self, local: Local) -> Local:
-        """What a step reads of the start of the round, and never writes."""
         gradients, scaling = self._average == "gradients", self._scaling
         return Local(
             local.params if gradients else None,
@@ -88,6 +103,9 @@ class LocalPrograms:
             None if scaling is None or scaling.solo else local.noise,
             local.progress,
         )
+
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
+        return self.step.lower(start, carry, batch).compile()
 
     def _begin(self, local: Local, index: Any, worth: Worth) -> dict[str, Any]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
@@ -179,7 +197,7 @@ class PaceError(ValueError):
 class Replica:
     """One replica of this process: its place, its compiled steps, its clock."""
 
-    def __init__(self, rank: int, place: Place, programs: LocalPrograms, pace_ms: float | None):
+    def __init__(self, rank: int, place: Home, programs: Programs, pace_ms: float | None):
         self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
         self._executables: dict[Any, Any] = {}
         self._stand_in: Any = None
@@ -196,8 +214,7 @@ class Replica:
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
-            lowered = self._programs.step.lower(self._programs.constants(local), carry, batch)
-            self._executables[key] = lowered.compile()
+            self._executables[key] = self._programs.compile(self._programs.constants(local), carry, batch)
             self.compilations += 1
         return self._executables[key], batch
 
@@ -229,15 +246,25 @@ class Replica:
                 f"give it at least {enough:g} ms, e.g. pace_ms={enough:g}, or make the model or the batch smaller"
             )
 
-    def run(self, local: Local, feed: Iterable[Any], index: int, worth: Worth = _PLAIN) -> Outcome:
-        """Take one step on each batch of ``feed``; never raises, so that a failing replica still meets the others."""
+    def run(
+        self, local: Local, feed: Iterable[Any], index: int, worth: Worth = _PLAIN, limit_ms: float | None = None
+    ) -> Outcome:
+        """Take one step on each batch of ``feed``, or as many as begin within ``limit_ms``, at least one.
+
+        Never raises, so that a failing replica still meets the others.
+        """
         carry = self.begin(local, index, worth)
         constants = self._programs.constants(local)
         losses: list[Any] = []
-        steps = 0
+        steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
+        # The processes of one island take the same steps.
+        if limit_ms is not None and isinstance(feed, Feed) and not spans_processes(self.place):
+            in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
         start = due = time.perf_counter()
         try:
             for batch in self._gapless(feed):
+                if steps and time.perf_counter() - start > limit_s:
+                    break
                 before, clock = self.compilations, time.perf_counter()
                 step, batch = self._executable(local, carry, batch)
                 if self.compilations != before:
@@ -249,10 +276,10 @@ class Replica:
                     due = max(due + self._pace_ms / 1e3, time.perf_counter())
                     time.sleep(max(0.0, due - time.perf_counter()))
                 losses.append(loss)
-                if len(losses) == _IN_FLIGHT:
+                if len(losses) == in_flight:
                     # Waiting costs a wake-up of this thread: once for half of them, not once a step.
-                    losses[_IN_FLIGHT // 2 - 1].block_until_ready()
-                    del losses[: _IN_FLIGHT // 2]
+                    losses[in_flight // 2 - 1].block_until_ready()
+                    del losses[: in_flight // 2]
             jax.block_until_ready(carry)
             if self._unread:
                 raise self._unread.pop()

@@ -108,9 +108,7 @@ class Scaling:
 
     def watch(self, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """The single replica's update of the noise scale."""
-        noise = self._based(noise)
-        sums = noise_scale.local_sums(noise, grads, examples, opt_state=seen)
-        return noise_scale.update_from_sums(noise, sums, grads, opt_state=seen)
+        return noise_scale.update_from_one(self._based(noise), grads, examples, opt_state=seen)
 
     def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
         """What the scaled optimizer wants to know for an update on so many examples."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import jax
@@ -29,8 +30,10 @@ class ReplicaState:
       correction: divergence correction (policy ``async``).
       round: number of rounds done.
       epoch: epoch of the next batch.
-      cursor: index of the next batch in its epoch. ``(epoch, cursor, seed)`` is the whole place in the data.
+      cursor: index of the next batch in its epoch. ``(epoch, cursor, owed, seed)`` is the whole place in the data.
       sync_ms: what the last merge cost this process, beyond waiting.
+      owed: batches before the cursor that nobody has trained on, because a replica ran out of time: ``(epoch, start,
+        stop)``. They come first in the next rounds.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -48,6 +51,7 @@ class ReplicaState:
     epoch: int = 0
     cursor: int = 0
     sync_ms: float = 0.0
+    owed: tuple[tuple[int, int, int], ...] = ()
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property
@@ -72,6 +76,14 @@ class ReplicaState:
         return f"ReplicaState({place}, parameters={count:,}, local_replicas={len(self.locals)}, che={self.che})"
 
 
+class Stop(IntEnum):
+    """Why a run ends after a round; where ranks differ, the larger counts."""
+
+    NO = 0
+    ASKED = 1
+    PREEMPTED = 2
+
+
 @dataclass(frozen=True)
 class RoundInfo:
     """One round, as every host saw it.
@@ -81,6 +93,7 @@ class RoundInfo:
       epoch: epoch of its first batch.
       cursor: index of its first batch in that epoch.
       counts: local steps per replica.
+      planned: those it was to take; a replica that takes twice the planned time stops earlier.
       weights: merge weight per replica (share of the examples when gradients are averaged).
       wall_ms: time each replica took for its steps.
       sync_ms: cost of the merge beyond waiting for the slowest.
@@ -92,7 +105,7 @@ class RoundInfo:
       examples: examples trained on.
       anchor: the cadence's anchor in this round (0 without one).
       verdict: what the divergence guard said: calm, suppress or nudge.
-      last: whether some replica asked to stop after this round.
+      stop: 1 if some process asked to stop after this round, 2 if one is being preempted, else 0.
       noise: critical batch size in examples, where noise and signal of the gradient are equal (nan until it is
         known, and when learning rates are not scaled).
       gain: steps on the base batch that a step of this round was worth: the one update when gradients are averaged,
@@ -118,6 +131,7 @@ class RoundInfo:
     epoch: int
     cursor: int
     counts: tuple[int, ...]
+    planned: tuple[int, ...]
     weights: tuple[float, ...]
     wall_ms: tuple[float, ...]
     sync_ms: float
@@ -129,7 +143,7 @@ class RoundInfo:
     examples: int
     anchor: int
     verdict: str
-    last: bool = False
+    stop: int = 0
     noise: float = math.nan
     gain: float = 1.0
     lr_factor: float = 1.0

@@ -16,10 +16,18 @@ _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
 _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(3))
 
 
-def host_row(plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, stop: bool) -> list[float]:
+def host_row(plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, stop: int) -> list[float]:
     """What a replica adds to the table from the host's side, in the order of ``HOST_COLUMNS``."""
     failed = outcome.error is not None
-    return [plan.counts[rank], outcome.wall_ms, last_sync_ms, failed, stop, *plan.digest_halves()]
+    # The count weighs what is merged; where a step failed nothing is.
+    return [
+        plan.counts[rank] if failed else outcome.steps,
+        outcome.wall_ms,
+        last_sync_ms,
+        failed,
+        stop,
+        *plan.digest_halves(),
+    ]
 
 
 class Table:
@@ -31,6 +39,11 @@ class Table:
 
     def _host(self, name: str) -> np.ndarray:
         return self._numbers[:, _COLUMN[name]]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Steps each replica took, fewer than planned where its time was up."""
+        return tuple(int(n) for n in self._host("count"))
 
     @property
     def wall_ms(self) -> tuple[float, ...]:
@@ -46,8 +59,8 @@ class Table:
         return float(np.median(self._host("last_sync_ms")))
 
     @property
-    def stop(self) -> bool:
-        return bool(self._host("stop").any())
+    def stop(self) -> int:
+        return int(self._host("stop").max())
 
     @property
     def examples(self) -> np.ndarray:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES, merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, plan_round
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, limit_lead, plan_round
+from jaxche.protocols import Partitioned
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import NoShard, ShardingStrategy, as_loss
+from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
     check_params,
     check_unscaled,
@@ -33,14 +36,20 @@ from jaxche.training._history import History
 from jaxche.training._learn import learn
 from jaxche.training._place import Device
 from jaxche.training._scaling import Scaling, Worth
-from jaxche.training._state import ReplicaState, RoundInfo
+from jaxche.training._staged import StagedEngine, checked_stages
+from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._table import Table, host_row
+from jaxche.training._watched import beat, tell
 
 # The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
 
 # Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
 _SOLO_ROUND = 50
+
+
+# Rounds may be a few milliseconds long, and a hiccup of the machine is no reason to cut one short.
+_LEAST_PATIENCE_MS = 200.0
 
 
 class Trainer:
@@ -55,7 +64,8 @@ class Trainer:
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss`` or ``(loss, metrics)``, the loss a mean over the batch, metrics a
         dict of scalars. It gets ``rng=`` (a key of its own for every batch) and ``model_state=`` if it names them;
-        with the latter it returns ``(loss, (metrics, new_model_state))``.
+        with the latter it returns ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with
+        ``Direct`` or ``Pipeline``: every replica is then a pipeline of its own, and parameters are one entry a stage.
       tx: any ``optax.GradientTransformation``. Each replica has its own state of it.
       policy: when replicas meet, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch,
         ``"cadence"`` when the slowest has done ``anchor`` batches, ``"async"`` the same with divergence correction
@@ -71,7 +81,8 @@ class Trainer:
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default every device
         is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other sharding strategies all
-        devices of a process together.
+        devices of a process together. Of a model in stages each is a list of devices, one a stage, and stages meet
+        those of the other replicas one by one; by default the devices of each process in a row.
       strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
         Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
         gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
@@ -109,7 +120,7 @@ class Trainer:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[..., Any] | Partitioned,
         tx: optax.GradientTransformation,
         policy: ApplyPolicy | str = ApplyPolicy.CADENCE,
         che: ElChe | None = None,
@@ -117,7 +128,7 @@ class Trainer:
         merge: str = "steps",
         opt_state: str = "local",
         outer: optax.GradientTransformation | None = None,
-        replicas: Sequence[Device | Mesh] | None = None,
+        replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
         strategy: ShardingStrategy | None = None,
         backend: str = "auto",
         seed: int = 0,
@@ -142,8 +153,11 @@ class Trainer:
                 "nothing to act on; leave them out or write average='parameters'"
             )
         checked_scaling(scaling, base_batch_size, tx, opt_state)
-        strategy = strategy or NoShard()
-        places = checked_places(replicas, strategy)
+        staged = isinstance(loss_fn, Partitioned)
+        if staged:
+            places = checked_stages(loss_fn, replicas, strategy, scaling)
+        else:
+            places = checked_places(replicas, strategy or NoShard())
         self.world_size = len(places)
         if che is not None and che.world_size != self.world_size:
             raise ValueError(
@@ -161,20 +175,23 @@ class Trainer:
         host = backend == "host" or (
             backend == "auto" and len({d.device_kind for p in places for d in p.devices.flat}) > 1
         )
-        self._engine = Engine(as_loss(loss_fn), tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
+        loss: Any = loss_fn if staged else as_loss(loss_fn)
+        settings: tuple[Any, ...] = (loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
+        self._engine = StagedEngine(*settings) if staged else Engine(*settings)
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,
             "merge": merge,
             "opt_state": opt_state,
             "seed": str(seed),
-            "strategy": repr(strategy),
+            "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
             "che": hashlib.sha256(repr(che and che.to_dict()).encode()).hexdigest()[:12],
         }
-        self._stop = False
+        self.seed = seed
+        self._stop = Stop.NO
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None) -> ReplicaState:
@@ -195,20 +212,22 @@ class Trainer:
         shapes = jax.eval_shape(params) if callable(params) else params
         check_params(shapes)
         check_unscaled(self._tx, shapes)
+        if model_state is not None and isinstance(self._engine, StagedEngine):
+            raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         locals_ = self._engine.place(params, model_state)
         return ReplicaState(locals_, self._che, DivergenceCorrection(), _view=self._engine.view)
 
     def params(self, state: ReplicaState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return _first_row(state.locals[0].params)
+        return self._engine.first_row(state.locals[0].params)
 
     def model_state(self, state: ReplicaState) -> Any:
         """The merged model state, one plain pytree."""
-        return _first_row(state.locals[0].model_state)
+        return self._engine.first_row(state.locals[0].model_state)
 
     def noise(self, state: ReplicaState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
-        return _first_row(state.locals[0].noise)
+        return self._engine.first_row(state.locals[0].noise)
 
     def round(
         self, state: ReplicaState, data: Any, counts: Sequence[int] | None = None
@@ -221,7 +240,7 @@ class Trainer:
           state: from :meth:`init` or an earlier round.
           data: ``len(data)`` batches, ``data[i]`` a pytree of arrays with a leading batch axis; if it has
             ``.epoch(e)``, that sequence is used for epoch ``e``.
-          counts: local steps per replica, instead of the cadence's: replays a recorded round.
+          counts: local steps per replica, instead of the cadence's, and no limit on their time.
 
         Returns:
           ``(state, info)``.
@@ -242,6 +261,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         dry_run: bool = False,
+        checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     ) -> tuple[ReplicaState, History]:
         """Train for some epochs; :func:`jaxche.training.fit` tells more of the arguments.
 
@@ -252,15 +272,45 @@ class Trainer:
           callbacks: called with ``(state, info)`` after every round; one that returns something true stops training.
           progress: show a bar on rank 0.
           dry_run: compile and run one batch a replica and one merge, and return the state unchanged.
+          checkpoints: a folder, or :class:`~jaxche.Checkpoints`: save there, and go on from what is there.
 
         Returns:
           ``(state, history)``.
         """
-        return fit(self, state, data, epochs, callbacks, progress, dry_run)
+        return fit(self, state, data, epochs, callbacks, progress, dry_run, checkpoints)
 
-    def request_stop(self) -> None:
+    def replay(self, state: ReplicaState, data: Any, history: Iterable[RoundInfo]) -> tuple[ReplicaState, History]:
+        """Run recorded rounds again: the same batches on the same replicas, whatever time they take now.
+
+        On the same devices the result is the recorded run's, bit for bit.
+
+        Args:
+          state: where the recorded run began.
+          data: what it was trained on.
+          history: its rounds, e.g. ``History.from_json(Path("history.jsonl"))``.
+
+        Returns:
+          ``(state, history)`` of the run made again.
+
+        Raises:
+          ValueError: a record that does not begin at the state's place, or is of another number of replicas.
+        """
+        again = History()
+        for info in history:
+            epoch, start, _ = (state.owed or ((state.epoch, state.cursor, 0),))[0]
+            if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
+                raise ValueError(
+                    f"history has round {info.round} at batch {info.cursor} of epoch {info.epoch}, but the state is at "
+                    f"round {state.round}, batch {start} of epoch {epoch}; start from the state that the record began "
+                    "at, e.g. state = trainer.init(params), and give the same data"
+                )
+            state, info = self._round(state, data, counts=info.planned, done=info.counts)
+            again.append(info)
+        return state, again
+
+    def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop together: the next round's merge tells them."""
-        self._stop = True
+        self._stop = max(self._stop, stop)
 
     def measure_rates(self, state: ReplicaState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
         """Batches per second of every replica, all running at once and nobody waiting: the bound of any cadence.
@@ -303,6 +353,11 @@ class Trainer:
     ) -> RoundPlan:
         if counts is not None:
             return self._forced_plan(state, size, counts)
+        if state.owed:
+            epoch, start, stop = state.owed[0]
+            wanted = state.che.batch_counts if state.che else (1,) * self.world_size
+            wanted = limit_lead(wanted, state.che.max_batch_diff if state.che else None)
+            return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
         if state.che is None:
             counts = (_SOLO_ROUND,)
         else:
@@ -325,8 +380,9 @@ class Trainer:
                 f"counts={tuple(counts)} has {len(counts)} entries for {self.world_size} replicas; "
                 "give each its number of steps, at least one in all"
             )
-        left = sum(counts) if self.policy is ApplyPolicy.ASYNC else size - state.cursor
-        return RoundPlan(state.round, state.epoch, state.cursor, clamp_counts(counts, left), size)
+        epoch, start, stop = (state.owed or ((state.epoch, state.cursor, size),))[0]
+        left = sum(counts) if self.policy is ApplyPolicy.ASYNC and not state.owed else stop - start
+        return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
 
     def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]
@@ -336,6 +392,11 @@ class Trainer:
             "batches": str(plan.epoch_size),
         }
 
+    def _tell(self, info: RoundInfo) -> None:
+        """Tell those who watch over this process of a round."""
+        beat()
+        tell(info, self._engine.ranks, self._engine.merged_bytes)
+
     def _round(
         self,
         state: ReplicaState,
@@ -343,25 +404,27 @@ class Trainer:
         counts: Sequence[int] | None = None,
         last_epoch: int | None = None,
         ahead: bool = False,
+        done: Sequence[int] | None = None,
     ) -> tuple[ReplicaState, RoundInfo]:
         plan = self._plan(state, checked_length(data), counts, last_epoch)
         self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
         clock = time.perf_counter()
         weights, alpha = merge_weights(self.merge, plan.counts)
         worth = Worth(effective_replicas(weights, plan.counts, alpha), alpha)
-        outcomes = self._engine.run(state.locals, data, plan, worth)
+        limit_ms = _limit_ms(state.che, plan) if counts is None else None
+        outcomes = self._engine.run(state.locals, data, plan, worth, done, limit_ms)
         epoch, cursor = plan.end
-        if ahead and (last_epoch is None or epoch < last_epoch):
+        if ahead and not state.owed and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.anticipate(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
+        stop, self._stop = self._stop, Stop.NO
         rows = np.array(
             [
-                host_row(plan, rank, outcome, state.sync_ms, self._stop)
+                host_row(plan, rank, outcome, state.sync_ms, stop)
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )
-        self._stop = False
-        merged = self._engine.merge(state.locals, outcomes, rows, alpha)
+        merged = self._engine.merge(state.locals, outcomes, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)
         table.refuse_bad(state, plan, self._engine.ranks, outcomes)
@@ -371,4 +434,9 @@ class Trainer:
         return learn(state, plan, merged, table, self.policy, rule, sync_ms)
 
 
-_first_row = jax.jit(lambda tree: jax.tree.map(lambda x: x[0], tree))
+def _limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
+    """When a replica stops short of its plan: it holds up the others by the length of one round, not more."""
+    if che is None or not all(che.ms_per_batch):
+        return None
+    expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
+    return expected + max(expected, _LEAST_PATIENCE_MS)

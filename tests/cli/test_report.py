@@ -29,6 +29,7 @@ def info(world, steps=10):
         epoch=99,
         cursor=0,
         counts=(steps,) * world,
+        planned=(steps,) * world,
         weights=(1 / world,) * world,
         wall_ms=tuple(1000.0 + rank for rank in range(world)),
         sync_ms=12345.6,

@@ -15,12 +15,12 @@ from jaxche.training import History
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def run(folder, *words):
+def run(folder, *words, path=()):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAXCHE_", "SLURM_", "OMPI_"))}
     return subprocess.run(
         [sys.executable, "-m", "jaxche", "train", *words],
         cwd=folder,
-        env=clean | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env=clean | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},
         capture_output=True,
         text=True,
         timeout=150,
@@ -32,7 +32,8 @@ def run(folder, *words):
 def trained(tmp_path_factory):
     """One epoch on digits; its last batch is smaller than the others."""
     folder = tmp_path_factory.mktemp("train")
-    return folder, run(folder, "--task", "digits", "--epochs", "1", "--batch-size", "28", "--name", "mine")
+    words = ("--task", "digits", "--epochs", "1", "--batch-size", "28", "--name", "mine", "--checkpoint-every", "3")
+    return folder, run(folder, *words)
 
 
 def test_it_says_what_happened(trained):
@@ -62,6 +63,40 @@ def test_every_round_is_on_file(trained):
     assert result["arguments"]["batch_size"] == 28
     assert {"jaxche", "jax", "flax", "python"} <= set(result["versions"])
     assert (folder / "runs/mine/history.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_is_replayed_bit_for_bit(trained):
+    folder, _ = trained
+    done = run(folder, "--replay", "runs/mine")
+    assert done.returncode == 0, done.stderr
+    assert "the same parameters, bit for bit" in done.stdout
+    done = run(folder, "--replay", "runs/other")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--replay runs/other: there is no result.json" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
+    # Rank 1 dies once, after its third round.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "if os.environ.get('JAXCHE_PROCESS_ID') == '1' and os.environ['JAXCHE_RESTART'] == '0':\n"
+        "    from jaxche.cli._watch import Watch\n"
+        "    call = Watch.__call__\n"
+        "    def die(self, state, info):\n"
+        "        call(self, state, info)\n"
+        "        if info.round == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    Watch.__call__ = die\n"
+    )
+    words = ("--task", "digits", "--epochs", "2", "--pace", "15,30", "--name", "long", "--max-restarts", "2")
+    done = run(tmp_path, *words, path=[tmp_path])
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was ended by SIGKILL" in done.stderr
+    assert "restart 1 of 2" in done.stderr
+    history = History.from_json(tmp_path / "runs/long/history.jsonl")
+    assert [info.round for info in history] == list(range(len(history)))
+    assert sum(info.examples for info in history) == 2 * 1440
+    assert done.stdout.count("\n     0      1 ") == 1  # it did not begin anew
 
 
 def test_plain_orbax_restores_the_parameters(trained):

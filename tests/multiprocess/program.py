@@ -114,6 +114,22 @@ class Torn:
         return self._data[i]
 
 
+def loud(problem, factor):
+    def loss(params, batch, rng, model_state):
+        loss, rest = problem.loss(params, batch, rng, model_state)
+        return loss * factor, rest
+
+    return loss
+
+
+def different(trainer, problem, data):
+    """What the processes are said to differ in."""
+    try:
+        trainer.round(trainer.init(problem.params, problem.model_state), data)
+    except ValueError as error:
+        return [line.split(":")[0].strip() for line in str(error).splitlines()[1:] if ": process 0" in line]
+
+
 def faults(problem):
     """Everything that goes wrong on one rank, one after the other, in processes that go on living."""
     rank = jax.process_index()
@@ -131,6 +147,15 @@ def faults(problem):
     loss = problem.loss if rank == 0 else lambda params, batch: params["w"]
     other = jaxche.Trainer(loss, optax.adam(0.05))
     seen["loss"] = name_of_error(lambda: other.round(state, problem.data))
+    seen["different"] = {
+        name: different(trainer, problem, data)
+        for name, (trainer, data) in {
+            "tx": (jaxche.Trainer(problem.loss, optax.adam(0.05 + rank)), problem.data),
+            "loss": (jaxche.Trainer(loud(problem, 1 + rank), optax.adam(0.05)), problem.data),
+            "che": (jaxche.Trainer(problem.loss, optax.adam(0.05), che=jaxche.ElChe(2, 3 + rank)), problem.data),
+            "data": (jaxche.Trainer(problem.loss, optax.adam(0.05)), [problem.data[i] for i in range(5 + rank)]),
+        }.items()
+    }
     paced = jaxche.Trainer(problem.loss, optax.adam(0.05), pace_ms=(50, 1e-3))
     seen["pace"] = name_of_error(lambda: paced.round(state, problem.data))
 

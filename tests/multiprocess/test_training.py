@@ -85,6 +85,8 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp
     assert "ranks [1]" in zero["plan"][1]
     assert zero["after"] == one["after"] == [0, True]
     assert zero["seed"][0] == one["seed"][0] == "ValueError"
+    names = {"tx": ["code of tx"], "loss": ["code of loss_fn"], "che": ["che"], "data": ["batches"]}
+    assert zero["different"] == one["different"] == names
     assert zero["loss"][0] == "RankError"
     assert one["loss"][0] == "ValueError"
     assert zero["pace"][0] == "RankError"

@@ -28,6 +28,7 @@ class Twin:
     def update(self, grads, sizes):
         grads, sizes = np.asarray(grads, np.float64), np.asarray(sizes, np.float64)
         if not np.all(np.isfinite(grads)):
+            self.previous = None  # what comes next has no gradient before it
             return
         total, r = sizes.sum(), len(sizes)
         if r == 1:
@@ -279,6 +280,34 @@ def test_an_idle_replica_may_hold_anything():
     got = under_jit(noise, grads, jnp.array([8, 0, 16]))
     wanted = noise_scale.update(noise, grads[jnp.array([0, 2])], [8, 16])
     np.testing.assert_allclose(got.var, wanted.var, rtol=1e-6)
+
+
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_one_contributor_alone_learns_what_one_of_several_would(preconditioned):
+    params = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(4), "n": jnp.zeros(2, jnp.int32)}
+    tx = optax.adam(0.1)
+    opt_state = tx.init({"a": params["a"], "b": params["b"]}) if preconditioned else None
+    labels = {"a": "x", "b": "y", "n": "y"}
+    alone = noise_scale.init(params, groups=labels, base_batch_size=4, differenced=True)
+    one = jax.jit(lambda n, g, b, s: noise_scale.update_from_one(n, g, b, opt_state=s))
+    stacked = alone
+    for step, size in enumerate((4, 8, 3, 4, 4, 16, 4, 4)):
+        keys = jax.random.split(jax.random.key(step), 2)
+        grads = {"a": jax.random.normal(keys[0], (3, 2)), "b": 1 + jax.random.normal(keys[1], (4,)), "n": params["n"]}
+        if step == 2:
+            grads["b"] = grads["b"].at[1].set(jnp.nan)
+        alone = one(alone, grads, size, opt_state)
+        stacked = noise_scale.update(stacked, jax.tree.map(lambda g: g[None], grads), [size], opt_state=opt_state)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), alone, stacked)
+        if preconditioned and step != 2:
+            with jax.numpy_dtype_promotion("standard"):
+                _, opt_state = tx.update({"a": grads["a"], "b": grads["b"]}, opt_state)
+    assert bool(alone.preconditioned) == preconditioned
+    assert bool(alone.biased)
+    with pytest.raises(ValueError, match="differenced=True"):
+        noise_scale.update_from_one(noise_scale.init(params), grads, 4)
+    with pytest.raises(ValueError, match=r"batch_size=0\.0 must be finite and greater than 0"):
+        noise_scale.update_from_one(alone, grads, 0)
 
 
 def test_one_contributor_left_teaches_nothing():

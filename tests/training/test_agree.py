@@ -2,6 +2,9 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 from jaxche.training import RankError
@@ -42,3 +45,14 @@ def test_differences_are_named_with_who_has_what(monkeypatch):
     assert "merge" not in str(caught.value)
     monkeypatch.undo()
     agree.refuse_differences({"seed": "0"})
+
+
+def test_the_same_code_has_the_same_digest_and_other_code_another():
+    def traced(factor):
+        # relu has a derivative of its own, which is printed with an address.
+        return agree.digest(jax.make_jaxpr(lambda x: factor * jax.nn.relu(x))(jnp.ones(3)))
+
+    assert traced(2.0) == traced(2.0) != traced(3.0)
+    params = {"w": jax.ShapeDtypeStruct((3,), "float32")}
+    digests = [agree.update_digest(tx, params) for tx in (optax.adam(0.1), optax.adam(0.1), optax.adam(0.2))]
+    assert digests[0] == digests[1] != digests[2]

@@ -44,7 +44,7 @@ def test_a_requested_stop_takes_effect_in_the_next_merge(trainer, problem):
             trainer.request_stop()
 
     _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=3, callbacks=[ask], progress=False)
-    assert [info.last for info in history] == [False, False, True]
+    assert [info.stop for info in history] == [0, 0, 1]
 
 
 def test_dry_run_tries_everything_and_changes_nothing(trainer, problem, same):

@@ -16,6 +16,7 @@ def info(round=0, counts=(10, 4), wall=(200.0, 200.0), sync=10.0, loss=1.0, loss
         epoch=0,
         cursor=14 * round,
         counts=counts,
+        planned=counts,
         weights=(10 / 14, 4 / 14),
         wall_ms=wall,
         sync_ms=sync,

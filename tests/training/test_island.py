@@ -126,7 +126,7 @@ def test_the_merge_sends_pieces_between_islands_only(devices):
     trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy)
     engine = trainer._engine
     carries = [r.begin(local, 0) for r, local in zip(engine._replicas, state.locals, strict=True)]
-    arguments = engine._merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32), 1.0)
+    arguments = engine._merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))
     text = engine._merge._program.lower(*arguments).compile().as_text()
     groups = re.findall(r"= (.*?) all-reduce\(.*?replica_groups=(\S+?),? ", text)
     across = [sizes for sizes, group in groups if group.startswith("{{0,4},{1,5},{2,6},{3,7}}")]

@@ -18,7 +18,7 @@ def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
     carries = [r.begin(local, 0) for r, local in zip(replicas, state.locals, strict=True)]
-    arguments = merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32), 1.0)
+    arguments = merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))
     text = merge._program.lower(*arguments).as_text()
     assert text.count("stablehlo.all_reduce") == 1
     assert "all_gather" not in text

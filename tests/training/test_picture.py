@@ -17,6 +17,7 @@ def history(world, rounds=6, **more):
         "epoch": 0,
         "cursor": 0,
         "counts": counts,
+        "planned": counts,
         "weights": (1 / world,) * world,
         "wall_ms": tuple(100.0 - i for i in range(world)),
         "sync_ms": 5.0,

@@ -1,0 +1,248 @@
+"""Checkpoints of a run: what a user asks for, and where they are in a folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxche.training._agree import gather_json, raise_everywhere
+from jaxche.training._history import History
+from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
+from jaxche.training._state import ReplicaState, RoundInfo
+
+if TYPE_CHECKING:
+    from jaxche.training._trainer import Trainer
+
+_log = logging.getLogger("jaxche")
+
+# Of what is in a checkpoint and where. A folder of another format is refused.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where and how often a run is saved; ``trainer.fit(..., checkpoints=...)`` goes on from the newest complete one.
+
+    A checkpoint holds the merged parameters and model state, every replica's optimizer state, the outer optimizer's,
+    noise and progress, the cadence, and the place in the data. Saving copies the arrays and writes while training goes
+    on, and the next one waits for it: what a run can lose is the round it is in and the one before. A checkpoint that
+    was not finished does not count. In a run of many processes all of them write, into one folder that all see.
+
+    Training goes on bit for bit where there are as many replicas as before. With another number, each starts with the
+    mean of the saved optimizer states (of what is not a float, the first replica's), and the cadence measures anew
+    from the saved anchor. No batch is trained on twice or left out: the place in the data does not depend on who reads.
+
+    Plain Orbax opens the parameters: ``ocp.StandardCheckpointer().restore(folder / "12" / "params")``. The record of
+    the rounds is beside them, in ``history.jsonl``.
+
+    Args:
+      folder: for the checkpoints of one run.
+      every: rounds between two of them. The last round, and one that a stop was asked for in, is always saved.
+      keep: how many of the newest to keep.
+
+    Raises:
+      ValueError: ``every`` or ``keep`` below 1.
+
+    References:
+      Orbax, ``CheckpointManager``.
+
+    Example:
+      >>> import tempfile, jaxche, jax.numpy as jnp, numpy as np, optax
+      >>> data = jaxche.Batches(np.ones((12, 2), np.float32), batch_size=2)
+      >>> def train(folder):
+      ...     trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.adam(0.1), policy="sync")
+      ...     state = trainer.init(jnp.zeros(2))
+      ...     return trainer.fit(state, data, epochs=2, progress=False, checkpoints=jaxche.Checkpoints(folder, every=3))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     state, history = train(folder)
+      ...     again, record = train(folder)  # finds all done
+      >>> again.epoch, len(record) == len(history), bool(jnp.all(again.params == state.params))
+      (2, True, True)
+    """
+
+    folder: str | os.PathLike[str]
+    every: int = 1
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1; write {name}=3")
+
+
+class Keeper:
+    """Saves a run and finds it again. All processes of a run make the same calls.
+
+    Args:
+      asked: what the user wants.
+      trainer: whose states are kept.
+      batches: in an epoch.
+
+    Raises:
+      ImportError: Orbax is missing.
+      ValueError: a folder that some process cannot write.
+    """
+
+    def __init__(self, asked: Checkpoints, trainer: Trainer, batches: int):
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise ImportError("checkpoints need Orbax: pip install 'jaxche[checkpoints]'") from error
+        self._ocp, self._asked, self._trainer, self._batches = ocp, asked, trainer, batches
+        self._folder = Path(asked.folder).resolve()
+        error = None
+        try:
+            refuse_unwritable(self._folder)
+        except ValueError as e:
+            error = e
+        raise_everywhere(error, jax.process_index(), "the preparation of checkpoints")
+        self._manager = self._open()
+        self._record = self._folder / "history.jsonl"
+
+    def _open(self) -> Any:
+        options = self._ocp.CheckpointManagerOptions(max_to_keep=self._asked.keep, cleanup_tmp_directories=True)
+        return self._ocp.CheckpointManager(self._folder, options=options)
+
+    def resume(self, state: ReplicaState) -> tuple[ReplicaState, History]:
+        """The newest state that can be read, if it is further than the one given, and its record.
+
+        Raises:
+          ValueError: checkpoints of another model, data, seed or version.
+        """
+        seen = gather_json(sorted(self._manager.all_steps()))
+        if any(steps != seen[0] for steps in seen):
+            raise ValueError(
+                f"checkpoints={str(self._folder)!r}: processes see different checkpoints there ({seen}); give a "
+                "folder that all machines share"
+            )
+        for step in reversed(seen[0]):
+            if step <= state.round:
+                break
+            restored = self._restore(step, state)
+            if restored is not None:
+                return restored, self._rewritten(restored.round)
+            # It is in the way of the one this round will write again.
+            self._manager.delete(step)
+        return state, self._rewritten(state.round)
+
+    def _restore(self, step: int, state: ReplicaState) -> ReplicaState | None:
+        """The state of a checkpoint, or None where some process cannot read it."""
+        args, error, refused, restored = self._ocp.args, None, None, None
+        try:
+            meta = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
+            try:
+                self._refuse_other(meta, state)
+            except ValueError as e:
+                refused = e
+        except Exception as e:
+            error = e
+        raise_everywhere(refused, jax.process_index(), f"checkpoint {step}")
+        if self._unreadable(step, error):
+            return None
+        try:
+            restored = self._read(step, meta, state)
+        except Exception as e:
+            error = e
+        return None if self._unreadable(step, error) else restored
+
+    def _unreadable(self, step: int, error: Exception | None) -> bool:
+        said = [text for text in gather_json(None if error is None else f"{type(error).__name__}: {error}") if text]
+        if said:
+            _log.warning("checkpoint %s in %s cannot be read and is left out: %s", step, self._folder, said[0][:300])
+        return bool(said)
+
+    def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
+        """Refuse a checkpoint that this trainer cannot go on from."""
+        where = f"checkpoints={str(self._folder)!r}"
+        import jaxche
+
+        if meta["format"] != _FORMAT:
+            raise ValueError(
+                f"{where} was written by jaxche {meta['jaxche']} in another format, and this is {jaxche.__version__}; "
+                f"write pip install jaxche=={meta['jaxche']}, or give another folder"
+            )
+        wanted = shapes(self._trainer._engine.saved_as(state.locals, meta["rows"]))
+        for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
+            have, want = meta["leaves"].get(path, "missing"), wanted.get(path, "not there")
+            if have != want:
+                raise ValueError(
+                    f"{where} is of another model or optimizer: {path} is {have} in the checkpoint and {want} in this "
+                    "trainer; use the model and tx that it was made with, or give another folder"
+                )
+        for name, want in (("batches", self._batches), ("seed", self._trainer.seed)):
+            if meta[name] != want:
+                raise ValueError(
+                    f"{where} is of a run with {name}={meta[name]}, and this one has {want}; use the same data and "
+                    "seed, or give another folder"
+                )
+
+    def _read(self, step: int, meta: Any, state: ReplicaState) -> ReplicaState:
+        args, engine = self._ocp.args, self._trainer._engine
+        wanted = engine.saved_as(state.locals, meta["rows"])
+        items = {name: args.StandardRestore(item) for name, item in _items(wanted).items()}
+        found = self._manager.restore(step, args=args.Composite(**items))
+        trees = {"params": found.params} | (found.state if "state" in items else {})
+        named = {name: unnested(tree, trees[name]) for name, tree in wanted.items()}
+        return with_numbers(replace(state, locals=engine.unpack(named, state.locals, meta["rows"])), meta)
+
+    def add(self, info: RoundInfo) -> None:
+        """Write a round's line to the record."""
+        if jax.process_index() == 0:
+            with self._record.open("a", encoding="utf8") as file:
+                file.write(History([info]).to_json())
+
+    def due(self, state: ReplicaState) -> bool:
+        """Whether this state is one to save."""
+        return state.round % self._asked.every == 0
+
+    def save(self, state: ReplicaState) -> None:
+        """Save a state, unless it is; returns when the arrays are copied."""
+        if state.round in self._manager.all_steps():
+            return
+        import jaxche
+
+        args, engine = self._ocp.args, self._trainer._engine
+        trees = engine.pack(state.locals)
+        rows = {name: engine.world_size for name in engine.own if name in trees}
+        meta = numbers(state) | {
+            "format": _FORMAT,
+            "jaxche": jaxche.__version__,
+            "rows": rows,
+            "leaves": shapes(trees),
+            "batches": self._batches,
+            "seed": self._trainer.seed,
+        }
+        items = {name: args.StandardSave(item) for name, item in _items(trees).items()}
+        self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+
+    def close(self, kind: Any, error: Any, trace: Any) -> None:
+        """Wait until all is written, at the end of a ``with`` block; but not for processes that have died."""
+        if not isinstance(error, jax.errors.JaxRuntimeError):
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    def _rewritten(self, rounds: int) -> History:
+        """The record of the first so many rounds; what came after them is done again."""
+        text = self._record.read_text(encoding="utf8") if self._record.exists() else ""
+        # A line that a dying process did not finish has no end.
+        lines = text.splitlines(keepends=True)[:rounds]
+        kept = "".join(line for line in lines if line.endswith("\n"))
+        gather_json(None)  # all have read it
+        if jax.process_index() == 0 and kept != text:
+            part = self._record.with_suffix(".part")
+            part.write_text(kept, encoding="utf8")
+            part.replace(self._record)
+        return History.from_json(kept)
+
+
+def _items(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as they are, and all else, if there is any; Orbax saves no empty trees."""
+    rest = {name: nested(tree) for name, tree in trees.items() if name != "params"}
+    return {"params": nested(trees["params"])} | ({"state": rest} if rest else {})

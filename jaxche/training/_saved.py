@@ -1,0 +1,99 @@
+"""What of a run is in a checkpoint, in forms that outlive this program: dicts of arrays, and JSON."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.training._state import ReplicaState
+
+# What is saved of a state besides arrays, by its own names.
+_PLACE = ("round", "epoch", "cursor", "owed", "sync_ms")
+
+
+def nested(tree: Any) -> dict[str, Any]:
+    """Any pytree as dicts of dicts named like its paths: plain Orbax restores it without its classes."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        *folders, name = _names(path)
+        inner = found
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[name] = leaf
+    return found
+
+
+def unnested(like: Any, found: Mapping[str, Any]) -> Any:
+    """The pytree of which :func:`nested` made ``found``, structured as ``like``."""
+
+    def pick(path: Any, _: Any) -> Any:
+        inner: Any = found
+        for name in _names(path):
+            inner = inner[name]
+        return inner
+
+    return jax.tree.map_with_path(pick, like)
+
+
+def shapes(trees: Mapping[str, Any]) -> dict[str, str]:
+    """Shape and dtype of every leaf by its path, e.g. ``{"params/w": "float32[3,2]"}``."""
+    return {
+        "/".join((name, *_names(path))): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for name, tree in trees.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def numbers(state: ReplicaState) -> dict[str, Any]:
+    """What is not an array, as JSON has it."""
+    return {name: getattr(state, name) for name in _PLACE} | {
+        "che": state.che and state.che.to_dict(),
+        "correction": asdict(state.correction),
+    }
+
+
+def with_numbers(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
+    """The state with what :func:`numbers` saved. What was learnt of other replicas is left behind."""
+    che, correction = state.che, state.correction
+    if che is not None and saved["che"] is not None:
+        if saved["che"]["world_size"] == che.world_size:
+            che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()})
+        else:
+            anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
+            che = replace(che, anchor=anchor, batch_counts=())
+        correction = _correction(correction, saved["correction"])
+    return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _PLACE})
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Make the folder, and refuse one in which this process cannot write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"checkpoints={os.fspath(folder)!r} cannot be written ({error.strerror}); give a folder that can, e.g. "
+            "checkpoints='runs/first'"
+        ) from None
+
+
+def _correction(fresh: DivergenceCorrection, saved: Mapping[str, Any]) -> DivergenceCorrection:
+    learnt = {name: _tuples(value) for name, value in saved.items() if name != "guard"}
+    guard: Any = fresh.guard
+    return replace(fresh, guard=replace(guard, **{n: _tuples(v) for n, v in saved["guard"].items()}), **learnt)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("value",)

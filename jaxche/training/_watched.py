@@ -1,0 +1,73 @@
+"""What a fit tells those who watch over its process, and what it hears from them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxche.training._state import RoundInfo
+
+# Set by ``jaxche launch``: a file to touch after every round, one to tell of every round, how often it started anew.
+HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
+
+# As of a process that SIGTERM ended: 128 and the number of the signal.
+PREEMPTED_CODE = 143
+
+
+def beat() -> None:
+    """Show that this process still moves."""
+    if HEARTBEAT in os.environ:
+        Path(os.environ[HEARTBEAT]).touch()
+
+
+def tell(info: RoundInfo, ranks: Sequence[int], merged_bytes: int) -> None:
+    """Append a line of JSON for each local rank to the file of events.
+
+    Args:
+      info: the round.
+      ranks: of this process.
+      merged_bytes: what a replica puts into the merge.
+    """
+    if EVENTS not in os.environ:
+        return
+    lines = [json.dumps(event(info, rank, merged_bytes)) + "\n" for rank in ranks]
+    # One write of whole lines in append mode: processes of one machine do not mix theirs.
+    with open(os.environ[EVENTS], "a", encoding="utf8") as file:
+        file.write("".join(lines))
+
+
+def event(info: RoundInfo, rank: int, merged_bytes: int) -> dict[str, Any]:
+    """One round of one rank."""
+    return {
+        "time": round(time.time(), 3),
+        "event": "round",
+        "rank": rank,
+        "round": info.round,
+        "epoch": info.epoch,
+        "steps": info.counts[rank],
+        "compute_ms": round(info.wall_ms[rank], 3),
+        "wait_ms": round(info.wait_ms[rank], 3),
+        "merge_ms": round(info.sync_ms, 3),
+        "merged_bytes": merged_bytes,
+        "restart": int(os.environ.get(RESTART, 0)),
+    }
+
+
+@contextlib.contextmanager
+def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
+    """Call ``action`` on SIGTERM instead of dying; elsewhere than in the main thread there is no such choice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: action())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,265 @@
+"""What a run survives: faults at random moments in runs of three processes of unequal speeds.
+
+Each run is supervised (``jaxche launch --max-restarts``), saved after every round, and hit by one fault. It has to come
+to its end, with every batch of every epoch trained on exactly once by its record, no more than one finished round done
+again, and a final loss within the spread of undisturbed runs. Two faults cost more by their nature: a torn checkpoint
+is one more that is lost, and a disk that is full keeps none of the rounds of that time.
+
+    python scripts/chaos.py                      # 54 faults, nine of each kind
+    python scripts/chaos.py --faults 6 --seed 1  # one of each kind
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PACES, EPOCHS, BATCHES = (10, 10, 25), 3, 120
+KINDS = ("kill", "stop", "term", "throttle", "disk full", "torn checkpoint")
+# Finished rounds that are done again at most, by kind of fault.
+LOST = {"torn checkpoint": 2, "disk full": None}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=54, help="how many (default 54)")
+    parser.add_argument("--undisturbed", type=int, default=5, help="runs without a fault (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of kinds, ranks and moments (default 0)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(Path(args.worker))
+
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
+        calm = [run(Path(folder) / f"calm{i}", None, rng) for i in range(args.undisturbed)]
+        losses = [one["loss"] for one in calm]
+        low, high = min(losses), max(losses)
+        spread = max(high - low, 1e-3 * high)
+        print(f"undisturbed: loss {low:.5f} to {high:.5f}, {statistics.median(c['seconds'] for c in calm):.1f} s")
+        print("fault            rank round restarts redone seconds     loss  verdict")
+        failed, rows = 0, []
+        for number in range(args.faults):
+            kind = KINDS[number % len(KINDS)]
+            row = run(Path(folder) / str(number), kind, rng)
+            wrong = judge(kind, row, low - spread, high + spread)
+            failed += bool(wrong)
+            rows.append(row)
+            print(
+                f"{kind:16s} {row['rank']:4d} {row['round']:5d} {row['restarts']:8d} {row['redone']:6d} "
+                f"{row['seconds']:7.1f} {row['loss']:8.5f}  {'; '.join(wrong) or 'ok'}",
+                flush=True,
+            )
+    summary(rows)
+    print(f"{args.faults - failed} of {args.faults} runs came through")
+    return 1 if failed else 0
+
+
+def summary(rows: list[dict[str, Any]]) -> None:
+    """A line a kind."""
+    print("\nfault            runs restarts redone   longest wait of another rank")
+    for kind in KINDS:
+        those = [row for row in rows if row["kind"] == kind]
+        if those:
+            restarts, redone = (max(row[name] for row in those) for name in ("restarts", "redone"))
+            wait = max(row["wait_ms"] for row in those)
+            print(f"{kind:16s} {len(those):4d} {restarts:8d} {redone:6d} {wait:27.0f} ms")
+
+
+def judge(kind: str, row: dict[str, Any], low: float, high: float) -> list[str]:
+    """What is wrong with how a run ended."""
+    wrong = []
+    if row["code"] != 0:
+        return [f"exit code {row['code']}: {row['tail']}"]
+    if row["batches"] != sorted((e, i) for e in range(EPOCHS) for i in range(BATCHES)):
+        wrong.append("batches left out or used twice")
+    if not low <= row["loss"] <= high:
+        wrong.append(f"loss outside {low:.5f} to {high:.5f}")
+    allowed = LOST.get(kind, 1)
+    if allowed is not None and row["redone"] > allowed:
+        wrong.append(f"{row['redone']} rounds done again")
+    if kind != "throttle" and kind != "disk full" and not row["restarts"]:
+        wrong.append("no restart: the fault did not hit")
+    return wrong
+
+
+def run(folder: Path, kind: str | None, rng: random.Random) -> dict[str, Any]:
+    """One supervised run, and what befell it."""
+    folder.mkdir()
+    events = folder / "events.jsonl"
+    command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
+    command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(events)]
+    command += [__file__, "--worker", str(folder)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache")}
+    began = time.perf_counter()
+    rank, at = rng.randrange(len(PACES)), 0
+    with (folder / "output").open("w") as output:
+        child = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        try:
+            if kind:
+                at = wait_for_round(events, rng.randrange(2, 8), child)
+                time.sleep(rng.random() * 0.3)
+                FAULTS[kind](pids(events), rank, folder)
+            code = child.wait(timeout=240)
+        except subprocess.TimeoutExpired:
+            child.terminate()
+            code = child.wait(timeout=60)
+    seconds = time.perf_counter() - began
+    told = read(events)
+    rounds = [event for event in told if event["event"] == "round"]
+    tail = (folder / "output").read_text()[-600:]
+    row = {"kind": kind, "rank": rank, "round": at, "code": code, "seconds": seconds, "tail": tail}
+    row |= {"restarts": sum(event["event"] == "restart" for event in told), "redone": redone(rounds)}
+    row["wait_ms"] = max((event["wait_ms"] for event in rounds), default=0.0)
+    done = folder / "done.json"
+    return (
+        row
+        | (json.loads(done.read_text()) if done.exists() else {"loss": float("nan"), "batches": []})
+        | {"batches": batches(folder / "checkpoints" / "history.jsonl")}
+    )
+
+
+def redone(rounds: list[dict[str, Any]]) -> int:
+    """The most finished rounds that a restart did again."""
+    most = 0
+    for restart in range(1, 1 + max((event["restart"] for event in rounds), default=0)):
+        before = [event["round"] for event in rounds if event["restart"] < restart]
+        after = [event["round"] for event in rounds if event["restart"] == restart]
+        if before and after:
+            most = max(most, max(before) + 1 - min(after))
+    return most
+
+
+def batches(record: Path) -> list[tuple[int, int]]:
+    """Every (epoch, index) that was trained on, as the record has it, in order."""
+    found = []
+    for line in record.read_text().splitlines() if record.exists() else []:
+        info = json.loads(line)
+        start = info["cursor"]
+        for planned, done in zip(info["planned"], info["counts"], strict=True):
+            found += [(info["epoch"] + at // BATCHES, at % BATCHES) for at in range(start, start + done)]
+            start += planned
+    return sorted(found)
+
+
+def read(events: Path) -> list[dict[str, Any]]:
+    lines = events.read_text().splitlines() if events.exists() else []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the last one may be in the making
+            found.append(json.loads(line))
+    return found
+
+
+def pids(events: Path) -> dict[int, int]:
+    """Of the ranks that run now."""
+    return {event["rank"]: event["pid"] for event in read(events) if event["event"] == "start"}
+
+
+def wait_for_round(events: Path, wanted: int, child: subprocess.Popen[bytes]) -> int:
+    while child.poll() is None:
+        seen = max((event["round"] for event in read(events) if event["event"] == "round"), default=-1)
+        if seen >= wanted:
+            return seen
+        time.sleep(0.01)
+    raise RuntimeError("the run ended before its fault")
+
+
+def signalled(number: int) -> Callable[..., None]:
+    return lambda pids, rank, folder: os.kill(pids[rank], number)
+
+
+def throttle(pids: dict[int, int], rank: int, folder: Path) -> None:
+    """A quarter of its time, for two seconds."""
+    until = time.monotonic() + 2.0
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.kill(pids[rank], signal.SIGSTOP)
+            time.sleep(0.06)
+            os.kill(pids[rank], signal.SIGCONT)
+            time.sleep(0.02)
+
+
+def disk_full(pids: dict[int, int], rank: int, folder: Path) -> None:
+    """No file of any rank may grow, for a second."""
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids.values()}
+    for pid, (_, hard) in before.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+
+    def lift() -> None:
+        for pid, limits in before.items():
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+    threading.Timer(1.0, lift).start()
+
+
+def torn(pids: dict[int, int], rank: int, folder: Path) -> None:
+    """A rank is killed, and of the newest checkpoint half of each file is left."""
+    os.kill(pids[rank], signal.SIGKILL)
+    time.sleep(0.2)
+    steps = [path for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    newest = max(steps, key=lambda path: int(path.name))
+    for path in files(newest):
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, path.stat().st_size // 2)
+
+
+def files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+FAULTS = {
+    "kill": signalled(signal.SIGKILL),
+    "stop": signalled(signal.SIGSTOP),
+    "term": signalled(signal.SIGTERM),
+    "throttle": throttle,
+    "disk full": disk_full,
+    "torn checkpoint": torn,
+}
+
+
+def worker(folder: Path) -> int:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxche
+
+    jaxche.initialize(timeout_s=60)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCHES * 8, 16)).astype(np.float32)
+    y = np.tanh(x @ rng.normal(size=(16, 4)).astype(np.float32))
+    params = {"hidden": rng.normal(size=(16, 32)).astype(np.float32) * 0.25, "out": np.zeros((32, 4), np.float32)}
+
+    def loss(p: Any, batch: Any) -> Any:
+        return jnp.mean((jnp.tanh(batch["x"] @ p["hidden"]) @ p["out"] - batch["y"]) ** 2)
+
+    data = jaxche.Batches({"x": x, "y": y}, batch_size=8)
+    che = jaxche.ElChe(world_size=jax.device_count(), anchor=4, max_anchor=8, tuner="steady")
+    trainer = jaxche.Trainer(loss, optax.adam(0.01), che=che)
+    checkpoints = jaxche.Checkpoints(folder / "checkpoints")
+    state, _ = trainer.fit(trainer.init(params), data, EPOCHS, progress=False, checkpoints=checkpoints)
+    if jax.process_index() == 0:
+        final = float(loss(trainer.params(state), {"x": x, "y": y}))
+        (folder / "done.json").write_text(json.dumps({"loss": final}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

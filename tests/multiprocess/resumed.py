@@ -1,0 +1,76 @@
+"""A run that is saved, and what befalls it; run by ``jaxche launch``. Each process writes what it ended with."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxche
+
+EPOCHS = 3
+
+
+class Problem:
+    """The same in every process, and in the test."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(96, 5)).astype(np.float32)
+        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
+        self.data = jaxche.Batches({"x": x, "y": y}, batch_size=8, seed=3)
+        self.params = {"w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3, "b": np.zeros(2, np.float32)}
+
+    @staticmethod
+    def loss(params, batch, rng):
+        out = batch["x"] @ params["w"] + params["b"]
+        return jnp.mean((jnp.tanh(out * jax.random.bernoulli(rng, 0.8, out.shape)) - batch["y"]) ** 2)
+
+    def trainer(self, world, **arguments):
+        che = jaxche.ElChe(world_size=world, anchor=2, max_anchor=2, max_batch_diff=0) if world > 1 else None
+        return jaxche.Trainer(self.loss, optax.adam(0.05), che=che, **arguments)
+
+
+def callback(what, round):
+    """What happens in the callback after a round, on rank 1, unless the run was started anew."""
+
+    def call(state, info):
+        if info.round != round or jax.process_index() != 1 or int(os.environ.get("JAXCHE_RESTART", 0)):
+            return False
+        if what in ("KILL", "TERM", "STOP"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+            time.sleep(0.1)  # until it arrives
+        elif what == "error":
+            raise OSError("disk on fire")
+        return what == "stop"
+
+    return call
+
+
+def main(what, round, folder):
+    jaxche.initialize(timeout_s=60)
+    problem = Problem()
+    trainer = problem.trainer(jax.device_count())
+    state, history = trainer.fit(
+        trainer.init(problem.params),
+        problem.data,
+        epochs=EPOCHS,
+        callbacks=[callback(what, int(round))],
+        progress=False,
+        checkpoints=Path(folder) / "checkpoints",
+    )
+    result = {
+        "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),
+        "rounds": [[info.round, info.epoch, info.cursor, info.counts, info.loss] for info in history],
+    }
+    (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

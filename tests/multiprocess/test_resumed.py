@@ -1,0 +1,97 @@
+"""Runs of real processes that stop, die, hang or are preempted, and go on from their checkpoints."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxche.cluster import launch
+
+PROGRAM = Path(__file__).with_name("resumed.py")
+CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def run(folder, what="nothing", round=0, processes=2, **options):
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, str(PROGRAM), what, str(round), str(folder)]
+    code = launch(command, processes, env=CPU, grace_s=2.0, **options)
+    return code, [json.loads(p.read_text()) for p in sorted(folder.glob("[0-9].json"))]
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("resumed", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    code, (zero, one) = run(tmp_path_factory.mktemp("undisturbed"))
+    assert code == 0
+    assert zero == one
+    return zero
+
+
+@pytest.mark.parametrize(("what", "first"), [("stop", 0), ("TERM", 143), ("KILL", 137)])
+def test_a_run_that_ended_early_goes_on_bit_for_bit(undisturbed, tmp_path, what, first):
+    code, results = run(tmp_path, what, 3)
+    assert code == first
+    assert [len(r["rounds"]) for r in results] == ([5, 5] if what == "stop" else [])
+    saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    assert saved in ((3, 4) if what == "KILL" else (5,))
+    code, results = run(tmp_path)
+    assert code == 0
+    assert results == [undisturbed, undisturbed]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_and_one_that_hangs_are_made_up_for(undisturbed, tmp_path):
+    events = tmp_path / "events.jsonl"
+    code, results = run(tmp_path / "dies", "KILL", 2, max_restarts=1, events=events)
+    assert code == 0
+    assert results == [undisturbed, undisturbed]
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    rounds = [event for event in told if event["event"] == "round"]
+    assert {(e["rank"], e["round"]) for e in rounds if e["restart"]} >= {(r, n) for r in (0, 1) for n in range(4, 9)}
+    assert all(e["steps"] == 2 and e["merged_bytes"] == 4 * 12 for e in rounds)
+    code, results = run(tmp_path / "hangs", "STOP", 4, max_restarts=1, hang_timeout_s=20.0)
+    assert code == 0
+    assert results == [undisturbed, undisturbed]
+
+
+def test_another_number_of_processes_goes_on(program, undisturbed, tmp_path, devices):
+    code, _ = run(tmp_path, "stop", 3)
+    assert code == 0
+    code, results = run(tmp_path, processes=3)
+    assert code == 0
+    (zero, one, two) = results
+    assert zero == one == two
+    assert zero["rounds"][:5] == undisturbed["rounds"][:5]
+    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in zero["rounds"] for i in range(sum(counts))]
+    assert read == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    problem = program.Problem()
+    trainer = problem.trainer(3, replicas=devices[:3])
+    state, _ = trainer.fit(
+        trainer.init(problem.params),
+        problem.data,
+        program.EPOCHS,
+        progress=False,
+        checkpoints=tmp_path / "checkpoints",
+    )
+    here = jax.device_get(trainer.params(state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-6), here, dict(zero["params"]))
+
+
+def test_an_error_on_one_rank_keeps_the_checkpoint(undisturbed, tmp_path, capfd):
+    code, _ = run(tmp_path, "error", 4)
+    assert code != 0
+    assert "disk on fire" in capfd.readouterr().err
+    code, results = run(tmp_path)
+    assert code == 0
+    assert results == [undisturbed, undisturbed]

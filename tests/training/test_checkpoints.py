@@ -1,0 +1,287 @@
+"""Saved and found again: bit for bit with the same replicas, correctly with others, past what cannot be read."""
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxche
+from jaxche.sharding import FullShard
+
+
+def lockstep(world=2):
+    return jaxche.ElChe(world_size=world, anchor=2, max_anchor=2, max_batch_diff=0)  # no timing decides
+
+
+def noisy_loss(params, batch, rng, model_state):
+    """Dropout, batch statistics and a counter that each replica advances by itself."""
+    out = batch["x"] @ params["w"] + params["b"]
+    error = jnp.tanh(out * jax.random.bernoulli(rng, 0.8, out.shape)) - batch["y"]
+    after = {"mean": 0.9 * model_state["mean"] + 0.1 * out.mean(0), "steps": model_state["steps"] + 1}
+    return jnp.mean(error**2), ({}, after)
+
+
+@pytest.fixture
+def model_state():
+    return {"mean": np.zeros(2, np.float32), "steps": np.int32(0)}
+
+
+def plain(state):
+    """What the next round depends on, besides measured times."""
+    correction = replace(state.correction, guard=replace(state.correction.guard, mean=0.0))
+    numbers = (correction, state.round, state.epoch, state.cursor)
+    return (state.params, state.opt_state, state.model_state, state.outer_state), numbers
+
+
+def untimed(history):
+    return [replace(info, wall_ms=(), sync_ms=0.0, noise=0.0) for info in history]
+
+
+def stop_after(rounds):
+    return lambda state, info: state.round == rounds
+
+
+CASES = {
+    "own moments": lambda: {"che": lockstep()},
+    "averaged moments, outer": lambda: {
+        "che": lockstep(),
+        "opt_state": "average",
+        "outer": optax.sgd(0.7, momentum=0.9),
+    },
+    "gradients": lambda: {"policy": "sync"},
+    "async": lambda: {"policy": "async", "che": lockstep()},
+    "scaled": lambda: {"che": lockstep(), "scaling": jaxche.AdamScale()},
+    "scaled gradients": lambda: {"policy": "sync", "scaling": jaxche.AdaScale()},
+    "one replica": lambda: {"replicas": jax.devices()[:1]},
+    "one replica, scaled": lambda: {"replicas": jax.devices()[:1], "scaling": jaxche.AdaScale()},
+}
+
+
+@pytest.mark.filterwarnings("ignore:an outer optimizer over only")
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_path, same, case):
+    def run(callbacks=(), **options):
+        knobs = {"replicas": devices[:2]} | CASES[case]()
+        trainer = jaxche.Trainer(noisy_loss, optax.adam(0.05), **knobs)
+        state = trainer.init(problem.params, model_state)
+        return trainer.fit(state, problem.data, epochs=5, progress=False, callbacks=callbacks, **options)
+
+    state, history = run()
+    middle = len(history) // 2
+    left, part = run([stop_after(middle)], checkpoints=tmp_path)
+    assert left.round == len(part) == middle
+    resumed, record = run(checkpoints=tmp_path)
+    same(plain(state)[0], plain(resumed)[0])
+    if resumed.locals[0].noise is not None:
+        same([local.noise for local in state.locals], [local.noise for local in resumed.locals])
+    assert plain(resumed)[1] == plain(state)[1]
+    assert str(untimed(record)) == str(untimed(history))
+    assert record[:middle] == part
+
+
+def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(96, 8)).astype(np.float32)
+    data = jaxche.Batches({"x": x, "y": np.sin(x[:, :2])}, 8)
+    params = {"w": rng.normal(size=(8, 16)).astype(np.float32), "v": np.zeros((16, 2), np.float32)}
+
+    def loss(p, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]) ** 2)
+
+    strategy = FullShard(min_size=1)
+    islands = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
+    wide = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
+
+    def run(callbacks=(), replicas=islands, strategy=strategy, **options):
+        trainer = jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=replicas, strategy=strategy)
+        return trainer.fit(trainer.init(params), data, epochs=2, progress=False, callbacks=callbacks, **options)
+
+    state, _ = run()
+    half, _ = run([stop_after(2)], checkpoints=tmp_path)
+    resumed, _ = run(checkpoints=tmp_path)
+    same(plain(state)[0], plain(resumed)[0])
+    cut = resumed.locals[0].opt_state[0].mu["w"]
+    assert cut.addressable_shards[0].data.size * 2 == cut.size
+    for other in ({"replicas": wide}, {"replicas": devices[:2], "strategy": None}):
+        found, record = run([stop_after(3)], checkpoints=jaxche.Checkpoints(_copy(tmp_path, half.round)), **other)
+        assert [info.round for info in record] == [0, 1, 2]
+        undisturbed, _ = run([stop_after(3)])
+        close(*(jax.device_get(plain(s)[0][:2]) for s in (found, undisturbed)), rtol=2e-5)
+
+
+def _copy(folder, step):
+    """The checkpoints of a folder up to one of them."""
+    to = folder.with_name(f"{folder.name}-{len(list(folder.parent.iterdir()))}")
+    shutil.copytree(folder, to)
+    for found in to.iterdir():
+        if found.name.isdigit() and int(found.name) > step:
+            shutil.rmtree(found)
+    return to
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
+def test_another_number_of_replicas_goes_on_from_the_merged_state(
+    problem, model_state, devices, tmp_path, close, before, after
+):
+    def trainer(world):
+        che = lockstep(world) if world > 1 else None
+        return jaxche.Trainer(noisy_loss, optax.adam(0.05), replicas=devices[:world], che=che)
+
+    def run(trainer, rounds):
+        state = trainer.init(problem.params, model_state)
+        stop = [stop_after(rounds)]
+        return trainer.fit(state, problem.data, epochs=9, callbacks=stop, progress=False, checkpoints=tmp_path)
+
+    first, second = trainer(before), trainer(after)
+    left, part = run(first, 2)
+    found, record = run(second, 3)
+    assert record[:2] == part
+    last = record[2]
+    assert (last.round, last.epoch, last.cursor) == (2, left.epoch, left.cursor)
+
+    # The same round from a state built by hand: merged parameters, the mean of the moments.
+    def one(x):
+        return x.mean(0) if x.dtype.kind == "f" else x[0]
+
+    merged = (first.params(left), jax.tree.map(lambda x: x[0], left.model_state))
+    by_hand = second.init(*jax.device_get(merged))
+    moments = jax.tree.map(one, jax.device_get(left.opt_state))
+    locals_ = tuple(
+        local._replace(opt_state=jax.tree.map(lambda m, x: jax.device_put(m[None], x.device), moments, local.opt_state))
+        for local in by_hand.locals
+    )
+    by_hand = replace(by_hand, locals=locals_, round=2, epoch=left.epoch, cursor=left.cursor)
+    wanted, _ = second.round(by_hand, problem.data, counts=last.counts)
+    close(*(jax.device_get((state.params, state.opt_state)) for state in (found, wanted)))
+
+
+@pytest.fixture
+def saved(problem, devices, tmp_path):
+    """A folder with checkpoints of rounds 1 to 3, how they were made, and the state after the last."""
+
+    def run(folder=tmp_path / "run", data=problem.data, params=problem.params, epochs=2, callbacks=(), **knobs):
+        knobs = {"che": lockstep(), "replicas": devices[:2], "tx": optax.adam(0.05)} | knobs
+        trainer = jaxche.Trainer(problem.loss, **knobs)
+        return trainer.fit(trainer.init(params), data, epochs, callbacks=callbacks, progress=False, checkpoints=folder)
+
+    state, history = run(callbacks=[stop_after(3)])
+    return tmp_path / "run", run, state, history
+
+
+def test_what_is_torn_is_left_out(saved, same, caplog):
+    folder, run, state, _ = saved
+    for torn in (folder / "3" / "state").rglob("*"):
+        if torn.is_file() and torn.stat().st_size > 100:
+            os.truncate(torn, torn.stat().st_size // 2)
+    again, history = run(callbacks=[stop_after(3)])
+    assert "checkpoint 3" in caplog.text
+    assert "cannot be read" in caplog.text
+    assert again.round == len(history) == 3
+    same(plain(again)[0], plain(state)[0])  # round 2 was done again
+    final, record = run()
+    assert [info.round for info in record] == list(range(final.round))
+
+
+def test_where_nothing_can_be_read_the_run_begins_anew(saved, caplog):
+    folder, run, _, _ = saved
+    for step in ("1", "2", "3"):
+        (folder / step / "run" / "metadata").write_text("{")
+    state, history = run()
+    assert caplog.text.count("cannot be read") == 3
+    assert [info.round for info in history] == list(range(state.round))
+
+
+def test_a_record_cut_in_mid_line_or_longer_than_the_checkpoint_is_mended(saved):
+    folder, run, _, history = saved
+    record = folder / "history.jsonl"
+    record.write_text(record.read_text() + record.read_text().splitlines()[0] + "\n" + '{"round": 4, "ep')
+    _, again = run(callbacks=[stop_after(4)])
+    assert again[:3] == history
+    assert jaxche.History.from_json(record) == again
+
+
+def test_plain_orbax_opens_the_parameters(saved, same):
+    folder, _, state, _ = saved
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(folder / "3" / "params")
+    same(found, jax.tree.map(lambda x: x[0], state.params))
+
+
+def test_only_the_newest_are_kept_and_only_those_that_were_asked_for(problem, devices, tmp_path):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), che=lockstep(), replicas=devices[:2])
+    asked = jaxche.Checkpoints(tmp_path, every=2, keep=2)
+    state, _ = trainer.fit(trainer.init(problem.params), problem.data, 3, progress=False, checkpoints=asked)
+    kept = sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit())
+    assert state.round == 9
+    assert kept == [8, 9]
+
+
+def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
+    folder, run, *_ = saved
+    wide = {"w": np.zeros((5, 2), np.float32), "b": np.zeros((2, 1), np.float32)}
+    with pytest.raises(ValueError, match=r"params/b is float32\[2\] in the checkpoint and float32\[2,1\] in"):
+        run(params=wide)
+    with pytest.raises(ValueError, match=r"opt_state/0/count is int32.* and not there in this trainer"):
+        run(tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match="seed=0, and this one has 1"):
+        run(seed=1)
+    with pytest.raises(ValueError, match="batches=12, and this one has 6"):
+        run(data=make_problem(examples=48).data)
+    meta = folder / "3" / "run" / "metadata"
+    meta.write_text(meta.read_text().replace('"format": 1', '"format": 0').replace(jaxche.__version__, "0.0.1"))
+    with pytest.raises(ValueError, match=r"pip install jaxche==0\.0\.1"):
+        run()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(problem, devices, tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match="file/run' cannot be written"):
+        trainer.fit(trainer.init(problem.params), problem.data, checkpoints=tmp_path / "file" / "run")
+    assert trainer.compilations == 0
+    with pytest.raises(ValueError, match="every=0 must be"):
+        jaxche.Checkpoints(tmp_path, every=0)
+
+
+def test_a_preempted_run_is_saved_and_goes_on(saved, problem, same):
+    folder, run, *_ = saved
+    wanted, _ = run(folder=folder.with_name("undisturbed"))
+
+    def preempt(state, info):
+        if info.round == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        run(callbacks=[preempt])
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (folder / "5").is_dir()  # told in the merge of round 4
+    again, history = run()
+    same(plain(again)[0], plain(wanted)[0])
+    assert [info.stop for info in history] == [0] * 4 + [2] + [0] * (len(history) - 5)
+
+
+def test_an_error_leaves_the_last_checkpoint(saved, problem):
+    _, run, _, history = saved
+
+    class Torn:
+        def __len__(self):
+            return len(problem.data)
+
+        def __getitem__(self, i):
+            if i >= 12 - 1:
+                raise OSError("disk on fire")
+            return problem.data[i]
+
+    with pytest.raises(OSError, match="on fire"):
+        run(data=Torn(), epochs=3)
+    _, record = run(callbacks=[stop_after(4)])
+    assert record[:3] == history
