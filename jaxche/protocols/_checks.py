@@ -86,7 +86,21 @@ def checked_devices(devices: Sequence[Device] | None, local: Sequence[int], n_st
 
 
 def check_stage_params(params: Any, n_stages: int) -> None:
-    """Refuse parameters that are not one entry a stage, or not float."""
+    """Refuse parameters that are not one entry a stage, or not float.
+
+    Args:
+      params: what was given as such.
+      n_stages: how many stages there are.
+
+    Raises:
+      ValueError: another number of entries, or a leaf that is not float, by its name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_stage_params([jnp.zeros(2)], n_stages=2)
+      Traceback (most recent call last):
+      ValueError: params: 1 entries for 2 stages; give a list with the parameters of each stage
+    """
     if not isinstance(params, (list, tuple)) or len(params) != n_stages:
         got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
         raise ValueError(f"params: {got} for {n_stages} stages; give a list with the parameters of each stage")

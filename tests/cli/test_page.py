@@ -17,6 +17,7 @@ def history(rounds=5):
             epoch=0,
             cursor=14 * r,
             counts=(10, 4),
+            planned=(10, 4),
             weights=(10 / 14, 4 / 14),
             wall_ms=(200.0, 190.0),
             sync_ms=10.0,
