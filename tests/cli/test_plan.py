@@ -70,7 +70,7 @@ def test_a_memory_decides(capsys, whole_table):
 def test_nothing_fits(capsys):
     code, out, _ = plan(capsys, "--memory", "10KiB")
     assert code == 1
-    assert "\nnothing fits 10.0 KiB: " in out
+    assert "\nnothing fits 10.0 KiB; " in out
     assert not any(row.fits for row in table(out).values())
 
 
