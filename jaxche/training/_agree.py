@@ -44,7 +44,18 @@ class RankError(RuntimeError):
 
 
 class PeerLostError(RuntimeError):
-    """A merge between processes broke off, as it does when one of them dies."""
+    """A merge between processes broke off, as it does when one of them dies.
+
+    The state from before the round is intact. In an elastic run ``Trainer.fit`` goes on by itself, and this is raised
+    only where what is left cannot train.
+
+    Example:
+      >>> try:
+      ...     raise PeerLostError("the merge of all processes broke off; did one of them die?")
+      ... except PeerLostError as error:
+      ...     print(error)
+      the merge of all processes broke off; did one of them die?
+    """
 
 
 class PlanMismatchError(RuntimeError):

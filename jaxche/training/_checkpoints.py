@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 from collections.abc import Mapping
@@ -187,11 +188,10 @@ class Keeper:
     def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
         """Refuse a checkpoint that this trainer cannot go on from."""
         where = f"checkpoints={str(self._folder)!r}"
-        import jaxche
-
+        version = importlib.metadata.version("jaxche")
         if meta["format"] != _FORMAT:
             raise ValueError(
-                f"{where} was written by jaxche {meta['jaxche']} in another format, and this is {jaxche.__version__}; "
+                f"{where} was written by jaxche {meta['jaxche']} in another format, and this is {version}; "
                 f"write pip install jaxche=={meta['jaxche']}, or give another folder"
             )
         wanted = shapes(self._trainer._engine.saved_as(state.locals, meta["rows"]))
@@ -233,14 +233,12 @@ class Keeper:
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._begun = state.round
-        import jaxche
-
         args, engine = self._ocp.args, self._trainer._engine
         trees = engine.pack(state.locals)
         rows = {name: engine.world_size for name in engine.own if name in trees}
         meta = numbers(state) | {
             "format": _FORMAT,
-            "jaxche": jaxche.__version__,
+            "jaxche": importlib.metadata.version("jaxche"),
             "rows": rows,
             "leaves": shapes(trees),
             "batches": self._batches,

@@ -85,6 +85,7 @@ def test_options_reach_the_launch(monkeypatch):
         "only_rank0": True,
         "grace_s": 1,
         "pin": True,
+        "elastic": False,
         "max_restarts": 3,
         "survivors": True,
         "hang_timeout_s": 60,
