@@ -6,8 +6,8 @@
 
 Both train the same transformer on the same batches in the same process, turn by turn; medians. The step by hand is full
 FSDP: parameters and optimizer state in the same slices, donated, in the same dtype. Fake devices share the machine's
-cores: the ratio says what the step itself adds, not how fast a network is, and it grows as batches get smaller, because
-FullShard gathers parameters a second time where the step by hand keeps them until the backward pass.
+cores: the ratio says what the step itself adds, not how fast a network is. FullShard gathers parameters a second time
+where the step by hand keeps them until the backward pass.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxche
-from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp
+from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp
 
 # Even, odd and scalar leaves; 8 rows a batch.
 ROUNDS = ((2, 3), (1, 4), (3, 3), (2, 1))
@@ -141,10 +141,14 @@ def test_the_merge_sends_pieces_between_islands_only(devices):
     assert all(size <= 2 * 4 * 10 for size in gathered)
 
 
-def test_nodes_and_processes_are_islands_by_default(devices):
-    nodes = train(None, ROUNDS[:2], strategy=HybridShard(4))
+@pytest.mark.parametrize("strategy", [HybridShard(4), HybridShardGradOp(4)], ids=str)
+def test_nodes_are_islands_by_default(strategy):
+    nodes = train(None, ROUNDS[:2], strategy=strategy)
     assert nodes[0].world_size == 2
-    assert_like(nodes, train(devices[:2], ROUNDS[:2]))
+    assert_like(nodes, train(jax.devices()[:2], ROUNDS[:2]))
+
+
+def test_a_process_is_an_island_by_default(devices):
     alone = train(None, ((3,), (2,)), strategy=FullShard())
     assert alone[0].world_size == 1
     assert_like(alone, train(devices[:1], ((3,), (2,))))
