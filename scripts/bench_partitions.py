@@ -264,7 +264,7 @@ def bare_store(url: str) -> Any:
 
 
 def between(mib: float, turns: int) -> list[dict[str, Any]]:
-    """Direct between two processes against ``ppermute`` between them."""
+    """Direct between two processes against what JAX itself has to move arrays between them."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -301,9 +301,39 @@ def between(mib: float, turns: int) -> list[dict[str, Any]]:
         moved.block_until_ready()  # two collectives in flight can deadlock the CPU client
         back(moved).block_until_ready()
 
-    row = in_turn("Direct, processes", "ppermute (gloo)", direct, bare, mib, turns)
+    rows = [in_turn("Direct, processes", "ppermute (gloo)", direct, bare, mib, turns)]
+    rows.append(in_turn("Direct, processes", "jax transfer", direct, by_transfer_server(x, me, here), mib, turns))
     wire.close()
-    return [row]
+    return rows
+
+
+def by_transfer_server(x: Any, me: int, here: Any) -> Callable[[], None]:
+    """There and back by ``jax.experimental.transfer``, where one process offers arrays and the other pulls them."""
+    import itertools
+
+    import jax
+    from jax._src import distributed
+    from jax.experimental import transfer
+    from jax.sharding import SingleDeviceSharding
+
+    server = transfer.start_transfer_server(here.client, "127.0.0.1:0", ["127.0.0.1:0"])
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"bench/transfer/{x.size}/{me}", server.address())
+    connection = server.connect(client.blocking_key_value_get(f"bench/transfer/{x.size}/{1 - me}", 60_000))
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(here))]
+    numbers = itertools.count(0, 2)
+
+    def round_trip() -> None:
+        number = next(numbers)
+        if me == 0:
+            server.await_pull(number, [x])
+            connection.pull(number + 1, like)[0].block_until_ready()
+        else:
+            pulled = connection.pull(number, like)
+            pulled[0].block_until_ready()
+            server.await_pull(number + 1, pulled)
+
+    return round_trip
 
 
 def in_turn(

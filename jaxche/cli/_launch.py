@@ -95,6 +95,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
     )
+    group.add_argument("--elastic", action="store_true", help="the others go on without a rank that dies (CPU only)")
     group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit, restart and round")
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
@@ -143,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
             hang_timeout_s=args.hang_timeout,
             term_grace_s=args.term_grace,
             events=args.events,
+            elastic=args.elastic,
         )
     except ValueError as error:
         complain("launch", error)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.cli._paint import complain
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
 from jaxche.cli._watch import barrier, say
@@ -47,7 +48,7 @@ def replay(args: argparse.Namespace) -> None:
     """Run the recorded rounds again, on replicas of any speed, and compare.
 
     Raises:
-      RuntimeError: another result than the recorded one.
+      SystemExit: with code 1, on rank 0: another result than the recorded one.
     """
     folder = Path(args.replay)
     os.environ.pop("JAXCHE_PACE_MS", None)
@@ -64,10 +65,12 @@ def replay(args: argparse.Namespace) -> None:
         different = _different(saved, trainer.params(state))
     barrier("replayed")
     if different:
-        raise RuntimeError(
+        complain(
+            "train",
             f"the replay of {folder} ended with other parameters: {different}; other devices or versions round "
-            f"otherwise. Its last loss is {again[-1].loss:.9g}, and the recorded one {record[-1].loss:.9g}"
+            f"otherwise. Its last loss is {again[-1].loss:.9g}, and the recorded one {record[-1].loss:.9g}",
         )
+        raise SystemExit(1)
     say(f"the same parameters, bit for bit; last loss {again[-1].loss:.4f}")
 
 

@@ -141,11 +141,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         args = recorded(args) if args.replay else args
-    except ValueError as error:
-        sys.stderr.write(f"jaxche train: error: {error}\n")
-        return 2
-    name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
+        name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
         check_stages(args)
         if args.protocol is not None:
             return run_stages(args, _gpus()[1])

@@ -21,6 +21,11 @@ from jaxche.cluster._gpus import gpu_ids
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
+# Set by ``jaxche launch --elastic``.
+ELASTIC = "JAXCHE_ELASTIC"
+# Silence of a process that means its death. Where it ends the run, a machine may stutter for longer.
+_SOON_S, _LATER_S = 6, 100
+
 
 def resolved(found: Found, timeout_s: float) -> Found:
     """Fills in what only JAX's own detection knows: the address, the number of processes and of this one."""
@@ -57,7 +62,9 @@ def local_devices(found: Found) -> list[int] | None:
     return [found.local_id]
 
 
-def connect(found: Found, local_ids: Sequence[int] | None, timeout_s: float, deadline: float) -> None:
+def connect(
+    found: Found, local_ids: Sequence[int] | None, timeout_s: float, deadline: float, elastic: bool = False
+) -> None:
     """Joins the run.
 
     Args:
@@ -65,6 +72,7 @@ def connect(found: Found, local_ids: Sequence[int] | None, timeout_s: float, dea
       local_ids: the GPUs to take, or None.
       timeout_s: what the caller gave, for messages.
       deadline: on the monotonic clock.
+      elastic: whether the others want to know soon that a process died.
 
     Raises:
       ValueError: if process 0 cannot open its port.
@@ -94,6 +102,7 @@ def connect(found: Found, local_ids: Sequence[int] | None, timeout_s: float, dea
             cluster_detection_method="deactivate",
             coordinator_bind_address=found.address if alone_here else None,
             initialization_timeout=left_s,
+            heartbeat_timeout_seconds=_SOON_S if elastic else _LATER_S,
         )
     finally:
         said.cancel()

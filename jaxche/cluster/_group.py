@@ -44,6 +44,7 @@ class Surroundings:
     grace_s: float
     term_grace_s: float
     only_rank0: bool
+    elastic: bool = False
 
     def say(self, text: str) -> None:
         """Prints a line of the launcher's own."""
@@ -117,12 +118,15 @@ class Group:
             except queue.Empty:
                 continue
             self._log_exit(rank, code)
+            running -= 1
+            if code != 0 and around.elastic and rank != 0 and running:
+                around.say(f"rank {rank} {describe(code)}; the others go on")
+                continue
             if code != 0:
                 around.say(f"rank {rank} {describe(code)}; stopping the others")
                 self._stop(signal.SIGTERM, around.grace_s)
                 self._report(rank, code)
                 return Ended(128 - code if code < 0 else code, rank)
-            running -= 1
         return Ended(0)
 
     def end(self) -> None:

@@ -18,13 +18,15 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 
-from jaxche.cluster._connect import connect, local_devices, resolved
+from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
 from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0
+# Others may still write their last files; one that died will not come.
+_FAREWELL_MS = 3000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout_s: float = 300.0,
+    elastic: bool | None = None,
 ) -> ClusterInfo:
     """Joins the other processes of this run, before any array; alone, it does nothing.
 
@@ -81,6 +84,9 @@ def initialize(
         Kubernetes job numbers the processes. With explicit values every process sees all its GPUs: set
         ``CUDA_VISIBLE_DEVICES`` or ``JAX_LOCAL_DEVICE_IDS`` where several share a machine.
       timeout_s: seconds to wait for process 0 to be there, and for process 0 to see all the others.
+      elastic: whether the others go on in ``Trainer.fit`` where a process dies, other than process 0: with their own
+        parameters, from the last round that all had merged. By default only where ``jaxche launch --elastic`` says so.
+        On CPU devices only, so far: a GPU collective does not come back from the death of a peer.
 
     Returns:
       The number of this process, how many there are, and who said so.
@@ -123,13 +129,18 @@ def initialize(
     found = resolved(found, timeout_s)
     local_ids = local_devices(found)
     kind = _one_kind(device_kinds(os.environ, local_ids))
+    elastic = ELASTIC in os.environ if elastic is None else elastic
+    if elastic:
+        jax.config.update("jax_enable_recoverability", True)
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), PROCESS_FLAGS)
     # By default CUDA puts the fastest card first, while the numbers of schedulers and of the driver go by slot.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    connect(found, local_ids, timeout_s, deadline)
+    connect(found, local_ids, timeout_s, deadline, elastic)
     _leave_at_once_after_an_exception()
+    if elastic:
+        _leave_last()
     state = _jax_distributed.global_state
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
     members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s)
@@ -176,6 +187,21 @@ def _one_kind(kinds: Sequence[str]) -> str:
         f"process a GPU: jaxche launch -n {len(kinds)} train.py, or choose: CUDA_DEVICE_ORDER=PCI_BUS_ID "
         "CUDA_VISIBLE_DEVICES=0 python train.py"
     )
+
+
+def _leave_last() -> None:
+    """Process 0 is where the others meet, and nothing else keeps it there until they have left."""
+
+    def wait() -> None:
+        state = _jax_distributed.global_state
+        if state.client is None:
+            return
+        state.client.key_value_set(f"jaxche/left/{state.process_id}", "")
+        for other in range(state.num_processes if state.process_id == 0 else 0):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it died long ago
+                state.client.blocking_key_value_get(f"jaxche/left/{other}", _FAREWELL_MS)
+
+    atexit.register(wait)
 
 
 def _leave_at_once_after_an_exception() -> None:

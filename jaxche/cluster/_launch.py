@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
+from jaxche.cluster._connect import ELASTIC
 from jaxche.cluster._events import EVENTS, event_log
 from jaxche.cluster._group import Surroundings
 from jaxche.cluster._orphans import orphanage
@@ -31,6 +32,7 @@ def launch(
     grace_s: float = 5.0,
     pin: bool = True,
     *,
+    elastic: bool = False,
     max_restarts: int = 0,
     survivors: bool = False,
     hang_timeout_s: float | None = None,
@@ -54,6 +56,8 @@ def launch(
       grace_s: seconds between SIGTERM and SIGKILL where the others have to be ended. JAX can ignore the first.
       pin: whether processes without a GPU are pinned to a core each. That keeps their speeds apart, but a collective
         between pinned processes takes milliseconds: gloo polls on the core that the computation wants.
+      elastic: whether the others go on where a rank other than 0 dies: ``Trainer.fit`` then trains with those that are
+        left, from the last merged round, and nothing starts again. On CPU devices only.
       max_restarts: how often all ranks are started again, on a new port and with ``JAXCHE_RESTART`` counting up, after
         one of them failed. The script goes on from its checkpoint. Exit code 2, bad input, is not tried again.
       survivors: whether a rank that is the first to fail in two starts in a row is left out of the next, down to one
@@ -80,6 +84,8 @@ def launch(
     _check(command, processes, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
     _check_restarts(max_restarts, survivors, hang_timeout_s)
     base = {**os.environ, **(env or {})}
+    if elastic:
+        base[ELASTIC] = "1"
     if events is not None:
         base[EVENTS] = os.path.abspath(events)
     where = places(processes, base)
@@ -88,7 +94,7 @@ def launch(
     paces = [None] * processes if pace_ms is None else list(pace_ms)
     berths = [Berth(place, pace) for place, pace in zip(where, paces, strict=True)]
     with event_log(events) as log, orphanage(term_grace_s) as orphans, _signals() as signals:
-        around = Surroundings(LinePrinter(prefix), log, orphans, signals, grace_s, term_grace_s, only_rank0)
+        around = Surroundings(LinePrinter(prefix), log, orphans, signals, grace_s, term_grace_s, only_rank0, elastic)
         return supervise(command, berths, base, around, max_restarts, survivors, hang_timeout_s)
 
 

@@ -23,12 +23,13 @@ import numpy as np
 _MAGIC = b"jaxchetr"
 _VERSION = 1
 # magic, version, length of the header, length of the payload, checksum of the payload; then the checksum of all of
-# this and of the header. crc32 checks 64 MiB in a quarter of the time blake2b needs, and what it guards against is
-# a torn or rotten object: who can write to the store can write a valid one.
+# this and of the header. What they guard against is a torn or rotten object: who can write to the store can write a
+# valid one.
 _PREFIX = struct.Struct("<8sIIQI")
 _CHECKSUM = struct.Struct("<I")
 _START = _PREFIX.size + _CHECKSUM.size
 _ALIGNMENT = 64
+_CHUNK_BYTES = 32 * 1024
 _HEADER_LIMIT = 16 * 1024 * 1024  # 100,000 leaves
 HEAD_LIMIT = _START + _HEADER_LIMIT
 
@@ -42,6 +43,35 @@ _ML_NAMES = (
 )
 _DTYPES = {name: np.dtype(name) for name in _NUMPY_NAMES}
 _DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES if hasattr(ml_dtypes, name)}
+
+
+def _weights() -> np.ndarray:
+    """Odd numbers that look random, by splitmix64: part of the format, so no library's generator may change them."""
+    z = np.arange(1, _CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+_WEIGHTS = _weights()
+
+
+def checksum(data: np.ndarray, before: int = 0) -> int:
+    """Checksum of bytes and of the zeros that pad them, going on from that of the bytes before.
+
+    The crc32 of one number a chunk: the sum of its 64-bit words, each times an odd number of its own, modulo 2^64.
+    No change of a single word leaves that sum as it was, and it takes a fifth of the time that crc32 of all bytes
+    takes.
+    """
+    whole = data.size - data.size % _CHUNK_BYTES
+    chunks = data[:whole].view("<u8").reshape(-1, _WEIGHTS.size)
+    rest = np.zeros(_padded(data.size - whole), np.uint8)
+    rest[: data.size - whole] = data[whole:]
+    last = rest.view("<u8")
+    sums = np.einsum("ij,j->i", chunks, _WEIGHTS)
+    if last.size:
+        sums = np.append(sums, np.dot(last, _WEIGHTS[: last.size]))
+    return zlib.crc32(sums.astype("<u8").data, before)
 
 
 class DamagedObjectError(ValueError):
@@ -127,16 +157,14 @@ def encode(tree: Any) -> list[Any]:
     """
     leaves = describe(tree)
     payload: list[Any] = []
-    checksum = length = 0
+    check = length = 0
     for leaf, value in zip(leaves, jax.tree.leaves(on_host(tree)), strict=True):
         flat = np.ascontiguousarray(value, dtype=_DTYPES[leaf.dtype]).reshape(-1).view(np.uint8)
-        for part in (flat, np.zeros(_padded(flat.size) - flat.size, np.uint8)):
-            if part.size:
-                payload.append(part)
-                checksum = zlib.crc32(part.data, checksum)
-                length += part.size
+        check = checksum(flat, check)
+        length += _padded(flat.size)
+        payload += [part for part in (flat, np.zeros(_padded(flat.size) - flat.size, np.uint8)) if part.size]
     header = _header(leaves)
-    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header), length, checksum)
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header), length, check)
     return [prefix + _CHECKSUM.pack(zlib.crc32(header, zlib.crc32(prefix))) + header, *payload]
 
 
@@ -156,19 +184,20 @@ def decode(data: Any, like: Any, key: str) -> Any:
       ValueError: it holds another tree than ``like``; names the first leaf that differs.
     """
     view = memoryview(data).cast("B")
-    header, checksum = _open(view, len(view), key)
+    header, check = _open(view, len(view), key)
     payload = view[_START + len(header) :]
-    if zlib.crc32(payload) != checksum:
-        raise _altered(key)
     expected = describe(like)
     if header != _header(expected):
         raise _mismatch(header, expected, key)
     if len(payload) != sum(_padded(leaf.nbytes) for leaf in expected):
         raise DamagedObjectError(f"{key} was altered: {len(payload)} bytes are not the leaves its header names")
-    values, offset, flat = [], 0, np.frombuffer(payload, np.uint8)
+    values, offset, found, flat = [], 0, 0, np.frombuffer(payload, np.uint8)
     for leaf in expected:
+        found = checksum(flat[offset : offset + _padded(leaf.nbytes)], found)
         values.append(flat[offset : offset + leaf.nbytes].view(_DTYPES[leaf.dtype]).reshape(leaf.shape))
         offset += _padded(leaf.nbytes)
+    if found != check:
+        raise _altered(key)
     return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
@@ -191,7 +220,7 @@ def _open(view: memoryview, size: int, key: str) -> tuple[bytes, int]:
     """The header and the checksum of the payload, after the checks that need no payload."""
     if len(view) < _START:
         raise DamagedObjectError(f"{key} is {len(view)} bytes long, less than any tensor object: it is truncated")
-    magic, version, header_size, payload_size, checksum = _PREFIX.unpack_from(view)
+    magic, version, header_size, payload_size, check = _PREFIX.unpack_from(view)
     if magic != _MAGIC:
         raise DamagedObjectError(f"{key} is no tensor object: it begins with {bytes(view[:8])!r}")
     if version != _VERSION:
@@ -200,10 +229,10 @@ def _open(view: memoryview, size: int, key: str) -> tuple[bytes, int]:
     if size != announced:
         raise DamagedObjectError(f"{key} is {size} bytes long where it announces {announced}: truncated or altered")
     header = bytes(view[_START : _START + header_size]) if header_size <= _HEADER_LIMIT else b""
-    (head_checksum,) = _CHECKSUM.unpack_from(view, _PREFIX.size)
-    if zlib.crc32(header, zlib.crc32(view[: _PREFIX.size])) != head_checksum:
+    (head_check,) = _CHECKSUM.unpack_from(view, _PREFIX.size)
+    if zlib.crc32(header, zlib.crc32(view[: _PREFIX.size])) != head_check:
         raise _altered(key)
-    return header, checksum
+    return header, check
 
 
 def _altered(key: str) -> DamagedObjectError:

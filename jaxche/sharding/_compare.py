@@ -144,13 +144,12 @@ def compare_strategies(
     places = list(jax.devices() if devices is None else devices)
     chosen = _usual(places) if strategies is None else tuple(strategies)
     limit = None if memory is None else as_bytes(memory)
-    explanations = []
-    for strategy in chosen:
-        step = sharded_step(
-            loss_fn, tx, strategy, strategy.mesh(places), accumulate=accumulate, compute_dtype=compute_dtype
-        )
-        explanations.append(step.explain(params, batch, model_state))
-    return Comparison(tuple(explanations), limit)
+    # All meshes before anything is compiled: what cannot be is refused at once.
+    steps = [
+        sharded_step(loss_fn, tx, strategy, strategy.mesh(places), accumulate=accumulate, compute_dtype=compute_dtype)
+        for strategy in chosen
+    ]
+    return Comparison(tuple(step.explain(params, batch, model_state) for step in steps), limit)
 
 
 def _usual(devices: list[Device]) -> tuple[ShardingStrategy, ...]:

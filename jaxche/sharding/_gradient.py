@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
 from jaxche.sharding._layout import REPLICA, Layout
 from jaxche.sharding._loss import batch_size
+from jaxche.sharding._pullback import Turned, gather_twice, pull_back
 from jaxche.sharding._slices import gather, scatter
-
-# What merely rearranges an array. Done to a gathered parameter, its result is as large as the parameter.
-_REARRANGES = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
 
 
 def value_and_grad(
@@ -87,7 +84,7 @@ def value_and_grad(
 
 
 def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
-    """Value and gradient of this device's rows; gradients of sliced leaves already summed over ``shard``."""
+    """Value and gradient of this device's rows; gradients, yet to be turned, of sliced leaves summed over ``shard``."""
     gathers, scatters = layout.strategy.shards_params, layout.strategy.shards_state
 
     def whole(params: Any) -> Any:
@@ -98,18 +95,14 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
     def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         batch = jax.tree.map(lambda x: _cast(x, compute_dtype), batch)
 
-        def objective(params: Any) -> Any:
-            return call(params, model_state, batch, rng)
+        def forward(params: Any) -> Any:
+            return jax.vjp(lambda params: call(params, model_state, batch, rng), params, has_aux=True)
 
         if gathers:
-            objective = jax.checkpoint(objective, policy=_forget_rearranged(layout), prevent_cse=False)
-        loss, pullback, aux = jax.vjp(objective, whole(params), has_aux=True)
-        if gathers:
-            # Gathered again, and not before the forward pass is done: in between, only slices are kept. The barrier
-            # stands before the gathers alone; jax.checkpoint's own would hold back every activation.
-            params, loss = lax.optimization_barrier((params, loss))
-            pullback.args_res = [whole(params)]
-        (grads,) = pullback(jnp.ones_like(loss))
+            loss, pullback, aux = gather_twice(forward, whole, params)
+        else:
+            loss, pullback, aux = forward(whole(params))
+        grads = pull_back(pullback, jnp.ones_like(loss))
         # Sums in float32 at least, whatever the dtype computed in.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
         return (loss, aux), scatter(layout, grads) if scatters else grads
@@ -150,7 +143,8 @@ def _reduce(layout: Layout, grads: Any, parts: int) -> Any:
             for i, total in zip(where, lax.psum([leaves[i] for i in where], axes), strict=True):
                 leaves[i] = total
     means = [(g / parts).astype(leaf.dtype) for g, leaf in zip(leaves, layout.leaves, strict=True)]
-    return jax.tree.unflatten(treedef, means)
+    turned = jax.tree.unflatten(treedef, means)
+    return jax.tree.map(lambda x: x.upright(), turned, is_leaf=lambda x: isinstance(x, Turned))
 
 
 def _pool(layout: Layout, before: Any, after: Any) -> Any:
@@ -165,16 +159,3 @@ def _pool(layout: Layout, before: Any, after: Any) -> Any:
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype)
-
-
-def _forget_rearranged(layout: Layout) -> Callable[..., bool]:
-    """A policy for ``jax.checkpoint``: keep all but rearranged copies of gathered parameters.
-
-    A transposed or converted parameter is as large as the parameter, and as quickly made again.
-    """
-    sizes = {math.prod(leaf.shape) for leaf in layout.leaves if leaf.axis is not None}
-
-    def policy(primitive: Any, *inputs: Any, **_: Any) -> bool:
-        return not (primitive.name in _REARRANGES and inputs[0].size in sizes)
-
-    return policy

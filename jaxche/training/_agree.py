@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from jax._src import distributed as _jax_distributed
 # Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
 _PATIENCE_MS = 3_600_000
 _turns = itertools.count()
+# The processes that take part, or None for all, and how often they became fewer.
+_members: tuple[int, ...] | None = None
+_generation = 0
 
 
 class RankError(RuntimeError):
@@ -37,6 +41,10 @@ class RankError(RuntimeError):
     def __init__(self, message: str, rank: int):
         super().__init__(message)
         self.rank = rank
+
+
+class PeerLostError(RuntimeError):
+    """A merge between processes broke off, as it does when one of them dies."""
 
 
 class PlanMismatchError(RuntimeError):
@@ -82,14 +90,29 @@ def gather_json(value: Any) -> list[Any]:
         return [value]
     client: Any = _jax_distributed.global_state.client
     turn, own = next(_turns), jax.process_index()
-    client.key_value_set(f"jaxche/agree/{turn}/{own}", json.dumps(value))
-    everyone = [
-        client.blocking_key_value_get(f"jaxche/agree/{turn}/{process}", _PATIENCE_MS)
-        for process in range(jax.process_count())
-    ]
+    place = f"jaxche/agree/{_generation}"
+    client.key_value_set(f"{place}/{turn}/{own}", json.dumps(value))
+    everyone = [client.blocking_key_value_get(f"{place}/{turn}/{process}", _PATIENCE_MS) for process in members()]
     if turn:  # whoever has begun this turn has read all of the last one
-        client.key_value_delete(f"jaxche/agree/{turn - 1}/{own}")
+        client.key_value_delete(f"{place}/{turn - 1}/{own}")
     return [json.loads(text) for text in everyone]
+
+
+def is_elastic() -> bool:
+    """Whether this run goes on when processes die, as ``jaxche.initialize(elastic=True)`` has it."""
+    return jax.process_count() > 1 and bool(jax.config.values.get("jax_enable_recoverability"))
+
+
+def members() -> tuple[int, ...]:
+    """The processes that take part, in order."""
+    return tuple(range(jax.process_count())) if _members is None else _members
+
+
+def regroup(alive: Sequence[int]) -> None:
+    """Go on with these processes alone; all of them call this after the same failure."""
+    global _members, _generation, _turns
+    # Somebody may have been in the middle of a turn: turns are counted anew, in a place of their own.
+    _members, _generation, _turns = tuple(alive), _generation + 1, itertools.count()
 
 
 def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.training._agree import gather_json, raise_everywhere
+from jaxche.training._agree import PeerLostError, gather_json, is_elastic, members, raise_everywhere
 from jaxche.training._history import History
 from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
 from jaxche.training._state import ReplicaState, RoundInfo
@@ -23,6 +23,8 @@ _log = logging.getLogger("jaxche")
 
 # Of what is in a checkpoint and where. A folder of another format is refused.
 _FORMAT = 1
+# For all processes to have written their parts, in a run whose processes may die.
+_PATIENCE_S = 30
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,34 @@ class Keeper:
         raise_everywhere(error, jax.process_index(), "the preparation of checkpoints")
         self._manager = self._open()
         self._record = self._folder / "history.jsonl"
+        # The step that was begun last, and the one whose saving a process did not live to finish.
+        self._begun = self._abandoned = 0
 
     def _open(self) -> Any:
-        options = self._ocp.CheckpointManagerOptions(max_to_keep=self._asked.keep, cleanup_tmp_directories=True)
+        options, settings = self._ocp.options, {}
+        if is_elastic():
+            # A save in which a process died holds nobody up, but for its threads: they wait for so long.
+            settings["async_options"] = options.AsyncOptions(timeout_secs=_PATIENCE_S)
+        all_here = len(members()) == jax.process_count()
+        if not all_here:
+            settings["multiprocessing_options"] = options.MultiprocessingOptions(
+                primary_host=members()[0],
+                active_processes=set(members()),
+                barrier_sync_key_prefix="-".join(map(str, ("jaxche", *members()))),
+            )
+        options = self._ocp.CheckpointManagerOptions(
+            max_to_keep=self._asked.keep,
+            # What the dead did not finish goes when a run starts.
+            cleanup_tmp_directories=all_here,
+            create=all_here,
+            **settings,
+        )
         return self._ocp.CheckpointManager(self._folder, options=options)
+
+    def reopen(self, rounds: int) -> None:
+        """Go on with the processes that are left, from a state of so many rounds."""
+        self._manager, self._abandoned = self._open(), self._begun
+        self._rewritten(rounds)
 
     def resume(self, state: ReplicaState) -> tuple[ReplicaState, History]:
         """The newest state that can be read, if it is further than the one given, and its record.
@@ -204,8 +230,9 @@ class Keeper:
 
     def save(self, state: ReplicaState) -> None:
         """Save a state, unless it is; returns when the arrays are copied."""
-        if state.round in self._manager.all_steps():
+        if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
+        self._begun = state.round
         import jaxche
 
         args, engine = self._ocp.args, self._trainer._engine
@@ -224,7 +251,7 @@ class Keeper:
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
         """Wait until all is written, at the end of a ``with`` block; but not for processes that have died."""
-        if not isinstance(error, jax.errors.JaxRuntimeError):
+        if not isinstance(error, PeerLostError):
             self._manager.wait_until_finished()
             self._manager.close()
 

@@ -71,6 +71,7 @@ class Engine:
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self.metrics: tuple[str, ...] = ()
         self._code: dict[str, str] = {}
+        self._rules: tuple[Any, ...] = ()
         self._shapes: Any = None
         self._meeting: Any = None
         self._merge: Any = None
@@ -96,6 +97,29 @@ class Engine:
             self._shapes, self._replicas = shapes, []
             self._places = [place.laid_out(shapes) for place in self._places]
             self._meeting = Meeting(self._places, self._host)
+
+    def without(self, lost: Sequence[int]) -> list[int]:
+        """The ranks that need none of these processes; none if one of the others is left without a replica."""
+        homes = [{device.process_index for device in place.devices.flat} for place in self._places]
+        kept = [rank for rank, home in enumerate(homes) if not home & set(lost)]
+        idle = set().union(*homes) - set(lost) - set().union(*(homes[rank] for rank in kept))
+        return [] if idle else kept
+
+    def keep(self, kept: Sequence[int], locals_: Sequence[Local]) -> None:
+        """Go on with these ranks, in this order; the steps of their replicas stay compiled."""
+        replicas, here = self._replicas, self.ranks
+        self._places = [self._places[rank] for rank in kept]
+        self._paces = [self._paces[rank] for rank in kept]
+        self.world_size = len(kept)
+        self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
+        self._shapes = None
+        self._lay_out(_without_replica_axis(locals_[0].params))
+        if self.world_size > 1 and replicas:
+            self._replicas = [replica for old, replica in zip(here, replicas, strict=True) if old in kept]
+            for rank, replica in zip(self.ranks, self._replicas, strict=True):
+                replica.rank = rank
+            self._merge = self._make_merge(locals_[0])
+            self._warm_up_merge(locals_)
 
     def view(self, name: str, trees: Sequence[Any]) -> Any:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
@@ -177,9 +201,12 @@ class Engine:
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
-        carries = [r.begin(local, 0) for r, local in zip(self._replicas, locals_, strict=True)]
         if self.world_size > 1:
-            self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
+            self._warm_up_merge(locals_)
+
+    def _warm_up_merge(self, locals_: Sequence[Local]) -> None:
+        carries = [r.begin(local, 0) for r, local in zip(self._replicas, locals_, strict=True)]
+        self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
     def _build(self, local: Local, batch: Any, examples: int) -> None:
         if (local.noise is None) != (self._scaling is None):
@@ -203,8 +230,11 @@ class Engine:
             Replica(rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
             for rank in self.ranks
         ]
-        rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, len(self.metrics), scaling)
-        self._merge = Merge(self._meeting, *rules, local)
+        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, len(self.metrics), scaling)
+        self._merge = self._make_merge(local)
+
+    def _make_merge(self, local: Local) -> Any:
+        return Merge(self._meeting, *self._rules, local=local)
 
     def _read(self, data: Any) -> Reader:
         if self._reader is None or self._reader.data is not data:
@@ -306,13 +336,13 @@ class Engine:
         everyone = {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}
         return [everyone[rank] for rank in range(self.world_size)]
 
-    def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
-        """What a round needs of a device of each local replica; nothing before the first round."""
-        return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=False)]
-
     def first_row(self, tree: Any) -> Any:
         """A tree of one replica without its leading axis."""
         return _first_row(tree)
+
+    def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+        """What a round needs of a device of each local replica; nothing before the first round."""
+        return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=False)]
 
     @property
     def compilations(self) -> int:

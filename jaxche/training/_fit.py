@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from tqdm import tqdm
 
+from jaxche.training._agree import PeerLostError, is_elastic
 from jaxche.training._checkpoints import Checkpoints, Keeper
 from jaxche.training._checks import checked_length
+from jaxche.training._elastic import go_on_without
 from jaxche.training._history import History
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._watched import PREEMPTED_CODE, on_sigterm
@@ -90,9 +92,21 @@ def fit(
         if keeper:
             stack.push(keeper.close)
             stack.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
+        before = None
         try:
             while state.epoch < last_epoch or state.owed:
-                state, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
+                try:
+                    after, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
+                except PeerLostError as error:
+                    if not is_elastic():
+                        raise
+                    state, before = go_on_without(trainer, state, before, error), None
+                    while history and history[-1].round >= state.round:
+                        history.pop()
+                    if keeper:
+                        keeper.reopen(state.round)
+                    continue
+                before, state = (state if is_elastic() else None), after
                 history.append(info)
                 bar.update(info)
                 if keeper:

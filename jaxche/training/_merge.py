@@ -21,6 +21,7 @@ from jaxche.averaging import (
     sum_dtype,
     to_moments,
 )
+from jaxche.training._agree import PeerLostError
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._place import first, lift
 from jaxche.training._replica import Local
@@ -121,9 +122,17 @@ class Merge:
           carries: each local replica's carry at its end.
           rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
         """
-        merged, table, report = self._program(*self.arguments(starts, carries, rows))
-        # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
-        table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
+        try:
+            merged, table, report = self._program(*self.arguments(starts, carries, rows))
+            # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
+            table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # Gloo's failures come as either.
+            if jax.process_count() == 1 or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)):
+                raise
+            raise PeerLostError(
+                f"the merge with the other processes broke off; did one of them die? {error}"
+            ) from error
         kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
         parts = self._meeting.unstack(merged)
         locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, parts, strict=True))

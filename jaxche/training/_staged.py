@@ -207,11 +207,14 @@ class StagedEngine(Engine):
             Replica(rank, places[rank], StagedPrograms(places[rank], *settings), self._paces[rank])
             for rank in self.ranks
         ]
-        rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, 0, None)
-        self._merge = StageMerge(self._meeting, rules, local)
+        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, 0, None)
+        self._merge = self._make_merge(local)
+
+    def _make_merge(self, local: Local) -> Any:
+        return StageMerge(self._meeting, self._rules, local)
 
     def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
-        """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""
+        """Nothing: a stage is many small programs, and what is alive between them is the schedule's."""
         return []
 
     def first_row(self, tree: Any) -> Any:

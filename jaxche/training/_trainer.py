@@ -82,7 +82,8 @@ class Trainer:
       replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default every device
         is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other sharding strategies all
         devices of a process together. Of a model in stages each is a list of devices, one a stage, and stages meet
-        those of the other replicas one by one; by default the devices of each process in a row.
+        those of the other replicas one by one; by default the devices of each process in a row. The ``devices=`` of
+        the ``Partitioned`` itself are not used.
       strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
         Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
         gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
@@ -168,7 +169,7 @@ class Trainer:
             che = che or ElChe(world_size=self.world_size, **DEFAULT_CADENCE)
         else:
             average = "parameters"  # a plain training loop: one update a batch
-        self.average, self.merge, self.outer = average, merge, outer
+        self.average, self.merge, self.outer, self.scaling = average, merge, outer, scaling
         self._tx, self._che = tx, che
         paces = checked_paces(pace_ms, self.world_size)
         scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)

@@ -1,10 +1,112 @@
-"""`jaxche plan`: a table that fits, and what to do next."""
+"""`jaxche plan`."""
+
+import contextlib
+import io
+import re
+from typing import NamedTuple
 
 import pytest
 
 from jaxche.cli import main
+from jaxche.sharding import as_bytes
 
 SMALL = ["plan", "--task", "digits", "--devices", "4", "--batch-size", "16"]
+NAMES = ["NoShard()", "ShardGradOp()", "FullShard()", "HybridShardGradOp(4)", "HybridShard(4)"]
+
+
+class Row(NamedTuple):
+    needed: int
+    sent: int
+    params: int
+    fits: bool
+
+
+def plan(capsys, *words):
+    code = main(["plan", "--task", "digits", *words])
+    return code, *capsys.readouterr()
+
+
+def table(out):
+    """By strategy: bytes in all, bytes sent, bytes of parameters, and whether it fits."""
+    found = {}
+    for line in out.splitlines():
+        if line.endswith(("yes", "no")) and line.split()[0] in NAMES:
+            params, _, _, _, needed, sent, _ = map(as_bytes, re.findall(r"[\d.]+ [KM]?i?B", line))
+            found[line.split()[0]] = Row(needed, sent, params, line.endswith("yes"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole_table():
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["plan", "--task", "digits"]) == 0
+    return out.getvalue()
+
+
+def test_every_strategy_and_the_cheapest(whole_table):
+    rows = table(whole_table)
+    assert list(rows) == NAMES
+    assert all(row.fits for row in rows.values())
+    assert whole_table.splitlines()[0] == "task digits, batches of 64 on 8 devices, compiled for cpu"
+    assert whole_table.splitlines()[-1].startswith("sends least: ")
+    assert all(len(line) <= 110 for line in whole_table.splitlines())
+    assert rows["FullShard()"].params < rows["NoShard()"].params / 4
+
+
+def test_a_memory_decides(capsys, whole_table):
+    sizes = sorted(row.needed for row in table(whole_table).values())
+    between = (sizes[0] + sizes[-1]) // 2
+    code, out, _ = plan(capsys, "--memory", str(between))
+    found = table(out)
+    assert code == 0
+    assert all(row.fits == (row.needed <= between) for row in found.values())
+    fitting = {name: row.sent for name, row in found.items() if row.fits}
+    assert 0 < len(fitting) < len(NAMES)
+    named = out.splitlines()[-1].rpartition(": ")[2]
+    assert fitting[named] == min(fitting.values())
+
+
+def test_nothing_fits(capsys):
+    code, out, _ = plan(capsys, "--memory", "10KiB")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("nothing fits 10.0 KiB: ")
+    assert not any(row.fits for row in table(out).values())
+
+
+def test_details_of_what_is_asked_for(capsys, whole_table):
+    words = ["--devices", "2", "--accumulate", "2", "--compute-dtype", "bfloat16", "--details"]
+    code, out, _ = plan(capsys, *words)
+    assert code == 0
+    assert list(table(out)) == NAMES[:3]  # two devices have no nodes
+    assert "FullShard() on 2 devices: shard 2" in out
+    assert "parameters stay whole on every device" not in out
+    # Gathered in 2 bytes twice for each of 2 micro-batches, and summed in 4: as much as float32 once, times 2.
+    theory = re.search(r"FullShard.*?in theory ([\d.]+ KiB)", out, re.S)[1]
+    whole = table(whole_table)["NoShard()"].params
+    assert as_bytes(theory) == pytest.approx(4 * whole / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--memory", "lots"], "memory='lots'"),
+        (["--intra-node-size", "3"], "intra_node_size=3 does not divide the 8 devices"),
+        (["--devices", "16"], "--devices 16: jax has already started with 8"),
+        (["--batch-size", "60"], "60 rows, which 8 devices"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, message, capsys):
+    code, _, err = plan(capsys, *words)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize("words", [["--devices", "0"], ["--task", "none"], ["--compute-dtype", "int8"]])
+def test_what_cannot_be_read_is_refused(words):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", *words])
+    assert stop.value.code == 2
 
 
 @pytest.mark.parametrize(("memory", "code"), [("1GiB", 0), ("1KiB", 1)])

@@ -214,6 +214,29 @@ def _mesh_of(state):
     return jax.tree.leaves(state.locals[0].params)[0].sharding.mesh
 
 
+# Two pipelines of two stages, in this order of processes.
+PIPELINES = (2, 2)
+
+
+def pipelines(problem, replicas=None):
+    """The recorded rounds on replicas that are pipelines, each in a process of its own."""
+    model = jaxche.Partitioned(
+        [lambda p, batch: jnp.tanh(batch["x"] @ p["w"]), lambda p, h: jnp.tanh(h * p["scale"] + p["b"])],
+        lambda y, batch: jnp.mean((y - batch["y"]) ** 2),
+        jaxche.Pipeline(micro_batch_size=2),
+    )
+    params = [{"w": problem.params["w"]}, {"scale": np.ones(4, np.float32), "b": problem.params["b"]}]
+    trainer = jaxche.Trainer(model, optax.adam(0.05), replicas=replicas)
+    state = trainer.init(params)
+    told = []
+    for counts in COUNTS:
+        state, info = trainer.round(state, problem.data, counts=counts)
+        told.append([info.counts, info.loss, info.drift, info.losses, info.epoch])
+    torn = name_of_error(lambda: trainer.round(state, Torn(problem.data, range(99)), counts=(3, 3)))
+    trees = [jax.tree.map(lambda x: np.asarray(x).tolist(), tree) for tree in trainer.params(state)]
+    return {"trees": trees, "told": told, "torn": torn}
+
+
 class Sums:
     """A loss without randomness, so that it does not matter how a batch is cut."""
 
@@ -226,6 +249,8 @@ class Sums:
 def main(what, folder):
     if what in ISLANDS:
         jax.config.update("jax_num_cpu_devices", ISLANDS[what][0][int(os.environ["JAXCHE_PROCESS_ID"])])
+    elif what == "pipelines":
+        jax.config.update("jax_num_cpu_devices", PIPELINES[int(os.environ["JAXCHE_PROCESS_ID"])])
     jaxche.initialize(timeout_s=60)
     problem = Problem()
     if what == "results":
@@ -233,6 +258,8 @@ def main(what, folder):
         result["published"] = published(jax.devices())
     elif what in ISLANDS:
         result = islands(problem, ISLANDS[what][1], host=what == "host")
+    elif what == "pipelines":
+        result = pipelines(problem)
     elif what == "faults":
         result = faults(problem)
     else:

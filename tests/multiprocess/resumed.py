@@ -43,8 +43,8 @@ def callback(what, round):
     def call(state, info):
         if info.round != round or jax.process_index() != 1 or int(os.environ.get("JAXCHE_RESTART", 0)):
             return False
-        if what in ("KILL", "TERM", "STOP"):
-            os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+        if what in ("KILL", "LOST", "TERM", "STOP"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{what.replace('LOST', 'KILL')}"))
             time.sleep(0.1)  # until it arrives
         elif what == "error":
             raise OSError("disk on fire")
@@ -63,7 +63,7 @@ def main(what, round, folder):
         epochs=EPOCHS,
         callbacks=[callback(what, int(round))],
         progress=False,
-        checkpoints=Path(folder) / "checkpoints",
+        checkpoints=None if what == "LOST" else Path(folder) / "checkpoints",
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),

@@ -212,6 +212,13 @@ def test_two_processes_over_seaweedfs_one_of_them_killed(program, tmp_path, seaw
 
 
 @pytest.mark.slow
+def test_three_processes_over_seaweedfs_train_the_whole_model(program, tmp_path, seaweed, undisturbed):
+    results = run("s3://bucket/three", tmp_path / "out", 3, seaweed)
+    check(program, results)
+    check_repeated(results, undisturbed(3))
+
+
+@pytest.mark.slow
 def test_wrong_credentials_fail_at_start(seaweed):
     wrong = {**seaweed, "secret_access_key": "guess"}
     with pytest.raises(ConnectionError, match=r"cannot use s3://bucket: writing run/probe-.* failed"):

@@ -1,5 +1,6 @@
 """Runs of real processes that stop, die, hang or are preempted, and go on from their checkpoints."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -95,3 +96,38 @@ def test_an_error_on_one_rank_keeps_the_checkpoint(undisturbed, tmp_path, capfd)
     code, results = run(tmp_path)
     assert code == 0
     assert results == [undisturbed, undisturbed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["LOST", "KILL"], ids=["without checkpoints", "with checkpoints"])
+def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd):
+    events = tmp_path / "events.jsonl"
+    code, (zero, two) = run(tmp_path / "run", what, 3, processes=3, elastic=True, events=events)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert "rank 1 was ended by SIGKILL" in err
+    assert zero == two
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {event["event"] for event in told} == {"start", "round", "exit", "end"}  # nobody was started again
+    died = next(event["time"] for event in told if event["event"] == "exit" and event.get("signal"))
+    after = min(event["time"] for event in told if event["event"] == "round" and event["time"] > died)
+    assert after - died < 30
+    # Every batch of every epoch once, by three and then by two.
+    rounds = zero["rounds"]
+    assert [len(counts) for _, _, _, counts, _ in rounds] == [3] * 4 + [2] * (len(rounds) - 4)
+    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in rounds for i in range(sum(counts))]
+    assert read == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    # The same steps on devices of one process.
+    problem = program.Problem()
+    first, second = (problem.trainer(n, replicas=[devices[i] for i in ids]) for n, ids in ((3, (0, 1, 2)), (2, (0, 2))))
+    state = first.init(problem.params)
+    for _, _, _, counts, _ in rounds[:4]:
+        state, _ = first.round(state, problem.data, counts=counts)
+    other = second.init(problem.params)
+    place = {name: getattr(state, name) for name in ("round", "epoch", "cursor")}
+    other = dataclasses.replace(other, locals=(state.locals[0], state.locals[2]), **place)
+    for _, _, _, counts, loss in rounds[4:]:
+        other, info = second.round(other, problem.data, counts=counts)
+        assert info.loss == pytest.approx(loss, rel=1e-5)
+    here = jax.device_get(second.params(other))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-5, atol=1e-6), here, zero["params"])

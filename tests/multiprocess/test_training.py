@@ -74,6 +74,18 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(program, tm
         assert result["cut"] == (1 if what == "host" else sum(sizes[p] for p in mine))
 
 
+def test_pipelines_in_processes_of_their_own_train_as_in_one(program, tmp_path, devices):
+    code, (zero, one) = run("pipelines", tmp_path)
+    assert code == 0
+    assert zero["torn"][0] == "RankError"
+    assert one["torn"] == ["OSError", "disk on fire"]
+    assert (zero["trees"], zero["told"]) == (one["trees"], one["told"])
+    here = json.loads(json.dumps(program.pipelines(program.Problem(), [devices[:2], devices[2:4]])))
+    for what in ("trees", "told"):
+        shown = [np.array(list(_leaves(result[what])), np.float64) for result in (zero, here)]
+        np.testing.assert_allclose(*shown, rtol=1e-5, atol=1e-6, err_msg=what)
+
+
 def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp_path):
     code, (zero, one) = run("faults", tmp_path)
     assert code == 0

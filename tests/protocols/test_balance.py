@@ -66,3 +66,27 @@ def test_costs_of_trees_with_a_mask_and_of_stages_with_dropout():
 def test_costs_need_parameters_for_each_stage():
     with pytest.raises(ValueError, match="params: 1 entries for 2 stages"):
         jaxche.measure_costs([lambda w, x: x * w] * 2, [jnp.ones(3)], jnp.ones(3))
+
+
+def test_layers_cut_by_their_measured_costs_train_as_one_model(close):
+    """Costs, cut, stages: the way from a list of layers to a pipeline on devices of different speeds."""
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(4, 4)).astype(np.float32) for _ in range(5)]
+    layers = [lambda w, x: jnp.tanh(x @ w)] * 5
+    batch = rng.normal(size=(8, 4)).astype(np.float32)
+    costs = jaxche.measure_costs(layers, params, batch[:2])
+    cuts = jaxche.balance_stages(costs, speeds=[2, 1])
+    assert [layer for cut in cuts for layer in cut] == list(range(5))
+
+    def run(own, x):
+        for w in own:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def loss(y, batch):
+        return jnp.mean((y - batch) ** 2)
+
+    model = jaxche.Partitioned([run, run], loss, jaxche.Pipeline(micro_batch_size=2))
+    value, grads = model.value_and_grad([[params[i] for i in cut] for cut in cuts], batch)
+    wanted, wanted_grads = jax.value_and_grad(lambda p: loss(run(p, batch), batch))(params)
+    close((value, [g for stage in grads for g in stage]), (wanted, wanted_grads))

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
 import jaxche
 from jaxche.protocols import SCHEDULES, Tag, WireClosedError, simulate_schedule
 from jaxche.protocols._local import LocalWire
+from jaxche.protocols._program import stage_key
 
 
 def mean(y, batch):
@@ -102,6 +104,69 @@ def test_several_stages_on_one_device(make_model, first_twin, close, devices):
     wanted, wanted_grads = first_twin(model, 1, 5)
     close(loss, wanted)
     close(list(grads), wanted_grads)
+
+
+def test_flax_modules_are_stages(close):
+    class Hidden(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dropout(0.5, deterministic=False)(linen.relu(linen.Dense(6)(x)))
+
+    class Output(nnx.Module):
+        def __init__(self, rngs):
+            self.dense, self.norm = nnx.Linear(6, 2, rngs=rngs), nnx.LayerNorm(6, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(self.norm(x))
+
+    hidden, rng = Hidden(), np.random.default_rng(0)
+    graph, start = nnx.split(Output(nnx.Rngs(0)))
+
+    def first(params, batch, rng):
+        return hidden.apply({"params": params}, batch["x"], rngs={"dropout": rng})
+
+    def last(params, x):
+        return nnx.merge(graph, params)(x)
+
+    def loss(y, batch):
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
+    variables = hidden.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"])
+    params = [variables["params"], start]
+
+    def whole(params):
+        losses = []
+        for micro in range(4):
+            part = jax.tree.map(lambda x, m=micro: x[2 * m : 2 * m + 2], batch)
+            losses.append(loss(last(params[1], first(params[0], part, stage_key(0, 3, 0, micro))), part))
+        return sum(losses) / 4
+
+    wanted = jax.value_and_grad(whole)(params)
+    model = jaxche.Partitioned([first, last], loss, jaxche.Pipeline(micro_batch_size=2))
+    value, grads = model.value_and_grad(params, batch, step=3)
+    close((value, list(grads)), wanted)
+
+
+def test_what_goes_between_devices_does_not_pass_the_host(make_model, devices, monkeypatch):
+    model = make_model("plain", 3)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    params = [jax.device_put(p, d) for p, d in zip(model.params, devices, strict=False)]
+    batch = jax.device_put(model.batch, devices[0])
+    partitioned.value_and_grad(params, batch)
+    sent, put = [], []
+    send, device_put = LocalWire.send, jax.device_put
+    monkeypatch.setattr(LocalWire, "send", lambda wire, tag, tree: (sent.append((tag, tree)), send(wire, tag, tree)))
+    monkeypatch.setattr(jax, "device_put", lambda tree, device: (put.append(tree), device_put(tree, device))[1])
+    partitioned.value_and_grad(params, batch)
+    # Whatever is put on a device comes from one, and what is sent is still where it was computed.
+    assert {type(leaf) for leaf in jax.tree.leaves(put)} == {type(params[0]["w"])}
+    assert [(tag.direction, tag.stage) for tag, _ in sent] == [
+        *(("forward", 0), ("forward", 1)),
+        *(("backward", 2), ("backward", 1)),
+    ]
+    for tag, tree in sent:
+        assert all(leaf.devices() == {devices[tag.stage]} for leaf in jax.tree.leaves(tree))
 
 
 def test_one_stage(make_model, close, twin):

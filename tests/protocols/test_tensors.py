@@ -130,7 +130,8 @@ json_values = st.recursive(
 
 def forged(header, payload, announce=None):
     """An object with right checksums and a header of somebody else's."""
-    prefix = struct.pack("<8sIIQI", b"jaxchetr", 1, len(header), announce or len(payload), zlib.crc32(payload))
+    check = tensors.checksum(np.frombuffer(payload, np.uint8))
+    prefix = struct.pack("<8sIIQI", b"jaxchetr", 1, len(header), announce or len(payload), check)
     return prefix + struct.pack("<I", zlib.crc32(header, zlib.crc32(prefix))) + header + payload
 
 
@@ -171,3 +172,28 @@ def test_other_versions_and_other_files_are_named():
         tensors.decode(DATA[:8] + b"\x07" + DATA[9:], TREE, "key")
     with pytest.raises(DamagedObjectError, match="no tensor object"):
         tensors.decode(b"PK\x03\x04" + bytes(100), TREE, "key")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_the_checksum_is_that_of_a_slow_twin_and_sees_every_changed_byte(data):
+    size = data.draw(st.sampled_from([0, 1, 63, 64, 65, 32 * 1024 - 8, 32 * 1024, 80_001]))
+    seed = data.draw(st.integers(0, 99))
+    array = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    padded = bytes(array) + bytes(-size % 64)
+    words = [int.from_bytes(padded[i : i + 8], "little") for i in range(0, len(padded), 8)]
+    weights = list(map(int, tensors._WEIGHTS))
+    chunks = [words[i : i + 4096] for i in range(0, len(words), 4096)]
+    sums = [sum(w * x for w, x in zip(weights, chunk, strict=False)) % 2**64 for chunk in chunks]
+    wanted = zlib.crc32(b"".join(s.to_bytes(8, "little") for s in sums), 7)
+    assert tensors.checksum(array, 7) == wanted
+    assert tensors.checksum(np.frombuffer(padded, np.uint8), 7) == wanted
+    if size:
+        array[data.draw(st.integers(0, size - 1))] ^= data.draw(st.integers(1, 255))
+        assert tensors.checksum(array, 7) != wanted
+
+
+def test_the_weights_are_part_of_the_format():
+    assert [hex(w) for w in map(int, tensors._WEIGHTS[:2])] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f5"]
+    assert all(w % 2 == 1 for w in map(int, tensors._WEIGHTS))
+    assert len(set(map(int, tensors._WEIGHTS))) == 4096

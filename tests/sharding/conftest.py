@@ -1,4 +1,4 @@
-"""One small problem with leaves of every kind: even, odd, scalar, used once, used twice, used transposed."""
+"""A small problem with leaves of every kind: a matrix used transposed, a vector, a scalar; of even sizes and of odd."""
 
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ def _matrices(params):
 
 
 class Problem:
-    """A network of two layers with a head of odd shape."""
+    """A network of two layers and a head, of the sizes of input, hidden layers and output."""
 
     strategies: ClassVar = {
         "full": lambda world: jaxche.FullShard(),
@@ -37,8 +37,8 @@ class Problem:
         ),
     }
 
-    def __init__(self):
-        self._twins = {}
+    def __init__(self, sizes):
+        self._sizes, self._twins = sizes, {}
 
     @staticmethod
     def loss(params, batch):
@@ -47,22 +47,20 @@ class Problem:
         out = hidden @ params["head"].T
         return jnp.mean((out - batch["y"]) ** 2), {"mean": jnp.mean(out)}
 
-    @staticmethod
-    def params():
-        rng = np.random.default_rng(0)
+    def params(self):
+        rng, (inputs, first, second, outputs) = np.random.default_rng(0), self._sizes
         draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)  # noqa: E731
         return {
-            "first": {"w": draw(5, 16), "b": draw(16)},
-            "second": {"w": draw(16, 7)},
-            "head": draw(3, 7),
+            "first": {"w": draw(inputs, first), "b": draw(first)},
+            "second": {"w": draw(first, second)},
+            "head": draw(outputs, second),
             "scale": jnp.float32(1.0),
         }
 
-    @staticmethod
-    def batches(count, rows=16):
+    def batches(self, count, rows=16):
         rng = np.random.default_rng(1)
         draw = lambda size: rng.normal(size=(rows, size)).astype(np.float32)  # noqa: E731
-        return [{"x": draw(5), "y": draw(3)} for _ in range(count)]
+        return [{"x": draw(self._sizes[0]), "y": draw(self._sizes[-1])} for _ in range(count)]
 
     def on_one_device(self, optimizer):
         """The slow obvious twin: parameters and losses of 20 steps on one device with the joined batches."""
@@ -93,6 +91,12 @@ class Problem:
 
 
 @pytest.fixture(scope="session")
-def problem():
-    """The problem; what one device makes of it is computed once."""
-    return Problem()
+def problems():
+    """Even sizes, which 8 devices divide, and odd ones; what one device makes of them is computed once."""
+    return {"even": Problem((8, 16, 24, 8)), "odd": Problem((5, 16, 7, 3))}
+
+
+@pytest.fixture(scope="session")
+def problem(problems):
+    """The one with leaves that are cut and leaves that are not."""
+    return problems["odd"]

@@ -1,8 +1,14 @@
 """The sharded step: the same training under every strategy."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import jaxche
 
@@ -15,13 +21,235 @@ def assert_close(ours, theirs, tolerance=1e-5):
     )
 
 
+def make_step(problem, name, devices, tx=None, loss=None, **knobs):
+    strategy = problem.strategies[name](len(devices))
+    return jaxche.sharded_step(
+        loss or problem.loss, tx or problem.optimizers["adam"](), strategy, strategy.mesh(devices), **knobs
+    )
+
+
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "masked_chain"])
+@pytest.mark.parametrize("sizes", ["even", "odd"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_twenty_steps_equal_one_device(name, optimizer, world, devices, problem):
-    strategy = problem.strategies[name](world)
-    step = jaxche.sharded_step(problem.loss, problem.optimizers[optimizer](), strategy, strategy.mesh(devices[:world]))
+def test_twenty_steps_equal_one_device(name, sizes, optimizer, world, devices, problems):
+    problem = problems[sizes]
+    step = make_step(problem, name, devices[:world], problem.optimizers[optimizer]())
     state, losses = problem.run(step, step.init(problem.params()), problem.batches(20))
     params, one_device = problem.on_one_device(optimizer)
     np.testing.assert_allclose(losses, one_device, rtol=1e-5)
+    assert_close(state.params, params)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_micro_batches_change_nothing(name, devices, problem):
+    step = make_step(problem, name, devices[:4], accumulate=4)
+    state, losses = problem.run(step, step.init(problem.params()), problem.batches(20))
+    params, one_device = problem.on_one_device("adam")
+    np.testing.assert_allclose(losses, one_device, rtol=1e-5)
+    assert_close(state.params, params)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_norm_that_clips_counts_every_element_once(name, devices, problem):
+    """Neither once a device nor once a node: gradients are scaled to length 0.01 exactly."""
+    tx = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
+    step, batch = make_step(problem, name, devices, tx), problem.batches(1)[0]
+    before = problem.params()
+    state, _ = step(step.init(before), batch)
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), before, jax.device_get(state.params))
+    assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-4)
+    grads = jax.grad(lambda p: problem.loss(p, batch)[0])(before)
+    scale = 0.01 / float(optax.tree.norm(grads))
+    assert_close(moved, jax.tree.map(lambda g: scale * np.asarray(g), grads), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid_grad_op"])
+def test_computing_in_half_precision_keeps_float32_masters(name, devices, problem):
+    seen = []
+
+    def loss(params, batch):
+        seen.extend(x.dtype for x in jax.tree.leaves((params, batch)))
+        return problem.loss(params, batch)
+
+    step = make_step(problem, name, devices[:4], loss=loss, compute_dtype=jnp.bfloat16)
+    state, losses = problem.run(step, step.init(problem.params()), problem.batches(20))
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype(jnp.float32)}
+    _, one_device = problem.on_one_device("adam")
+    np.testing.assert_allclose(losses, one_device, rtol=0.03)
+    # Steps of Adam are 0.01; bfloat16 parameters near 1 could not take steps below 0.004.
+    step = make_step(problem, name, devices[:4], optax.sgd(1e-4), compute_dtype=jnp.bfloat16)
+    state, _ = problem.run(step, step.init(problem.params()), problem.batches(1))
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - jax.device_get(b)).max()), problem.params(), state.params)
+    assert all(0 < size < 1e-3 for size in jax.tree.leaves(moved))
+
+
+def drawn_by(problem, name, devices, steps=1, **knobs):
+    """Mean and mean square over devices and micro-batches of the numbers a loss function draws in each step."""
+
+    def loss(params, batch, rng):
+        drawn = jax.random.uniform(rng)
+        return jnp.mean(batch["x"]) * params.sum(), {"mean": drawn, "square": drawn**2}
+
+    step = make_step(problem, name, devices, optax.sgd(0.1), loss, **knobs)
+    state, found = step.init(jnp.ones(8)), []
+    for batch in problem.batches(steps):
+        state, metrics = jax.block_until_ready(step(state, batch))
+        found.append((float(metrics["mean"]), float(metrics["square"])))
+    return found
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_device_and_step_draws_its_own_numbers(name, devices, problem):
+    first, second = drawn_by(problem, name, devices[:4], 2)
+    assert first != second
+    for mean, square in (first, second):
+        assert square > mean**2 + 1e-3  # not one number everywhere
+
+
+def test_numbers_depend_on_the_seed_and_the_micro_batch_alone(devices, problem):
+    [first] = drawn_by(problem, "full", devices[:4])
+    assert drawn_by(problem, "full", devices[:4]) == [first]
+    assert drawn_by(problem, "grad_op", devices[:4]) == [first]
+    assert drawn_by(problem, "full", devices[:4], seed=1) != [first]
+    assert drawn_by(problem, "full", devices[:4], accumulate=2) != [first]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_model_state_is_that_of_the_joined_batch(name, devices, problem):
+    """Batch statistics: means over devices, variances by the law of total variance; counters as they are."""
+
+    def loss(params, batch, model_state):
+        value, metrics = problem.loss(params, batch)
+        mean, var = batch["x"].mean(0), batch["x"].var(0)
+        old = model_state["batch_stats"]
+        new = {"mean": 0.9 * old["mean"] + 0.1 * mean, "var": 0.9 * old["var"] + 0.1 * var}
+        return value, (metrics, {"batch_stats": new, "count": model_state["count"] + 1})
+
+    size = problem.params()["first"]["w"].shape[0]
+    model_state = {"batch_stats": {"mean": jnp.zeros(size), "var": jnp.ones(size)}, "count": jnp.int32(0)}
+    step = make_step(problem, name, devices[:4], loss=loss)
+    [batch] = problem.batches(1)
+    state, metrics = step(step.init(problem.params(), model_state), batch)
+    assert int(state.model_state["count"]) == 1
+    assert set(metrics) == {"loss", "mean"}
+    stats = jax.device_get(state.model_state["batch_stats"])
+    np.testing.assert_allclose(stats["mean"], 0.1 * batch["x"].mean(0), rtol=1e-5, atol=1e-6)
+    # Within devices a tenth of the mean variance, and the variance of the averages that devices kept.
+    parts = batch["x"].reshape(4, -1, size)
+    expected = 0.9 + 0.1 * parts.var(1).mean(0) + (0.1 * parts.mean(1)).var(0)
+    np.testing.assert_allclose(stats["var"], expected, rtol=1e-5)
+    assert state.model_state["count"].sharding.is_fully_replicated
+
+
+def test_steps_give_their_state_away_but_not_what_init_was_given(devices, problem):
+    params, step = problem.params(), make_step(problem, "full", devices[:4])
+    state = step.init(params)
+    kept = state.params["first"]["w"]
+    state, _ = step(state, problem.batches(1)[0])
+    assert kept.is_deleted()
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+def test_a_batch_may_be_placed_already_and_the_mesh_left_out(devices, problem):
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(problem.loss, optax.sgd(0.1), strategy)
+    [batch] = problem.batches(1)
+    ends = []
+    for given in (batch, jax.device_put(batch, step.layout(problem.params()).batch), jax.device_put(batch, devices[3])):
+        state, _ = step(step.init(problem.params()), given)
+        ends.append(jax.device_get(state.params))
+    jax.tree.map(np.testing.assert_array_equal, ends[0], ends[1])
+    jax.tree.map(np.testing.assert_array_equal, ends[0], ends[2])
+
+
+def test_one_program_serves_every_step(devices, problem):
+    traces = []
+
+    def loss(params, batch):
+        traces.append(1)
+        return problem.loss(params, batch)
+
+    step = make_step(problem, "full", devices[:4], loss=loss)
+    state, _ = problem.run(step, step.init(problem.params()), problem.batches(1))
+    first = len(traces)
+    problem.run(step, state, problem.batches(4))
+    assert len(traces) == first
+
+
+class Transformer(nn.Module):
+    """A transformer with a vocabulary that no number of devices divides."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(65, 32)
+        x = embed(tokens)
+        for _ in range(2):
+            x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+            x = x + nn.Dense(32)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def held(tree):
+    """Bytes of a tree on each device, from the arrays that are there."""
+    sizes = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            sizes[shard.device] = sizes.get(shard.device, 0) + shard.data.nbytes
+    return sizes
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_transformer_takes_one_part_in_w_of_each_device(world, devices, problem):
+    net, tokens = Transformer(), np.zeros((1, 6), np.int32)
+    step = make_step(problem, "full", devices[:world], optax.adamw(1e-3))
+    state = step.init(jax.jit(lambda: net.init(jax.random.key(0), tokens)["params"])())
+    whole = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+    sizes = held((state.params, state.opt_state))
+    assert set(sizes) == set(devices[:world])
+    assert all(size == pytest.approx(whole / world, rel=0.03) for size in sizes.values())
+
+
+@pytest.mark.parametrize("strategy", [jaxche.FullShard(), jaxche.FullShard(scanned=("layers",))], ids=str)
+def test_no_device_ever_holds_a_full_copy_at_the_start(strategy, devices):
+    """What the program that makes the first state needs, results and temporaries, is far less than the parameters."""
+    loss = lambda p, x: jnp.mean((x @ p["in"]) ** 2) + sum(w.sum() for w in p["layers"].values())  # noqa: E731
+
+    def init():
+        keys = jax.random.split(jax.random.key(0), 9)
+        layers = {f"w{i}": jax.random.normal(keys[i], (256, 256)) / 16 for i in range(8)}
+        return {"in": jax.random.normal(keys[8], (256, 256)), "layers": layers}
+
+    step = jaxche.sharded_step(loss, optax.adam(1e-3), strategy, strategy.mesh(devices))
+    memory = step.lower_init(init).compile().memory_analysis()
+    whole = 9 * 256 * 256 * 4
+    assert memory.argument_size_in_bytes == 0
+    assert memory.output_size_in_bytes == pytest.approx(3 * whole / 8, rel=0.01)  # parameters and two moments
+    assert memory.temp_size_in_bytes < whole / 4
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 0.7 * whole
+    state = step.init(init)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), jax.device_get(state.params), init())
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid_grad_op"])
+def test_scanned_layers_train_as_on_one_device(name, devices, problem):
+    def loss(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) + x, None), batch @ params["in"], params["layers"])
+        return jnp.mean(x**2)
+
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)  # noqa: E731
+    params, batches = {"in": draw(4, 8), "layers": draw(16, 8, 8)}, [draw(8, 4) for _ in range(5)]
+    strategy = dataclasses.replace(problem.strategies[name](4), scanned=("layers",))
+    step = jaxche.sharded_step(loss, optax.sgd(0.1), strategy, strategy.mesh(devices[:4]))
+    state, losses = problem.run(step, step.init(params), batches)
+    if strategy.shards_params:
+        assert state.params["layers"].sharding.spec == P(None, "shard")  # and not its largest axis
+    expected = []
+    for batch in batches:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        expected.append(float(value))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert_close(state.params, params)

@@ -1,0 +1,83 @@
+"""A checkpoint of plain Orbax, written under one layout, opens under another and trains on as if undisturbed."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxche
+
+# Strategy and number of devices before and after.
+MOVES = [
+    (("full", 4), ("grad_op", 2)),
+    (("full", 8), ("full", 4)),
+    (("grad_op", 4), ("hybrid", 8)),
+    (("hybrid", 8), ("none", 1)),
+    (("none", 1), ("full", 8)),
+    (("hybrid_grad_op", 4), ("hybrid", 4)),
+]
+
+
+@pytest.mark.parametrize("sizes", ["even", "odd"])
+@pytest.mark.parametrize(("before", "after"), MOVES, ids=lambda move: f"{move[0]}-{move[1]}")
+def test_training_goes_on_under_another_layout(before, after, sizes, problems, devices, tmp_path):
+    problem = problems[sizes]
+    one, other = (
+        jaxche.sharded_step(problem.loss, problem.optimizers["adam"](), strategy, strategy.mesh(devices[:world]))
+        for strategy, world in ((problem.strategies[name](world), world) for name, world in (before, after))
+    )
+    batches = problem.batches(20)
+    state, _ = problem.run(one, one.init(problem.params()), batches[:8])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        target = other.abstract_state(problem.params())
+        restored = checkpointer.restore(tmp_path / "state", target)
+    assert int(restored.index) == 8
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, target))
+    end, losses = problem.run(other, restored, batches[8:])
+    params, undisturbed = problem.on_one_device("adam")
+    np.testing.assert_allclose(losses, undisturbed[8:], rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), jax.device_get(end.params), params
+    )
+
+
+def test_a_manager_keeps_several_and_opens_the_latest(problem, devices, tmp_path):
+    full, none = jaxche.FullShard(), jaxche.NoShard()
+
+    def make(strategy, world):
+        mesh = strategy.mesh(devices[:world])
+        return jaxche.sharded_step(problem.loss, problem.optimizers["masked_chain"](), strategy, mesh)
+
+    one, other = make(full, 4), make(none, 1)
+    state = one.init(problem.params())
+    with ocp.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        for batch in problem.batches(3):
+            state, _ = jax.block_until_ready(one(state, batch))
+            manager.save(int(state.index), args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [2, 3]
+        target = other.abstract_state(problem.params())
+        restored = manager.restore(3, args=ocp.args.StandardRestore(target))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
+    batch = problem.batches(4)[-1]
+    (ours, _), (theirs, _) = other(restored, batch), one(state, batch)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+        *(jax.device_get(s.params) for s in (ours, theirs)),
+    )
+
+
+def test_on_the_same_layout_it_goes_on_bit_for_bit(problem, devices, tmp_path):
+    strategy = jaxche.HybridShard(2)
+    step = jaxche.sharded_step(problem.loss, problem.optimizers["adam"](), strategy, strategy.mesh(devices[:4]))
+    batches = problem.batches(6)
+    state, _ = problem.run(step, step.init(problem.params()), batches[:3])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", step.abstract_state(problem.params()))
+    ends = [problem.run(step, s, batches[3:]) for s in (state, restored)]
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(end) for end in ends))

@@ -1,0 +1,110 @@
+"""What cannot work is refused by name, with both numbers and the line to write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, sharded_step
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+PARAMS = {"w": np.ones((8, 4), np.float32)}
+
+
+def make(devices, tx=None, strategy=None, **knobs):
+    strategy = strategy or FullShard()
+    return sharded_step(loss_fn, tx or optax.sgd(0.1), strategy, strategy.mesh(devices), **knobs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"loss_fn": 3}, r"loss_fn=3.*write def loss_fn\(params, batch\)"),
+        ({"tx": 0.1}, r"tx=0.1 is not an optax.*write e.g. tx=optax.adam"),
+        ({"strategy": "full"}, r"strategy='full'.*write e.g. strategy=jaxche.FullShard\(\)"),
+        ({"strategy": FullShard}, r"not a sharding strategy"),
+        ({"accumulate": 0}, "accumulate=0 .*write accumulate=1"),
+        ({"accumulate": True}, "accumulate=True"),
+    ],
+)
+def test_arguments(arguments, named):
+    given = {"loss_fn": loss_fn, "tx": optax.sgd(0.1), "strategy": FullShard()} | arguments
+    with pytest.raises(ValueError, match=named):
+        sharded_step(**given)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes"), [(FullShard(), ("data",)), (HybridShard(4), ("shard",)), (NoShard(), ("replica", "shard"))]
+)
+def test_a_mesh_without_the_axes(strategy, axes, devices):
+    mesh = jax.sharding.Mesh(np.array(devices).reshape((1,) * (len(axes) - 1) + (-1,)), axes)
+    with pytest.raises(ValueError, match=r"the mesh has the axes .* needs .*write mesh = strategy.mesh\(devices\)"):
+        sharded_step(loss_fn, optax.sgd(0.1), strategy, mesh)
+
+
+@pytest.mark.parametrize(
+    ("rows", "knobs", "named"),
+    [
+        (6, {}, r"6 rows, which 4 devices \(4 shard\) do not divide; give batches of 4 rows"),
+        (3, {}, "3 rows, which 4 devices .* give batches of 4 rows"),
+        (12, {"accumulate": 2}, r"12 rows, which 4 devices \(4 shard\) times accumulate=2 .* batches of 8 rows"),
+        (6, {"strategy": HybridShard(2)}, r"6 rows, which 4 devices \(2 replica x 2 shard\)"),
+    ],
+)
+def test_a_batch_that_does_not_divide(rows, knobs, named, devices):
+    step = make(devices[:4], **knobs)
+    for call in (
+        lambda batch: step(step.init(PARAMS), batch),
+        lambda batch: step.explain(PARAMS, batch),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call(np.ones((rows, 8), np.float32))
+
+
+def test_parameters_on_another_mesh(devices):
+    elsewhere = make(devices[4:]).init(PARAMS).params
+    with pytest.raises(ValueError, match=r"\['w'\] lies on a mesh of 4 .*one of 2.*init\(jax.device_get\(params\)\)"):
+        make(devices[:2]).init(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [({}, "params has no arrays"), ({"n": np.arange(3)}, r"\['n'\] is int.*move it into step.init")],
+)
+def test_parameters_without_a_gradient(params, named, devices):
+    with pytest.raises(ValueError, match=named):
+        make(devices[:2]).init(params)
+
+
+def test_a_state_of_another_optimizer(devices):
+    state = make(devices[:4], optax.adam(0.1)).init(PARAMS)
+    with pytest.raises(ValueError, match=r"opt_state has 3 arrays .* this step's tx has 1 .*write state = step.init"):
+        make(devices[:4], optax.sgd(0.1, momentum=0.9))(state, np.ones((4, 8), np.float32))
+
+
+def test_a_state_of_other_parameters(devices):
+    step = make(devices[:4], optax.adam(0.1))
+    state, other = step.init(PARAMS), step.init({"w": np.ones((8, 8), np.float32)})
+    with pytest.raises(ValueError, match=r"opt_state.*has the shape \(8, 8\), .* it is \(8, 4\); write state = step"):
+        step(state._replace(opt_state=other.opt_state), np.ones((4, 8), np.float32))
+
+
+def test_a_state_of_another_mesh_and_of_another_layout(devices):
+    batch = np.ones((4, 8), np.float32)
+    with pytest.raises(ValueError, match=r"state.params\['w'\] lies on a mesh of 2 devices.* one of 4"):
+        make(devices[:4])(make(devices[:2]).init(PARAMS), batch)
+    with pytest.raises(ValueError, match=r"laid out .*FullShard\(\) keeps it .*'shard'.*write state = jax.device_put"):
+        make(devices[:4])(make(devices[:4], strategy=ShardGradOp()).init(PARAMS), batch)
+
+
+def test_the_line_that_is_told_puts_a_state_right(devices):
+    step = make(devices[:4], optax.adam(0.1))
+    state = make(devices[:4], optax.adam(0.1), ShardGradOp()).init(PARAMS)
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state(state.params)))
+    state, metrics = step(state, np.ones((4, 8), np.float32))
+    assert np.isfinite(float(metrics["loss"]))

@@ -1,0 +1,118 @@
+"""All strategies side by side, and the cheapest that fits."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, compare_strategies
+
+PARAMS = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32)}
+BATCH = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+WHOLE = 256 * 128 * 4
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def compare(devices, **knobs):
+    return compare_strategies(loss_fn, optax.adam(0.1), PARAMS, BATCH, devices=devices, **knobs)
+
+
+@pytest.fixture(scope="module")
+def costs(devices):
+    return compare(devices)
+
+
+def test_by_default_it_is_every_strategy(costs):
+    assert [row["strategy"] for row in costs.rows] == [
+        "NoShard()",
+        "ShardGradOp()",
+        "FullShard()",
+        "HybridShardGradOp(4)",
+        "HybridShard(4)",
+    ]
+    assert all(row["fits"] for row in costs.rows)
+
+
+def test_two_devices_have_no_nodes(devices):
+    assert len(compare(devices[:2]).rows) == 3
+
+
+def test_the_cheapest_sends_least_and_then_needs_least(costs):
+    by_name = {row["strategy"]: row for row in costs.rows}
+    least = min(row["sent"] for row in costs.rows)
+    rivals = [row for row in costs.rows if row["sent"] == least]
+    assert str(costs.cheapest) == min(rivals, key=lambda row: row["peak"])["strategy"]
+    assert by_name["FullShard()"]["peak"] < by_name["NoShard()"]["peak"]
+
+
+def test_less_memory_leaves_fewer_and_then_none(devices, costs):
+    peaks = {row["strategy"]: row["peak"] for row in costs.rows}
+    strategies = [NoShard(), ShardGradOp(), FullShard()]
+    fits = {}
+    for name in ("NoShard()", "ShardGradOp()", "FullShard()"):
+        narrow = compare(devices, strategies=strategies, memory=peaks[name])
+        fits[name] = {row["strategy"] for row in narrow.rows if row["fits"]}
+        assert name in fits[name]
+        cheapest = str(narrow.cheapest)
+        assert cheapest in fits[name]
+        assert str(narrow).splitlines()[-1] == f"sends least and fits {_size(peaks[name])}: {cheapest}"
+    smallest = min(peaks[str(s)] for s in strategies)
+    nothing = compare(devices, strategies=strategies, memory=smallest - 1)
+    assert nothing.cheapest is None
+    assert "nothing fits" in str(nothing)
+    assert "accumulate=" in str(nothing)
+    assert not any(row["fits"] for row in nothing.rows)
+
+
+def _size(nbytes):
+    return f"{nbytes / 1024:.1f} KiB"
+
+
+def test_tables_for_people(costs):
+    lines = str(costs).splitlines()
+    assert lines[1].split() == ["strategy", "params", "grads", "opt", "other", "in", "all", "counted", "theory", "fits"]
+    assert lines[4].split()[:3] == ["FullShard()", "16.0", "KiB"]
+    assert lines[-1].startswith("sends least: ")
+    assert all(len(line) <= 110 for line in lines)
+    page = costs._repr_html_()
+    assert page.count("<tr>") == 6
+    assert "sends least" in page
+
+
+def test_what_the_step_is_given_is_compared(devices):
+    def with_state(params, x, rng, model_state):
+        return loss_fn(params, x) * model_state["m"].mean() + 0 * jax.random.uniform(rng), ({}, model_state)
+
+    def make():
+        return {"w": jnp.zeros((256, 128))}
+
+    costs = compare_strategies(
+        with_state,
+        optax.sgd(0.1),
+        make,
+        BATCH,
+        strategies=[FullShard()],
+        devices=devices[:2],
+        model_state={"m": jax.ShapeDtypeStruct((100,), jnp.float32)},
+        accumulate=2,
+        compute_dtype=jnp.bfloat16,
+    )
+    [explanation] = costs.explanations
+    assert explanation.whole["inputs"] == 8 * 256 * 4 + 400
+    assert explanation.theory == (2 * 2 * 0.5 + 2) / 2 * WHOLE
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"memory": "lots"}, "memory='lots' is not a size; write bytes or text such as \"16GiB\""),
+        ({"memory": 0}, "memory=0"),
+        ({"strategies": [HybridShard(3)]}, "intra_node_size=3 does not divide the 8 devices"),
+    ],
+)
+def test_what_cannot_be_is_refused(knobs, named, devices):
+    with pytest.raises(ValueError, match=named):
+        compare(devices, **knobs)

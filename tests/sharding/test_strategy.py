@@ -1,0 +1,94 @@
+"""Strategies are values, and each has its mesh."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp
+
+FLAT = [FullShard, ShardGradOp, NoShard]
+HYBRID = [HybridShard, HybridShardGradOp]
+
+
+@pytest.mark.parametrize("strategy", [cls() for cls in FLAT + HYBRID], ids=str)
+def test_strategies_are_frozen_values(strategy):
+    assert strategy == type(strategy)()
+    assert len({strategy, type(strategy)(), type(strategy)(min_size=8)}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        strategy.min_size = 3
+
+
+def test_what_they_are_called():
+    assert str(FullShard()) == "FullShard()"
+    assert str(HybridShard(2, scanned=("layers",))) == "HybridShard(2, scanned=('layers',))"
+    assert str(ShardGradOp(min_size=8)) == "ShardGradOp(min_size=8)"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("cls", FLAT)
+def test_flat_meshes_have_one_axis(cls, world, devices):
+    mesh = cls().mesh(devices[:world])
+    assert mesh.shape_tuple == (("shard", world),)
+    assert list(mesh.devices) == devices[:world]
+
+
+@pytest.mark.parametrize("node", [1, 2, 4, 8])
+@pytest.mark.parametrize("cls", HYBRID)
+def test_neighbours_share_a_node(cls, node, devices):
+    mesh = cls(intra_node_size=node).mesh(devices)
+    assert mesh.shape_tuple == (("replica", 8 // node), ("shard", node))
+    assert mesh.devices[0].tolist() == devices[:node]
+
+
+def test_all_devices_are_the_default(devices):
+    assert FullShard().mesh().size == len(devices)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [
+        (FullShard(), 8),
+        (ShardGradOp(), 1),
+        (NoShard(), 1),
+        (HybridShard(4), 4),
+        (HybridShardGradOp(4), 1),
+    ],
+    ids=str,
+)
+def test_shardings_of_parameters(strategy, share, devices):
+    params = {"w": jnp.zeros((16, 8)), "b": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    shardings = strategy.shardings(params, strategy.mesh(devices))
+    assert jax.tree.structure(shardings) == jax.tree.structure(params)
+    sizes = jax.tree.map(lambda x, s: math.prod(x.shape) // math.prod(s.shard_shape(x.shape)), params, shardings)
+    assert sizes == {"w": share, "b": share}
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda d: HybridShard(0), r"intra_node_size=0.*write HybridShard\(intra_node_size=8\)"),
+        (lambda d: HybridShard(3).mesh(d), r"=3 does not divide the 8 devices; write HybridShard\(intra_node_size=2\)"),
+        (lambda d: HybridShardGradOp(16).mesh(d), r"=16 does not divide the 8.*HybridShardGradOp\(intra_node_size=8\)"),
+        (lambda d: FullShard(min_size=-1), "min_size=-1.*write min_size=0"),
+        (lambda d: FullShard(scanned="layers"), r'scanned=\'layers\'.*write scanned=\("layers",\)'),
+        (lambda d: FullShard().mesh([]), r"devices=\[\].*write strategy.mesh\(jax.devices\(\)\)"),
+        (
+            lambda d: FullShard().shardings(jnp.zeros(8), jax.make_mesh((8,), ("data",))),
+            r"\('data',\), FullShard needs \('shard',\); write mesh = strategy.mesh",
+        ),
+        (
+            lambda d: HybridShard(4).shardings(jnp.zeros(8), HybridShard(2).mesh(d)),
+            r"has 2 devices along 'shard', HybridShard\(4\) has intra_node_size=4; write mesh = strategy.mesh",
+        ),
+        (
+            lambda d: FullShard().shardings(jnp.zeros(8), HybridShard(2).mesh(d)),
+            r"\('replica', 'shard'\), FullShard needs \('shard',\)",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make, named, devices):
+    with pytest.raises(ValueError, match=named):
+        make(devices)
