@@ -44,7 +44,12 @@ class RankError(RuntimeError):
 
 
 class PeerLostError(RuntimeError):
-    """A merge between processes broke off, as it does when one of them dies."""
+    """A merge between processes broke off, as it does when one of them dies.
+
+    Example:
+      >>> issubclass(PeerLostError, RuntimeError)
+      True
+    """
 
 
 class PlanMismatchError(RuntimeError):

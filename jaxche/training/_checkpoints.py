@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,11 +188,9 @@ class Keeper:
     def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
         """Refuse a checkpoint that this trainer cannot go on from."""
         where = f"checkpoints={str(self._folder)!r}"
-        import jaxche
-
         if meta["format"] != _FORMAT:
             raise ValueError(
-                f"{where} was written by jaxche {meta['jaxche']} in another format, and this is {jaxche.__version__}; "
+                f"{where} was written by jaxche {meta['jaxche']} in another format, and this is {_version()}; "
                 f"write pip install jaxche=={meta['jaxche']}, or give another folder"
             )
         wanted = shapes(self._trainer._engine.saved_as(state.locals, meta["rows"]))
@@ -233,14 +232,12 @@ class Keeper:
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._begun = state.round
-        import jaxche
-
         args, engine = self._ocp.args, self._trainer._engine
         trees = engine.pack(state.locals)
         rows = {name: engine.world_size for name in engine.own if name in trees}
         meta = numbers(state) | {
             "format": _FORMAT,
-            "jaxche": jaxche.__version__,
+            "jaxche": _version(),
             "rows": rows,
             "leaves": shapes(trees),
             "batches": self._batches,
@@ -273,3 +270,8 @@ def _items(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters as they are, and all else, if there is any; Orbax saves no empty trees."""
     rest = {name: nested(tree) for name, tree in trees.items() if name != "params"}
     return {"params": nested(trees["params"])} | ({"state": rest} if rest else {})
+
+
+def _version() -> str:
+    """Of jaxche: whoever is here has imported it, and the front door is no business of a layer."""
+    return sys.modules["jaxche"].__version__
