@@ -214,7 +214,7 @@ class StagedEngine(Engine):
         return StageMerge(self._meeting, self._rules, local)
 
     def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
-        """Nothing: a stage is many small programs, and what is alive between them is the schedule's."""
+        """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""
         return []
 
     def first_row(self, tree: Any) -> Any:
