@@ -200,9 +200,8 @@ history[-6:]
 # The counts of its rounds are all that a run needs to be repeated bit for bit on the same devices, whatever the clock says.
 
 # %%
-again = trainer.init(loss.params, loss.model_state)
-for info in jaxche.History.from_json(history.to_json()):
-    again, _ = trainer.round(again, train, counts=info.counts)
+record = jaxche.History.from_json(history.to_json())
+again, _ = trainer.replay(trainer.init(loss.params, loss.model_state), train, record)
 jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), trainer.params(state), trainer.params(again)))
 
 # %% [markdown]
