@@ -85,13 +85,18 @@ def _rounds(axes: Any, history: History, numbers: _Numbers) -> None:
     label_outside(axes)
 
 
+def _over_rounds(axes: Any, **labels: str) -> None:
+    axes.set(xlabel="round", **labels)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
 def _counts(axes: Any, history: History, numbers: _Numbers) -> None:
     for lane, rank in enumerate(numbers.ranks):
         colour = COLOURS[lane % len(COLOURS)]
         axes.step(numbers.rounds, numbers.counts[:, rank], where="mid", color=colour, lw=1.6, label=numbers.label(rank))
     anchor = [info.anchor for info in history]
     axes.step(numbers.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor")
-    axes.set(xlabel="round", ylabel="local steps", title="Cadence: steps of each rank between two merges")
+    _over_rounds(axes, ylabel="local steps", title="Cadence: steps of each rank between two merges")
     axes.set_ylim(bottom=0)
     label_outside(axes)
 
@@ -102,13 +107,13 @@ def _efficiency(axes: Any, history: History, numbers: _Numbers) -> None:
     axes.plot(numbers.rounds, _smooth(np.array(percent)), color=COLOURS[0], lw=1.8)
     wait = sum(max(info.wall_ms) - np.mean(info.wall_ms) for info in history) / 1e3 / numbers.seconds[-1]
     merge = numbers.sync.sum() / 1e3 / numbers.seconds[-1]
-    axes.set(xlabel="round", ylabel="efficiency (%)")
+    _over_rounds(axes, ylabel="efficiency (%)")
     axes.set_title(f"Efficiency {history.efficiency:.1%}: wait {wait:.1%}, merge {merge:.1%}")
     axes.set_ylim(0, 105)
 
 
 def _drift(axes: Any, history: History, numbers: _Numbers) -> None:
-    axes.set(xlabel="round", ylabel="distance, relative", title="Drift of the replicas before each merge")
+    _over_rounds(axes, ylabel="distance, relative", title="Drift of the replicas before each merge")
     series = {
         "to the parameters": [info.drift for info in history],
         "to the merged step": [info.drift_dir for info in history],
@@ -162,7 +167,7 @@ def _noise(axes: Any, history: History, numbers: _Numbers) -> None:
     batch = [info.effective_batch for info in history]
     axes.plot(numbers.rounds, noise, color=COLOURS[2], lw=1.8, label="critical batch (noise scale)")
     axes.plot(numbers.rounds, batch, color="black", lw=1, ls=":", label="effective batch of a step")
-    axes.set(xlabel="round", ylabel="examples", title="Gradient noise scale")
+    _over_rounds(axes, ylabel="examples", title="Gradient noise scale")
     if np.isfinite(noise).any():
         logarithmic(axes.yaxis)
         axes.margins(y=0.45)
@@ -175,7 +180,7 @@ def _gain(axes: Any, history: History, numbers: _Numbers) -> None:
     )
     factors = [info.lr_factor for info in history]
     axes.plot(numbers.rounds, factors, color=COLOURS[5], lw=1.4, ls="--", label="learning rate")
-    axes.set(xlabel="round", ylabel="times the base batch's", title="What a step is worth")
+    _over_rounds(axes, ylabel="times the base batch's", title="What a step is worth")
     axes.set_ylim(bottom=0)
     axes.legend()
 
