@@ -1,5 +1,7 @@
 """A small regression problem that every test of the trainer can solve, and a record of what was read."""
 
+from dataclasses import asdict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,3 +92,13 @@ def same():
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
     return check
+
+
+@pytest.fixture
+def told():
+    """What rounds say, to be compared: a nan equals a nan."""
+
+    def texts(history):
+        return [str(asdict(info)) for info in history]
+
+    return texts
