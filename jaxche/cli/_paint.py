@@ -21,7 +21,8 @@ def paint(text: str, how: str, stream: TextIO | None = None) -> str:
       The text, perhaps with codes around it.
 
     Example:
-      >>> paint("ok", "good", open(os.devnull, "w"))
+      >>> import io
+      >>> paint("ok", "good", io.StringIO())
       'ok'
     """
     out = sys.stdout if stream is None else stream

@@ -66,7 +66,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             say(f"dry run: one batch on every replica and one merge went well; loss {history[0].loss:.4f}")
             continue
         part = folder / chosen["policy"] if args.compare else folder
-        kept = every and Checkpoints(part / "checkpoints", every)
+        kept = Checkpoints(part / "checkpoints", every) if every else None
         state, result, history = _fit(trainer, task, state, epochs, kept)
         results.append(result)
         if history and math.isfinite(history[-1].noise):
