@@ -146,7 +146,7 @@ def _refuse_summed(grads: Any, axis_name: str) -> None:
     """``jax.grad`` of parameters that are the same on every device sums over the devices: no noise is left to see."""
 
     def varies(x: Any) -> bool:
-        return axis_name in getattr(jax.typeof(x), "vma", ())
+        return axis_name in getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", ())
 
     # Where shard_map does not track what varies, not even the device's number is known to.
     if varies(lax.axis_index(axis_name)) and not any(map(varies, jax.tree.leaves(grads))):
