@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from jaxche.cli._command import Command
+
 _EXAMPLES = """\
 examples:
   eval "$(jaxche completion bash)"                          in this shell; put the line into ~/.bashrc
@@ -17,36 +19,11 @@ exit codes:
 _FOLDERS, _FILES = ("folder", "out", "store"), ("command", "plot", "events")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Registers `completion`.
-
-    Args:
-      subparsers: what ``ArgumentParser.add_subparsers`` returned.
-
-    Returns:
-      The new parser; its arguments carry ``run``.
-    """
-    parser = subparsers.add_parser(
-        "completion",
-        help="print what makes a shell complete jaxche's commands and options",
-        description="Print the script with which a shell completes jaxche's commands, options and their values.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the script.
-
-    Args:
-      args: from the parser of ``add_parser``.
-
-    Returns:
-      The exit code.
-    """
+def _run(args: argparse.Namespace) -> int:
     import shtab
 
     from jaxche.cli._main import make_parser
@@ -58,3 +35,13 @@ def run(args: argparse.Namespace) -> int:
                 action.complete = shtab.DIRECTORY if action.dest in _FOLDERS else shtab.FILE  # pyright: ignore
     print(shtab.complete(parser, shell=args.shell))
     return 0
+
+
+COMMAND = Command(
+    "completion",
+    "print what makes a shell complete jaxche's commands and options",
+    _EXAMPLES,
+    _arguments,
+    _run,
+    usage="%(prog)s SHELL",
+)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from jaxche.cli import _health
 from jaxche.cli._arguments import number, whole
+from jaxche.cli._command import Command
 from jaxche.cli._health import Finding
-from jaxche.cli._paint import complain, paint
+from jaxche.cli._paint import paint
 from jaxche.cluster import ClusterInfo, aligned, clocks, launch, measure_all_reduce, share
 
 _COLUMNS = 100
@@ -35,23 +36,7 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Registers `doctor`.
-
-    Args:
-      subparsers: what ``ArgumentParser.add_subparsers`` returned.
-
-    Returns:
-      The new parser; its arguments carry ``run``.
-    """
-    parser = subparsers.add_parser(
-        "doctor",
-        usage="%(prog)s [options]",
-        help="whether this machine and its links can train, and how fast they are",
-        description="Whether this machine and its links can train, and how fast they are.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-n", "--processes", type=whole("-n 2"), help="start so many here and measure between them")
     add("--store", metavar="URL", help="write to and read from this store: a folder, s3://..., gs://...")
@@ -62,19 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds to wait for the other processes (default: %(default)g)",
     )
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Examines and reports.
-
-    Args:
-      args: from the parser of ``add_parser``.
-
-    Returns:
-      The exit code.
-    """
+def _run(args: argparse.Namespace) -> int:
     import jax
 
     import jaxche
@@ -89,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
             os._exit(1)
         return 1
     if info.launcher == "none" and (args.processes or 1) > 1:
-        return _start(args)
+        command = [sys.executable, "-m", "jaxche", *args.words]
+        return launch(command, args.processes, prefix=False, only_rank0=True)
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher)
     if info.num_processes == 1:
         _print(findings)
@@ -103,15 +79,6 @@ def run(args: argparse.Namespace) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
-
-
-def _start(args: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "jaxche", *args.words]
-    try:
-        return launch(command, args.processes, prefix=False, only_rank0=True)
-    except ValueError as error:
-        complain("doctor", error)
-        return 2
 
 
 def _examine(store: str | None, launcher: str) -> list[Finding]:
@@ -199,3 +166,13 @@ def _verdict(findings: Sequence[Finding], then: str) -> int:
         return 1
     print(f"\n{paint('healthy.', 'good')} Next: {then}")
     return 0
+
+
+COMMAND = Command(
+    "doctor",
+    "whether this machine and its links can train, and how fast they are",
+    _EXAMPLES,
+    _arguments,
+    _run,
+    refusals=(ValueError,),
+)

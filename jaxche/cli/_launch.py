@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from jaxche.cli._arguments import number, whole
-from jaxche.cli._paint import complain
+from jaxche.cli._command import Command
 from jaxche.cluster import count_gpus, emit, launch
 
 _EXAMPLES = """\
@@ -40,29 +40,7 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Registers `launch`.
-
-    Args:
-      subparsers: what ``ArgumentParser.add_subparsers`` returned.
-
-    Returns:
-      The new parser; its arguments carry ``run``.
-
-    Example:
-      >>> import argparse
-      >>> parser = argparse.ArgumentParser()
-      >>> _ = add_parser(parser.add_subparsers())
-      >>> parser.parse_args(["launch", "-n", "2", "--pace", "20,50", "train.py", "--lr", "0.1"]).command
-      ['train.py', '--lr', '0.1']
-    """
-    parser = subparsers.add_parser(
-        "launch",
-        help="run a training script once a replica on this machine",
-        description="Run a training script once a replica on this machine.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--processes", type=int, help="how many to start (default: one a GPU)")
     parser.add_argument(
         "--pace", type=_paces, metavar="MS,MS,...", help="pad each local step to this wall time, one a process"
@@ -109,46 +87,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments")
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Launches what the arguments say.
-
-    Args:
-      args: from the parser of ``add_parser``.
-
-    Returns:
-      The exit code: the launch's, or 2 if the arguments make no sense.
-    """
-    try:
-        if args.emit:
-            sys.stdout.write(_emitted(args))
-            return 0
-        if args.nodes or args.image:
-            raise ValueError("--nodes and --image are for a cluster. Write: jaxche launch --emit slurm --nodes 2x8 ...")
-        command = _command(args.module, args.command, sys.executable)
-        if command[0] == sys.executable and args.module is None and not os.path.isfile(command[1]):
-            raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
-        return launch(
-            command,
-            processes=_one_a_gpu() if args.processes is None else args.processes,
-            pace_ms=args.pace,
-            prefix=not args.no_prefix,
-            only_rank0=args.only_rank0,
-            grace_s=args.grace,
-            pin=not args.no_pin,
-            max_restarts=args.max_restarts,
-            survivors=args.survivors,
-            hang_timeout_s=args.hang_timeout,
-            term_grace_s=args.term_grace,
-            events=args.events,
-            elastic=args.elastic,
-        )
-    except ValueError as error:
-        complain("launch", error)
-        return 2
+def _run(args: argparse.Namespace) -> int:
+    if args.emit:
+        sys.stdout.write(_emitted(args))
+        return 0
+    if args.nodes or args.image:
+        raise ValueError("--nodes and --image are for a cluster. Write: jaxche launch --emit slurm --nodes 2x8 ...")
+    command = _command(args.module, args.command, sys.executable)
+    if command[0] == sys.executable and args.module is None and not os.path.isfile(command[1]):
+        raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
+    return launch(
+        command,
+        processes=_one_a_gpu() if args.processes is None else args.processes,
+        pace_ms=args.pace,
+        prefix=not args.no_prefix,
+        only_rank0=args.only_rank0,
+        grace_s=args.grace,
+        pin=not args.no_pin,
+        max_restarts=args.max_restarts,
+        survivors=args.survivors,
+        hang_timeout_s=args.hang_timeout,
+        term_grace_s=args.term_grace,
+        events=args.events,
+        elastic=args.elastic,
+    )
 
 
 def _one_a_gpu() -> int:
@@ -198,3 +162,13 @@ def _paces(text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ms; write --pace 20,50") from None
+
+
+COMMAND = Command(
+    "launch",
+    "run a training script once a replica on this machine",
+    _EXAMPLES,
+    _arguments,
+    _run,
+    usage="%(prog)s [options] train.py [its arguments]",
+)

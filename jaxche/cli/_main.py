@@ -56,18 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"jaxche {jaxche.__version__}")
         return 0
-    if not hasattr(args, "run"):
+    if not hasattr(args, "chosen"):
         print(_START)
         return 0
     args.words = words
-    return args.run(args)
+    return args.chosen.run(args)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands.
 
     Returns:
-      One that leaves the command to run in ``args.run``.
+      One that leaves the command in ``args.chosen``.
     """
     parser = argparse.ArgumentParser(
         prog="jaxche",
@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (_train, _page, _launch, _doctor, _simulate, _plan, _completion):
-        command.add_parser(commands)
+    commands = parser.add_subparsers(prog="jaxche", title="commands", metavar="COMMAND")
+    for module in (_train, _page, _launch, _doctor, _simulate, _plan, _completion):
+        module.COMMAND.register(commands)
     return parser

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxche.cli._paint import complain
+from jaxche.cli._command import Command
 from jaxche.training import History
 
 _EXAMPLES = """\
@@ -45,46 +45,16 @@ pre { white-space: pre-wrap; }
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Registers `report`.
-
-    Args:
-      subparsers: what ``ArgumentParser.add_subparsers`` returned.
-
-    Returns:
-      The new parser; its arguments carry ``run``.
-    """
-    parser = subparsers.add_parser(
-        "report",
-        usage="%(prog)s RUN [options]",
-        help="write a run as one HTML file with its pictures and tables",
-        description="Write a run as one HTML file with its pictures and tables; it loads nothing from anywhere.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", help="folder of the run, e.g. runs/mine")
     parser.add_argument("--out", metavar="FILE", help="where to write (default: report.html in that folder)")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Writes the page.
-
-    Args:
-      args: from the parser of ``add_parser``.
-
-    Returns:
-      The exit code: 0, or 2 if there is no run.
-    """
-    try:
-        folder = Path(args.folder)
-        path = Path(args.out) if args.out else folder / "report.html"
-        path.write_text(page(folder), encoding="utf8")
-    except (ValueError, ImportError, OSError) as error:
-        complain("report", error)
-        return 2
+def _run(args: argparse.Namespace) -> int:
+    folder = Path(args.folder)
+    path = Path(args.out) if args.out else folder / "report.html"
+    path.write_text(page(folder), encoding="utf8")
     print(f"written to {path}")
     if args.open:
         webbrowser.open(path.resolve().as_uri())
@@ -189,3 +159,14 @@ def _svg(history: History) -> str:
     text = drawn.getvalue()
     # The head names a document type, which only a file of its own may have; who made it is of no use to the reader.
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+
+
+COMMAND = Command(
+    "report",
+    "write a run as one HTML file with its pictures and tables",
+    _EXAMPLES,
+    _arguments,
+    _run,
+    usage="%(prog)s RUN [options]",
+    refusals=(ValueError, ImportError, OSError),
+)

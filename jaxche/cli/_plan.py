@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from jaxche.cli._arguments import whole
-from jaxche.cli._paint import complain
+from jaxche.cli._command import Command
 from jaxche.cli._tasks import TASKS, load
 
 _EXAMPLES = """\
@@ -23,23 +23,7 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Registers `plan`.
-
-    Args:
-      subparsers: what ``ArgumentParser.add_subparsers`` returned.
-
-    Returns:
-      The new parser; its arguments carry ``run``.
-    """
-    parser = subparsers.add_parser(
-        "plan",
-        usage="%(prog)s [options]",
-        help="bytes a device keeps and sends under every sharding strategy",
-        description="Bytes a device keeps and sends under every sharding strategy, on fake devices of the CPU.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--task", choices=tuple(TASKS), default="text", help="what is trained (default: %(default)s)")
     add("--devices", type=whole("--devices 8"), default=8, help="how many (default: %(default)s)")
@@ -49,28 +33,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--accumulate", type=whole("--accumulate 1"), default=1, help="micro-batches (default: %(default)s)")
     add("--compute-dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s")
     add("--details", action="store_true", help="the whole table of each strategy, and which parameters stay whole")
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Compiles a step of the task under every strategy and prints what it costs.
-
-    Args:
-      args: from the parser of ``add_parser``.
-
-    Returns:
-      The exit code: 0, 1 if nothing fits, or 2 if the arguments make no sense.
-    """
-    try:
-        devices = _fake_devices(args.devices)
-        return _print(args, devices)
-    except (ValueError, ImportError) as error:
-        complain("plan", error)
-        return 2
-
-
-def _print(args: argparse.Namespace, devices: list[Any]) -> int:
+def _run(args: argparse.Namespace) -> int:
+    """Compiles a step of the task under every strategy and prints what it costs."""
+    devices = _fake_devices(args.devices)
     import jax.numpy as jnp
 
     from jaxche.sharding import (
@@ -133,3 +100,12 @@ def _fake_devices(count: int) -> list[Any]:
             "jaxche plan as a command of its own"
         )
     return devices[:count]
+
+
+COMMAND = Command(
+    "plan",
+    "bytes a device keeps and sends under every sharding strategy",
+    _EXAMPLES,
+    _arguments,
+    _run,
+)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
 from jaxche.cli._arguments import number, numbers, whole
-from jaxche.cli._paint import complain
+from jaxche.cli._command import Command
 
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
 
@@ -27,23 +27,7 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Registers `simulate`.
-
-    Args:
-      subparsers: what ``ArgumentParser.add_subparsers`` returned.
-
-    Returns:
-      The new parser; its arguments carry ``run``.
-    """
-    parser = subparsers.add_parser(
-        "simulate",
-        usage="%(prog)s [options]",
-        help="what the cadence would do on devices of given speeds",
-        description="What the cadence would do on devices of given speeds, on a virtual clock.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     fleet = parser.add_mutually_exclusive_group()
     fleet.add_argument("--ms", type=numbers("--ms 20,50"), help="ms a batch of each rank (default: 20,50)")
@@ -66,33 +50,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--overhead-target", type=number("--overhead-target 0.02", 0.01, 0.5), default=0.02)
     add("--tuner", choices=("seed", "steady", "both"), default="steady", help="default: %(default)s")
     add("--plot", metavar="FILE.png", help="draw it (with both tuners: a file each)")
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the fleet and prints a table.
-
-    Args:
-      args: from the parser of ``add_parser``.
-
-    Returns:
-      The exit code: 0, or 2 if the arguments make no sense.
-    """
-    try:
-        fleet = _fleet(args)
-        tuners = ("seed", "steady") if args.tuner == "both" else (args.tuner,)
-        runs = {tuner: fleet.run(_cadence(args, fleet, tuner), rounds=args.rounds) for tuner in tuners}
-        print(_describe(fleet))
-        for tuner, done in runs.items():
-            print(f"\ntuner {tuner}\n{done.table()}")
-        for tuner, done in runs.items() if args.plot else ():
-            path = Path(args.plot)
-            _draw(done, path.with_stem(f"{path.stem}-{tuner}") if len(runs) > 1 else path)
-        return 0
-    except (ValueError, ImportError, OSError) as error:
-        complain("simulate", error)
-        return 2
+def _run(args: argparse.Namespace) -> int:
+    fleet = _fleet(args)
+    tuners = ("seed", "steady") if args.tuner == "both" else (args.tuner,)
+    runs = {tuner: fleet.run(_cadence(args, fleet, tuner), rounds=args.rounds) for tuner in tuners}
+    print(_describe(fleet))
+    for tuner, done in runs.items():
+        print(f"\ntuner {tuner}\n{done.table()}")
+    for tuner, done in runs.items() if args.plot else ():
+        path = Path(args.plot)
+        _draw(done, path.with_stem(f"{path.stem}-{tuner}") if len(runs) > 1 else path)
+    return 0
 
 
 def _fleet(args: argparse.Namespace) -> VirtualFleet:
@@ -140,3 +110,13 @@ def _slowdown(text: str) -> Slowdown:
     if match is None or float(match[3]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no slowdown; write RANK@ROUNDxFACTOR, e.g. --slowdown 1@50x2")
     return Slowdown(int(match[1]), int(match[2]), float(match[3]))
+
+
+COMMAND = Command(
+    "simulate",
+    "what the cadence would do on devices of given speeds",
+    _EXAMPLES,
+    _arguments,
+    _run,
+    refusals=(ValueError, ImportError, OSError),
+)

@@ -12,8 +12,8 @@ from pathlib import Path
 from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy
 from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._command import Command
 from jaxche.cli._pace import pace_argument
-from jaxche.cli._paint import complain
 from jaxche.cli._replay import recorded
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._stages import check_stages, run_stages
@@ -23,9 +23,9 @@ from jaxche.cluster import ClusterInfo, initialize
 _POLICIES = tuple(policy.value for policy in ApplyPolicy)
 _PROCESSES = 2
 
-_EXAMPLES = """\
+_EXAMPLES = f"""\
 tasks:
-{tasks}
+{chr(10).join(f"  {name:8s} {text}" for name, (text, _) in TASKS.items())}
 
 examples:
   jaxche train                                     two processes, one 2.5 times slower
@@ -51,30 +51,7 @@ exit codes:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Registers `train`.
-
-    Args:
-      subparsers: what ``ArgumentParser.add_subparsers`` returned.
-
-    Returns:
-      The new parser; its arguments carry ``run``.
-
-    Example:
-      >>> parser = argparse.ArgumentParser()
-      >>> _ = add_parser(parser.add_subparsers())
-      >>> parser.parse_args(["train", "--pace", "20,50", "--policy", "async"]).pace
-      (20.0, 50.0)
-    """
-    tasks = "\n".join(f"  {name:8s} {text}" for name, (text, _) in TASKS.items())
-    parser = subparsers.add_parser(
-        "train",
-        usage="%(prog)s [options]",
-        help="train a small model on real data, on replicas of different speeds",
-        description="Train a small model on real data, on replicas of different speeds.",
-        epilog=_EXAMPLES.format(tasks=tasks),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--task", choices=tuple(TASKS), default="mnist", help="what to train (default: %(default)s)")
     add("-n", "--processes", type=whole("-n 2"), help="one a replica (default: one a GPU, 2 without GPUs)")
@@ -126,37 +103,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="start again after a failure, from the last checkpoint (default: 0)",
     )
     add("--replay", metavar="RUN", help="make a run again from its record, e.g. runs/first, and compare")
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Starts the processes, or is one of them where a launcher has started it.
+def _run(args: argparse.Namespace) -> int:
+    """Starts the processes, or is one of them where a launcher has started it."""
+    args = recorded(args) if args.replay else args
+    name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    check_stages(args)
+    if args.protocol is not None:
+        return run_stages(args, _gpus()[1])
+    require(args.task)
+    # Under a launcher this joins the run; on its own it does nothing, and starts no device.
+    if _joined().launcher != "none":
+        from jaxche.cli._worker import work
 
-    Args:
-      args: from the parser of ``add_parser``.
-
-    Returns:
-      The exit code.
-    """
-    try:
-        args = recorded(args) if args.replay else args
-        name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
-        check_stages(args)
-        if args.protocol is not None:
-            return run_stages(args, _gpus()[1])
-        require(args.task)
-        # Under a launcher this joins the run; on its own it does nothing, and starts no device.
-        if _joined().launcher != "none":
-            from jaxche.cli._worker import work
-
-            return work(args, name)
-        processes, platform = _processes(args)
-        _check(args, processes, Path(args.out) / name)
-        return _start(args, name, processes, platform)
-    except (ValueError, ImportError, TimeoutError, ConnectionError) as error:
-        complain("train", error)
-        return 2
+        return work(args, name)
+    processes, platform = _processes(args)
+    _check(args, processes, Path(args.out) / name)
+    return _start(args, name, processes, platform)
 
 
 def _joined() -> ClusterInfo:
@@ -235,3 +199,13 @@ def _compared(text: str) -> tuple[str, ...]:
             f"{text!r} is not two or more different policies of {', '.join(_POLICIES)}; write --compare sync,cadence"
         )
     return tuple(names)
+
+
+COMMAND = Command(
+    "train",
+    "train a small model on real data, on replicas of different speeds",
+    _EXAMPLES,
+    _arguments,
+    _run,
+    refusals=(ValueError, ImportError, TimeoutError, ConnectionError),
+)

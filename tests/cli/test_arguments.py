@@ -1,6 +1,5 @@
 """Words on the command line: what is understood, what is refused and how."""
 
-import argparse
 import os
 import subprocess
 import sys
@@ -8,16 +7,15 @@ import sys
 import pytest
 
 from jaxche.cli import main
+from jaxche.cli._main import make_parser
 from jaxche.cli._settings import cadence, policies, trainer_options
-from jaxche.cli._train import _processes, add_parser
+from jaxche.cli._train import _processes
 from jaxche.scaling import AdaScale
 from jaxche.training import DEFAULT_CADENCE
 
 
 def parse(*words):
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(["train", *words])
+    args = make_parser().parse_args(["train", *words])
     args.words = ["train", *words]
     return args
 

@@ -35,5 +35,6 @@ def test_every_command_has_examples_and_tells_its_exit_codes(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: jaxche {command} ")
     assert "examples:\n" in shown
     assert "exit codes:\n  0 " in shown

@@ -1,6 +1,5 @@
 """`jaxche train --protocol`: what is refused, and a step under each protocol."""
 
-import argparse
 import os
 
 import jax
@@ -8,15 +7,13 @@ import numpy as np
 import pytest
 
 from jaxche.cli import main
+from jaxche.cli._main import make_parser
 from jaxche.cli._stages import train
 from jaxche.cli._text_task import text_stages
-from jaxche.cli._train import add_parser
 
 
 def parse(*words):
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(["train", "--task", "text", *words])
+    args = make_parser().parse_args(["train", "--task", "text", *words])
     args.words = ["train", "--task", "text", *words]
     return args
 

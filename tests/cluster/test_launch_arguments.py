@@ -1,11 +1,11 @@
 """What launch() and `jaxche launch` refuse, and the command they make. Nothing is started here."""
 
-import argparse
 import sys
 
 import pytest
 
 from jaxche.cli import _launch as cli
+from jaxche.cli._main import make_parser
 from jaxche.cluster import launch
 
 
@@ -37,9 +37,7 @@ def test_a_missing_program_is_named():
 
 
 def _parse(*words):
-    parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers())
-    return parser.parse_args(["launch", *words])
+    return make_parser().parse_args(["launch", *words])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_the_command_line_becomes_a_command(words, command, monkeypatch):
     seen = {}
     monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more, command=command) or 7)
     args = _parse(*words)
-    assert args.run(args) == 7
+    assert args.chosen.run(args) == 7
     assert seen["command"] == command
     assert seen["processes"] == 2
     assert seen["pace_ms"] is None
@@ -77,7 +75,7 @@ def test_options_reach_the_launch(monkeypatch):
         "e.jsonl",
     ]
     args = _parse("--pace", "20,50.5", "--only-rank0", "--no-prefix", "--grace", "1", *restarts, __file__)
-    assert args.run(args) == 0
+    assert args.chosen.run(args) == 0
     assert seen == {
         "processes": 2,
         "pace_ms": [20, 50.5],
@@ -105,5 +103,5 @@ def test_options_reach_the_launch(monkeypatch):
 )
 def test_a_wrong_command_line_says_so_and_ends_with_2(words, message, capsys):
     args = _parse(*words)
-    assert args.run(args) == 2
+    assert args.chosen.run(args) == 2
     assert message in capsys.readouterr().err
