@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxche.averaging import is_float
+from jaxche.averaging import MERGE_RULES, is_float
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, Layout, NoShard, ShardGradOp, ShardingStrategy
 from jaxche.training._island import Island
@@ -22,6 +22,22 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     """Refuse a word that is not one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
+
+
+def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, backend: str) -> None:
+    """Refuse unknown words, optimizers that are none, and rules that have nothing to act on."""
+    one_of("average", average, ("parameters", "gradients"))
+    one_of("merge", merge, MERGE_RULES)
+    one_of("opt_state", opt_state, ("local", "average", "reset"))
+    one_of("backend", backend, ("auto", "device", "host"))
+    for name, transform in (("tx", tx), ("outer", outer)):
+        if transform is not None and not (hasattr(transform, "init") and hasattr(transform, "update")):
+            raise ValueError(f"{name}={transform!r} is not an optax transformation; write e.g. {name}=optax.sgd(0.1)")
+    if average == "gradients" and (opt_state != "local" or outer is not None or merge != "steps"):
+        raise ValueError(
+            "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
+            "nothing to act on; leave them out or write average='parameters'"
+        )
 
 
 def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -> list[Place]:

@@ -14,20 +14,20 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxche.averaging import MERGE_RULES, merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, clamp_counts, limit_lead, plan_round
+from jaxche.averaging import merge_weights
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
 from jaxche.protocols import Partitioned
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import NoShard, ShardingStrategy, as_loss
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
     check_params,
+    check_rules,
     check_unscaled,
     checked_length,
     checked_paces,
     checked_places,
     checked_scaling,
-    one_of,
     rule_text,
 )
 from jaxche.training._engine import Engine
@@ -35,6 +35,7 @@ from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._learn import learn
 from jaxche.training._place import Device
+from jaxche.training._planning import forced_plan, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._staged import StagedEngine, checked_stages
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
@@ -43,13 +44,6 @@ from jaxche.training._watched import beat, tell
 
 # The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
-
-# Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
-_SOLO_ROUND = 50
-
-
-# Rounds may be a few milliseconds long, and a hiccup of the machine is no reason to cut one short.
-_LEAST_PATIENCE_MS = 200.0
 
 
 class Trainer:
@@ -139,20 +133,7 @@ class Trainer:
     ):
         self.policy = ApplyPolicy(policy)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
-        one_of("average", average, ("parameters", "gradients"))
-        one_of("merge", merge, MERGE_RULES)
-        one_of("opt_state", opt_state, ("local", "average", "reset"))
-        one_of("backend", backend, ("auto", "device", "host"))
-        for name, transform in (("tx", tx), ("outer", outer)):
-            if transform is not None and not (hasattr(transform, "init") and hasattr(transform, "update")):
-                raise ValueError(
-                    f"{name}={transform!r} is not an optax transformation; write e.g. {name}=optax.sgd(0.1)"
-                )
-        if average == "gradients" and (opt_state != "local" or outer is not None or merge != "steps"):
-            raise ValueError(
-                "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
-                "nothing to act on; leave them out or write average='parameters'"
-            )
+        check_rules(tx, average, merge, opt_state, outer, backend)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
         if staged:
@@ -352,38 +333,8 @@ class Trainer:
     def _plan(
         self, state: ReplicaState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
     ) -> RoundPlan:
-        if counts is not None:
-            return self._forced_plan(state, size, counts)
-        if state.owed:
-            epoch, start, stop = state.owed[0]
-            wanted = state.che.batch_counts if state.che else (1,) * self.world_size
-            wanted = limit_lead(wanted, state.che.max_batch_diff if state.che else None)
-            return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
-        if state.che is None:
-            counts = (_SOLO_ROUND,)
-        else:
-            counts = (1,) * self.world_size if self.policy is ApplyPolicy.SYNC else state.che.batch_counts
-        return plan_round(
-            counts,
-            round=state.round,
-            epoch=state.epoch,
-            cursor=state.cursor,
-            epoch_size=size,
-            max_batch_diff=state.che.max_batch_diff if state.che else None,
-            crosses_epochs=self.policy is ApplyPolicy.ASYNC,
-            last_epoch=last_epoch,
-        )
-
-    def _forced_plan(self, state: ReplicaState, size: int, counts: Sequence[int]) -> RoundPlan:
-        """A plan as recorded, cut only where the epoch ends."""
-        if len(counts) != self.world_size or sum(counts) < 1:
-            raise ValueError(
-                f"counts={tuple(counts)} has {len(counts)} entries for {self.world_size} replicas; "
-                "give each its number of steps, at least one in all"
-            )
-        epoch, start, stop = (state.owed or ((state.epoch, state.cursor, size),))[0]
-        left = sum(counts) if self.policy is ApplyPolicy.ASYNC and not state.owed else stop - start
-        return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
+        where = (state, size, self.policy, self.world_size)
+        return next_plan(*where, last_epoch) if counts is None else forced_plan(*where, counts)
 
     def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]
@@ -412,8 +363,8 @@ class Trainer:
         clock = time.perf_counter()
         weights, alpha = merge_weights(self.merge, plan.counts)
         worth = Worth(effective_replicas(weights, plan.counts, alpha), alpha)
-        limit_ms = _limit_ms(state.che, plan) if counts is None else None
-        outcomes = self._engine.run(state.locals, data, plan, worth, done, limit_ms)
+        limit = limit_ms(state.che, plan) if counts is None else None
+        outcomes = self._engine.run(state.locals, data, plan, worth, done, limit)
         epoch, cursor = plan.end
         if ahead and not state.owed and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
@@ -433,11 +384,3 @@ class Trainer:
         sync_ms = max(0.0, elapsed_ms - max(table.wall_ms)) if self.world_size > 1 else 0.0
         rule = self.merge if self.average == "parameters" else None
         return learn(state, plan, merged, table, self.policy, rule, sync_ms)
-
-
-def _limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
-    """When a replica stops short of its plan: it holds up the others by the length of one round, not more."""
-    if che is None or not all(che.ms_per_batch):
-        return None
-    expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
-    return expected + max(expected, _LEAST_PATIENCE_MS)

@@ -29,7 +29,7 @@ def test_the_anchor_grows_until_a_slow_link_costs_little():
 
 @pytest.mark.slow
 def test_runs_come_through_a_fault_of_each_kind():
-    done = run("chaos.py", "--faults", "6", "--undisturbed", "3", "--seed", "7")
+    done = run("chaos.py", "--faults", "6", "--undisturbed", "8", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 of 6 runs came through" in done.stdout
 
