@@ -128,16 +128,20 @@ class Plain:
         @jax.jit
         def step(params: Any, opt_state: Any, batch: Any, index: Any) -> Any:
             rng = jax.random.fold_in(jax.random.key(seed), index)
-            loss = lambda p: _loss_only(task.loss_fn(p, batch, rng=rng))  # noqa: E731
+
+            def loss(p: Any) -> Any:
+                return _loss_only(task.loss_fn(p, batch, rng=rng))
+
             value, grads = jax.value_and_grad(loss)(params)
             updates, opt_state = task.tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, value
 
         self._step = step
         host = jax.tree.map(lambda x: jax.device_get(x), task.init(seed)[0])
-        place = lambda tree: jax.tree.map(  # noqa: E731
-            lambda x: jax.make_array_from_process_local_data(self._everywhere, x), tree
-        )
+
+        def place(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._everywhere, x), tree)
+
         self.params = place(host)
         self.opt_state = place(jax.device_get(task.tx.init(host)))
         jax.block_until_ready(step(self.params, self.opt_state, self._batch(0, 0), 0))  # compiles

@@ -111,7 +111,9 @@ def _programs(digits: Digits, optimizer: str, rule: Any, scale: int) -> tuple[Ca
     per_epoch = digits.size // (BASE * scale)
 
     def scaled(learning_rate: Any) -> Any:
-        falling = lambda progress: learning_rate * jnp.maximum(1 - progress / digits.goal, 0)  # noqa: E731
+        def falling(progress: Any) -> Any:
+            return learning_rate * jnp.maximum(1 - progress / digits.goal, 0)
+
         follows: Any = jaxche.progress_schedule(falling)
         return jaxche.scale_learning_rate(optax.inject_hyperparams(make)(learning_rate=follows), rule)
 

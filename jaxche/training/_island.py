@@ -87,12 +87,13 @@ class Island:
         return lax.with_sharding_constraint(trees, self._shardings(trees))
 
     def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
-        program: Callable[..., Any] = begin
-        arguments = [self._put(model_state, P())]
-        if callable(params):  # made in pieces: no device ever holds all of it
-            program = lambda model_state: begin(params(), model_state)  # noqa: E731
-        else:
-            arguments.insert(0, jax.tree.map(self._put, params, self._decided.params_specs))
+        # What a function makes is made in pieces: no device ever holds all of it.
+        given = () if callable(params) else (jax.tree.map(self._put, params, self._decided.params_specs),)
+
+        def program(model_state: Any, *given: Any) -> dict[str, Any]:
+            return begin(given[0] if given else params(), model_state)
+
+        arguments = (self._put(model_state, P()), *given)
         shapes = jax.eval_shape(program, *arguments)
         return jax.jit(program, out_shardings=self._shardings(shapes))(*arguments)
 

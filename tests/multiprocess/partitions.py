@@ -78,9 +78,12 @@ def faults(models, folder):
     del folder
     me = jax.process_index()
     model = models.MODELS["plain"](2, False)
-    make = lambda **options: jaxche.Partitioned(  # noqa: E731
-        model.stages, model.loss, jaxche.Direct(timeout_s=2.0), **{"local_stages": [me]} | options
-    )
+
+    def make(**options):
+        return jaxche.Partitioned(
+            model.stages, model.loss, jaxche.Direct(timeout_s=2.0), **{"local_stages": [me]} | options
+        )
+
     seen = {}
     # Each process sees the other's part by shapes alone.
     shapes = jax.eval_shape(lambda: model.params)

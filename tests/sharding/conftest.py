@@ -49,7 +49,10 @@ class Problem:
 
     def params(self):
         rng, (inputs, first, second, outputs) = np.random.default_rng(0), self._sizes
-        draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)  # noqa: E731
+
+        def draw(*shape):
+            return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+
         return {
             "first": {"w": draw(inputs, first), "b": draw(first)},
             "second": {"w": draw(first, second)},
@@ -59,7 +62,10 @@ class Problem:
 
     def batches(self, count, rows=16):
         rng = np.random.default_rng(1)
-        draw = lambda size: rng.normal(size=(rows, size)).astype(np.float32)  # noqa: E731
+
+        def draw(size):
+            return rng.normal(size=(rows, size)).astype(np.float32)
+
         return [{"x": draw(self._sizes[0]), "y": draw(self._sizes[-1])} for _ in range(count)]
 
     def on_one_device(self, optimizer):

@@ -17,12 +17,17 @@ def loss(params, x):
 @pytest.fixture
 def given():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     return {"w": draw(6, 4), "b": draw(6), "heads": draw(6, 2, 3).astype(jnp.bfloat16)}, draw(5, 4)
 
 
 def differentiate(gather, params, x):
-    forward = lambda p: jax.vjp(lambda p: loss(p, x), p, has_aux=True)  # noqa: E731
+    def forward(p):
+        return jax.vjp(lambda p: loss(p, x), p, has_aux=True)
+
     value, pullback, aux = gather_twice(forward, gather, params)
     return value, aux, pull_back(pullback, jnp.ones_like(value)), pullback
 

@@ -214,7 +214,9 @@ def test_a_transformer_takes_one_part_in_w_of_each_device(world, devices, proble
 @pytest.mark.parametrize("strategy", [jaxche.FullShard(), jaxche.FullShard(scanned=("layers",))], ids=str)
 def test_no_device_ever_holds_a_full_copy_at_the_start(strategy, devices):
     """What the program that makes the first state needs, results and temporaries, is far less than the parameters."""
-    loss = lambda p, x: jnp.mean((x @ p["in"]) ** 2) + sum(w.sum() for w in p["layers"].values())  # noqa: E731
+
+    def loss(p, x):
+        return jnp.mean((x @ p["in"]) ** 2) + sum(w.sum() for w in p["layers"].values())
 
     def init():
         keys = jax.random.split(jax.random.key(0), 9)
@@ -239,7 +241,10 @@ def test_scanned_layers_train_as_on_one_device(name, devices, problem):
         return jnp.mean(x**2)
 
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)  # noqa: E731
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)
+
     params, batches = {"in": draw(4, 8), "layers": draw(16, 8, 8)}, [draw(8, 4) for _ in range(5)]
     strategy = dataclasses.replace(problem.strategies[name](4), scanned=("layers",))
     step = jaxche.sharded_step(loss, optax.sgd(0.1), strategy, strategy.mesh(devices[:4]))

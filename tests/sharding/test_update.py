@@ -32,7 +32,10 @@ def test_any_transformation_gives_what_it_gives_on_one_device(tx, strategy, devi
     for _ in range(2):
         updates, theirs = tx.update(GRADS, theirs, expected)
         expected = optax.apply_updates(expected, updates)
-    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)  # noqa: E731
+
+    def close(x, y):
+        return np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
     jax.tree.map(close, jax.device_get((params, state)), jax.device_get((expected, theirs)))
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding}"), params, layout.params
