@@ -48,13 +48,21 @@ class TensorBoardLogger:
       ImportError: tensorboardX is missing: ``pip install 'jaxche[tensorboard]'``.
 
     Example:
-      >>> logger = TensorBoardLogger("runs/mine/tensorboard")  # doctest: +SKIP
-      >>> trainer.fit(state, data, callbacks=[logger])  # doctest: +SKIP
+      >>> import tempfile
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.ones((64, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), policy="sync")
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> logger = jaxche.TensorBoardLogger(folder)
+      >>> state, _ = trainer.fit(trainer.init(jnp.zeros(2)), data, callbacks=[logger], progress=False)
+      >>> len(list(folder.glob("events.*")))
+      1
     """
 
     def __init__(self, folder: str | Path):
         try:
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+            from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ImportError("tensorboardX is missing; write: pip install 'jaxche[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder)) if jax.process_index() == 0 else None
@@ -79,13 +87,22 @@ class WandbLogger:
       ImportError: wandb is missing: ``pip install 'jaxche[wandb]'``.
 
     Example:
-      >>> logger = WandbLogger(project="digits")  # doctest: +SKIP
-      >>> trainer.fit(state, data, callbacks=[logger])  # doctest: +SKIP
+      >>> import tempfile
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.ones((64, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), policy="sync")
+      >>> logger = jaxche.WandbLogger(project="digits", mode="offline", dir=tempfile.mkdtemp())
+      >>> state, _ = trainer.fit(trainer.init(jnp.zeros(2)), data, callbacks=[logger], progress=False)
+      >>> import wandb
+      >>> wandb.run.summary["epoch"]
+      0
+      >>> wandb.finish()
     """
 
     def __init__(self, **options: Any):
         try:
-            import wandb  # pyright: ignore[reportMissingImports]
+            import wandb
         except ImportError as error:
             raise ImportError("wandb is missing; write: pip install 'jaxche[wandb]'") from error
         self._run = wandb.init(**options) if jax.process_index() == 0 else None
@@ -95,7 +112,9 @@ class WandbLogger:
         """Takes a round."""
         self._examples += info.examples
         if self._run is not None:
-            self._run.log(scalars(info) | {"round": info.round, "epoch": info.epoch}, step=self._examples)
+            line = scalars(info) | {"round": info.round, "epoch": info.epoch}
+            # Otherwise a line waits for the next one, and the last is lost with the process.
+            self._run.log(line, step=self._examples, commit=True)
 
 
 class profile:
