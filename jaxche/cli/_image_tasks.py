@@ -121,7 +121,6 @@ def _images(
         epochs=epochs,
         metric="accuracy",
         higher_is_better=True,
-        percent=True,
     )
 
 

@@ -56,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"jaxche {jaxche.__version__}")
         return 0
-    if not hasattr(args, "chosen"):
+    chosen = vars(args).pop("chosen", None)
+    if chosen is None:
         print(_START)
         return 0
     args.words = words
-    return args.chosen.run(args)
+    return chosen.run(args)
 
 
 def make_parser() -> argparse.ArgumentParser:

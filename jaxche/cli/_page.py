@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxche.cli._command import Command
+from jaxche.cli._report import Result, result_rows
 from jaxche.training import History
 
 _EXAMPLES = """\
@@ -127,17 +128,9 @@ def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
 
 def _results(result: dict[str, Any]) -> str:
     """What each policy reached, a column a policy."""
-    policies = result["results"]
-    lines: list[tuple[str, Any]] = [
-        (f"test {result['metric']}", lambda r: f"{r['test'].get(result['metric'], float('nan')):.4f}"),
-        ("training time", lambda r: f"{r['seconds']:.1f} s"),
-        ("examples a second", lambda r: f"{r['examples_per_second']:,.0f}"),
-        ("efficiency, of free-running rates", lambda r: f"{r['efficiency']:.1%}"),
-        ("merging", lambda r: f"{r['sync_share']:.1%}"),
-        ("rounds", lambda r: str(r["rounds"])),
-    ]
-    rows = [[name, *(show(r) for r in policies.values())] for name, show in lines]
-    return _table(["", *policies], rows)
+    rows = result_rows([Result.from_dict(one) for one in result["results"].values()], result["metric"])
+    head = rows.pop(0) if len(result["results"]) > 1 else ["", *result["results"]]
+    return _table(head, rows)
 
 
 def _rounds(history: History) -> str:

@@ -19,7 +19,7 @@ from jaxche.cli._write import read_params
 from jaxche.training import History, Trainer
 
 # What is of this call, whatever the recorded one had.
-_OWN = ("run", "words", "replay", "name", "out")
+_OWN = ("words", "replay", "name", "out")
 
 
 def recorded(args: argparse.Namespace) -> argparse.Namespace:

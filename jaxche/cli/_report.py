@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from jaxche.training import RoundInfo
@@ -67,6 +67,26 @@ class Result:
         derived = ("examples_per_second", "efficiency", "wait_share", "sync_share")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Result:
+        """What :meth:`to_dict` made; derived numbers are derived again."""
+        return cls(**{field.name: saved[field.name] for field in fields(cls)})
+
+
+def metric_title(metric: str) -> str:
+    """The metric with its unit, as tables name it."""
+    return "test accuracy" if metric == "accuracy" else f"test {metric} (nats a character)"
+
+
+def metric_text(metric: str, value: float) -> str:
+    """The metric as tables print it.
+
+    Example:
+      >>> metric_text("accuracy", 0.975), metric_text("loss", 2.31)
+      ('97.5 %', '2.310')
+    """
+    return _percent(value) if metric == "accuracy" else f"{value:.3f}"
+
 
 def per_rank(values: Sequence[float], form: str = "{:.0f}") -> str:
     """Values of all ranks, or of the smallest and the largest.
@@ -94,19 +114,19 @@ def round_line(info: RoundInfo) -> str:
     return f"{line}  {per_rank(info.wait_ms):>15}  {info.sync_ms:7.1f}  {_percent(info.efficiency):>10}"
 
 
-def table(results: Sequence[Result], metric: str, shown: str, percent: bool) -> str:
+def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
     """The numbers of each policy side by side, and how they compare with the first.
 
     Args:
       results: one a policy.
       metric: the entry of ``Result.test`` to show.
-      shown: its name.
-      percent: whether it is a share.
+
+    Returns:
+      Cells; of several policies the first row has their names.
     """
     first, many = results[0], len(results) > 1
-    head = ["", *(result.policy for result in results)] if many else None
     rows = [
-        [shown, *(_percent(r.test[metric]) if percent else f"{r.test[metric]:.3f}" for r in results)],
+        [metric_title(metric), *(metric_text(metric, r.test[metric]) for r in results)],
         ["training time", *(f"{r.seconds:.1f} s" for r in results)],
         ["examples a second", *(f"{r.examples_per_second:,.0f}" for r in results)],
         ["free-running batches/s", *(per_rank(r.rates, "{:.1f}") for r in results)],
@@ -125,10 +145,16 @@ def table(results: Sequence[Result], metric: str, shown: str, percent: bool) -> 
     ]
     if many:
         against = [_against(first, r) for r in results[1:]]
-        head = [*(head or []), *(f"{r.policy} / {first.policy}" for r in results[1:])]
+        head = ["", *(r.policy for r in results), *(f"{r.policy} / {first.policy}" for r in results[1:])]
         for row in rows:
             row += [ratios.get(row[0], "") for ratios in against]
         rows.insert(0, head)
+    return rows
+
+
+def table(results: Sequence[Result], metric: str) -> str:
+    """The :func:`result_rows` as lines."""
+    rows = result_rows(results, metric)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])

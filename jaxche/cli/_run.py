@@ -181,11 +181,11 @@ def _end(
             "batch_size": task.data.batch_size,
             "results": {result.policy: result.to_dict() for result in results},
             "advice": {policy: found.rows() for policy, found in advice},
-            "arguments": {name: value for name, value in vars(args).items() if name not in ("run", "words")},
+            "arguments": {name: value for name, value in vars(args).items() if name != "words"},
             "command": ["jaxche", *args.words],
         },
     )
-    say("\n" + table(results, task.metric, task.shown, task.percent))
+    say("\n" + table(results, task.metric))
     for policy, found in advice:
         say(f"\n{policy if args.compare else 'advice'}: {found.summary}" + (f"\n  {found.line}" if found.line else ""))
     files = "result.json, and a folder a policy with" if args.compare else "result.json,"

@@ -32,7 +32,6 @@ class Task:
       epochs: how many by default.
       metric: the entry of ``evaluate`` to judge by.
       higher_is_better: whether more of it is better.
-      percent: whether it is shown in percent.
     """
 
     name: str
@@ -45,16 +44,6 @@ class Task:
     epochs: int
     metric: str
     higher_is_better: bool
-    percent: bool
-
-    @property
-    def shown(self) -> str:
-        """The metric with its unit, as tables name it."""
-        return "test accuracy" if self.metric == "accuracy" else f"test {self.metric} (nats a character)"
-
-    def show(self, value: float) -> str:
-        """The metric as tables print it."""
-        return f"{100 * value:.1f} %" if self.percent else f"{value:.3f}"
 
 
 def require(name: str) -> None:

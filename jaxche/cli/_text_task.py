@@ -92,7 +92,6 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
         epochs=EPOCHS,
         metric="loss",
         higher_is_better=False,
-        percent=False,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxche.cli._report import round_line
+from jaxche.cli._report import metric_text, metric_title, round_line
 from jaxche.cli._tasks import Task
 from jaxche.training import ReplicaState, RoundInfo, Trainer
 
@@ -67,7 +67,8 @@ class Watch:
         if jax.process_index() == 0:
             test = self.measure(state)
             self.curve.append({"epoch": state.epoch, "seconds": seconds} | test)
-            shown = f"{self._task.shown} {self._task.show(test[self._task.metric])}"
+            metric = self._task.metric
+            shown = f"{metric_title(metric)} {metric_text(metric, test[metric])}"
             say(f"epoch {state.epoch} of {self._epochs}: {shown} after {seconds:.1f} s")
         barrier("evaluated")
         self._paused += time.perf_counter() - began

@@ -37,17 +37,21 @@ def history(rounds=5):
 def result(*policies):
     numbers = {
         "test": {"accuracy": 0.975},
-        "seconds": 1.05,
-        "examples_per_second": 2133.0,
-        "efficiency": 0.95,
-        "sync_share": 0.047,
+        "curve": [],
+        "seconds": 2.0,
+        "examples": 4200,
+        "batches": 133,
+        "rates": [50.0, 20.0],
+        "wait_ms": [0.0, 10.0],
+        "sync_ms": 94.0,
         "rounds": 5,
+        "merges": 5,
         "memory": [{"rank": 0, "parameters": 2**20, "in all": 2**21}],
     }
     return {
         "task": "mnist",
         "metric": "accuracy",
-        "results": dict.fromkeys(policies, numbers),
+        "results": {policy: numbers | {"policy": policy} for policy in policies},
         "command": ["jaxche", "train", "--name", "<mine>"],
         "versions": {"jax": "0.10"},
     }
@@ -85,8 +89,8 @@ def test_a_run_becomes_one_file(tmp_path, capsys):
     assert "next: open" in capsys.readouterr().out
     text, page = read(tmp_path / "report.html")
     assert page.tags.count("svg") == 1
-    assert "97.5" in text or "0.9750" in text
-    assert "95.0%" in text
+    assert "<td>97.5 %</td>" in text
+    assert "<td>95.0 %</td>" in text
     assert "&lt;mine&gt;" in text  # what others wrote is text, never markup
     assert "the last 5 of 5 rounds" in text
     # Letters are outlines, so what the picture says is in its comments.
@@ -104,6 +108,7 @@ def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path):
     text, page = read(out)
     assert page.tags.count("svg") == 2
     assert text.index("policy sync") < text.index("policy cadence")
+    assert "<th>sync</th><th>cadence</th><th>cadence / sync</th>" in text
 
 
 def test_a_run_that_was_cut_off_is_reported(tmp_path):

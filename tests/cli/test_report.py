@@ -51,10 +51,11 @@ def test_derived_numbers():
     assert r.wait_share == pytest.approx((0.01, 0.05))
     assert r.sync_share == pytest.approx(0.02)
     assert r.to_dict()["efficiency"] == r.efficiency
+    assert Result.from_dict(r.to_dict()) == r
 
 
 def test_one_policy():
-    text = table([result()], "accuracy", "test accuracy", percent=True)
+    text = table([result()], "accuracy")
     rows = {line[:22].strip(): line[22:].strip() for line in text.splitlines()}
     assert rows["test accuracy"] == "97.1 %"
     assert rows["efficiency"] == "90.0 %"
@@ -64,7 +65,7 @@ def test_one_policy():
 
 def test_policies_side_by_side_with_ratios_to_the_first():
     results = [result("sync", 20.0), result("cadence", 10.0), result("async", 8.0)]
-    text = table(results, "accuracy", "test accuracy", percent=True)
+    text = table(results, "accuracy")
     lines = text.splitlines()
     assert lines[0].split() == ["sync", "cadence", "async", "cadence", "/", "sync", "async", "/", "sync"]
     assert next(line for line in lines if line.startswith("training time")).split()[-4:] == ["x", "0.50", "x", "0.40"]
@@ -72,7 +73,7 @@ def test_policies_side_by_side_with_ratios_to_the_first():
 
 
 def test_one_replica_has_nothing_to_wait_for():
-    text = table([result(ranks=1)], "accuracy", "test accuracy", percent=True)
+    text = table([result(ranks=1)], "accuracy")
     assert "wait" not in text
     assert "their sum" not in text
 
@@ -81,7 +82,7 @@ def test_one_replica_has_nothing_to_wait_for():
 def test_lines_fit(world):
     assert len(round_line(info(world, steps=200))) <= 100
     assert len(round_header(world)) == len(round_line(info(world)))
-    assert all(len(line) <= 100 for line in table([result(ranks=world)], "accuracy", "x", True).splitlines())
+    assert all(len(line) <= 100 for line in table([result(ranks=world)], "accuracy").splitlines())
 
 
 def test_many_ranks_are_a_range():

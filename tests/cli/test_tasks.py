@@ -19,7 +19,6 @@ def test_a_task_says_what_it_is(task):
     assert task.name in TASKS
     assert task.epochs >= 1
     assert task.metric in task.evaluate(*task.init(0))
-    assert task.show(0.5) == ("50.0 %" if task.percent else "0.500")
 
 
 def test_batches_and_held_out_arrays_have_the_same_shapes(task):
