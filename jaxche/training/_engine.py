@@ -79,16 +79,22 @@ class Engine:
         self._reader: Reader | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
-    def place(self, params: Any, model_state: Any) -> tuple[Local, ...]:
+    def place(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[Local, ...]:
         """Put the same starting point on every local replica."""
 
-        def start(params: Any, model_state: Any) -> dict[str, Any]:
+        def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
+            tx = self._tx
+            if opt_state is not None:
+                tx = optax.GradientTransformation(lambda params: opt_state, self._plain_tx.update)
+                tx = tx if self._scaling is None else self._scaling.transform(tx)
             outer_state = self._outer.init(params) if self._outer else None
             scaled = self._scaling.start(params) if self._scaling else {}
-            return lift(Local(params, self._tx.init(params), model_state, outer_state, **scaled))._asdict()
+            return lift(Local(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
+        if callable(params) and not self._places[0].makes_pieces:
+            params = params()  # once, lest replicas get different numbers
         self._lay_out(jax.eval_shape(params) if callable(params) else params)
-        return tuple(Local(**self._places[rank].start(start, params, model_state)) for rank in self.ranks)
+        return tuple(Local(**self._places[rank].start(start, params, model_state, opt_state)) for rank in self.ranks)
 
     def _lay_out(self, params: Any) -> None:
         """Decide how parameters of these shapes lie on each replica, and where replicas meet."""

@@ -77,21 +77,22 @@ def fit(
     """
     if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
         raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
-    if dry_run:
-        _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
-        return state, History([info], trainer.memory(state))
     last_epoch, size = state.epoch + int(epochs), checked_length(data)
     keeper, history = None, History()
-    if checkpoints is not None:
-        asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-        keeper = Keeper(asked, trainer, size)
-        state, history = keeper.resume(state)
-    bar = _Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
     with contextlib.ExitStack() as stack:
-        stack.callback(bar.close)
-        if keeper:
+        stack.callback(setattr, trainer, "_stop", Stop.NO)  # one that came too late is not for the next fit
+        if checkpoints is not None:
+            asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+            keeper = Keeper(asked, trainer, size)
             stack.push(keeper.close)
+        if dry_run:
+            _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
+            return state, History([info], trainer.memory(state))
+        if keeper:
+            state, history = keeper.resume(state)
             stack.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
+        bar = _Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
+        stack.callback(bar.close)
         before = None
         try:
             while state.epoch < last_epoch or state.owed:
