@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import RoundPlan
-from jaxche.sharding import Loss, batch_size
+from jaxche.sharding import Loss, batch_size, nbytes
 from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse_differences, update_digest
 from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
@@ -134,7 +134,7 @@ class Engine:
     @property
     def merged_bytes(self) -> int:
         """What each replica puts into a merge, besides a row of numbers."""
-        return 0 if self.world_size == 1 else sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._shapes))
+        return 0 if self.world_size == 1 else nbytes(self._shapes)
 
     @property
     def own(self) -> tuple[str, ...]:
