@@ -64,7 +64,7 @@ def initialize(
 
     The values come from the arguments, else from the variables that ``jaxche launch`` sets
     (``JAXCHE_COORDINATOR``, ``JAXCHE_NUM_PROCESSES``, ``JAXCHE_PROCESS_ID``), else from JAX's own detection
-    under Slurm, Open MPI or an indexed Kubernetes job of more than one process. With none of these the script
+    under Open MPI, Slurm or an indexed Kubernetes job of more than one process. With none of these the script
     is on its own and runs unchanged. A second call returns what the first did.
 
     Right after joining the processes tell each other what they run: different versions of JAX, jaxlib, Flax, Optax,
