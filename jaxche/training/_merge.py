@@ -217,7 +217,7 @@ class Merge:
         if self._scaling is not None:
             noise, gains = first(start["noise"]), first(measured["scaled"])
             seen = first(start["opt_state"]) if self._scaling.preconditioned else None
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen)
+            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen, examples)
             payload["gains"] = jnp.append(gains, weight * gains[0])
         total = self._sum(payload)
         # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
@@ -269,7 +269,7 @@ class Merge:
         before, scaled = first(start["opt_state"]), {}
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
-            noise = self._scaling.learnt(first(start["noise"]), total["noise"], exact, before)
+            noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before)
             scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
         updates, opt_state = self._tx.update(grads, before, params, value=loss, **scaled)
         merged = {

@@ -27,6 +27,24 @@ _IN_FLIGHT = 8
 _PLAIN = Worth()
 
 
+class Steps(NamedTuple):
+    """The compiled steps of a round; where all are alike, one program in both places.
+
+    Attributes:
+      opening: ``step(start, carry, batch) -> (carry, loss)`` of the first steps.
+      later: of those after them.
+      turn: how many are the first.
+    """
+
+    opening: Any
+    later: Any
+    turn: int = 0
+
+    def at(self, k: int) -> Any:
+        """The program of step ``k`` of a round."""
+        return self.opening if k < self.turn else self.later
+
+
 class Local(NamedTuple):
     """What one replica keeps between rounds. Every leaf has a leading axis of 1: its row of the ``[R, ...]`` view.
 
@@ -51,8 +69,8 @@ class Programs(Protocol):
         """What a step reads of the start of the round, and never writes."""
         ...
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
-        """The step for batches of these shapes: ``step(start, carry, batch) -> (carry, loss)``."""
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+        """The steps for batches of these shapes."""
         ...
 
 
@@ -91,7 +109,9 @@ class LocalPrograms:
         self._average = average
         # keep_unused: the arguments also say on which device the zeros are made.
         self.begin = jax.jit(self._begin, keep_unused=True)
-        self.step = jax.jit(step, donate_argnums=1, compiler_options=place.compiler_options)
+        self._step = jax.jit(
+            step, static_argnames="measures", donate_argnums=1, compiler_options=place.compiler_options
+        )
 
     def constants(self, local: Local) -> Local:
         gradients, scaling = self._average == "gradients", self._scaling
@@ -104,8 +124,12 @@ class LocalPrograms:
             local.progress,
         )
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
-        return self.step.lower(start, carry, batch).compile()
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+        step = self._step.lower(start, carry, batch, measures=True).compile()
+        turn = self._scaling.measured_steps if self._scaling is not None else None
+        if turn is None:
+            return Steps(step, step)
+        return Steps(step, self._step.lower(start, carry, batch, measures=False).compile(), turn)
 
     def _begin(self, local: Local, index: Any, worth: Worth) -> dict[str, Any]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
@@ -137,10 +161,12 @@ class LocalPrograms:
         }
         return loss, grads, examples, advanced
 
-    def _local_step(self, start: Local, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+    def _local_step(
+        self, start: Local, carry: dict[str, Any], batch: Any, measures: bool
+    ) -> tuple[dict[str, Any], Any]:
         params, opt_state = first(carry["params"]), first(carry["opt_state"])
         loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
-        scaled, more = self._scale(start, carry, grads, examples) if self._scaling is not None else ({}, {})
+        scaled, more = self._scale(start, carry, grads, examples, measures) if self._scaling is not None else ({}, {})
         params, opt_state = self._place.update(self._tx, grads, opt_state, params, value=loss, **scaled)
         if scaled:
             worth = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
@@ -148,21 +174,25 @@ class LocalPrograms:
         stepped = {"params": lift(params), "opt_state": lift(opt_state)}
         return self._place.constrain(carry | carry_next | more | stepped), loss
 
-    def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any) -> Any:
+    def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any, measures: bool) -> Any:
         """Arguments of the scaled optimizer in a local step, and what the carry keeps of the noise."""
         scaling, worth = self._scaling, carry["worth"]
         assert scaling is not None
         progress = first(start.progress) + worth.alpha * carry["scaled"][0, 0]
+        noise, more = first(start.noise if not scaling.solo else carry["noise"]), {}
         if scaling.solo:
-            noise = scaling.watch(first(carry["noise"]), grads, examples, first(carry["seen"]))
+            seen = first(carry["seen"])
+            noise = scaling.watch(noise, grads, examples, seen) if measures else scaling.skip(noise, examples)
             more = {"noise": lift(noise)}
-        else:
-            noise = first(start.noise)
+        elif measures:
             tracked = scaling.track(first(carry["tracked"]), noise, grads, examples, first(carry["seen"]))
             more = {"tracked": lift(tracked)}
         return scaling.arguments(noise, progress, examples, worth.replicas), more
 
-    def _accumulate(self, start: Local, carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+    def _accumulate(
+        self, start: Local, carry: dict[str, Any], batch: Any, measures: bool
+    ) -> tuple[dict[str, Any], Any]:
+        del measures  # of a merged gradient all batches are measured, which here costs a norm of each
         loss, grads, examples, carry_next = self._value_and_grad(first(start.params), carry, batch)
 
         def add(total: Any, g: Any) -> Any:
@@ -199,7 +229,7 @@ class Replica:
 
     def __init__(self, rank: int, place: Home, programs: Programs, pace_ms: float | None):
         self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
-        self._executables: dict[Any, Any] = {}
+        self._executables: dict[Any, Steps] = {}
         self._stand_in: Any = None
         self._unread: list[Exception] = []
         self.compilations = 0
@@ -207,8 +237,8 @@ class Replica:
     def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> dict[str, Any]:
         return self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
 
-    def _executable(self, local: Local, carry: dict[str, Any], batch: Any) -> tuple[Any, Any]:
-        """The step compiled for a batch of these shapes, and the batch as it takes it."""
+    def _executable(self, local: Local, carry: dict[str, Any], batch: Any) -> tuple[Steps, Any]:
+        """The steps compiled for a batch of these shapes, and the batch as they take it."""
         batch = self.place.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
@@ -232,11 +262,14 @@ class Replica:
           PaceError: the step takes longer than the pace.
         """
         carry = self.begin(local, 0)
-        step, batch = self._executable(local, carry, batch)
+        steps, batch = self._executable(local, carry, batch)
         fastest = float("inf")
+        if steps.later is not steps.opening:
+            carry, loss = steps.later(self._programs.constants(local), carry, batch)
+            loss.block_until_ready()
         for _ in range(3 if self._pace_ms else 1):
             start = time.perf_counter()
-            carry, loss = step(self._programs.constants(local), carry, batch)
+            carry, loss = steps.opening(self._programs.constants(local), carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - start) * 1e3)
         if self._pace_ms and fastest > self._pace_ms:
@@ -266,10 +299,10 @@ class Replica:
                 if steps and time.perf_counter() - start > limit_s:
                     break
                 before, clock = self.compilations, time.perf_counter()
-                step, batch = self._executable(local, carry, batch)
+                programs, batch = self._executable(local, carry, batch)
                 if self.compilations != before:
                     start += time.perf_counter() - clock  # no compilation is ever timed
-                carry, loss = step(constants, carry, batch)
+                carry, loss = programs.at(steps)(constants, carry, batch)
                 steps += 1
                 if self._pace_ms:
                     loss.block_until_ready()
@@ -289,7 +322,7 @@ class Replica:
 
     def memory(self, local: Local) -> dict[str, int]:
         """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
-        found = (round_memory(local, done, key[1:], _IN_FLIGHT) for key, done in self._executables.items())
+        found = (round_memory(local, done.opening, key[1:], _IN_FLIGHT) for key, done in self._executables.items())
         return {"rank": self.rank} | max(found, key=lambda parts: parts["in all"])
 
     def idle(self, local: Local) -> Outcome:
