@@ -25,7 +25,8 @@ from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
 from jaxche.training._place import Place, first, is_local, lift, spans_processes
-from jaxche.training._replica import Local, LocalPrograms, Outcome, Replica
+from jaxche.training._programs import Local, LocalPrograms
+from jaxche.training._replica import Outcome, Replica
 from jaxche.training._scaling import Scaled, Scaling, Worth
 
 # What replicas that average parameters keep to themselves.

@@ -16,7 +16,7 @@ from jaxche.averaging import sum_dtype
 from jaxche.protocols import Partitioned
 from jaxche.sharding import batch_size
 from jaxche.training._place import Begin, Device, OneDevice, first, lift
-from jaxche.training._replica import Local
+from jaxche.training._programs import Local, Steps
 
 
 class Stages:
@@ -83,11 +83,12 @@ class StagedPrograms:
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
         return carry | {"model_state": None, "index": int(index), "sums": sums}
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
         examples = batch_size(batch)
         model = self._model_for(examples)
         model.compile(self._params(start, carry), batch)
-        return functools.partial(self._step, model, np.float32(examples))
+        step = functools.partial(self._step, model, np.float32(examples))
+        return Steps(step, step)
 
     def _params(self, start: Local, carry: dict[str, Any]) -> Any:
         return carry["params"] if self._average == "parameters" else start.params

@@ -13,7 +13,7 @@ import jax
 from jaxche.cadence import DivergenceCorrection, ElChe
 from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
 from jaxche.scaling import effective_replicas
-from jaxche.training._replica import Local
+from jaxche.training._programs import Local
 
 
 @dataclass(frozen=True)

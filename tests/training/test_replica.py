@@ -11,7 +11,8 @@ import pytest
 from jaxche.sharding import as_loss
 from jaxche.training import PaceError
 from jaxche.training._place import OneDevice, first, lift
-from jaxche.training._replica import Local, LocalPrograms, Replica
+from jaxche.training._programs import Local, LocalPrograms
+from jaxche.training._replica import Replica
 
 
 @pytest.fixture
