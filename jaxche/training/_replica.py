@@ -50,19 +50,20 @@ class Replica:
         self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
         self._executables: dict[Any, Steps] = {}
         self._stand_in: Any = None
-        self._unread: list[Exception] = []
+        self._unread: Exception | None = None
         self.compilations = 0
 
     def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> dict[str, Any]:
         return self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
 
-    def _executable(self, local: Local, carry: dict[str, Any], batch: Any) -> tuple[Steps, Any]:
+    def _executable(self, local: Local, batch: Any, carry: dict[str, Any] | None = None) -> tuple[Steps, Any]:
         """The steps compiled for a batch of these shapes, and the batch as they take it."""
         batch = self.place.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
+            carry = self.begin(local, 0) if carry is None else carry
             self._executables[key] = self._programs.compile(self._programs.constants(local), carry, batch)
             self.compilations += 1
         return self._executables[key], batch
@@ -70,7 +71,7 @@ class Replica:
     def compile(self, local: Local, batch: Any) -> bool:
         """Compile for this batch's shapes, without running anything; false if that was done before."""
         before = self.compilations
-        self._executable(local, self.begin(local, 0), batch)
+        self._executable(local, batch)
         self._stand_in = batch
         return self.compilations > before
 
@@ -81,7 +82,7 @@ class Replica:
           PaceError: the step takes longer than the pace.
         """
         carry = self.begin(local, 0)
-        steps, batch = self._executable(local, carry, batch)
+        steps, batch = self._executable(local, batch, carry)
         fastest = float("inf")
         if steps.later is not steps.opening:
             carry, loss = steps.later(self._programs.constants(local), carry, batch)
@@ -103,22 +104,23 @@ class Replica:
     ) -> Outcome:
         """Take one step on each batch of ``feed``, or as many as begin within ``limit_ms``, at least one.
 
-        Never raises, so that a failing replica still meets the others.
+        A failing replica still meets the others: what it raises is part of the outcome. Where there is no room even
+        for the copy of the state that a merge needs, it cannot, and raises.
         """
-        carry = self.begin(local, index, worth)
-        constants = self._programs.constants(local)
+        self._unread = None
         losses: list[Any] = []
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
         # The processes of one island take the same steps.
         if limit_ms is not None and isinstance(feed, Feed) and not spans_processes(self.place):
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
-        start = due = time.perf_counter()
         try:
+            carry, constants = self.begin(local, index, worth), self._programs.constants(local)
+            start = due = time.perf_counter()
             for batch in self._gapless(feed):
                 if steps and time.perf_counter() - start > limit_s:
                     break
                 before, clock = self.compilations, time.perf_counter()
-                programs, batch = self._executable(local, carry, batch)
+                programs, batch = self._executable(local, batch, carry)
                 if self.compilations != before:
                     start += time.perf_counter() - clock  # no compilation is ever timed
                 carry, loss = programs.at(steps)(constants, carry, batch)
@@ -133,15 +135,15 @@ class Replica:
                     losses[in_flight // 2 - 1].block_until_ready()
                     del losses[: in_flight // 2]
             jax.block_until_ready(carry)
-            if self._unread:
-                raise self._unread.pop()
+            if self._unread is not None:
+                raise self._unread
+            return Outcome(carry, steps, (time.perf_counter() - start) * 1e3 if steps else 0.0)
         except Exception as error:
             return self.idle(local)._replace(error=error)
-        return Outcome(carry, steps, (time.perf_counter() - start) * 1e3 if steps else 0.0)
 
     def memory(self, local: Local) -> dict[str, int]:
         """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
-        found = (round_memory(local, done.opening, key[1:], _IN_FLIGHT) for key, done in self._executables.items())
+        found = (round_memory(local, steps.opening, _IN_FLIGHT) for steps in self._executables.values())
         return {"rank": self.rank} | max(found, key=lambda parts: parts["in all"])
 
     def idle(self, local: Local) -> Outcome:
@@ -162,5 +164,5 @@ class Replica:
                 yield batch
                 done += 1
         except Exception as error:
-            self._unread.append(error)
+            self._unread = error
             yield from itertools.repeat(self._stand_in, len(feed.keys) - done)

@@ -103,7 +103,7 @@ class RoundInfo:
       drift_dir: the same relative to the merged progress: 0 when all moved alike.
       losses: mean loss per replica (nan for one without steps).
       examples: examples trained on.
-      anchor: the cadence's anchor in this round (0 without one).
+      anchor: planned steps of the slowest replica, of those that had any.
       verdict: what the divergence guard said: calm, suppress or nudge.
       stop: 1 if some process asked to stop after this round, 2 if one is being preempted, else 0.
       noise: critical batch size in examples, where noise and signal of the gradient are equal (nan until it is
