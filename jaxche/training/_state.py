@@ -31,6 +31,7 @@ class ReplicaState:
       round: number of rounds done.
       epoch: epoch of the next batch.
       cursor: index of the next batch in its epoch. ``(epoch, cursor, owed, seed)`` is the whole place in the data.
+      examples: trained on so far, by all replicas.
       sync_ms: what the last merge cost this process, beyond waiting.
       owed: batches before the cursor that nobody has trained on, because a replica ran out of time: ``(epoch, start,
         stop)``. They come first in the next rounds.
@@ -50,6 +51,7 @@ class ReplicaState:
     round: int = 0
     epoch: int = 0
     cursor: int = 0
+    examples: int = 0
     sync_ms: float = 0.0
     owed: tuple[tuple[int, int, int], ...] = ()
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
