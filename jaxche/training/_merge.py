@@ -21,7 +21,7 @@ from jaxche.averaging import (
     sum_dtype,
     to_moments,
 )
-from jaxche.training._agree import PeerLostError
+from jaxche.training._lives import PeerLostError
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._place import first, lift
 from jaxche.training._programs import Local

@@ -34,6 +34,7 @@ from jaxche.training._checks import (
 from jaxche.training._engine import Engine
 from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
+from jaxche.training._join import newcomers
 from jaxche.training._learn import learn
 from jaxche.training._place import Device
 from jaxche.training._planning import forced_plan, limit_ms, next_plan
@@ -178,6 +179,9 @@ class Trainer:
         }
         self.seed = seed
         self._stop = Stop.NO
+        # Processes that wait to join, and what was learnt of each rank of the start.
+        self._newcomers: dict[str, Any] | None = None
+        self._pace_of: dict[int, Any] = {}
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:
@@ -385,6 +389,7 @@ class Trainer:
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )
+        self._newcomers = newcomers(self)
         merged = self._engine.merge(state.locals, outcomes, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)
