@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxche.averaging._mean import is_float, sum_dtype
+from jaxche.averaging._mean import is_float
+from jaxche.averaging._sums import sum_dtype
 
 
 def to_moments(tree: Any, reference: Any) -> Any:
