@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+from jaxche.sharding import Device
 
 
 class Home(Protocol):

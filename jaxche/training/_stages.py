@@ -14,8 +14,8 @@ import optax
 
 from jaxche.averaging import add_weighted, zero_sums
 from jaxche.protocols import Partitioned
-from jaxche.sharding import batch_size
-from jaxche.training._place import Device, OneDevice, first, lift
+from jaxche.sharding import Device, batch_size
+from jaxche.training._place import OneDevice, first, lift
 from jaxche.training._replica import Local
 
 
