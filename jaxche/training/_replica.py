@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -60,16 +61,18 @@ class Local(NamedTuple):
 
 
 class Programs(Protocol):
-    """What a replica runs: ``begin(local, index, worth)`` makes the carry of a round, from which steps go on."""
+    """What a replica runs: ``begin(local, index, worth) -> (made, carry)`` opens a round, from which steps go on."""
 
     @property
-    def begin(self) -> Callable[[Local, Any, Worth], dict[str, Any]]: ...
+    def begin(self) -> Callable[[Local, Any, Worth], tuple[dict[str, Any], dict[str, Any]]]: ...
 
-    def constants(self, local: Local) -> Local:
-        """What a step reads of the start of the round, and never writes."""
+    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
+        """What a step reads of the start of the round, and never writes: an array that each step hands on to the next
+        costs ten times as much to dispatch.
+        """
         ...
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         """The steps for batches of these shapes."""
         ...
 
@@ -113,41 +116,38 @@ class LocalPrograms:
             step, static_argnames="measures", donate_argnums=1, compiler_options=place.compiler_options
         )
 
-    def constants(self, local: Local) -> Local:
-        gradients, scaling = self._average == "gradients", self._scaling
-        return Local(
-            local.params if gradients else None,
-            None,
-            None,
-            None,
-            None if scaling is None or scaling.solo else local.noise,
-            local.progress,
-        )
+    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
+        start = made | ({"params": local.params} if self._average == "gradients" else {})
+        if self._scaling is not None:
+            start |= {"progress": local.progress, "noise": None if self._scaling.solo else local.noise}
+        return start
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         step = self._step.lower(start, carry, batch, measures=True).compile()
         turn = self._scaling.measured_steps if self._scaling is not None else None
         if turn is None:
             return Steps(step, step)
-        return Steps(step, self._step.lower(start, carry, batch, measures=False).compile(), turn)
+        rest, _ = _parted(carry)
+        return Steps(step, partial(_untracked, self._step.lower(start, rest, batch, measures=False).compile()), turn)
 
-    def _begin(self, local: Local, index: Any, worth: Worth) -> dict[str, Any]:
+    def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[dict[str, Any], dict[str, Any]]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local._asdict())
-        carry = {
+        made: dict[str, Any] = {}
+        carry: dict[str, Any] = {
             "model_state": copied["model_state"],
             "index": index,
             "sums": jnp.zeros((1, 2 + len(self._metrics)), jnp.float32),
         }
         if self._scaling is not None:
             noise, params, opt_state = first((local.noise, local.params, local.opt_state))
-            begun = self._scaling.begin(noise, params, opt_state, worth)
-            carry |= {name: value if name == "worth" else lift(value) for name, value in begun.items()}
+            seen, begun = self._scaling.begin(noise, params, opt_state)
+            made, carry = {"seen": lift(seen), "worth": worth}, carry | lift(begun)
         if self._average == "parameters":
             carry |= {"params": copied["params"], "opt_state": copied["opt_state"]}
         else:
             carry["grads"] = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)
-        return self._place.constrain(carry)
+        return self._place.constrain(made), self._place.constrain(carry)
 
     def _value_and_grad(self, params: Any, carry: dict[str, Any], batch: Any) -> Any:
         rng = jax.random.fold_in(jax.random.key(self._seed), carry["index"])
@@ -162,7 +162,7 @@ class LocalPrograms:
         return loss, grads, examples, advanced
 
     def _local_step(
-        self, start: Local, carry: dict[str, Any], batch: Any, measures: bool
+        self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
     ) -> tuple[dict[str, Any], Any]:
         params, opt_state = first(carry["params"]), first(carry["opt_state"])
         loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
@@ -174,36 +174,52 @@ class LocalPrograms:
         stepped = {"params": lift(params), "opt_state": lift(opt_state)}
         return self._place.constrain(carry | carry_next | more | stepped), loss
 
-    def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any, measures: bool) -> Any:
+    def _scale(self, start: dict[str, Any], carry: dict[str, Any], grads: Any, examples: Any, measures: bool) -> Any:
         """Arguments of the scaled optimizer in a local step, and what the carry keeps of the noise."""
-        scaling, worth = self._scaling, carry["worth"]
+        scaling, worth, seen = self._scaling, start["worth"], first(start["seen"])
         assert scaling is not None
-        progress = first(start.progress) + worth.alpha * carry["scaled"][0, 0]
-        noise, more = first(start.noise if not scaling.solo else carry["noise"]), {}
+        progress = first(start["progress"]) + worth.alpha * carry["scaled"][0, 0]
+        more = {}
         if scaling.solo:
-            seen = first(carry["seen"])
-            noise = scaling.watch(noise, grads, examples, seen) if measures else scaling.skip(noise, examples)
-            more = {"noise": lift(noise)}
-        elif measures:
-            tracked = scaling.track(first(carry["tracked"]), noise, grads, examples, first(carry["seen"]))
-            more = {"tracked": lift(tracked)}
+            noise = first(carry["noise"])
+            if measures:
+                noise, previous = scaling.watch(noise, first(carry["tracked"]), grads, examples, seen)
+                more = {"tracked": lift(previous)}
+            else:
+                noise = scaling.skip(noise, examples)
+            more["noise"] = lift(noise)
+        else:
+            noise = first(start["noise"])
+            if measures:
+                more = {"tracked": lift(scaling.track(first(carry["tracked"]), noise, grads, examples, seen))}
         return scaling.arguments(noise, progress, examples, worth.replicas), more
 
     def _accumulate(
-        self, start: Local, carry: dict[str, Any], batch: Any, measures: bool
+        self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
     ) -> tuple[dict[str, Any], Any]:
         del measures  # of a merged gradient all batches are measured, which here costs a norm of each
-        loss, grads, examples, carry_next = self._value_and_grad(first(start.params), carry, batch)
+        loss, grads, examples, carry_next = self._value_and_grad(first(start["params"]), carry, batch)
 
         def add(total: Any, g: Any) -> Any:
             return total + examples.astype(total.dtype) * g[None].astype(total.dtype)
 
         if self._scaling is not None:
-            tracked, noise = first(carry["tracked"]), first(start.noise)
-            tracked = self._scaling.track(tracked, noise, grads, examples, first(carry["seen"]))
-            carry_next |= {"tracked": lift(tracked), "seen": carry["seen"]}
+            tracked, noise = first(carry["tracked"]), first(start["noise"])
+            carry_next["tracked"] = lift(self._scaling.track(tracked, noise, grads, examples, first(start["seen"])))
         summed = {"grads": jax.tree.map(add, carry["grads"], grads)}
         return self._place.constrain(carry_next | summed), loss
+
+
+def _parted(carry: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A carry without what only measuring steps read and write, and that."""
+    rest = dict(carry)
+    return rest, rest.pop("tracked")
+
+
+def _untracked(step: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+    rest, tracked = _parted(carry)
+    rest, loss = step(start, rest, batch)
+    return rest | {"tracked": tracked}, loss
 
 
 class Outcome(NamedTuple):
@@ -235,23 +251,29 @@ class Replica:
         self.compilations = 0
 
     def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> dict[str, Any]:
-        return self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
+        """The carry of a round before its first step."""
+        return self._opened(local, index, worth)[1]
 
-    def _executable(self, local: Local, carry: dict[str, Any], batch: Any) -> tuple[Steps, Any]:
+    def _opened(self, local: Local, index: int, worth: Worth = _PLAIN) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the steps of a round read, and the carry."""
+        made, carry = self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
+        return self._programs.constants(local, made), carry
+
+    def _executable(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> tuple[Steps, Any]:
         """The steps compiled for a batch of these shapes, and the batch as they take it."""
         batch = self.place.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
-            self._executables[key] = self._programs.compile(self._programs.constants(local), carry, batch)
+            self._executables[key] = self._programs.compile(start, carry, batch)
             self.compilations += 1
         return self._executables[key], batch
 
     def compile(self, local: Local, batch: Any) -> bool:
         """Compile for this batch's shapes, without running anything; false if that was done before."""
         before = self.compilations
-        self._executable(local, self.begin(local, 0), batch)
+        self._executable(*self._opened(local, 0), batch)
         self._stand_in = batch
         return self.compilations > before
 
@@ -261,17 +283,17 @@ class Replica:
         Raises:
           PaceError: the step takes longer than the pace.
         """
-        carry = self.begin(local, 0)
-        steps, batch = self._executable(local, carry, batch)
+        start, carry = self._opened(local, 0)
+        steps, batch = self._executable(start, carry, batch)
         fastest = float("inf")
         if steps.later is not steps.opening:
-            carry, loss = steps.later(self._programs.constants(local), carry, batch)
+            carry, loss = steps.later(start, carry, batch)
             loss.block_until_ready()
         for _ in range(3 if self._pace_ms else 1):
-            start = time.perf_counter()
-            carry, loss = steps.opening(self._programs.constants(local), carry, batch)
+            clock = time.perf_counter()
+            carry, loss = steps.opening(start, carry, batch)
             loss.block_until_ready()
-            fastest = min(fastest, (time.perf_counter() - start) * 1e3)
+            fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
         if self._pace_ms and fastest > self._pace_ms:
             enough = np.ceil(1.3 * fastest)
             raise PaceError(
@@ -286,8 +308,7 @@ class Replica:
 
         Never raises, so that a failing replica still meets the others.
         """
-        carry = self.begin(local, index, worth)
-        constants = self._programs.constants(local)
+        constants, carry = self._opened(local, index, worth)
         losses: list[Any] = []
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
         # The processes of one island take the same steps.
@@ -299,7 +320,7 @@ class Replica:
                 if steps and time.perf_counter() - start > limit_s:
                     break
                 before, clock = self.compilations, time.perf_counter()
-                programs, batch = self._executable(local, carry, batch)
+                programs, batch = self._executable(constants, carry, batch)
                 if self.compilations != before:
                     start += time.perf_counter() - clock  # no compilation is ever timed
                 carry, loss = programs.at(steps)(constants, carry, batch)
