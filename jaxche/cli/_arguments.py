@@ -7,6 +7,16 @@ import math
 from collections.abc import Callable
 
 
+def folder(text: str) -> str:
+    """The path of a folder, as it is; a shell completes folders here."""
+    return text
+
+
+def file(text: str) -> str:
+    """The path of a file, as it is; a shell completes files here."""
+    return text
+
+
 def whole(example: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
     """A whole number.
 

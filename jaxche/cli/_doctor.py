@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 
 from jaxche.cli import _health
-from jaxche.cli._arguments import number, whole
+from jaxche.cli._arguments import folder, number, whole
 from jaxche.cli._command import Command
 from jaxche.cli._health import Finding
 from jaxche.cli._paint import paint
@@ -39,7 +39,7 @@ exit codes:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-n", "--processes", type=whole("-n 2"), help="start so many here and measure between them")
-    add("--store", metavar="URL", help="write to and read from this store: a folder, s3://..., gs://...")
+    add("--store", type=folder, metavar="URL", help="write to and read from this store: a folder, s3://..., gs://...")
     add(
         "--timeout",
         type=number("--timeout 60", above=True),

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 
-from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._arguments import file, number, numbers, whole
 from jaxche.cli._command import Command
 from jaxche.cluster import count_gpus, emit, launch
 
@@ -81,7 +81,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
     )
     group.add_argument("--elastic", action="store_true", help="the others go on without a rank that dies (CPU only)")
-    group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit, restart and round")
+    group.add_argument(
+        "--events", type=file, metavar="FILE", help="append a line of JSON for each start, exit, restart and round"
+    )
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
         "--emit", choices=("slurm", "jobset", "mpirun"), help="print a file that starts the script there, and end"
@@ -93,7 +95,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments")
+    parser.add_argument(
+        "command", type=file, nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:

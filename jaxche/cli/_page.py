@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
 from jaxche.cli._report import Result, result_rows
 from jaxche.training import History
@@ -47,8 +48,8 @@ pre { white-space: pre-wrap; }
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help="folder of the run, e.g. runs/mine")
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: report.html in that folder)")
+    parser.add_argument("folder", type=folder, metavar="RUN", help="folder of the run, e.g. runs/mine")
+    parser.add_argument("--out", type=file, metavar="FILE", help="where to write (default: report.html in that folder)")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
 
 

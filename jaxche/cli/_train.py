@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy
-from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._arguments import folder, number, numbers, whole
 from jaxche.cli._command import Command
 from jaxche.cli._pace import pace_argument
 from jaxche.cli._replay import recorded
@@ -75,7 +75,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--protocol", choices=("direct", "pipeline", "store"), help="how stages communicate; with --task text")
     add("--stages", type=whole("--stages 2", 1), help="one a device, under store one a process (default: 2)")
     add("--micro-batch-size", type=whole("--micro-batch-size 4"), help="default: a quarter of the batch in a pipeline")
-    add("--store", metavar="URL", help="where stages meet under store: a folder, or s3://bucket/path")
+    add("--store", type=folder, metavar="URL", help="where stages meet under store: a folder, or s3://bucket/path")
 
     group = parser.add_argument_group("what is trained")
     add = group.add_argument
@@ -89,7 +89,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
     add = group.add_argument
     add("--name", help="of the run (default: task-policy-date-time)")
-    add("--out", default="runs", help="folder of the runs (default: %(default)s)")
+    add("--out", type=folder, default="runs", help="folder of the runs (default: %(default)s)")
     add(
         "--checkpoint-every",
         type=whole("--checkpoint-every 10"),
@@ -102,7 +102,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="start again after a failure, from the last checkpoint (default: 0)",
     )
-    add("--replay", metavar="RUN", help="make a run again from its record, e.g. runs/first, and compare")
+    add("--replay", type=folder, metavar="RUN", help="make a run again from its record, e.g. runs/first, and compare")
 
 
 def _run(args: argparse.Namespace) -> int:
