@@ -71,8 +71,8 @@ def _run(args: argparse.Namespace) -> int:
         _print(findings)
         return _verdict(findings, "jaxche doctor -n 2 measures between processes; jaxche train shows it all at work")
     try:
-        return _together(findings, info)
-    except RuntimeError as error:
+        return _together(findings, info, args.timeout)
+    except (RuntimeError, TimeoutError) as error:
         # The devices of this process do not start, or a link broke: the others do not come to Python's exit either.
         _print(findings)
         sys.stderr.write(f"jaxche doctor: process {info.process_id}: {error}\n")
@@ -93,7 +93,7 @@ def _examine(store: str | None, launcher: str) -> list[Finding]:
     return findings
 
 
-def _together(findings: list[Finding], info: ClusterInfo) -> int:
+def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> int:
     """The part that all processes do at once; process 0 speaks and gives the exit code."""
     import jax
 
@@ -104,8 +104,9 @@ def _together(findings: list[Finding], info: ClusterInfo) -> int:
         "free": _health.free_memory_gib(),
         "problems": [finding for finding in findings if finding.mend],
     }
-    others = [json.loads(text) for text in share("doctor", info.process_id, json.dumps(mine))]
-    compared = clocks(info.process_id, info.num_processes)
+    told = share("doctor", info.process_id, info.num_processes, json.dumps(mine), timeout_s)
+    others = [json.loads(text) for text in told]
+    compared = clocks(info.process_id, info.num_processes, timeout_s)
     # One program runs on one kind of device; where kinds differ, replicas merge on their hosts.
     mixed = len({one["kind"] for one in others}) > 1
     links = measure_all_reduce(_SIZES, jax.devices("cpu") if mixed else jax.devices())

@@ -5,8 +5,9 @@ from jaxche.cluster._fake import fake_devices
 from jaxche.cluster._gpus import count_gpus, has_cuda
 from jaxche.cluster._initialize import ClusterInfo, initialize
 from jaxche.cluster._launch import launch
-from jaxche.cluster._links import clocks, measure_all_reduce, share
+from jaxche.cluster._links import clocks, measure_all_reduce
 from jaxche.cluster._output import aligned
+from jaxche.cluster._share import share
 
 __all__ = [
     "ClusterInfo",

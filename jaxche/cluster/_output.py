@@ -13,6 +13,7 @@ from typing import IO, TextIO
 # What gloo prints on connecting, past every log level: nobody launched a run to read it.
 _CHATTER = "[Gloo] Rank "
 _END = re.compile(rb"\r\n|\n|\r")
+_LISTED = 12
 
 
 class LinePrinter:
@@ -104,3 +105,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join("  " + line.rstrip() for line in lines)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """The first dozen of many numbers.
+
+    Example:
+      >>> listed(range(14))
+      '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more'
+    """
+    shown = ", ".join(map(str, ranks[:_LISTED]))
+    return shown + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
