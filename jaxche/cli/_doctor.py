@@ -14,6 +14,7 @@ from jaxche.cli import _health
 from jaxche.cli._arguments import folder, number, whole
 from jaxche.cli._command import Command
 from jaxche.cli._health import Finding
+from jaxche.cli._joined import joined, launcher
 from jaxche.cli._paint import paint
 from jaxche.cluster import ClusterInfo, aligned, clocks, launch, measure_all_reduce, share
 
@@ -52,11 +53,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import jax
 
-    import jaxche
-
     try:
-        info = jaxche.initialize(timeout_s=args.timeout)
-    except (ValueError, RuntimeError, TimeoutError) as error:
+        info = joined(args.timeout) if launcher() != "none" else ClusterInfo(0, 1, "none")
+    except (ValueError, TimeoutError) as error:
         sys.stderr.write(f"jaxche doctor: the processes cannot meet: {error}\n")
         sys.stderr.flush()
         if jax.distributed.is_initialized():
