@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxche.averaging import add_weighted, zero_sums
-from jaxche.protocols import Partitioned
+from jaxche.protocols import Partitioned, Pipeline
 from jaxche.sharding import Device, batch_size
 from jaxche.training._place import Begin, OneDevice, first, lift
 from jaxche.training._programs import Local, Steps
@@ -99,6 +99,9 @@ class StagedPrograms:
         if size is not None and examples < self._examples and examples % size:
             size = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
             protocol = replace(protocol, micro_batch_size=size)
+        if isinstance(protocol, Pipeline):
+            # Its collectives would be in flight beside those of other replicas and of a merge, which can deadlock.
+            protocol = replace(protocol, one_program=False)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
                 [_on_lifted(stage) for stage in self._model.stages],
