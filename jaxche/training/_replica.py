@@ -197,13 +197,12 @@ class LocalPrograms:
     def _accumulate(
         self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
     ) -> tuple[dict[str, Any], Any]:
-        del measures  # of a merged gradient all batches are measured, which here costs a norm of each
         loss, grads, examples, carry_next = self._value_and_grad(first(start["params"]), carry, batch)
 
         def add(total: Any, g: Any) -> Any:
             return total + examples.astype(total.dtype) * g[None].astype(total.dtype)
 
-        if self._scaling is not None:
+        if self._scaling is not None and measures:
             tracked, noise = first(carry["tracked"]), first(start["noise"])
             carry_next["tracked"] = lift(self._scaling.track(tracked, noise, grads, examples, first(start["seen"])))
         summed = {"grads": jax.tree.map(add, carry["grads"], grads)}
