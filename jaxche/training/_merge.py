@@ -261,7 +261,7 @@ class Merge:
             "table": self._table(host, sums),
         }
         if self._scaling is not None:
-            payload["noise"] = first(measured["tracked"])
+            payload["noise"] = self._scaling.sent(first(measured["tracked"]), None, None, sums[0, 0])
         total = self._sum(payload)
         examples = total["sums"][0]
         grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)
