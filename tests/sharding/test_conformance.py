@@ -35,7 +35,7 @@ def placed(strategy, devices, params):
 
 
 def differentiated(layout, params, loss_fn, batch):
-    fn = value_and_grad(as_loss(loss_fn).call, layout)
+    fn = value_and_grad(as_loss(loss_fn), layout)
     jitted = jax.jit(fn, compiler_options=layout.compiler_options)
     (loss, _), grads = jax.block_until_ready(jitted(params, None, np.asarray(batch, np.float32), jax.random.key(0)))
     return loss, grads

@@ -18,7 +18,7 @@ def test_a_ragged_batch_is_computed_whole_by_everybody(name, devices, problem):
         loss, metrics = problem.loss(params, batch)
         return loss, metrics | {"drawn": jax.random.uniform(rng)}
 
-    fn = jax.jit(value_and_grad(as_loss(loss_fn).call, layout), compiler_options=layout.compiler_options)
+    fn = jax.jit(value_and_grad(as_loss(loss_fn), layout), compiler_options=layout.compiler_options)
     (loss, (metrics, _)), grads = fn(jax.device_put(params, layout.params), None, batch, jax.random.key(3))
     (expected, _), theirs = jax.value_and_grad(problem.loss, has_aux=True)(params, batch)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
