@@ -6,11 +6,9 @@ from jaxche.cluster._gpus import count_gpus, has_cuda
 from jaxche.cluster._initialize import ClusterInfo, initialize
 from jaxche.cluster._launch import launch
 from jaxche.cluster._links import clocks, measure_all_reduce, share
-from jaxche.cluster._output import aligned
 
 __all__ = [
     "ClusterInfo",
-    "aligned",
     "clocks",
     "count_gpus",
     "emit",
