@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxche.training import RoundInfo
@@ -26,6 +27,26 @@ os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 def devices():
     """The fake devices."""
     return jax.devices()
+
+
+@pytest.fixture
+def close():
+    """Compare two trees, tightly unless told otherwise."""
+
+    def check(a, b, rtol=1e-5, atol=1e-6):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+
+    return check
+
+
+@pytest.fixture
+def same():
+    """Two trees are equal bit for bit."""
+
+    def check(a, b):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+
+    return check
 
 
 @pytest.fixture(scope="session")
