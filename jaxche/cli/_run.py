@@ -14,11 +14,12 @@ import jax
 
 from jaxche.cli import _pace
 from jaxche.cli._replay import replay
-from jaxche.cli._report import Result, per_rank, round_header, step_text, table
+from jaxche.cli._report import Result, round_header, step_text, table
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
 from jaxche.cli._write import write_policy, write_result
+from jaxche.drawing import per_rank
 from jaxche.training import Advice, Checkpoints, History, ReplicaState, Trainer
 
 _PACE_MS = "JAXCHE_PACE_MS"

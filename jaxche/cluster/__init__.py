@@ -7,12 +7,10 @@ from jaxche.cluster._gpus import count_gpus, has_cuda
 from jaxche.cluster._initialize import ClusterInfo, initialize
 from jaxche.cluster._launch import launch
 from jaxche.cluster._links import clocks, measure_all_reduce
-from jaxche.cluster._output import aligned
 from jaxche.cluster._share import share
 
 __all__ = [
     "ClusterInfo",
-    "aligned",
     "clocks",
     "count_gpus",
     "detect",

@@ -1,5 +1,6 @@
 """Layer 2, places: where parameters, gradients and optimizer state live on a mesh, and the step that keeps them so."""
 
+from jaxche.sharding._checks import refuse_bad_params
 from jaxche.sharding._collectives import Collective, collectives
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._explain import Explanation, bytes_in_theory
@@ -44,6 +45,7 @@ __all__ = [
     "compare_strategies",
     "nbytes",
     "nbytes_per_device",
+    "refuse_bad_params",
     "sharded_step",
     "sharded_update",
     "value_and_grad",

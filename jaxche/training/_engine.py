@@ -238,7 +238,7 @@ class Engine:
                 "trainer's own: state = trainer.init(params)"
             )
         one = _without_replica_axis((local.params, local.model_state))
-        code, shapes = jax.make_jaxpr(self._loss.call, return_shape=True)(*one, batch, jax.random.key(0))
+        code, shapes = jax.make_jaxpr(self._loss, return_shape=True)(*one, batch, jax.random.key(0))
         self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._plain_tx, one[0])}
         self.metrics = tuple(sorted(shapes[1][0]))
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))

@@ -93,6 +93,14 @@ def spans_processes(place: Home) -> bool:
     return len({d.process_index for d in place.devices.flat}) > 1
 
 
+def devices_by_process() -> dict[int, list[Device]]:
+    """All devices, in order, by the number of the process that has them."""
+    found: dict[int, list[Device]] = {}
+    for device in sorted(jax.devices(), key=lambda d: d.process_index):
+        found.setdefault(device.process_index, []).append(device)
+    return found
+
+
 def first(tree: Any) -> Any:
     """Drop the leading replica axis inside a compiled program (no copy there)."""
     return jax.tree.map(lambda x: x[0], tree)

@@ -93,7 +93,7 @@ class LocalPrograms:
         scaling: Scaling | None = None,
     ):
         self._place, self._seed = place, seed
-        self._objective = place.value_and_grad(loss.call)
+        self._objective = place.value_and_grad(loss)
         self._tx: Any = optax.with_extra_args_support(tx)
         self._metrics, self._scaling = metrics, scaling
         step = self._local_step if average == "parameters" else self._accumulate

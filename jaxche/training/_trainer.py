@@ -18,11 +18,10 @@ from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
 from jaxche.protocols import Partitioned
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss
+from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, refuse_bad_params
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
     check_opt_state,
-    check_params,
     check_rules,
     check_unscaled,
     checked_length,
@@ -205,7 +204,7 @@ class Trainer:
             another optimizer.
         """
         shapes = jax.eval_shape(params) if callable(params) else params
-        check_params(shapes)
+        refuse_bad_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         if model_state is not None and isinstance(self._engine, StagedEngine):
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
