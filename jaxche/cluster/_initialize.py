@@ -22,11 +22,12 @@ from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
 from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
+from jaxche.training import members
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0
-# Others may still write their last files; one that died will not come.
-_FAREWELL_MS = 3000
+# Others may still write their last files, and end with the service. Of one that died after the last round nobody knows.
+_FAREWELL_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ def initialize(
     connect(found, local_ids, timeout_s, deadline, elastic)
     _leave_at_once_after_an_exception()
     if elastic:
-        _leave_last()
+        atexit.register(_leave_last)
     state = _jax_distributed.global_state
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
     members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s)
@@ -191,17 +192,20 @@ def _one_kind(kinds: Sequence[str]) -> str:
 
 def _leave_last() -> None:
     """Process 0 is where the others meet, and nothing else keeps it there until they have left."""
-
-    def wait() -> None:
-        state = _jax_distributed.global_state
-        if state.client is None:
-            return
+    state = _jax_distributed.global_state
+    if state.client is None:
+        return
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
         state.client.key_value_set(f"jaxche/left/{state.process_id}", "")
-        for other in range(state.num_processes if state.process_id == 0 else 0):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it died long ago
-                state.client.blocking_key_value_get(f"jaxche/left/{other}", _FAREWELL_MS)
-
-    atexit.register(wait)
+    if state.process_id != 0:
+        return
+    # Asked before the backend has started, JAX would start it now, and wait for the others to start theirs.
+    started = _xla_bridge.backends_are_initialized()
+    deadline = time.monotonic() + _FAREWELL_S
+    for other in members() if started else range(state.num_processes):
+        left_ms = max(1, int(1e3 * (deadline - time.monotonic())))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            state.client.blocking_key_value_get(f"jaxche/left/{other}", left_ms)
 
 
 def _leave_at_once_after_an_exception() -> None:

@@ -1,7 +1,7 @@
 """Layer 4, training: rounds. Local steps on every replica, one merge, one next plan."""
 
 from jaxche.training._advice import Advice
-from jaxche.training._agree import NonFiniteLossError, PeerLostError, PlanMismatchError, RankError
+from jaxche.training._agree import NonFiniteLossError, PeerLostError, PlanMismatchError, RankError, members
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._data import Batches
 from jaxche.training._doors import NNXLoss, linen_loss
@@ -35,5 +35,6 @@ __all__ = [
     "advise",
     "fit",
     "linen_loss",
+    "members",
     "profile",
 ]

@@ -115,7 +115,15 @@ def is_elastic() -> bool:
 
 
 def members() -> tuple[int, ...]:
-    """The processes that take part, in order."""
+    """The processes that take part, in order.
+
+    Returns:
+      Their numbers: all, less those that an elastic run lost.
+
+    Example:
+      >>> members()
+      (0,)
+    """
     return tuple(range(jax.process_count())) if _members is None else _members
 
 

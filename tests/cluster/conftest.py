@@ -9,7 +9,7 @@ class Service:
     Args:
       name: under which the others speak.
       texts: what each of them says, by number.
-      broken: the error of every barrier.
+      broken: the error of all that needs the others.
     """
 
     def __init__(self, name, texts, broken=None):
@@ -23,6 +23,13 @@ class Service:
         return [(key, value) for key, value in self.keys.items() if key.startswith(folder)]
 
     def wait_at_barrier(self, name, timeout_ms):
+        self._wait(timeout_ms)
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        self._wait(timeout_ms)
+        return self.keys[key]
+
+    def _wait(self, timeout_ms):
         self.waits.append(timeout_ms)
         if self.broken is not None:
             raise self.broken

@@ -110,6 +110,22 @@ def test_an_exception_after_joining_ends_both_at_once(script, capfd):
     assert "    KeyError: 'the data is missing'" in err
 
 
+def test_process_0_stays_until_others_have_written_their_last_file(script, capfd, tmp_path):
+    # The others meet at process 0, and where it has gone jaxlib ends them.
+    command = script(f"""
+        from jaxche.cluster import initialize
+        info = initialize(timeout_s=60)
+        if info.process_id == 1:
+            time.sleep(5)
+            open({str(tmp_path)!r} + "/written", "w").close()
+    """)
+    assert launch(command, 2, env=CPU, elastic=True) == 0
+    err = capfd.readouterr().err
+    assert (tmp_path / "written").exists()
+    assert "rank 1" not in err, err
+    assert "Traceback" not in err, err
+
+
 def test_a_failing_rank_stops_one_that_ignores_sigterm_and_its_children(script, capfd, tmp_path):
     command = script(f"""
         import pathlib, subprocess
