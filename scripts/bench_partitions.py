@@ -26,6 +26,8 @@ from typing import Any
 PIPELINES = ((2, 4), (2, 16), (3, 8), (4, 8), (4, 16))
 SCHEDULES = ("1f1b", "gpipe")
 WIDTH, ROWS = 32, 4
+WARM_PAIRS, PAIRS = 10, 20
+LOOK_AGAIN_S = 50e-6  # between two looks of a consumer of bare objects
 
 
 def main() -> int:
@@ -67,7 +69,7 @@ def run(what: str, args: argparse.Namespace) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             flags = ["--worker", what, "--turns", args.turns, "--mib", args.mib, "--pace", args.pace, "--json", out]
-            flags += ["--store", args.store] if args.store else []
+            flags += ["--store", args.store or folder]
             # Not pinned: the sockets' threads work beside the computation, as they do on a real host.
             env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             code = launch([sys.executable, __file__, *map(str, flags)], count, env=env, pin=False, prefix=False)
@@ -187,10 +189,8 @@ def wires(args: argparse.Namespace) -> list[dict[str, Any]]:
     measure = within if jax.process_count() == 1 else between
     sizes = [float(mib) for mib in args.mib.split(",")]
     rows = [row for mib in sizes for row in measure(mib, args.turns)]
-    if jax.process_count() == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += [through_store(mib, args.turns, args.store or folder) for mib in sizes]
-    return rows
+    store = store_within if jax.process_count() == 1 else store_between
+    return rows + [store(mib, args.turns, args.store) for mib in sizes]
 
 
 def within(mib: float, turns: int) -> list[dict[str, Any]]:
@@ -217,20 +217,19 @@ def within(mib: float, turns: int) -> list[dict[str, Any]]:
     return [in_turn("Direct, devices", "device_put", direct, bare, mib, turns)]
 
 
-def through_store(mib: float, turns: int, url: str) -> dict[str, Any]:
-    """DataStore with trees of four arrays against obstore's put and get of objects of the same bytes."""
+def store_within(mib: float, turns: int, url: str) -> dict[str, Any]:
+    """DataStore with trees of four arrays against obstore's put, get and delete of objects of the same bytes.
+
+    Both ends are in one process, and the peer in one thread: it never has to wait until an object is there.
+    """
     import itertools
 
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     import jaxche
     from jaxche.protocols import Tag
 
-    device = jax.devices()[0]
-    x = [jax.device_put(jnp.full(int(mib * 2**18), i, jnp.float32), device) for i in range(4)]
-    buffers = [np.asarray(leaf).view(np.uint8) for leaf in x]
+    device, x, buffers = four_arrays(mib)
     protocol = jaxche.DataStore(url, run=f"bench-{time.time_ns()}")
     first, last = (protocol.wire([stage], 2, [device, device]) for stage in range(2))
     store = bare_store(url)
@@ -250,10 +249,69 @@ def through_store(mib: float, turns: int, url: str) -> dict[str, Any]:
             store.get(key).bytes()
             store.delete(key)
 
-    row = in_turn("DataStore, 4 arrays", "obstore put, get", ours, bare, 4 * mib, turns)
+    row = in_turn("DataStore, 1 process", "obstore, no waits", ours, bare, 4 * mib, turns)
     first.close()
     last.close()
     return row
+
+
+def store_between(mib: float, turns: int, url: str) -> dict[str, Any]:
+    """The same between two processes, where a consumer of bare objects too has to look until they are there."""
+    import itertools
+
+    import jax
+
+    import jaxche
+    from jaxche.protocols import Tag
+
+    me = jax.process_index()
+    device, x, buffers = four_arrays(mib)
+    run = f"bench-{mib:g}"
+    wire = jaxche.DataStore(url, run=run).wire([me], 2, [device if stage == me else None for stage in range(2)])
+    store = bare_store(url)
+    numbers = itertools.count()
+
+    def ours() -> None:
+        step = next(numbers)
+        there, back = Tag(step, 0, "forward", 0), Tag(step, 0, "backward", 1)
+        if me == 0:
+            wire.send(there, x)
+            jax.block_until_ready(wire.receive(back, x, device))
+        else:
+            wire.send(back, wire.receive(there, x, device))
+        wire.finish(step)
+
+    def take(key: str) -> None:
+        while True:
+            try:
+                store.get(key).bytes()
+                break
+            except FileNotFoundError:
+                time.sleep(LOOK_AGAIN_S)
+        store.delete(key)
+
+    def bare() -> None:
+        step = next(numbers)
+        for writer, key in enumerate((f"{run}-there-{step}", f"{run}-back-{step}")):
+            if writer == me:
+                store.put(key, buffers, mode="create", use_multipart=False)
+            else:
+                take(key)
+
+    row = in_turn("DataStore, processes", "obstore", ours, bare, 4 * mib, turns)
+    wire.close()
+    return row
+
+
+def four_arrays(mib: float) -> tuple[Any, list[Any], list[Any]]:
+    """A device, four arrays on it, and their bytes."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    device = jax.local_devices()[0]
+    x = [jax.device_put(jnp.full(int(mib * 2**18), i, jnp.float32), device) for i in range(4)]
+    return device, x, [np.asarray(leaf).view(np.uint8) for leaf in x]
 
 
 def bare_store(url: str) -> Any:
@@ -339,22 +397,32 @@ def by_transfer_server(x: Any, me: int, here: Any) -> Callable[[], None]:
 def in_turn(
     name: str, peer: str, ours: Callable[[], None], bare: Callable[[], None], mib: float, turns: int
 ) -> dict[str, Any]:
-    """MB/s of one wire and of its peer, interleaved: the machine's own speed drifts."""
+    """MB/s of one wire and of its peer, a round trip of each in turn: the machine's own speed drifts."""
     times: dict[str, list[float]] = {"ours": [], "bare": []}
-    for _ in range(turns):
-        times["ours"].append(timed(ours, 5))
-        times["bare"].append(timed(bare, 5))
-    rate = {who: 2 * mib * 2**20 / 1e3 / statistics.median(values) for who, values in times.items()}
-    return {"wire": name, "peer": peer, "mib": mib, "mb_s": rate["ours"], "peer_mb_s": rate["bare"]}
+    actions = [("ours", ours), ("bare", bare)]
+    for pair in range(WARM_PAIRS + turns * PAIRS):
+        for who, action in actions if pair % 2 else reversed(actions):
+            start = time.perf_counter()
+            action()
+            times[who].append(time.perf_counter() - start)
+    kept = {who: values[WARM_PAIRS:] for who, values in times.items()}
+    rate = {who: 2 * mib * 2**20 / 1e6 / statistics.median(values) for who, values in kept.items()}
+    parts = [{who: v[i : i + PAIRS] for who, v in kept.items()} for i in range(0, turns * PAIRS, PAIRS)]
+    ratios = sorted(statistics.median(part["bare"]) / statistics.median(part["ours"]) for part in parts)
+    spread = [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]]
+    row = {"wire": name, "peer": peer, "mib": mib, "mb_s": rate["ours"], "peer_mb_s": rate["bare"]}
+    return row | {"ratio": statistics.median(ratios), "quartiles": spread}
 
 
 def print_wires(rows: list[dict[str, Any]]) -> None:
-    print("\nWires, one way of a round trip, against the bare operation")
-    print(f"{'wire':<20}{'MiB':>5}{'MB/s':>9}   {'bare':<17}{'MB/s':>7}{'ratio':>7}")
+    print("\nWires, one way of a round trip, against the bare operation; a ratio is the median over the turns, with")
+    print(f"its quartiles; a turn is {PAIRS} round trips of each, one of either at a time")
+    print(f"{'wire':<21}{'MiB':>5}{'MB/s':>8}   {'bare':<18}{'MB/s':>7}{'ratio':>7}  quartiles")
     for row in rows:
+        low, high = row["quartiles"]
         print(
-            f"{row['wire']:<20}{row['mib']:>5g}{row['mb_s']:>9.0f}   {row['peer']:<17}{row['peer_mb_s']:>7.0f}"
-            f"{row['mb_s'] / row['peer_mb_s']:>7.2f}"
+            f"{row['wire']:<21}{row['mib']:>5g}{row['mb_s']:>8.0f}   {row['peer']:<18}{row['peer_mb_s']:>7.0f}"
+            f"{row['ratio']:>7.2f}  {low:.2f} to {high:.2f}"
         )
 
 

@@ -8,9 +8,9 @@ from jaxche.cli._command import Command
 
 _EXAMPLES = """\
 examples:
-  eval "$(jaxche completion bash)"                          in this shell; put the line into ~/.bashrc
-  jaxche completion zsh > ~/.zsh/completions/_jaxche        a folder of $fpath, before compinit
-  jaxche completion tcsh > ~/.jaxche.csh                    and source it
+  eval "$(jaxche completion bash)"                      in this shell; put the line into ~/.bashrc
+  jaxche completion zsh > ~/.zsh/completions/_jaxche    a folder of $fpath, before compinit
+  jaxche completion tcsh > ~/.jaxche.csh                and source it
 
 exit codes:
   0     printed

@@ -22,12 +22,10 @@ from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
 from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
-from jaxche.training import members
+from jaxche.training import farewell, stand_by, watch_lives
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0
-# Others may still write their last files, and end with the service. Of one that died after the last round nobody knows.
-_FAREWELL_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +85,9 @@ def initialize(
       timeout_s: seconds to wait for process 0 to be there, and for process 0 to see all the others.
       elastic: whether the others go on in ``Trainer.fit`` where a process dies, other than process 0: with their own
         parameters, from the last round that all had merged. By default only where ``jaxche launch --elastic`` says so.
-        On CPU devices only, so far: a GPU collective does not come back from the death of a peer.
+        A process that joins with the number of one that died takes its place: its ``Trainer.fit`` waits for the end of
+        a round and goes on from there with the others. On CPU devices only, so far: a GPU collective does not come
+        back from the death of a peer.
 
     Returns:
       The number of this process, how many there are, and who said so.
@@ -141,16 +141,22 @@ def initialize(
     connect(found, local_ids, timeout_s, deadline, elastic)
     _leave_at_once_after_an_exception()
     if elastic:
-        atexit.register(_leave_last)
+        atexit.register(farewell)
     state = _jax_distributed.global_state
+    assert state.client is not None
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
-    members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s)
+    life = state.client.key_value_increment(f"jaxche/lives/{state.process_id}", 1) if elastic else 1
+    members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s, late=life > 1)
     try:
         refuse_mismatch(members)
     except RuntimeError:
         # All refuse, so all can leave together: one that went first would take the others' last words with it.
         jax.distributed.shutdown()
         raise
+    if elastic:
+        watch_lives()
+    if life > 1:
+        stand_by(state.process_id, life)
     _suit_kinds([member.kind for member in members], kind)
     _joined = ClusterInfo(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", _joined, state.coordinator_address)
@@ -188,24 +194,6 @@ def _one_kind(kinds: Sequence[str]) -> str:
         f"process a GPU: jaxche launch -n {len(kinds)} train.py, or choose: CUDA_DEVICE_ORDER=PCI_BUS_ID "
         "CUDA_VISIBLE_DEVICES=0 python train.py"
     )
-
-
-def _leave_last() -> None:
-    """Process 0 is where the others meet, and nothing else keeps it there until they have left."""
-    state = _jax_distributed.global_state
-    if state.client is None:
-        return
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone
-        state.client.key_value_set(f"jaxche/left/{state.process_id}", "")
-    if state.process_id != 0:
-        return
-    # Asked before the backend has started, JAX would start it now, and wait for the others to start theirs.
-    started = _xla_bridge.backends_are_initialized()
-    deadline = time.monotonic() + _FAREWELL_S
-    for other in members() if started else range(state.num_processes):
-        left_ms = max(1, int(1e3 * (deadline - time.monotonic())))
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            state.client.blocking_key_value_get(f"jaxche/left/{other}", left_ms)
 
 
 def _leave_at_once_after_an_exception() -> None:

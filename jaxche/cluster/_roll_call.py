@@ -72,7 +72,7 @@ def device_kinds(environ: Mapping[str, str], local_ids: Sequence[int] | None = N
     return kinds or ["cpu"]
 
 
-def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float) -> list[Member]:
+def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float, late: bool = False) -> list[Member]:
     """Tells all processes what this one is, and hears the same of them.
 
     Args:
@@ -80,6 +80,7 @@ def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float) -> l
       process_id: the number of this process.
       mine: what to tell.
       timeout_s: how long to wait for the others.
+      late: takes the place of one that told this before: it hears what the others said, and nobody waits for it.
 
     Returns:
       One member a process, in order.
@@ -89,7 +90,7 @@ def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float) -> l
     """
     text = json.dumps(dataclasses.asdict(mine))
     try:
-        told = share("roll_call", process_id, mine.num_processes, text, timeout_s, client)
+        told = share("roll_call", process_id, mine.num_processes, text, timeout_s, client, late)
     except TimeoutError as error:
         raise TimeoutError(
             f"{error}. Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"

@@ -7,7 +7,7 @@ from jaxche.sharding._gradient import value_and_grad
 from jaxche.sharding._layout import Layout, Leaf
 from jaxche.sharding._loss import Loss, as_loss, batch_size
 from jaxche.sharding._program import ShardedState
-from jaxche.sharding._sizes import as_bytes
+from jaxche.sharding._sizes import as_bytes, nbytes, nbytes_per_device
 from jaxche.sharding._step import ShardedStep, sharded_step
 from jaxche.sharding._strategy import (
     FullShard,
@@ -40,6 +40,8 @@ __all__ = [
     "bytes_in_theory",
     "collectives",
     "compare_strategies",
+    "nbytes",
+    "nbytes_per_device",
     "sharded_step",
     "sharded_update",
     "value_and_grad",

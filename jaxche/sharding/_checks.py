@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxche.averaging import is_float
@@ -12,7 +13,7 @@ from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import batch_size
 
 
-def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any) -> None:
+def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
     """Refuse what :func:`sharded_step` cannot work with."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.adam(1e-3)")
@@ -20,6 +21,11 @@ def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any) -> None:
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r} is a number of micro-batches, 1 or more; write accumulate=1")
+    if compute_dtype is not None and not _is_float_dtype(compute_dtype):
+        raise ValueError(
+            f"compute_dtype={compute_dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it "
+            "out to compute in the parameters' own"
+        )
 
 
 def refuse_bad_params(params: Any) -> None:
@@ -56,7 +62,7 @@ def refuse_other_state(layout: Layout, state: Any, expected: Any) -> None:
             "state is of"
         )
     refuse_other_mesh(layout, state.params, "state.params")
-    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=False)
+    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True)
     for (path, leaf), want in pairs:
         name = f"state{jax.tree_util.keystr(path)}"
         if leaf.shape != want.shape:
@@ -80,10 +86,19 @@ def refuse_uneven_batch(layout: Layout, batch: Any, accumulate: int) -> None:
         shape = " x ".join(f"{size} {name}" for name, size in layout.mesh.shape.items())
         times = f" times accumulate={accumulate}" if accumulate > 1 else ""
         better = max(parts, rows - rows % parts)
+        # Batches keeps a smaller last batch, which would be refused again.
         raise ValueError(
             f"the batch has {rows} rows, which {layout.devices} devices ({shape}){times} do not divide; "
-            f"give batches of {better} rows, e.g. jaxche.Batches(arrays, batch_size={better})"
+            f"give batches of {better} rows, all of them, leaving out the examples that do not fill the last, e.g. "
+            f"jaxche.Batches(jax.tree.map(lambda x: x[: len(x) // {better} * {better}], arrays), batch_size={better})"
         )
+
+
+def _is_float_dtype(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # not the name of any
+        return False
 
 
 def _short(treedef: Any, most: int = 200) -> str:

@@ -69,7 +69,9 @@ class Comparison:
         ]
 
     def __str__(self) -> str:
-        lines = ["bytes a device" + f"{'sent a step':>85}", _row(_HEAD)]
+        head = _row(_HEAD)
+        sent = head.index(_HEAD[-2]) + len(_HEAD[-2])  # where the last column of what is sent ends
+        lines = [f"bytes a device{'sent a step':>{sent - len('bytes a device')}}", head]
         lines += [_row(self._cells(row)) for row in self.rows]
         return "\n".join([*lines, self._verdict()])
 
@@ -130,7 +132,7 @@ def compare_strategies(
       A :class:`Comparison`; print it.
 
     Raises:
-      ValueError: as :func:`sharded_step`, or a ``memory`` that is no size.
+      ValueError: as :func:`sharded_step`, no strategies, or a ``memory`` that is no size.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -143,6 +145,11 @@ def compare_strategies(
     """
     places = list(jax.devices() if devices is None else devices)
     chosen = _usual(places) if strategies is None else tuple(strategies)
+    if not chosen:
+        raise ValueError(
+            f"strategies={strategies!r} has nothing to compare; write strategies=[jaxche.NoShard(), "
+            "jaxche.FullShard()], or leave it out for all of them"
+        )
     limit = None if memory is None else as_bytes(memory)
     # All meshes before anything is compiled: what cannot be is refused at once.
     steps = [

@@ -109,7 +109,7 @@ class Explanation:
     def _leaf_lines(self) -> Iterator[str]:
         kept = self.replicated
         if kept:
-            size = show_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept))
+            size = show_bytes(nbytes([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]))
             yield f"{len(kept)} of {len(self.leaves)} parameters stay whole on every device, {size}:"
         for leaf in kept[:_SHOWN_LEAVES]:
             yield _cut(f"  {'/'.join(leaf.path)}: {leaf.why}")
@@ -141,9 +141,9 @@ def explain(program: Program, batch: Any, model_state: Any, accumulate: int, com
         "inputs": nbytes(inputs),
     }
     per_device = {
-        "params": nbytes_per_device(layout.shapes, layout.params),
+        "params": nbytes_per_device(state.params),
         "gradients": nbytes_per_device(layout.shapes, layout.grads),
-        "opt_state": nbytes_per_device(state.opt_state, program.shardings.opt_state),
+        "opt_state": nbytes_per_device(state.opt_state),
         "inputs": nbytes_per_device(inputs, places),
     }
     # XLA frees some gradients before it makes others: together they may be less than their sum.

@@ -1,4 +1,4 @@
-"""A mesh as a picture: which slices of parameters, gradients and optimizer state each device keeps."""
+"""A strategy as a picture: which slices of parameters, gradients and optimizer state each device keeps."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ _MOST = 8
 _EMPTY = "#e8e8e8"
 
 
-def mesh_svg(caption: str, axes: Mapping[str, int], cut: Mapping[str, bool], names: list[str]) -> str:
-    """Draw the devices of a mesh, a row a replica, and in each what it keeps.
+def strategy_svg(strategy: Any, axes: Mapping[str, int], names: list[str]) -> str:
+    """Draw the devices of a mesh, a row a copy of the parameters, and in each what a strategy keeps there.
 
     Args:
-      caption: a line above.
-      axes: devices along each axis; the last one is cut along.
-      cut: whether each device keeps only its slice of ``"params"``, ``"grads"`` and ``"opt"``.
+      strategy: the strategy.
+      axes: devices along each axis of the mesh; the last one is cut along.
       names: of the devices, in order.
 
     Returns:
       An ``<svg>`` element.
     """
+    state = strategy.shards_state
+    cut = {"params": strategy.shards_params, "grads": state, "opt": state}
+    caption = f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}"
     across = list(axes.values())[-1]
     down = math.prod(axes.values()) // across
     columns, rows = min(across, _MOST), min(down, _MOST)
     height = 22 + 3 * _ROW + _GAP
     width = max(_LEFT + columns * (_CELL + _GAP) + 130, 7 * len(caption) + 10)
+    bottom = 28 + rows * height
+    below = _ROW if down > rows else 0
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {26 + rows * height}" width="{width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + below - 2}" width="{width}" '
         'style="max-width:100%" font-family="sans-serif" font-size="11" fill="currentColor" role="img">',
         f'<text x="0" y="14" font-weight="bold" font-size="12">{html.escape(caption)}</text>',
     ]
@@ -52,6 +56,9 @@ def mesh_svg(caption: str, axes: Mapping[str, int], cut: Mapping[str, bool], nam
         parts.append(f'<text x="{x}" y="{y + 30}">{more}</text>')
         if len(axes) > 1:
             parts.append(f'<text x="{x}" y="{y + 46}">copy {i} of {down}</text>')
+    if below:
+        left = f"{down - rows} more {'copy' if down == rows + 1 else 'copies'}"
+        parts.append(f'<text x="{_LEFT}" y="{bottom + 8}">and {left}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -67,10 +74,3 @@ def _kept(name: str, sliced: bool, x: float, y: float, device: int, devices: int
         f'<rect x="{x + start:.1f}" y="{y}" width="{part:.1f}" height="{_ROW - 3}" fill="{colour}"/>'
         f'<text x="{x + width / 2}" y="{y + 10}" text-anchor="middle" font-size="10" fill="{ink}">{name}</text>'
     )
-
-
-def strategy_svg(strategy: Any, axes: Mapping[str, int], names: list[str]) -> str:
-    """A strategy on a mesh; see :func:`mesh_svg`."""
-    state = strategy.shards_state
-    cut = {"params": strategy.shards_params, "grads": state, "opt": state}
-    return mesh_svg(f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}", axes, cut, names)

@@ -13,14 +13,46 @@ _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree, whole."""
+    """Bytes of the arrays of a tree, whole.
+
+    Args:
+      tree: pytree of arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      The number of bytes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> nbytes({"w": jnp.zeros((8, 4)), "b": jnp.zeros(3, jnp.bfloat16)})
+      134
+    """
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def nbytes_per_device(tree: Any, shardings: Any) -> int:
-    """Bytes of the arrays of a tree that one device holds."""
-    sizes = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, tree, shardings)
-    return sum(jax.tree.leaves(sizes))
+def nbytes_per_device(tree: Any, shardings: Any = None) -> int:
+    """Bytes of the arrays of a tree that one device holds.
+
+    Args:
+      tree: pytree of arrays or ``jax.ShapeDtypeStruct``.
+      shardings: pytree of their shardings, structured as ``tree``, None for what is whole; default: those they have.
+
+    Returns:
+      The number of bytes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxche.sharding import FullShard
+      >>> w = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+      >>> nbytes_per_device(w, FullShard().shardings(w, FullShard().mesh(jax.devices()[:4])))
+      32
+    """
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: x.sharding, tree)
+
+    def held(x: Any, sharding: Any) -> int:
+        return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(held, tree, shardings)))
 
 
 def as_bytes(size: int | float | str) -> int:

@@ -40,11 +40,11 @@ class ShardedStep:
     """
 
     def __init__(self, loss_fn: Any, tx: Any, strategy: Any, mesh: Any, accumulate: int, compute_dtype: Any, seed: int):
-        refuse_bad_arguments(tx, strategy, accumulate)
+        refuse_bad_arguments(tx, strategy, accumulate, compute_dtype)
         self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh
         Layout(self.strategy, self.mesh, ())  # refuses a mesh of other axes now, not at the first step
+        self._loss, self._tx, self._seed = as_loss(loss_fn), tx, seed
         self._accumulate, self._compute_dtype = accumulate, compute_dtype
-        self._arguments = (as_loss(loss_fn), tx, accumulate, compute_dtype, seed)
         self._programs: dict[Any, Program] = {}
         self._latest: Program | None = None
 
@@ -185,7 +185,10 @@ class ShardedStep:
         key = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
             refuse_bad_params(shapes)
-            self._programs[key] = Program(Layout(self.strategy, self.mesh, shapes), *self._arguments)
+            layout = Layout(self.strategy, self.mesh, shapes)
+            self._programs[key] = Program(
+                layout, self._loss, self._tx, self._accumulate, self._compute_dtype, self._seed
+            )
         return self._programs[key]
 
 

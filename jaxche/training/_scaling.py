@@ -13,6 +13,11 @@ import optax
 from jaxche.averaging import sum_dtype
 from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
 
+# Local steps of a round in which gradients are measured, which costs up to a seventh of a small model's step: enough
+# for an estimate, and few of a round that is long enough to pay for its merge. Of a single replica more, because a
+# difference of two gradients says less than one of eight.
+_MEASURED, _MEASURED_ALONE = 8, 12
+
 
 class Worth(NamedTuple):
     """What the local steps of a planned round are worth once merged; arrays to the compiled step.
@@ -65,6 +70,13 @@ class Scaling:
         """Whether noise is measured as an Adam-type optimizer sees it."""
         return isinstance(self.rule, AdamScale)
 
+    @property
+    def measured_steps(self) -> int | None:
+        """How many of a round's first steps are measured, None for all: those that add up to one gradient."""
+        if self.average == "gradients":
+            return None
+        return _MEASURED_ALONE if self.solo else _MEASURED
+
     def transform(self, tx: Any) -> optax.GradientTransformationExtraArgs:
         return scale_learning_rate(tx, self.rule)
 
@@ -110,26 +122,34 @@ class Scaling:
         """The single replica's update of the noise scale."""
         return noise_scale.update_from_one(self._based(noise), grads, examples, opt_state=seen)
 
+    def skip(self, noise: Any, examples: Any) -> Any:
+        """The single replica's noise scale after a step that was not measured."""
+        return noise_scale.skip(self._based(noise), examples)
+
     def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
         """What the scaled optimizer wants to know for an update on so many examples."""
         noise = self._based(noise)
         scale = examples * jnp.asarray(replicas, jnp.float32) / noise.base_batch_size
         return {"scale": scale, "noise": noise, "progress": progress}
 
-    def sent(self, tracked: Any, noise: Any, opt_state: Any) -> Any:
-        """What a replica puts into the all-reduce for the estimate: a few numbers, nothing model-sized."""
-        if self.average == "gradients":
-            return tracked
-        examples = tracked["sums"].examples
-        mean = jax.tree.map(lambda g: g / examples.astype(g.dtype), tracked["grads"])
-        return noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))
+    def sent(self, tracked: Any, noise: Any, opt_state: Any, examples: Any) -> Any:
+        """What a replica that averages parameters puts into the all-reduce: its estimates, and the examples it took
+        without measuring.
+        """
+        measured = tracked["sums"].examples
+        mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
+        own = noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))
+        return own, examples - measured
 
-    def learnt(self, noise: Any, total: Any, mean_grads: Any = None, opt_state: Any = None) -> Any:
-        """The next noise scale, from what everybody sent."""
+    def learnt(self, noise: Any, total: Any) -> Any:
+        """The next noise scale of averaged parameters, from what everybody sent."""
+        estimates, skipped = total
+        return noise_scale.update_from_estimates(noise_scale.skip(self._based(noise), skipped), estimates)
+
+    def learnt_at_once(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any) -> Any:
+        """The next noise scale of averaged gradients, from everybody's sums and the mean gradient."""
         noise = self._based(noise)
-        if self.average == "gradients":
-            return noise_scale.update_from_sums(noise, total, mean_grads, opt_state=self._seen(opt_state))
-        return noise_scale.update_from_estimates(noise, total)
+        return noise_scale.update_from_sums(noise, total, mean_grads, opt_state=self._seen(opt_state))
 
     def on_batches_of(self, examples: int) -> Scaling:
         """The same with the base batch known: the one given, else the batch of the data."""

@@ -16,7 +16,8 @@ from jaxche.training._engine import Engine
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
 from jaxche.training._place import is_local
-from jaxche.training._replica import Local, Replica
+from jaxche.training._programs import Local
+from jaxche.training._replica import Replica
 from jaxche.training._stages import StagedPrograms, Stages
 
 _BY_STAGE = ("params", "opt_state", "outer_state")

@@ -15,8 +15,8 @@ import optax
 from jaxche.averaging import sum_dtype
 from jaxche.protocols import Partitioned
 from jaxche.sharding import batch_size
-from jaxche.training._place import Device, OneDevice, first, lift
-from jaxche.training._replica import Local
+from jaxche.training._place import Begin, Device, OneDevice, first, lift
+from jaxche.training._programs import Local, Steps
 
 
 class Stages:
@@ -30,12 +30,14 @@ class Stages:
     def __init__(self, model: Partitioned, devices: Sequence[Device]):
         self.model, self.by_stage = model, [OneDevice(device) for device in devices]
         self.devices = np.array([list(devices)], dtype=object)
+        self.makes_pieces = False
 
-    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
+    def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
         """What a replica keeps: parameters and the states of optimizers are tuples, one entry a stage."""
         assert model_state is None, "stages have none"
-        given: Any = params() if callable(params) else params
-        made = [place.start(begin, tree, None) for place, tree in zip(self.by_stage, given, strict=True)]
+        reached = (None,) * len(self.by_stage) if opt_state is None else opt_state
+        given = zip(self.by_stage, params, reached, strict=True)
+        made = [place.start(begin, tree, None, own) for place, tree, own in given]
         names = ("params", "opt_state", "outer_state")
         return Local(**{name: tuple(one[name] for one in made) for name in names}, model_state=None)._asdict()
 
@@ -81,11 +83,12 @@ class StagedPrograms:
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
         return carry | {"model_state": None, "index": int(index), "sums": sums}
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
+    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
         examples = batch_size(batch)
         model = self._model_for(examples)
         model.compile(self._params(start, carry), batch)
-        return functools.partial(self._step, model, np.float32(examples))
+        step = functools.partial(self._step, model, np.float32(examples))
+        return Steps(step, step)
 
     def _params(self, start: Local, carry: dict[str, Any]) -> Any:
         return carry["params"] if self._average == "parameters" else start.params

@@ -1,11 +1,14 @@
 """Words on the command line: what is understood, what is refused and how."""
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+import jaxche.cli
 from jaxche.cli import main
 from jaxche.cli._main import make_parser
 from jaxche.cli._settings import cadence, policies, trainer_options
@@ -47,7 +50,16 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("jaxche 0.")
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["report"], ["simulate"], ["launch"], ["doctor"], ["plan"]])
+COMMANDS = ["train", "report", "launch", "doctor", "simulate", "plan", "completion"]
+
+
+def test_every_command_is_named_where_it_lives():
+    offered = next(a.choices for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert sorted(offered) == sorted(COMMANDS)
+    assert set(re.findall(r"\w+", jaxche.cli.__doc__)) >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS)])
 def test_help_fits_100_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:

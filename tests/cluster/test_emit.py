@@ -162,6 +162,29 @@ def test_the_script_in_the_repository_is_what_is_printed(capsys):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["-n", "2"],
+        ["--pace", "20,50"],
+        ["--survivors"],
+        ["--hang-timeout", "60"],
+        ["--elastic"],
+        ["--events", "run.jsonl"],
+        ["--grace", "1"],
+        ["--term-grace", "9"],
+        ["--only-rank0"],
+        ["--no-pin"],
+        ["--no-prefix"],
+    ],
+)
+def test_what_a_file_cannot_hold_is_refused(words, capsys):
+    assert main(["launch", "--emit", "slurm", "--nodes", "2", *words, "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"leave out {words[0]}." in err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--emit", "slurm", "train.py"], "takes the machines in --nodes"),

@@ -190,29 +190,3 @@ def test_a_proxy_is_bypassed(monkeypatch):
     assert os.environ["no_proxy"] == "example.org,10.0.0.1"
     assert os.environ.get("no_grpc_proxy") == "10.0.0.1"  # noqa: SIM112 (gRPC reads it in small letters)
     monkeypatch.delenv("no_grpc_proxy")
-
-
-def test_who_leaves_when_process_0_is_gone_says_nothing(monkeypatch):
-    class Gone:
-        def key_value_set(self, key, value):
-            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
-
-    state = module._jax_distributed.global_state
-    for name, value in {"process_id": 1, "num_processes": 2, "client": Gone()}.items():
-        monkeypatch.setattr(state, name, value)
-    module._leave_last()
-
-
-def test_process_0_waits_for_all_together_and_not_for_who_is_known_to_be_gone(monkeypatch, service):
-    jax.devices()
-    client = service("nothing", {})
-    state = module._jax_distributed.global_state
-    for name, value in {"process_id": 0, "num_processes": 4, "client": client}.items():
-        monkeypatch.setattr(state, name, value)
-    monkeypatch.setattr(module, "members", lambda: (0, 2, 3))
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(client, "_wait", lambda ms: (client.waits.append(ms), now.__setitem__(0, now[0] + 25)))
-    client.keys |= {f"jaxche/left/{process}": "" for process in (2, 3)}
-    module._leave_last()
-    assert client.waits == [60_000, 35_000, 10_000]

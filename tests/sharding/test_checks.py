@@ -1,11 +1,14 @@
 """What cannot work is refused by name, with both numbers and the line to write."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import jaxche
 from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, sharded_step
 
 
@@ -30,6 +33,12 @@ def make(devices, tx=None, strategy=None, **knobs):
         ({"strategy": FullShard}, r"not a sharding strategy"),
         ({"accumulate": 0}, "accumulate=0 .*write accumulate=1"),
         ({"accumulate": True}, "accumulate=True"),
+        (
+            {"compute_dtype": "bf16x"},
+            "compute_dtype='bf16x' is not a dtype of floats; write compute_dtype=jnp.bfloat16",
+        ),
+        ({"compute_dtype": jnp.int8}, "compute_dtype=.*int8.* is not a dtype of floats"),
+        ({"compute_dtype": 16}, "compute_dtype=16 "),
     ],
 )
 def test_arguments(arguments, named):
@@ -64,6 +73,21 @@ def test_a_batch_that_does_not_divide(rows, knobs, named, devices):
     ):
         with pytest.raises(ValueError, match=named):
             call(np.ones((rows, 8), np.float32))
+
+
+@pytest.mark.parametrize(("size", "examples"), [(6, 26), (3, 9), (10, 20)])
+def test_the_line_that_is_told_makes_batches_that_divide(size, examples, devices):
+    step = make(devices[:4])
+    arrays = np.ones((examples, 8), np.float32)
+    data = jaxche.Batches(arrays, batch_size=size)
+    with pytest.raises(ValueError, match="do not divide") as refused:
+        step.explain(PARAMS, data[0])
+    line = re.search(r"e\.g\. (jaxche\.Batches.*)$", str(refused.value))[1]
+    better = eval(line, {"jaxche": jaxche, "jax": jax, "arrays": arrays})
+    assert len(better) > 0
+    state = step.init(PARAMS)
+    for i in range(len(better)):
+        state, _ = jax.block_until_ready(step(state, better[i]))
 
 
 def test_parameters_on_another_mesh(devices):

@@ -74,6 +74,9 @@ def _size(nbytes):
 def test_tables_for_people(costs):
     lines = str(costs).splitlines()
     assert lines[1].split() == ["strategy", "params", "grads", "opt", "other", "in", "all", "counted", "theory", "fits"]
+    assert lines[0].split("  ")[0] == "bytes a device"
+    assert lines[0].endswith("  sent a step")
+    assert len(lines[0]) == lines[1].index("theory") + len("theory")  # over what is sent, not over "fits"
     assert lines[4].split()[:3] == ["FullShard()", "16.0", "KiB"]
     assert lines[-1].startswith("sends least: ")
     assert all(len(line) <= 110 for line in lines)
@@ -110,6 +113,7 @@ def test_what_the_step_is_given_is_compared(devices):
     [
         ({"memory": "lots"}, "memory='lots' is not a size; write bytes or text such as \"16GiB\""),
         ({"memory": 0}, "memory=0"),
+        ({"strategies": []}, r"strategies=\[\] has nothing to compare; write strategies=\[jaxche.NoShard"),
         ({"strategies": [HybridShard(3)]}, "intra_node_size=3 does not divide the 8 devices"),
     ],
 )

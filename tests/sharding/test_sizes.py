@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxche.sharding import FullShard, Layout, as_bytes
-from jaxche.sharding._sizes import nbytes, nbytes_per_device, show_bytes
+from jaxche.sharding import FullShard, Layout, as_bytes, nbytes, nbytes_per_device
+from jaxche.sharding._sizes import show_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,6 @@ def test_bytes_of_trees(devices):
     layout = Layout(FullShard(), FullShard().mesh(devices[:4]), tree)
     assert nbytes(tree) == 128 + 6
     assert nbytes_per_device(tree, layout.params) == 32 + 6
+    placed = jax.device_put(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), layout.params)
+    assert nbytes_per_device(placed) == 32 + 6
+    assert nbytes(placed) == 128 + 6

@@ -208,7 +208,7 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
         nnx_step(model, optimizer, batch)
     loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
     trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:1])
-    state = trainer.init(loss.params, loss.model_state)
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
     state, history = trainer.fit(state, batches[half:], progress=False)
     loss.update(trainer, state, history)
 
@@ -229,6 +229,18 @@ def test_a_scaled_optimizer_state_is_not_forced_into_the_optimizer(problem, devi
     model, optimizer = nnx_parts()
     loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
     trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:2], scaling=jaxche.AdaScale())
-    state, history = trainer.fit(trainer.init(loss.params, loss.model_state), problem.data, progress=False)
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    state, history = trainer.fit(state, problem.data, progress=False)
     with pytest.raises(ValueError, match="take the model alone"):
         loss.update(trainer, state, history)
+
+
+def test_an_optimizer_that_is_reset_starts_anew_wherever_it_was(problem, devices):
+    model, optimizer = nnx_parts()
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:2], opt_state="reset")
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    assert all(x.any() for x in jax.tree.leaves(state.opt_state))
+    state, _ = trainer.round(state, problem.data)
+    assert not any(x.any() for x in jax.tree.leaves(state.opt_state))
