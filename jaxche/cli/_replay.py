@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.averaging import path_names
 from jaxche.cli._paint import complain
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
@@ -77,8 +78,8 @@ def replay(args: argparse.Namespace) -> None:
 def _different(saved: Any, params: Any) -> str | None:
     for path, leaf in jax.tree.leaves_with_path(params):
         found: Any = saved
-        for key in path:
-            found = found[jax.tree_util.keystr((key,), simple=True)]
+        for name in path_names(path):
+            found = found[name]
         gap = np.abs(np.asarray(found, np.float64) - np.asarray(leaf, np.float64)).max()
         if gap or np.isnan(gap):
             return f"{jax.tree_util.keystr(path, simple=True, separator='/')} by up to {gap:.2g}"

@@ -10,6 +10,7 @@ from jaxche.sharding._program import ShardedState
 from jaxche.sharding._sizes import as_bytes, nbytes, nbytes_per_device
 from jaxche.sharding._step import ShardedStep, sharded_step
 from jaxche.sharding._strategy import (
+    Device,
     FullShard,
     HybridShard,
     HybridShardGradOp,
@@ -22,6 +23,7 @@ from jaxche.sharding._update import sharded_update
 __all__ = [
     "Collective",
     "Comparison",
+    "Device",
     "Explanation",
     "FullShard",
     "HybridShard",

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
-
+from jaxche.sharding import Device
 
 # ``begin(params, model_state, opt_state)`` makes what a replica keeps, under the names of its trees.
 Begin: TypeAlias = Callable[[Any, Any, Any], dict[str, Any]]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.averaging import sum_dtype
+from jaxche.averaging import add_weighted, zero_sums
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._place import Place, first, lift
 from jaxche.training._scaling import Scaling, Worth
@@ -134,7 +134,7 @@ class LocalPrograms:
         if self._average == "parameters":
             carry |= {"params": copied["params"], "opt_state": copied["opt_state"]}
         else:
-            carry["grads"] = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)
+            carry["grads"] = zero_sums(local.params)
         return self._place.constrain(carry)
 
     def _value_and_grad(self, params: Any, carry: dict[str, Any], batch: Any) -> Any:
@@ -182,13 +182,9 @@ class LocalPrograms:
     ) -> tuple[dict[str, Any], Any]:
         del measures  # of a merged gradient all batches are measured, which here costs a norm of each
         loss, grads, examples, carry_next = self._value_and_grad(first(start.params), carry, batch)
-
-        def add(total: Any, g: Any) -> Any:
-            return total + examples.astype(total.dtype) * g[None].astype(total.dtype)
-
         if self._scaling is not None:
             tracked, noise = first(carry["tracked"]), first(start.noise)
             tracked = self._scaling.track(tracked, noise, grads, examples, first(carry["seen"]))
             carry_next |= {"tracked": lift(tracked), "seen": carry["seen"]}
-        summed = {"grads": jax.tree.map(add, carry["grads"], grads)}
+        summed = {"grads": add_weighted(carry["grads"], lift(grads), examples)}
         return self._place.constrain(carry_next | summed), loss

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.averaging import sum_dtype
+from jaxche.averaging import add_weighted, zero_sums
 from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
 
 # Local steps of a round in which gradients are measured, which costs up to a seventh of a small model's step: enough
@@ -99,8 +99,7 @@ class Scaling:
         steps = seen | {"scaled": jnp.zeros(2, jnp.float32)}
         if self.solo:
             return steps | {"noise": jax.tree.map(jnp.copy, noise), "worth": worth}
-        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)
-        return steps | {"tracked": {"sums": zero, "grads": wide}, "worth": worth}
+        return steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}, "worth": worth}
 
     def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """Add one batch to what the estimate is made of.
@@ -115,8 +114,8 @@ class Scaling:
         sums = noise_scale.local_sums(noise, grads, examples, opt_state=seen)
         if self.average == "gradients":
             return jax.tree.map(jnp.add, tracked, sums)
-        add = jax.tree.map(lambda t, g: t + examples.astype(t.dtype) * g.astype(t.dtype), tracked["grads"], grads)
-        return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": add}
+        total = add_weighted(tracked["grads"], grads, examples)
+        return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": total}
 
     def watch(self, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """The single replica's update of the noise scale."""

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import sum_dtype
+from jaxche.averaging import add_weighted, zero_sums
 from jaxche.protocols import Partitioned
-from jaxche.sharding import batch_size
-from jaxche.training._place import Begin, Device, OneDevice, first, lift
+from jaxche.sharding import Device, batch_size
+from jaxche.training._place import Begin, OneDevice, first, lift
 from jaxche.training._programs import Local, Steps
 
 
@@ -68,7 +68,7 @@ class StagedPrograms:
         # keep_unused: the arguments also say on which device the zeros are made.
         self._begin = jax.jit(self._begun, keep_unused=True)
         self._update = jax.jit(self._updated, donate_argnums=(1, 2))
-        self._add = jax.jit(self._added, donate_argnums=0)
+        self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_counted, donate_argnums=0)
 
     def constants(self, local: Local) -> Local:
@@ -129,16 +129,12 @@ class StagedPrograms:
         if self._average == "parameters":
             # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
             return {"params": jax.tree.map(jnp.copy, params), "opt_state": jax.tree.map(jnp.copy, opt_state)}
-        return {"grads": jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)}
+        return {"grads": zero_sums(params)}
 
     def _updated(self, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
         grads, opt_state, params = first((grads, opt_state, params))
         updates, opt_state = self._tx.update(grads, opt_state, params, value=loss)
         return lift((optax.apply_updates(params, updates), opt_state))
-
-    @staticmethod
-    def _added(total: Any, grads: Any, examples: Any) -> Any:
-        return jax.tree.map(lambda t, g: t + examples.astype(t.dtype) * g.astype(t.dtype), total, grads)
 
 
 def _counted(sums: Any, loss: Any, examples: Any) -> Any:

@@ -18,7 +18,7 @@ from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
 from jaxche.protocols import Partitioned
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import NoShard, ShardingStrategy, as_loss
+from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
     check_opt_state,
@@ -36,7 +36,6 @@ from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._join import newcomers
 from jaxche.training._learn import learn
-from jaxche.training._place import Device
 from jaxche.training._planning import forced_plan, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._staged import StagedEngine, checked_stages
