@@ -1,7 +1,6 @@
 """Words on the command line: what is understood, what is refused and how."""
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -24,10 +23,7 @@ def parse(*words):
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_")):
-            monkeypatch.delenv(name)
+def _own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.chdir(tmp_path)
 
