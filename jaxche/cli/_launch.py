@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 
-from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._arguments import file, flag, given, number, numbers, whole
 from jaxche.cli._command import Command
 from jaxche.cluster import count_gpus, emit, launch
 
@@ -89,7 +89,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
     )
     group.add_argument("--elastic", action="store_true", help="the others go on without a rank that dies (CPU only)")
-    group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit, restart and round")
+    group.add_argument(
+        "--events", type=file, metavar="FILE", help="append a line of JSON for each start, exit, restart and round"
+    )
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
         "--emit", choices=("slurm", "jobset", "mpirun"), help="print a file that starts the script there, and end"
@@ -101,7 +103,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments")
+    parser.add_argument(
+        "command", type=file, nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -156,7 +160,7 @@ def _one_a_gpu() -> int:
 
 
 def _emitted(args: argparse.Namespace) -> str:
-    here = _given_for_here(args)
+    here = [flag(name) for name in given(_arguments, args) if name not in _IN_A_FILE]
     if args.nodes is None or here:
         more = f", and nothing of what is for processes on this machine: leave out {', '.join(here)}" if here else ""
         raise ValueError(
@@ -178,15 +182,6 @@ def _emitted(args: argparse.Namespace) -> str:
         made_by=f"Made by: {shlex.join(['jaxche', *args.words])}",
         image=args.image,
     )
-
-
-def _given_for_here(args: argparse.Namespace) -> list[str]:
-    """Options that were given and that a file for a cluster has no place for."""
-    parser = argparse.ArgumentParser()
-    _arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    given = [name for name, value in defaults.items() if name not in _IN_A_FILE and getattr(args, name) != value]
-    return ["-n" if name == "processes" else "--" + name.replace("_", "-") for name in given]
 
 
 def _command(module: list[str] | None, words: list[str], python: str) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
-from jaxche.cli._arguments import whole
+from jaxche.cli._arguments import flag, given, whole
 from jaxche.cli._command import Command
 from jaxche.cli._tasks import TASKS, load
 from jaxche.cluster import fake_devices
@@ -111,13 +111,9 @@ def _smaller(args: argparse.Namespace) -> str:
 
 def _line(args: argparse.Namespace, **changed: int) -> str:
     """What to write for these arguments, with some of them changed."""
-    parser = argparse.ArgumentParser()
-    _arguments(parser)
-    words, wanted = ["jaxche", "plan"], vars(args) | changed
-    for name, default in vars(parser.parse_args([])).items():
-        if wanted[name] != default:
-            words.append("--" + name.replace("_", "-"))
-            words += [] if wanted[name] is True else [str(wanted[name])]
+    words = ["jaxche", "plan"]
+    for name, value in given(_arguments, argparse.Namespace(**vars(args) | changed)).items():
+        words += [flag(name)] if value is True else [flag(name), str(value)]
     return shlex.join(words)
 
 

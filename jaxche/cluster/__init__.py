@@ -1,5 +1,6 @@
 """Processes: how they start, find each other, and end."""
 
+from jaxche.cluster._detect import detect
 from jaxche.cluster._emit import emit
 from jaxche.cluster._fake import fake_devices
 from jaxche.cluster._gpus import count_gpus, has_cuda
@@ -14,6 +15,7 @@ __all__ = [
     "aligned",
     "clocks",
     "count_gpus",
+    "detect",
     "emit",
     "fake_devices",
     "has_cuda",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -321,7 +322,8 @@ class Engine:
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
         progress, told = _told(carry["noise"], start.progress, carry["scaled"], np.float32(outcomes[0].steps))
-        local = local._replace(noise=carry["noise"], progress=progress)
+        noise = dataclasses.replace(carry["noise"], previous=carry["tracked"])
+        local = local._replace(noise=noise, progress=progress)
         return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
 
     def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:

@@ -85,21 +85,23 @@ class Scaling:
         noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
         return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
 
-    def begin(self, noise: Any, params: Any, opt_state: Any, worth: Any) -> dict[str, Any]:
-        """What a round's carry gets.
+    def begin(self, noise: Any, params: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
+        """The preconditioner of a round or None, and what its carry gets.
 
-        ``tracked`` for the estimate, ``scaled`` for what the steps are worth, and ``seen``, the preconditioner or
-        None: made once, because gradients of a round are compared as seen from one place, and a square root and a
-        division of every number cost a small model some percent of a step.
+        It is made once, because gradients of a round are compared as seen from one place, and a square root and a
+        division of every number cost a small model some percent of a step. In the carry are ``tracked`` for the
+        estimate, which only steps that are measured touch, ``scaled`` for what the steps are worth, and the single
+        replica's ``noise`` without its previous gradient, which is what is tracked.
         """
         zero = noise_scale.Sums(jnp.zeros_like(noise.sqr_sum), *(jnp.zeros((), jnp.float32) for _ in range(5)))
-        seen = {"seen": noise_scale.preconditioner(opt_state, params) if self.preconditioned else None}
+        seen = noise_scale.preconditioner(opt_state, params) if self.preconditioned else None
         if self.average == "gradients":
-            return seen | {"tracked": zero}
-        steps = seen | {"scaled": jnp.zeros(2, jnp.float32)}
+            return seen, {"tracked": zero}
+        steps = {"scaled": jnp.zeros(2, jnp.float32)}
         if self.solo:
-            return steps | {"noise": jax.tree.map(jnp.copy, noise), "worth": worth}
-        return steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}, "worth": worth}
+            noise = jax.tree.map(jnp.copy, noise)
+            return seen, steps | {"noise": replace(noise, previous=None), "tracked": noise.previous}
+        return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}}
 
     def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """Add one batch to what the estimate is made of.
@@ -117,9 +119,11 @@ class Scaling:
         total = add_weighted(tracked["grads"], grads, examples)
         return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": total}
 
-    def watch(self, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
-        """The single replica's update of the noise scale."""
-        return noise_scale.update_from_one(self._based(noise), grads, examples, opt_state=seen)
+    def watch(self, noise: Any, previous: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
+        """The single replica's noise scale after a step that was measured, and the previous gradient apart from it."""
+        whole = replace(self._based(noise), previous=previous)
+        after = noise_scale.update_from_one(whole, grads, examples, opt_state=seen)
+        return replace(after, previous=None), after.previous
 
     def skip(self, noise: Any, examples: Any) -> Any:
         """The single replica's noise scale after a step that was not measured."""

@@ -71,27 +71,27 @@ class StagedPrograms:
         self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_counted, donate_argnums=0)
 
-    def constants(self, local: Local) -> Local:
-        return Local(local.params if self._average == "gradients" else None, None, None, None)
+    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
+        return made | ({"params": local.params} if self._average == "gradients" else {})
 
-    def begin(self, local: Local, index: Any, worth: Any) -> dict[str, Any]:
+    def begin(self, local: Local, index: Any, worth: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state a round works on, a copy: the one it starts from stays valid."""
         del worth  # learning rates of stages are not scaled
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
         carry: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        return carry | {"model_state": None, "index": int(index), "sums": sums}
+        return {}, carry | {"model_state": None, "index": int(index), "sums": sums}
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         examples = batch_size(batch)
         model = self._model_for(examples)
         model.compile(self._params(start, carry), batch)
         step = functools.partial(self._step, model, np.float32(examples))
         return Steps(step, step)
 
-    def _params(self, start: Local, carry: dict[str, Any]) -> Any:
-        return carry["params"] if self._average == "parameters" else start.params
+    def _params(self, start: dict[str, Any], carry: dict[str, Any]) -> Any:
+        return carry["params"] if self._average == "parameters" else start["params"]
 
     def _model_for(self, examples: int) -> Partitioned:
         protocol: Any = self._model.protocol
@@ -111,7 +111,7 @@ class StagedPrograms:
         return self._by_size[size]
 
     def _step(
-        self, model: Partitioned, examples: Any, start: Local, carry: dict[str, Any], batch: Any
+        self, model: Partitioned, examples: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any
     ) -> tuple[dict[str, Any], Any]:
         params = self._params(start, carry)
         loss, grads = model.value_and_grad(params, batch, step=carry["index"])
