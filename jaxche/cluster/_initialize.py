@@ -22,12 +22,10 @@ from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
 from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
-from jaxche.training import stand_by, watch_lives
+from jaxche.training import farewell, stand_by, watch_lives
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0
-# Others may still write their last files; one that died will not come.
-_FAREWELL_MS = 3000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +141,7 @@ def initialize(
     connect(found, local_ids, timeout_s, deadline, elastic)
     _leave_at_once_after_an_exception()
     if elastic:
-        _leave_last()
+        atexit.register(farewell)
     state = _jax_distributed.global_state
     assert state.client is not None
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
@@ -196,21 +194,6 @@ def _one_kind(kinds: Sequence[str]) -> str:
         f"process a GPU: jaxche launch -n {len(kinds)} train.py, or choose: CUDA_DEVICE_ORDER=PCI_BUS_ID "
         "CUDA_VISIBLE_DEVICES=0 python train.py"
     )
-
-
-def _leave_last() -> None:
-    """Process 0 is where the others meet, and nothing else keeps it there until they have left."""
-
-    def wait() -> None:
-        state = _jax_distributed.global_state
-        if state.client is None:
-            return
-        state.client.key_value_set(f"jaxche/left/{state.process_id}", "", allow_overwrite=True)
-        for other in range(state.num_processes if state.process_id == 0 else 0):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it died long ago
-                state.client.blocking_key_value_get(f"jaxche/left/{other}", _FAREWELL_MS)
-
-    atexit.register(wait)
 
 
 def _leave_at_once_after_an_exception() -> None:

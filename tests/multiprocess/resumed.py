@@ -49,8 +49,7 @@ def callback(what, round):
             return False
         if what in ("KILL", "LOST", "TERM", "STOP", "JOIN", "JOIN saved"):
             name = "TERM" if what == "TERM" else "STOP" if what == "STOP" else "KILL"
-            os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
-            time.sleep(0.1)  # until it arrives
+            signal.raise_signal(getattr(signal, f"SIG{name}"))
         elif what == "error":
             raise OSError("disk on fire")
         return what == "stop"

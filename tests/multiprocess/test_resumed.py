@@ -1,7 +1,6 @@
 """Runs of real processes that stop, die, hang or are preempted, and go on from their checkpoints."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,22 +12,18 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("resumed.py")
-CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def run(folder, what="nothing", round=0, processes=2, **options):
     folder.mkdir(exist_ok=True)
     command = [sys.executable, str(PROGRAM), what, str(round), str(folder)]
-    code = launch(command, processes, env=CPU, grace_s=2.0, **options)
+    code = launch(command, processes, grace_s=2.0, **options)
     return code, [json.loads(p.read_text()) for p in sorted(folder.glob("[0-9].json"))]
 
 
 @pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("resumed", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def program(load):
+    return load("resumed")
 
 
 @pytest.fixture(scope="module")
