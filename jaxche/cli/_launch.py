@@ -94,7 +94,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--hang-timeout",
         type=number("--hang-timeout 600", above=True),
         metavar="S",
-        help="seconds without a heartbeat of any process that are a failure (default: none)",
+        help="seconds without a heartbeat of any process that are a failure (default: none); with --elastic also of "
+        "one process while others give theirs (default: 120)",
     )
     group.add_argument(
         "--term-grace",

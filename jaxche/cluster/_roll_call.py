@@ -90,19 +90,18 @@ def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float, late
       TimeoutError: if one did not answer; names it.
     """
     deadline = time.monotonic() + timeout_s
-    client.key_value_set(f"{_KEYS}{process_id}", json.dumps(dataclasses.asdict(mine)), allow_overwrite=late)
     told: dict[int, Member] = {}
     if late:
-        said = client.key_value_dir_get(_KEYS)
-        return [Member(**json.loads(text)) for _, text in sorted(said, key=lambda one: int(one[0].rpartition("/")[2]))]
+        told |= _told(client) | {process_id: mine}
+        return [told[rank] for rank in sorted(told)]
+    client.key_value_set(f"{_KEYS}{process_id}", json.dumps(dataclasses.asdict(mine)))
     try:
         # One barrier and one reading: waiting for each key in turn would cost 10,000 processes 10⁸ messages.
         client.wait_at_barrier("jaxche/roll_call", max(1, int(1e3 * timeout_s)))
         failed = None
     except Exception as error:  # jaxlib's errors share no class of their own
         failed = error
-    for key, text in client.key_value_dir_get(_KEYS):
-        told[int(key.rpartition("/")[2])] = Member(**json.loads(text))
+    told |= _told(client)
     missing = [rank for rank in range(mine.num_processes) if rank not in told]
     if failed is not None and missing and time.monotonic() >= deadline - 1:
         raise TimeoutError(
@@ -114,6 +113,10 @@ def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float, late
     # Nobody leaves, and process 0 takes the service with it, before all have heard.
     client.wait_at_barrier("jaxche/roll_call/heard", max(1, int(1e3 * timeout_s)))
     return [told[rank] for rank in sorted(told)]
+
+
+def _told(client: Any) -> dict[int, Member]:
+    return {int(key.rpartition("/")[2]): Member(**json.loads(text)) for key, text in client.key_value_dir_get(_KEYS)}
 
 
 def refuse_mismatch(members: Sequence[Member]) -> None:
