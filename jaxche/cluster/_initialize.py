@@ -20,7 +20,7 @@ from jax._src import xla_bridge as _xla_bridge
 
 from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
-from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
+from jaxche.cluster._flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
 from jaxche.training import farewell, stand_by, watch_lives
 
@@ -70,11 +70,11 @@ def initialize(
     jaxche or Python, or different numbers of processes, are refused with a table of who differs. A process that sees
     GPUs of several kinds is refused too; kinds may differ between processes.
 
-    Flags that ranks of different speeds need are added to ``XLA_FLAGS`` unless they are there: two hours of
-    patience in CPU collectives, and where device kinds differ no sharded GPU autotuning and, in the compilation
-    cache that is configured, a folder a kind. A rank that ends by an exception leaves at once;
-    by default JAX makes it wait at exit, up to 300 s, for the very ranks that wait for it. It still does after
-    ``sys.exit(1)``, which Python shows to nobody: raise an exception instead.
+    Flags that ranks of different speeds need are added to ``XLA_FLAGS`` unless they are there: two hours of patience in
+    CPU collectives (half a minute in an elastic run, which meets outside of them first) and in a GPU program, and where
+    device kinds differ no sharded GPU autotuning and, in the compilation cache that is configured, a folder a kind. A
+    rank that ends by an exception leaves at once; by default JAX makes it wait at exit, up to 300 s, for the very ranks
+    that wait for it. It still does after ``sys.exit(1)``, which Python shows to nobody: raise an exception instead.
 
     Args:
       coordinator_address: ``host:port`` of process 0, which opens that port. Give all three or none.
@@ -133,7 +133,8 @@ def initialize(
     elastic = ELASTIC in os.environ if elastic is None else elastic
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
-    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), PROCESS_FLAGS)
+    flags = {**PROCESS_FLAGS, **(ELASTIC_FLAGS if elastic else {})}
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), flags)
     # By default CUDA puts the fastest card first, while the numbers of schedulers and of the driver go by slot.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):

@@ -156,3 +156,23 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, cap
     trainer = problem.trainer(3, replicas=devices[:3])
     _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=program.MANY_EPOCHS, progress=False)
     assert rounds[-1][-1] == pytest.approx(history[-1].loss, rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
+    events = tmp_path / "events.jsonl"
+    options = {"elastic": True, "hang_timeout_s": 20.0, "events": events}
+    code, results = run(tmp_path / "run", "STOP unsaved", 3, processes=3, **options)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert len(results) == 2
+    assert results[0] == results[1]
+    rounds = results[0]["rounds"]
+    assert [len(counts) for _, _, _, counts, _ in rounds] == [3] * 4 + [2] * (len(rounds) - 4)
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    # The others did not wait for the launcher, which puts an end to the stopped one after its silence.
+    assert [event["rank"] for event in told if event["event"] == "hang"] == [1]
+    hang = next(event["time"] for event in told if event["event"] == "hang")
+    rounds_of_two = [event["time"] for event in told if event["event"] == "round" and event["round"] >= 4]
+    assert rounds_of_two
+    assert max(rounds_of_two) < hang
