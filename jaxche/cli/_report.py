@@ -30,7 +30,7 @@ class Result:
       sync_ms: what merges cost beyond waiting, in all.
       rounds: how many.
       merges: how many (none with one replica).
-      memory: bytes a device needs for a round, of each replica of rank 0's process.
+      memory: bytes a device needs for a round, of each replica.
     """
 
     policy: str

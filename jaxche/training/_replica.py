@@ -150,7 +150,7 @@ class Replica:
     def memory(self, local: Local) -> dict[str, int]:
         """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
         found = (round_memory(local, steps.opening, _IN_FLIGHT) for steps in self._executables.values())
-        return {"rank": self.rank} | max(found, key=lambda parts: parts["in all"])
+        return max(found, key=lambda parts: parts["in all"])
 
     def idle(self, local: Local) -> Outcome:
         """The outcome of taking no step."""
