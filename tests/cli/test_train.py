@@ -92,19 +92,23 @@ def test_a_run_is_replayed_bit_for_bit(trained):
     assert "--replay runs/other: there is no result.json" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
-    # Rank 1 dies once, after its third round.
-    (tmp_path / "sitecustomize.py").write_text(
+def dies_once(folder, when):
+    """A folder for the path of a run in which rank 1 dies at its first start, after such a round."""
+    (folder / "sitecustomize.py").write_text(
         "import os, signal\n"
         "if os.environ.get('JAXCHE_PROCESS_ID') == '1' and os.environ['JAXCHE_RESTART'] == '0':\n"
         "    from jaxche.cli._watch import Watch\n"
         "    call = Watch.__call__\n"
         "    def die(self, state, info):\n"
         "        call(self, state, info)\n"
-        "        if info.round == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"        if {when}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    Watch.__call__ = die\n"
     )
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
+    dies_once(tmp_path, "info.round == 2")
     words = ("--task", "digits", "--epochs", "2", "--pace", "15,30", "--name", "long", "--max-restarts", "2")
     done = run(tmp_path, *words, path=[tmp_path])
     assert done.returncode == 0, done.stderr
@@ -114,6 +118,23 @@ def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
     assert [info.round for info in history] == list(range(len(history)))
     assert sum(info.examples for info in history) == 2 * 1440
     assert done.stdout.count("\n     0      1 ") == 1  # it did not begin anew
+    numbers = json.loads((tmp_path / "runs/long/result.json").read_text())["results"]["cadence"]
+    clock = [float(line) for line in (tmp_path / "runs/long/seconds.txt").read_text().splitlines()]
+    assert len(clock) == numbers["rounds"] == len(history)
+    assert numbers["seconds"] == pytest.approx(sum(clock))
+
+
+@pytest.mark.slow
+def test_a_comparison_that_starts_again_does_not_train_what_is_done(tmp_path):
+    dies_once(tmp_path, "self._trainer.policy == 'cadence'")
+    words = ("--task", "digits", "--epochs", "1", "--batch-size", "96", "--pace", "15,30", "--compare", "async,cadence")
+    done = run(tmp_path, *words, "--name", "both", "--max-restarts", "1", path=[tmp_path])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done by an earlier start") == 1
+    results = json.loads((tmp_path / "runs/both/result.json").read_text())["results"]
+    assert list(results) == ["async", "cadence"]
+    assert results["async"] == json.loads((tmp_path / "runs/both/async/done.json").read_text())
+    assert {numbers["examples"] for numbers in results.values()} == {1440}
 
 
 def test_plain_orbax_restores_the_parameters(trained):
