@@ -3,8 +3,9 @@
 Three tables. The first: stages whose tasks are padded to a wall time, so that they behave like devices of that speed,
 against (M + S - 1)/M times the work of perfectly split stages, in one process and with a process a stage; with the
 most activations each stage kept, as counted, against the schedule's promise. The second: bandwidth of each wire
-against the bare operation under it, in turn in the same run. The third: the same pipeline as one SPMD program
-(shard_map, scan and ppermute), which equal stages on equal devices allow.
+against the bare operation under it, in turn in the same run. DataStore's peer is obstore with the operations that any
+consumer needs: a create-only put of the same bytes, looking until they are there, get, delete; it makes no checksum and
+no arrays. The third: equal stages on equal devices as one SPMD program, against programs of their own.
 
     python scripts/bench_partitions.py
     python scripts/bench_partitions.py --only wires --mib 1,16
@@ -430,28 +431,41 @@ def print_wires(rows: list[dict[str, Any]]) -> None:
 
 
 def spmd(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The stages of :func:`chain`, unpaced: threads and programs of their own against one program for all."""
+    """The stages of :func:`chain`, unpaced: programs of their own, one program, and one that ``jax.grad`` made."""
     import jax
     import numpy as np
 
     import jaxche
 
     table = []
-    for n_stages, micro_batches, rows, width in ((2, 8, 64, 512), (4, 8, 64, 512), (4, 8, 16, 64)):
+    micro_batches = 8
+    for n_stages, rows, width in ((4, 16, 64), (2, 32, 256), (4, 32, 256), (2, 64, 512), (4, 64, 512)):
         stages, loss, params, batch = chain(n_stages, rows * micro_batches, width)
-        model = jaxche.Partitioned(stages, loss, jaxche.Pipeline(rows, "gpipe"), remat=True)
-        placed = [jax.device_put(p, d) for p, d in zip(params, model.devices, strict=True)]
         program, stacked = one_program(n_stages, micro_batches, params)
-        value, grads = model.value_and_grad(placed, batch)
         theirs, theirs_grads = program(stacked, batch)
-        np.testing.assert_allclose(value, theirs, rtol=1e-4)
-        np.testing.assert_allclose(grads[0]["w"], theirs_grads[0], rtol=1e-3, atol=1e-6)
-        ours, bare = [], []
-        for _ in range(args.turns):
-            ours.append(timed(lambda: jax.block_until_ready(model.value_and_grad(placed, batch)), 3))  # noqa: B023
-            bare.append(timed(lambda: jax.block_until_ready(program(stacked, batch)), 3))  # noqa: B023
-        row = {"stages": n_stages, "micro_batches": micro_batches, "rows": rows, "width": width}
-        table.append(row | {"ms": statistics.median(ours), "spmd_ms": statistics.median(bare)})
+        for schedule in SCHEDULES:
+            makers = {"own": False, "one": True, "chosen": None}
+            models = {
+                name: jaxche.Partitioned(stages, loss, jaxche.Pipeline(rows, schedule, one_program=which), remat=True)
+                for name, which in makers.items()
+            }
+            placed = [jax.device_put(p, d) for p, d in zip(params, models["own"].devices, strict=True)]
+            chosen = "one program" if "one program over" in models.pop("chosen").explain(placed, batch) else "own"
+            actions = {
+                name: lambda m=model, p=placed, b=batch: m.value_and_grad(p, b) for name, model in models.items()
+            }
+            for action in actions.values():
+                value, grads = action()
+                np.testing.assert_allclose(value, theirs, rtol=1e-4)
+                np.testing.assert_allclose(grads[0]["w"], theirs_grads[0], rtol=1e-3, atol=1e-6)
+            actions["grad"] = lambda f=program, p=stacked, b=batch: f(p, b)
+            times: dict[str, list[float]] = {name: [] for name in actions}
+            for _ in range(args.turns):
+                for name, action in actions.items():
+                    times[name].append(timed(lambda a=action: jax.block_until_ready(a()), 3))
+            row = {"stages": n_stages, "micro_batches": micro_batches, "rows": rows, "width": width}
+            row |= {"schedule": schedule, "chosen": chosen}
+            table.append(row | {f"{name}_ms": statistics.median(values) for name, values in times.items()})
     return table
 
 
@@ -490,12 +504,17 @@ def one_program(n_stages: int, micro_batches: int, params: Any) -> tuple[Any, An
 
 
 def print_spmd(rows: list[dict[str, Any]]) -> None:
-    print("\nEqual stages on equal devices of one process, unpaced, GPipe with recomputation: against one SPMD program")
-    print(f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}{'jaxche':>12}{'SPMD':>12}{'ratio':>7}")
+    print("\nEqual stages on equal devices of one process, unpaced, with recomputation: a program a stage and task,")
+    print("one program that goes through the schedule, and GPipe as jax.grad makes it of a scan with ppermute")
+    print(
+        f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}  {'schedule':<9}"
+        f"{'own':>9}{'one':>12}{'own/one':>9}{'jax.grad':>12}  chosen"
+    )
     for row in rows:
         print(
-            f"{row['stages']:>3}{row['micro_batches']:>4}{row['rows']:>6}{row['width']:>7}{row['ms']:>9.2f} ms"
-            f"{row['spmd_ms']:>9.2f} ms{row['ms'] / row['spmd_ms']:>7.2f}"
+            f"{row['stages']:>3}{row['micro_batches']:>4}{row['rows']:>6}{row['width']:>7}  {row['schedule']:<9}"
+            f"{row['own_ms']:>6.2f} ms{row['one_ms']:>9.2f} ms{row['own_ms'] / row['one_ms']:>9.2f}"
+            f"{row['grad_ms']:>9.2f} ms  {row['chosen']}"
         )
 
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxche.averaging._sums import sum_dtype
+
 # One all-reduce a leaf costs a network round trip a leaf; one for everything doubles the memory of a large model.
 # Buckets of this many bytes pay neither: a small model goes as one, a large one in pieces that amortise latency.
 _BUCKET_BYTES = 32 * 1024 * 1024
@@ -56,23 +58,6 @@ def _buckets(leaves: list[Any]) -> list[list[int]]:
         bucket.append(i)
         open_buckets[leaf.dtype] = (bucket, used + nbytes)
     return buckets
-
-
-def sum_dtype(dtype: Any) -> Any:
-    """The dtype a float leaf is summed in: its own, but float32 at least.
-
-    Args:
-      dtype: of the leaf.
-
-    Returns:
-      The dtype of the sum.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> [jnp.dtype(sum_dtype(dtype)).name for dtype in (jnp.bfloat16, jnp.float32)]
-      ['float32', 'float32']
-    """
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
 def is_float(leaf: Any) -> bool:

@@ -7,7 +7,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxche.averaging._mean import is_float, sum_dtype
+from jaxche.averaging._mean import is_float
+from jaxche.averaging._sums import sum_dtype
+
+
+def path_names(path: Any) -> tuple[str, ...]:
+    """The names on the way to a leaf, as people write them.
+
+    Args:
+      path: of a leaf, as ``jax.tree.leaves_with_path`` gives it.
+
+    Returns:
+      A name a key; none for a tree that is a leaf.
+
+    Example:
+      >>> import jax
+      >>> [path_names(path) for path, _ in jax.tree.leaves_with_path({"layers": [{"w": 1.0}]})]
+      [('layers', '0', 'w')]
+    """
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def to_moments(tree: Any, reference: Any) -> Any:
@@ -61,11 +79,11 @@ def from_moments(tree: Any, reference: Any) -> Any:
 
 def _shift_variances(tree: Any, reference: Any, sign: float) -> Any:
     paths, treedef = jax.tree.flatten_with_path(tree)
-    by_path = {_names(path): leaf for path, leaf in paths}
-    origin = {_names(path): leaf for path, leaf in jax.tree.leaves_with_path(reference)}
+    by_path = {path_names(path): leaf for path, leaf in paths}
+    origin = {path_names(path): leaf for path, leaf in jax.tree.leaves_with_path(reference)}
     leaves = []
     for path, leaf in paths:
-        names = _names(path)
+        names = path_names(path)
         mean_path = (*names[:-1], "mean")
         if names and names[-1] == "var" and mean_path in by_path and is_float(leaf):
             wide = sum_dtype(leaf.dtype)
@@ -73,7 +91,3 @@ def _shift_variances(tree: Any, reference: Any, sign: float) -> Any:
             leaf = jnp.asarray(leaf).astype(wide) + sign * shift * shift
         leaves.append(leaf)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _names(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -16,7 +16,8 @@ from jaxche.cli._command import Command
 from jaxche.cli._health import Finding
 from jaxche.cli._joined import joined, launcher
 from jaxche.cli._paint import paint
-from jaxche.cluster import ClusterInfo, aligned, clocks, launch, measure_all_reduce, share
+from jaxche.cluster import ClusterInfo, clocks, launch, measure_all_reduce, share
+from jaxche.drawing import aligned
 
 _COLUMNS = 100
 _ROWS = 16
@@ -130,7 +131,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
         free = f"{one['free']:.1f} GiB" if one["free"] else "unknown"
         ahead = f"{clock.ahead_ms:.1f} ± {clock.error_ms:.1f} ms" if rank else "0"
         rows.append([str(rank), one["host"][:24], f"{one['devices']} x {one['kind'][:28]}", free, ahead])
-    print(aligned(rows))
+    print(aligned(rows, left=len(rows[0]), indent=2))
     if len(others) > _ROWS:
         print(f"  and {len(others) - _ROWS} more")
     where = "between hosts (kinds differ)" if mixed else "between devices"
@@ -139,7 +140,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
     for size, ms in links:
         shown = f"{size >> 20} MiB" if size >= 2**20 else f"{size >> 10} KiB"
         rows.append([shown, f"{ms:.2f} ms", f"{size / ms / 1e6:.3f} GB/s"])
-    print(aligned(rows))
+    print(aligned(rows, left=len(rows[0]), indent=2))
     ms = links[2].ms
     print(
         f"  A model of a million parameters merges in {ms:.0f} ms; for that to be 1.5 %, rounds take {ms / 15:.1f} s."

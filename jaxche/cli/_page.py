@@ -15,7 +15,8 @@ from typing import Any
 from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
 from jaxche.cli._outcome import last_ranks
-from jaxche.cli._report import Result, per_rank, result_rows
+from jaxche.cli._report import Result, result_rows
+from jaxche.drawing import per_rank
 from jaxche.training import History
 
 _EXAMPLES = """\

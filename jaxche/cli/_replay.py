@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.averaging import path_names
 from jaxche.cli._paint import complain
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
 from jaxche.cli._watch import barrier, say
 from jaxche.cli._write import read_params
-from jaxche.training import History, Trainer
+from jaxche.training import PACE_MS, History, Trainer
 
 # What is of this call, whatever the recorded one had.
 _OWN = ("words", "replay", "name", "out")
@@ -54,7 +55,7 @@ def replay(args: argparse.Namespace) -> None:
       SystemExit: with code 1, on rank 0: another result than the recorded one.
     """
     folder = Path(args.replay)
-    os.environ.pop("JAXCHE_PACE_MS", None)
+    os.environ.pop(PACE_MS, None)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     record = History.from_json(folder / "history.jsonl")
     (policy,) = policies(args)
@@ -80,8 +81,8 @@ def replay(args: argparse.Namespace) -> None:
 def _different(saved: Any, params: Any) -> str | None:
     for path, leaf in jax.tree.leaves_with_path(params):
         found: Any = saved
-        for key in path:
-            found = found[jax.tree_util.keystr((key,), simple=True)]
+        for name in path_names(path):
+            found = found[name]
         gap = np.abs(np.asarray(found, np.float64) - np.asarray(leaf, np.float64)).max()
         if gap or np.isnan(gap):
             return f"{jax.tree_util.keystr(path, simple=True, separator='/')} by up to {gap:.2g}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from jaxche.drawing import aligned, per_rank
 from jaxche.training import RoundInfo
 
 # With more ranks than this their range is shown.
@@ -88,18 +89,6 @@ def metric_text(metric: str, value: float) -> str:
     return _percent(value) if metric == "accuracy" else f"{value:.3f}"
 
 
-def per_rank(values: Sequence[float], form: str = "{:.0f}") -> str:
-    """Values of all ranks, or of the smallest and the largest.
-
-    Example:
-      >>> per_rank([10, 4]), per_rank(range(64))
-      ('10:4', '0..63')
-    """
-    if len(values) <= _RANKS:
-        return ":".join(form.format(value) for value in values)
-    return f"{form.format(min(values))}..{form.format(max(values))}"
-
-
 def round_header(world_size: int) -> str:
     """The titles over the lines of ``round_line``."""
     merged = f"  {'wait ms':>15}  {'sync ms':>7}  {'efficiency':>10}" if world_size > 1 else ""
@@ -108,10 +97,10 @@ def round_header(world_size: int) -> str:
 
 def round_line(info: RoundInfo) -> str:
     """One round."""
-    line = f"{info.round:6d}  {info.epoch + 1:5d}  {per_rank(info.counts):>15}  {info.loss:7.4f}"
+    line = f"{info.round:6d}  {info.epoch + 1:5d}  {per_rank(info.counts, most=_RANKS):>15}  {info.loss:7.4f}"
     if len(info.counts) == 1:
         return line
-    return f"{line}  {per_rank(info.wait_ms):>15}  {info.sync_ms:7.1f}  {_percent(info.efficiency):>10}"
+    return f"{line}  {per_rank(info.wait_ms, most=_RANKS):>15}  {info.sync_ms:7.1f}  {_percent(info.efficiency):>10}"
 
 
 def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
@@ -129,12 +118,12 @@ def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
         [metric_title(metric), *(metric_text(metric, r.test[metric]) for r in results)],
         ["training time", *(f"{r.seconds:.1f} s" for r in results)],
         ["examples a second", *(f"{r.examples_per_second:,.0f}" for r in results)],
-        ["free-running batches/s", *(per_rank(r.rates, "{:.1f}") for r in results)],
+        ["free-running batches/s", *(per_rank(r.rates, "{:.1f}", _RANKS) for r in results)],
         ["efficiency", *(_percent(r.efficiency) for r in results)],
     ]
     if len(first.rates) > 1:
         rows.insert(-1, ["  their sum", *(f"{sum(r.rates):.1f}" for r in results)])
-        shares = [per_rank([100 * share for share in r.wait_share], "{:.1f}") + " %" for r in results]
+        shares = [per_rank([100 * share for share in r.wait_share], "{:.1f}", _RANKS) + " %" for r in results]
         rows += [
             ["wait of each rank", *shares],
             ["sync share", *(_percent(r.sync_share) for r in results)],
@@ -154,13 +143,7 @@ def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
 
 def table(results: Sequence[Result], metric: str) -> str:
     """The :func:`result_rows` as lines."""
-    rows = result_rows(results, metric)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return aligned(result_rows(results, metric), left=1)
 
 
 def _against(first: Result, other: Result) -> dict[str, str]:

@@ -16,15 +16,15 @@ import jax
 from jaxche.cli import _pace
 from jaxche.cli._outcome import last_ranks, outcome
 from jaxche.cli._replay import replay
-from jaxche.cli._report import Result, per_rank, round_header, step_text, table
+from jaxche.cli._report import Result, round_header, step_text, table
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
 from jaxche.cli._write import write_policy, write_result, write_whole
 from jaxche.cluster import share
-from jaxche.training import Advice, Checkpoints, History, ReplicaState, Trainer
+from jaxche.drawing import per_rank
+from jaxche.training import PACE_MS, Advice, Checkpoints, History, ReplicaState, Trainer
 
-_PACE_MS = "JAXCHE_PACE_MS"
 _PROBE_S, _MEASURE_S = 0.7, 2.0
 # Of a policy in a comparison: what it reached, written last.
 _DONE = "done.json"
@@ -112,9 +112,9 @@ def _done(folder: Path, policy: str) -> Result | None:
 def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
     """The pace of each rank, or None, and what a step took unpaced, where that had to be known."""
     asked = args.pace
-    if asked is None and _PACE_MS in os.environ:
+    if asked is None and PACE_MS in os.environ:
         return None, ()
-    os.environ.pop(_PACE_MS, None)
+    os.environ.pop(PACE_MS, None)
     if asked is None:
         asked = "auto" if args.ratios or (world > 1 and jax.default_backend() == "cpu") else "none"
     if asked == "none":
@@ -135,8 +135,8 @@ def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None,
     pace = ""
     if paces is not None:
         pace = f", paced to {per_rank(paces, '{:g}')} ms a step ({step_text(step_ms)})"
-    elif _PACE_MS in os.environ:
-        pace = f", paced by {_PACE_MS}"
+    elif PACE_MS in os.environ:
+        pace = f", paced by {PACE_MS}"
     return "\n".join(
         [
             f"task {task.name}: {TASKS[task.name][0]}",

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxche.cli._outcome import last_ranks
+from jaxche.cluster import versions
 from jaxche.training import History
 
 
@@ -29,7 +30,9 @@ def write_policy(folder: Path, history: History, params: Any) -> None:
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Writes ``result.json``, whole or not at all: it says that all is done."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result | {"versions": versions()}, indent=2, default=str)
+    # All that the numbers depend on.
+    used = versions() | {"numpy": np.__version__, "python": platform.python_version()}
+    text = json.dumps(result | {"versions": used}, indent=2, default=str)
     write_whole(folder / "result.json", text + "\n")
 
 
@@ -38,18 +41,6 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf8")
     part.replace(path)
-
-
-def versions() -> dict[str, str]:
-    """Of everything the numbers depend on."""
-    import flax
-    import jaxlib
-    import optax
-
-    import jaxche
-
-    packages = {module.__name__: module.__version__ for module in (jaxche, jax, jaxlib, flax, optax, np)}
-    return packages | {"python": platform.python_version()}
 
 
 def _save(path: Path, params: Any) -> None:

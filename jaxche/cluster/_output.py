@@ -88,25 +88,6 @@ class Reader(threading.Thread):
             self._printer.print(self._stream, self._rank, line)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines with columns of one width each.
-
-    Args:
-      rows: cells as text, the titles first; as many in each.
-
-    Returns:
-      Lines without a newline at the end.
-
-    Example:
-      >>> print(aligned([["rank", "host"], ["0", "n1"]]))
-        rank  host
-        0     n1
-    """
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join("  " + line.rstrip() for line in lines)
-
-
 def listed(ranks: Sequence[int]) -> str:
     """The first dozen of many numbers.
 

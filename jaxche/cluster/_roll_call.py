@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxche.cluster._gpus import gpu_kinds, has_cuda
-from jaxche.cluster._output import aligned, listed
+from jaxche.cluster._output import listed
 from jaxche.cluster._share import share
+from jaxche.drawing import aligned
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _ROWS = 12
@@ -36,7 +37,10 @@ def own(num_processes: int, kind: str) -> Member:
 
 
 def versions() -> dict[str, str]:
-    """The versions that have to be the same everywhere; of Python the minor one.
+    """The versions that have to be the same in all processes of a run; of Python the minor one.
+
+    Returns:
+      Names of packages, and "python", with their versions.
 
     Example:
       >>> sorted(versions())
@@ -130,7 +134,7 @@ def refuse_mismatch(members: Sequence[Member]) -> None:
     fix = " ".join(f"{name}=={value}" for name, value in usual.items() if name != "python")
     raise RuntimeError(
         f"{len(differ)} of {len(members)} processes run other versions of {', '.join(columns)}:\n"
-        f"{aligned(rows)}{more}\n"
+        f"{aligned(rows, left=len(rows[0]), indent=2)}{more}\n"
         "Programs of different versions are not the same program, and their ranks hang or diverge. "
         + (f"There write: pip install {fix}" if fix else f"There start them with Python {usual['python']}.")
     )

@@ -1,8 +1,9 @@
-"""Layer 0, drawing: colours, lanes of bars and the look of figures. Knows nothing of what it draws; imports no jax."""
+"""Layer 0, drawing: colours, lanes of bars, tables as text, the look of figures. Knows not what it draws, nor jax."""
 
 from jaxche.drawing._colours import COLOURS, MERGE, WAIT, text_on
 from jaxche.drawing._figure import figure_of, label_outside, logarithmic, ranks_to_show
 from jaxche.drawing._lanes import Bar, Lane, lanes
+from jaxche.drawing._text import aligned, per_rank
 
 __all__ = [
     "COLOURS",
@@ -10,10 +11,12 @@ __all__ = [
     "WAIT",
     "Bar",
     "Lane",
+    "aligned",
     "figure_of",
     "label_outside",
     "lanes",
     "logarithmic",
+    "per_rank",
     "ranks_to_show",
     "text_on",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-# Okabe and Ito's palette: told apart by colour-blind readers and in grey print. Rank r has colour r.
+# Okabe and Ito's palette: told apart by colour-blind readers and in grey print. Lane i has colour i modulo 8.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 # What is no work: waiting is light and hatched, merging is dark.
 WAIT, MERGE = "#E8E8E8", "#333333"
 
 
 def text_on(colour: str) -> str:
-    """Black or white, whichever is read more easily on a colour.
+    """Black or white, whichever has more contrast on a colour.
+
+    Of luminances :math:`L` from 0 to 1 the contrast of two colours is :math:`(L_1 + 0.05) / (L_2 + 0.05)`.
 
     Args:
       colour: ``"#rrggbb"``.
@@ -17,9 +19,18 @@ def text_on(colour: str) -> str:
     Returns:
       ``"#000000"`` or ``"#ffffff"``.
 
+    References:
+      W3C, *Web content accessibility guidelines 2.2*, 2023: relative luminance, contrast ratio.
+
     Example:
       >>> text_on("#0072B2"), text_on("#F0E442")
       ('#ffffff', '#000000')
     """
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#ffffff"
+    red, green, blue = (_linear(int(colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
+
+
+def _linear(channel: float) -> float:
+    """A channel of sRGB as light."""
+    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4

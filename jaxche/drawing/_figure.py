@@ -90,12 +90,11 @@ def logarithmic(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def label_outside(axes: Any, **options: Any) -> None:
+def label_outside(axes: Any) -> None:
     """Put the legend to the right of the axes, where it hides nothing.
 
     Args:
       axes: of matplotlib, with labelled artists.
-      options: for ``axes.legend``.
 
     Example:
       >>> with figure_of([["one"]], heights=[2.0]) as (_, axes):
@@ -104,7 +103,7 @@ def label_outside(axes: Any, **options: Any) -> None:
       >>> [text.get_text() for text in axes["one"].get_legend().get_texts()]
       ['a line']
     """
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), frameon=False, fontsize=8.5, borderaxespad=0.2, **options)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), frameon=False, fontsize=8.5, borderaxespad=0.2)
 
 
 def ranks_to_show(ms_per_step: Sequence[float], most: int = 8) -> list[int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxche.drawing._colours import WAIT, text_on
 
-_LANE, _GAP, _AXIS, _CHAR = 22, 5, 34, 6.6
+_WIDTH, _LANE, _GAP, _AXIS, _CHAR = 640, 22, 5, 34, 6.6
 _TICKS = 6
 
 
@@ -49,14 +49,13 @@ class Lane(NamedTuple):
     bars: Sequence[Bar]
 
 
-def lanes(rows: Sequence[Lane], unit: str, caption: str = "", width: int = 640) -> str:
+def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
     """Draw lanes of bars on one axis.
 
     Args:
       rows: the lanes, from the top.
       unit: what the axis counts, e.g. ``"ms"``.
       caption: a line above.
-      width: of the picture in pixels.
 
     Returns:
       An ``<svg>`` element; text in the colour of its surroundings, so that it is legible on dark pages too.
@@ -68,11 +67,11 @@ def lanes(rows: Sequence[Lane], unit: str, caption: str = "", width: int = 640) 
     """
     left = 12 + _CHAR * max((len(row.label) for row in rows), default=0)
     end = max((bar.start + bar.length for row in rows for bar in row.bars), default=0.0) or 1.0
-    scale = (width - left - 14) / end
+    scale = (_WIDTH - left - 14) / end
     top = 24 if caption else 4
     bottom = top + len(rows) * (_LANE + _GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + _AXIS}" width="{width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + _AXIS}" width="{_WIDTH}" '
         'style="max-width:100%" font-family="sans-serif" font-size="12" fill="currentColor" role="img">',
         '<defs><pattern id="jaxche-wait" width="6" height="6" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{WAIT}"/>'

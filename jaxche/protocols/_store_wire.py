@@ -74,7 +74,7 @@ def _step(key: str) -> int:
 def _is_small_and_ready(tree: Any) -> bool:
     leaves = jax.tree.leaves(tree)
     small = sum(getattr(leaf, "nbytes", 0) for leaf in leaves) <= _INLINE_BYTES
-    return small and all(leaf.is_ready() for leaf in leaves if isinstance(leaf, jax.Array))
+    return small and all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
 
 
 class StoreWire:

@@ -1,5 +1,6 @@
 """Layer 2, places: where parameters, gradients and optimizer state live on a mesh, and the step that keeps them so."""
 
+from jaxche.sharding._checks import refuse_bad_params
 from jaxche.sharding._collectives import Collective, collectives
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._explain import Explanation, bytes_in_theory
@@ -10,6 +11,7 @@ from jaxche.sharding._program import ShardedState
 from jaxche.sharding._sizes import as_bytes, nbytes, nbytes_per_device
 from jaxche.sharding._step import ShardedStep, sharded_step
 from jaxche.sharding._strategy import (
+    Device,
     FullShard,
     HybridShard,
     HybridShardGradOp,
@@ -22,6 +24,7 @@ from jaxche.sharding._update import sharded_update
 __all__ = [
     "Collective",
     "Comparison",
+    "Device",
     "Explanation",
     "FullShard",
     "HybridShard",
@@ -42,6 +45,7 @@ __all__ = [
     "compare_strategies",
     "nbytes",
     "nbytes_per_device",
+    "refuse_bad_params",
     "sharded_step",
     "sharded_update",
     "value_and_grad",

@@ -28,15 +28,29 @@ def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype:
         )
 
 
-def refuse_bad_params(params: Any) -> None:
-    """Refuse a tree that has no gradient."""
+def refuse_bad_params(params: Any, init: str = "step.init") -> None:
+    """Refuse a tree that has no gradient, and that no optimizer can step.
+
+    Args:
+      params: pytree of arrays or their shapes.
+      init: the call that the tree is given to.
+
+    Raises:
+      ValueError: no arrays, or a leaf that is not float: it belongs into ``model_state``.
+
+    Example:
+      >>> import numpy as np
+      >>> refuse_bad_params({"w": np.ones(2, np.float32), "steps": np.arange(3)})
+      Traceback (most recent call last):
+      ValueError: params['steps'] is int64, not float; move it into step.init(params, model_state=...)
+    """
     leaves = jax.tree.leaves_with_path(params)
     if not leaves:
         raise ValueError("params has no arrays; pass the tree of parameters, e.g. model.init(rng, x)['params']")
     for path, leaf in leaves:
         if not is_float(leaf):
             name, kind = jax.tree_util.keystr(path), getattr(leaf, "dtype", type(leaf).__name__)
-            raise ValueError(f"params{name} is {kind}, not float; move it into step.init(params, model_state=...)")
+            raise ValueError(f"params{name} is {kind}, not float; move it into {init}(params, model_state=...)")
 
 
 def refuse_other_mesh(layout: Layout, tree: Any, name: str) -> None:

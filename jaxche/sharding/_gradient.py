@@ -51,7 +51,7 @@ def value_and_grad(
       >>> from jaxche.sharding import FullShard, Layout, as_loss, value_and_grad
       >>> p, x = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([2.0, 4.0])
       >>> layout = Layout(FullShard(), FullShard().mesh(jax.devices()[:2]), p)
-      >>> fn = value_and_grad(as_loss(lambda p, x: (x * p.sum()).mean()).call, layout)
+      >>> fn = value_and_grad(as_loss(lambda p, x: (x * p.sum()).mean()), layout)
       >>> (loss, _), grads = jax.jit(fn)(jax.device_put(p, layout.params), None, x, jax.random.key(0))
       >>> float(loss), grads.tolist(), tuple(grads.sharding.spec)
       (30.0, [3.0, 3.0, 3.0, 3.0], ('shard',))

@@ -9,6 +9,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxche.averaging import path_names
+
 if TYPE_CHECKING:
     from jaxche.sharding._strategy import ShardingStrategy
 
@@ -84,7 +86,7 @@ class Layout:
         shapes = jax.eval_shape(lambda tree: tree, params)
         self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
         paths, self._treedef = jax.tree.flatten_with_path(self.shapes)
-        self.leaves = tuple(self._decide(_names(path), leaf.shape, leaf.dtype) for path, leaf in paths)
+        self.leaves = tuple(self._decide(path_names(path), leaf.shape, leaf.dtype) for path, leaf in paths)
 
     @property
     def devices(self) -> int:
@@ -154,7 +156,7 @@ class Layout:
         """A ``PartitionSpec`` for each leaf of any tree: that of the gradient it mirrors, as for :meth:`opt_state`."""
         by_path = {leaf.path: leaf for leaf in self.leaves}
         paths, treedef = jax.tree.flatten_with_path(tree)
-        return treedef.unflatten([self._mirrored(by_path, _names(path), leaf.shape) for path, leaf in paths])
+        return treedef.unflatten([self._mirrored(by_path, path_names(path), leaf.shape) for path, leaf in paths])
 
     def splits(self, rows: int) -> bool:
         """Whether a batch of so many rows divides over the devices."""
@@ -192,10 +194,6 @@ class Layout:
 
 def _spec(axis: int | None) -> P:
     return P() if axis is None else P(*[None] * axis, SHARD)
-
-
-def _names(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def _contains(path: tuple[str, ...], names: tuple[str, ...]) -> bool:

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-
-class Loss(NamedTuple):
-    """A loss function brought to one form: ``call(params, model_state, batch, rng) -> (loss, (metrics, state))``.
-
-    Attributes:
-      call: the function.
-      wants_rng: whether the given one named ``rng``.
-      wants_model_state: whether it named ``model_state``.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> loss = as_loss(lambda params, batch: jnp.mean(params * batch))
-      >>> loss.wants_rng, float(loss.call(2.0, None, jnp.ones(3), None)[0])
-      (False, 2.0)
-    """
-
-    call: Callable[..., Any]
-    wants_rng: bool
-    wants_model_state: bool
+# call(params, model_state, batch, rng) -> (loss, (metrics, model_state)): the one form the training code knows.
+Loss: TypeAlias = Callable[..., Any]
 
 
 def as_loss(loss_fn: Callable[..., Any]) -> Loss:
@@ -40,15 +23,18 @@ def as_loss(loss_fn: Callable[..., Any]) -> Loss:
       loss_fn: the function.
 
     Returns:
-      The same in one form, with its metrics, an empty dict if there are none.
+      The same in one form, ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``: metrics are an
+      empty dict if it has none, the model state is what was given if it keeps none.
 
     Raises:
       ValueError: not callable, or it does not take ``(params, batch)``.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> as_loss(lambda params, batch, rng: jnp.mean(params)).wants_rng
-      True
+      >>> call = as_loss(lambda params, batch: jnp.mean(params * batch))
+      >>> loss, (metrics, model_state) = call(2.0, None, jnp.ones(3), None)
+      >>> float(loss), metrics, model_state
+      (2.0, {}, None)
     """
     if not callable(loss_fn):
         raise ValueError(f"loss_fn={loss_fn!r} is not a function; write def loss_fn(params, batch): ... return loss")
@@ -62,7 +48,7 @@ def as_loss(loss_fn: Callable[..., Any]) -> Loss:
         named = ({"rng": rng} if wants_rng else {}) | ({"model_state": model_state} if wants_state else {})
         return _normalise(loss_fn(params, batch, **named), wants_state, model_state)
 
-    return Loss(call, wants_rng, wants_state)
+    return call
 
 
 def _normalise(result: Any, wants_state: bool, model_state: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:

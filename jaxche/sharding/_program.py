@@ -60,7 +60,7 @@ class Program:
 
     def __init__(self, layout: Layout, loss: Loss, tx: Any, accumulate: int, compute_dtype: Any, seed: int):
         self.layout, self._tx, self._seed = layout, tx, seed
-        self._value_and_grad = value_and_grad(loss.call, layout, accumulate=accumulate, compute_dtype=compute_dtype)
+        self._value_and_grad = value_and_grad(loss, layout, accumulate=accumulate, compute_dtype=compute_dtype)
         whole = layout.replicated
         self.shardings = ShardedState(layout.params, layout.opt_state(tx), whole, whole)
         # Copies: jit hands unchanged inputs through as the same buffers, which a step then gives away.

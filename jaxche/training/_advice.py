@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from jaxche.drawing import aligned, per_rank
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class Advice:
             )
         ranks = [rank for rank, n in enumerate(self.best.counts) if n]
         alone = len(ranks) == 1
-        text += f"rank {ranks[0]} alone " if alone else f"{_joined(self.best.counts)} steps between merges "
+        text += f"rank {ranks[0]} alone " if alone else f"{per_rank(self.best.counts)} steps between merges "
         if not self.line:
             return text + "(as now) reach a target as soon as any"
-        return text + f"should reach a target {self.speedup:.2f} times as soon as {_joined(self.now.counts)}"
+        return text + f"should reach a target {self.speedup:.2f} times as soon as {per_rank(self.now.counts)}"
 
     def rows(self) -> list[dict[str, Any]]:
         """A readable part of the choices as flat dicts: counts that double, the best of fewer replicas, now, best."""
@@ -109,10 +110,7 @@ class Advice:
 
     def table(self) -> str:
         """The rows as text, what to write, and what is not in them."""
-        cells = self._cells()
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]
-        return "\n".join([self.summary, *lines, *self._remarks()])
+        return "\n".join([self.summary, aligned(self._cells()), *self._remarks()])
 
     def __repr__(self) -> str:
         return self.table()
@@ -134,16 +132,12 @@ class Advice:
         cells = [["steps", "batch", "ms a round", "examples/s", "efficiency", "goodput/s", ""]]
         for row in self.rows():
             numbers = (f"{row['examples_per_second']:,.0f}", f"{row['efficiency']:.1%}", f"{row['goodput']:,.0f}")
-            cells.append([_joined(row["counts"]), _short(row["batch"]), f"{row['ms']:.1f}", *numbers, row["note"]])
+            cells.append([per_rank(row["counts"]), _short(row["batch"]), f"{row['ms']:.1f}", *numbers, row["note"]])
         return cells
 
 
 def _used(choice: Choice) -> int:
     return sum(n > 0 for n in choice.counts)
-
-
-def _joined(counts: Sequence[int]) -> str:
-    return ":".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)}..{max(counts)}"
 
 
 def _short(value: float) -> str:

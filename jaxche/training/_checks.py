@@ -12,11 +12,23 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxche.averaging import MERGE_RULES, is_float
+from jaxche.averaging import MERGE_RULES
 from jaxche.scaling import AdamScale, ScaleLearningRateState
-from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, Layout, NoShard, ShardGradOp, ShardingStrategy
+from jaxche.sharding import (
+    Device,
+    FullShard,
+    HybridShard,
+    HybridShardGradOp,
+    Layout,
+    NoShard,
+    ShardGradOp,
+    ShardingStrategy,
+)
 from jaxche.training._island import Island
-from jaxche.training._place import OneDevice, Place, spans_processes
+from jaxche.training._place import OneDevice, Place, devices_by_process, spans_processes
+
+# Set by ``jaxche launch --pace``.
+PACE_MS = "JAXCHE_PACE_MS"
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -53,20 +65,25 @@ def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -
             "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]; lists of devices are for a model in "
             "stages, loss_fn=jaxche.Partitioned(...)"
         )
+    refuse_foreign_devices(devices)
+    if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
+        strategy = _within_node(strategy)
+    if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
+        return [OneDevice(device) for device in given]
+    return _islands([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
+
+
+def refuse_foreign_devices(devices: Sequence[Device]) -> None:
+    """Refuse devices none of which is in this process, or of which those in this process are of different kinds."""
     here = [d for d in devices if d.process_index == jax.process_index()]
     if not here:
         raise ValueError("replicas has no device of this process; every process must hold at least one replica")
     kinds = sorted({d.device_kind for d in here})
     if len(kinds) > 1:
         raise ValueError(
-            f"one process cannot merge devices of different kinds ({', '.join(kinds)}); start one process per device, "
-            f"e.g. jaxche launch -n {len(here)} script.py"
+            f"one process cannot merge devices of different kinds ({', '.join(kinds)}); start one process per kind, or "
+            f"one per device: jaxche launch -n {len(here)} script.py"
         )
-    if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
-        strategy = _within_node(strategy)
-    if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
-        return [OneDevice(device) for device in given]
-    return _islands([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
 
 
 def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
@@ -75,8 +92,7 @@ def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
     if isinstance(strategy, HybridShard | HybridShardGradOp):
         nodes = strategy.mesh().devices  # refuses a node size that does not divide the devices
         return [_within_node(strategy).mesh(node) for node in nodes]
-    processes = sorted({d.process_index for d in jax.devices()})
-    return [strategy.mesh([d for d in jax.devices() if d.process_index == p]) for p in processes]
+    return [strategy.mesh(devices) for devices in devices_by_process().values()]
 
 
 def _within_node(strategy: Any) -> ShardingStrategy:
@@ -99,9 +115,9 @@ def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:
-    """A pace in ms per replica, from the argument or from the launcher's ``JAXCHE_PACE_MS``."""
-    if pace_ms is None and "JAXCHE_PACE_MS" in os.environ:
-        pace_ms = float(os.environ["JAXCHE_PACE_MS"])
+    """A pace in ms per replica, from the argument or from the launcher's variable."""
+    if pace_ms is None and PACE_MS in os.environ:
+        pace_ms = float(os.environ[PACE_MS])
     paces: list[float | None] = list(pace_ms) if isinstance(pace_ms, Sequence) else [pace_ms] * world_size
     if len(paces) != world_size or any(p is not None and not (math.isfinite(p) and p > 0) for p in paces):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
@@ -185,19 +201,3 @@ def checked_length(data: Any) -> int:
     if len(data) == 0:
         raise ValueError("len(data) is 0: the data set is empty; give at least one batch")
     return len(data)
-
-
-def check_params(params: Any) -> None:
-    """Refuse trees an optimizer cannot step.
-
-    Raises:
-      ValueError: no arrays, or a leaf that is not float (it belongs into ``model_state``).
-    """
-    leaves = jax.tree.leaves_with_path(params)
-    if not leaves:
-        raise ValueError("params has no arrays; pass the tree of parameters, e.g. model.init(rng, x)['params']")
-    for path, leaf in leaves:
-        if not is_float(leaf):
-            name = jax.tree_util.keystr(path)
-            kind = getattr(leaf, "dtype", type(leaf).__name__)
-            raise ValueError(f"params{name} is {kind}, not float; move it into trainer.init(params, model_state=...)")

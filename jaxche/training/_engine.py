@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -237,7 +238,7 @@ class Engine:
                 "trainer's own: state = trainer.init(params)"
             )
         one = _without_replica_axis((local.params, local.model_state))
-        code, shapes = jax.make_jaxpr(self._loss.call, return_shape=True)(*one, batch, jax.random.key(0))
+        code, shapes = jax.make_jaxpr(self._loss, return_shape=True)(*one, batch, jax.random.key(0))
         self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._plain_tx, one[0])}
         self.metrics = tuple(sorted(shapes[1][0]))
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
@@ -321,7 +322,8 @@ class Engine:
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
         progress, told = _told(carry["noise"], start.progress, carry["scaled"], np.float32(outcomes[0].steps))
-        local = local._replace(noise=carry["noise"], progress=progress)
+        noise = dataclasses.replace(carry["noise"], previous=carry["tracked"])
+        local = local._replace(noise=noise, progress=progress)
         return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
 
     def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:
@@ -368,7 +370,7 @@ class Engine:
 
     @property
     def compilations(self) -> int:
-        """How many step programs were compiled, over all local replicas."""
+        """For how many shapes of batches steps were compiled, over all local replicas."""
         return sum(replica.compilations for replica in self._replicas)
 
 

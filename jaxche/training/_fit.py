@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from tqdm import tqdm
 
+from jaxche.drawing import per_rank
 from jaxche.training._agree import is_elastic
 from jaxche.training._checkpoints import Checkpoints, Keeper
 from jaxche.training._checks import checked_length
@@ -174,7 +175,7 @@ class _Progress:
         self._done += sum(info.counts)
         text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
         if self._world_size > 1:
-            text += f" counts {_short(info.counts)} efficiency {info.efficiency:.0%}"
+            text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(sum(info.counts))
         now = time.perf_counter()
@@ -189,7 +190,3 @@ class _Progress:
 
     def close(self) -> None:
         self._bar.close()
-
-
-def _short(counts: Sequence[int]) -> str:
-    return ":".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)}..{max(counts)}"

@@ -9,11 +9,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from jaxche.drawing import aligned
 from jaxche.training._advice import Advice
 from jaxche.training._goodput import advise_from
 from jaxche.training._state import RoundInfo, rounds_svg
 
-_ROUNDS_DRAWN = 8
+# Rounds whose bars are wide enough to be read side by side.
+ROUNDS_DRAWN = 8
 
 
 class History(list[RoundInfo]):
@@ -78,8 +80,7 @@ class History(list[RoundInfo]):
         if not shown:
             return "no rounds yet"
         cells = [list(shown[0])] + [[_text(value, key) for key, value in row.items()] for row in shown]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in cells)
+        return aligned(cells)
 
     def __repr__(self) -> str:
         return self.table()
@@ -95,7 +96,7 @@ class History(list[RoundInfo]):
         )
         note = f"{len(self)} rounds, {self.seconds:.1f} s, efficiency {self.efficiency:.1%}"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return rounds_svg(self[-_ROUNDS_DRAWN:], note) + table
+        return rounds_svg(self[-ROUNDS_DRAWN:], note) + table
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The whole record as JSON lines, one round a line; nan becomes null, the infinities "inf" and "-inf".

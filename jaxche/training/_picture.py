@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from jaxche.cadence import Verdict
 from jaxche.drawing import COLOURS, MERGE, WAIT, figure_of, label_outside, logarithmic, ranks_to_show, text_on
-
-if TYPE_CHECKING:
-    from jaxche.training._history import History
-
-# Rounds whose bars are wide enough to be read side by side.
-_ROUNDS_SHOWN = 10
-_CALM = "calm"
+from jaxche.training._history import ROUNDS_DRAWN, History
 
 
 def draw(history: History) -> Any:
@@ -49,13 +44,10 @@ class _Numbers:
         steps = np.maximum(self.counts.sum(axis=0), 1)
         self.ranks = ranks_to_show(self.wall.sum(axis=0) / steps)
 
-    def label(self, rank: int) -> str:
-        return f"rank {rank}"
-
 
 def _rounds(axes: Any, history: History, numbers: _Numbers) -> None:
     """The last rounds on the clock: what each rank did, and when."""
-    shown = history[-_ROUNDS_SHOWN:]
+    shown = history[-ROUNDS_DRAWN:]
     ends = numbers.seconds[-len(shown) :] * 1e3
     width = ends[-1] - (ends[0] - shown[0].period_ms)
     for info, end in zip(shown, ends, strict=True):
@@ -71,7 +63,7 @@ def _rounds(axes: Any, history: History, numbers: _Numbers) -> None:
         axes.axvspan((start + slowest) / 1e3, end / 1e3, color=MERGE, lw=0)
     axes.barh(0, 0, color=WAIT, hatch="////", edgecolor="0.55", label="wait")
     axes.barh(0, 0, color=MERGE, label="merge")
-    axes.set_yticks(range(len(numbers.ranks)), [numbers.label(rank) for rank in numbers.ranks])
+    axes.set_yticks(range(len(numbers.ranks)), [f"rank {rank}" for rank in numbers.ranks])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim((ends[0] - shown[0].period_ms) / 1e3, ends[-1] / 1e3)
@@ -93,7 +85,7 @@ def _over_rounds(axes: Any, **labels: str) -> None:
 def _counts(axes: Any, history: History, numbers: _Numbers) -> None:
     for lane, rank in enumerate(numbers.ranks):
         colour = COLOURS[lane % len(COLOURS)]
-        axes.step(numbers.rounds, numbers.counts[:, rank], where="mid", color=colour, lw=1.6, label=numbers.label(rank))
+        axes.step(numbers.rounds, numbers.counts[:, rank], where="mid", color=colour, lw=1.6, label=f"rank {rank}")
     anchor = [info.anchor for info in history]
     axes.step(numbers.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor")
     _over_rounds(axes, ylabel="local steps", title="Cadence: steps of each rank between two merges")
@@ -125,7 +117,7 @@ def _drift(axes: Any, history: History, numbers: _Numbers) -> None:
     for (label, values), colour, style in zip(series.items(), (COLOURS[5], COLOURS[4]), ("-", "--"), strict=True):
         positive = np.where(np.array(values) > 0, values, np.nan)
         axes.plot(numbers.rounds, positive, color=colour, ls=style, lw=1.4, label=label)
-    held = [i for i, info in enumerate(history) if info.verdict != _CALM]
+    held = [i for i, info in enumerate(history) if info.verdict != Verdict.CALM]
     if held:
         values = np.array(series["to the parameters"])[held]
         axes.plot(numbers.rounds[held], values, "v", color="black", ms=4, label="held")
@@ -139,7 +131,7 @@ def _loss_per_examples(axes: Any, history: History, numbers: _Numbers) -> None:
     _loss(axes, numbers.examples, history)
     axes.set(xlabel="examples trained on", title="Loss: mean over a round's examples")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.xaxis.set_major_locator(_locator(5))
+    axes.locator_params(axis="x", nbins=5)
 
 
 def _loss_per_second(axes: Any, history: History, numbers: _Numbers) -> None:
@@ -219,12 +211,6 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(ends - window, 0)
     return (sums[ends] - sums[begins]) / (ends - begins)
-
-
-def _locator(ticks: int) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(ticks)
 
 
 _PANELS = {

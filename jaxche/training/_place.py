@@ -11,8 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
-
+from jaxche.sharding import Device
 
 # ``begin(params, model_state, opt_state)`` makes what a replica keeps, under the names of its trees.
 Begin: TypeAlias = Callable[[Any, Any, Any], dict[str, Any]]
@@ -92,6 +91,14 @@ def is_local(place: Home) -> bool:
 def spans_processes(place: Home) -> bool:
     """Whether several processes drive it together."""
     return len({d.process_index for d in place.devices.flat}) > 1
+
+
+def devices_by_process() -> dict[int, list[Device]]:
+    """All devices, in order, by the number of the process that has them."""
+    found: dict[int, list[Device]] = {}
+    for device in sorted(jax.devices(), key=lambda d: d.process_index):
+        found.setdefault(device.process_index, []).append(device)
+    return found
 
 
 def first(tree: Any) -> Any:

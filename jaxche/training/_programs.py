@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.averaging import sum_dtype
+from jaxche.averaging import add_weighted, zero_sums
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._place import Place, first, lift
 from jaxche.training._scaling import Scaling, Worth
@@ -48,16 +49,18 @@ class Local(NamedTuple):
 
 
 class Programs(Protocol):
-    """What a replica runs: ``begin(local, index, worth)`` makes the carry of a round, from which steps go on."""
+    """What a replica runs: ``begin(local, index, worth) -> (made, carry)`` opens a round, from which steps go on."""
 
     @property
-    def begin(self) -> Callable[[Local, Any, Worth], dict[str, Any]]: ...
+    def begin(self) -> Callable[[Local, Any, Worth], tuple[dict[str, Any], dict[str, Any]]]: ...
 
-    def constants(self, local: Local) -> Local:
-        """What a step reads of the start of the round, and never writes."""
+    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
+        """What a step reads of the start of the round, and never writes: an array that each step hands on to the next
+        costs ten times as much to dispatch.
+        """
         ...
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         """The steps for batches of these shapes."""
         ...
 
@@ -90,7 +93,7 @@ class LocalPrograms:
         scaling: Scaling | None = None,
     ):
         self._place, self._seed = place, seed
-        self._objective = place.value_and_grad(loss.call)
+        self._objective = place.value_and_grad(loss)
         self._tx: Any = optax.with_extra_args_support(tx)
         self._metrics, self._scaling = metrics, scaling
         step = self._local_step if average == "parameters" else self._accumulate
@@ -101,41 +104,38 @@ class LocalPrograms:
             step, static_argnames="measures", donate_argnums=1, compiler_options=place.compiler_options
         )
 
-    def constants(self, local: Local) -> Local:
-        gradients, scaling = self._average == "gradients", self._scaling
-        return Local(
-            local.params if gradients else None,
-            None,
-            None,
-            None,
-            None if scaling is None or scaling.solo else local.noise,
-            local.progress,
-        )
+    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
+        start = made | ({"params": local.params} if self._average == "gradients" else {})
+        if self._scaling is not None:
+            start |= {"progress": local.progress, "noise": None if self._scaling.solo else local.noise}
+        return start
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         step = self._step.lower(start, carry, batch, measures=True).compile()
         turn = self._scaling.measured_steps if self._scaling is not None else None
         if turn is None:
             return Steps(step, step)
-        return Steps(step, self._step.lower(start, carry, batch, measures=False).compile(), turn)
+        rest, _ = _parted(carry)
+        return Steps(step, partial(_untracked, self._step.lower(start, rest, batch, measures=False).compile()), turn)
 
-    def _begin(self, local: Local, index: Any, worth: Worth) -> dict[str, Any]:
+    def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[dict[str, Any], dict[str, Any]]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local._asdict())
-        carry = {
+        made: dict[str, Any] = {}
+        carry: dict[str, Any] = {
             "model_state": copied["model_state"],
             "index": index,
             "sums": jnp.zeros((1, 2 + len(self._metrics)), jnp.float32),
         }
         if self._scaling is not None:
             noise, params, opt_state = first((local.noise, local.params, local.opt_state))
-            begun = self._scaling.begin(noise, params, opt_state, worth)
-            carry |= {name: value if name == "worth" else lift(value) for name, value in begun.items()}
+            seen, begun = self._scaling.begin(noise, params, opt_state)
+            made, carry = {"seen": lift(seen), "worth": worth}, carry | lift(begun)
         if self._average == "parameters":
             carry |= {"params": copied["params"], "opt_state": copied["opt_state"]}
         else:
-            carry["grads"] = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), local.params)
-        return self._place.constrain(carry)
+            carry["grads"] = zero_sums(local.params)
+        return self._place.constrain(made), self._place.constrain(carry)
 
     def _value_and_grad(self, params: Any, carry: dict[str, Any], batch: Any) -> Any:
         rng = jax.random.fold_in(jax.random.key(self._seed), carry["index"])
@@ -150,7 +150,7 @@ class LocalPrograms:
         return loss, grads, examples, advanced
 
     def _local_step(
-        self, start: Local, carry: dict[str, Any], batch: Any, measures: bool
+        self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
     ) -> tuple[dict[str, Any], Any]:
         params, opt_state = first(carry["params"]), first(carry["opt_state"])
         loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
@@ -162,33 +162,44 @@ class LocalPrograms:
         stepped = {"params": lift(params), "opt_state": lift(opt_state)}
         return self._place.constrain(carry | carry_next | more | stepped), loss
 
-    def _scale(self, start: Local, carry: dict[str, Any], grads: Any, examples: Any, measures: bool) -> Any:
+    def _scale(self, start: dict[str, Any], carry: dict[str, Any], grads: Any, examples: Any, measures: bool) -> Any:
         """Arguments of the scaled optimizer in a local step, and what the carry keeps of the noise."""
-        scaling, worth = self._scaling, carry["worth"]
+        scaling, worth, seen = self._scaling, start["worth"], first(start["seen"])
         assert scaling is not None
-        progress = first(start.progress) + worth.alpha * carry["scaled"][0, 0]
-        noise, more = first(start.noise if not scaling.solo else carry["noise"]), {}
+        progress = first(start["progress"]) + worth.alpha * carry["scaled"][0, 0]
+        more = {}
         if scaling.solo:
-            seen = first(carry["seen"])
-            noise = scaling.watch(noise, grads, examples, seen) if measures else scaling.skip(noise, examples)
-            more = {"noise": lift(noise)}
-        elif measures:
-            tracked = scaling.track(first(carry["tracked"]), noise, grads, examples, first(carry["seen"]))
-            more = {"tracked": lift(tracked)}
+            noise = first(carry["noise"])
+            if measures:
+                noise, previous = scaling.watch(noise, first(carry["tracked"]), grads, examples, seen)
+                more = {"tracked": lift(previous)}
+            else:
+                noise = scaling.skip(noise, examples)
+            more["noise"] = lift(noise)
+        else:
+            noise = first(start["noise"])
+            if measures:
+                more = {"tracked": lift(scaling.track(first(carry["tracked"]), noise, grads, examples, seen))}
         return scaling.arguments(noise, progress, examples, worth.replicas), more
 
     def _accumulate(
-        self, start: Local, carry: dict[str, Any], batch: Any, measures: bool
+        self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
     ) -> tuple[dict[str, Any], Any]:
-        del measures  # of a merged gradient all batches are measured, which here costs a norm of each
-        loss, grads, examples, carry_next = self._value_and_grad(first(start.params), carry, batch)
-
-        def add(total: Any, g: Any) -> Any:
-            return total + examples.astype(total.dtype) * g[None].astype(total.dtype)
-
-        if self._scaling is not None:
-            tracked, noise = first(carry["tracked"]), first(start.noise)
-            tracked = self._scaling.track(tracked, noise, grads, examples, first(carry["seen"]))
-            carry_next |= {"tracked": lift(tracked), "seen": carry["seen"]}
-        summed = {"grads": jax.tree.map(add, carry["grads"], grads)}
+        loss, grads, examples, carry_next = self._value_and_grad(first(start["params"]), carry, batch)
+        if self._scaling is not None and measures:
+            tracked, noise = first(carry["tracked"]), first(start["noise"])
+            carry_next["tracked"] = lift(self._scaling.track(tracked, noise, grads, examples, first(start["seen"])))
+        summed = {"grads": add_weighted(carry["grads"], lift(grads), examples)}
         return self._place.constrain(carry_next | summed), loss
+
+
+def _parted(carry: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A carry without what only measuring steps read and write, and that."""
+    rest = dict(carry)
+    return rest, rest.pop("tracked")
+
+
+def _untracked(step: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+    rest, tracked = _parted(carry)
+    rest, loss = step(start, rest, batch)
+    return rest | {"tracked": tracked}, loss

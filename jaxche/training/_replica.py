@@ -54,17 +54,23 @@ class Replica:
         self.compilations = 0
 
     def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> dict[str, Any]:
-        return self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
+        """The carry of a round before its first step."""
+        return self._opened(local, index, worth)[1]
 
-    def _executable(self, local: Local, batch: Any, carry: dict[str, Any] | None = None) -> tuple[Steps, Any]:
+    def _opened(self, local: Local, index: int, worth: Worth = _PLAIN) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the steps of a round read, and the carry."""
+        made, carry = self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
+        return self._programs.constants(local, made), carry
+
+    def _executable(self, local: Local, batch: Any, opened: Any = None) -> tuple[Steps, Any]:
         """The steps compiled for a batch of these shapes, and the batch as they take it."""
         batch = self.place.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
-            carry = self.begin(local, 0) if carry is None else carry
-            self._executables[key] = self._programs.compile(self._programs.constants(local), carry, batch)
+            start, carry = opened or self._opened(local, 0)
+            self._executables[key] = self._programs.compile(start, carry, batch)
             self.compilations += 1
         return self._executables[key], batch
 
@@ -81,17 +87,17 @@ class Replica:
         Raises:
           PaceError: the step takes longer than the pace.
         """
-        carry = self.begin(local, 0)
-        steps, batch = self._executable(local, batch, carry)
+        start, carry = self._opened(local, 0)
+        steps, batch = self._executable(local, batch, (start, carry))
         fastest = float("inf")
         if steps.later is not steps.opening:
-            carry, loss = steps.later(self._programs.constants(local), carry, batch)
+            carry, loss = steps.later(start, carry, batch)
             loss.block_until_ready()
         for _ in range(3 if self._pace_ms else 1):
-            start = time.perf_counter()
-            carry, loss = steps.opening(self._programs.constants(local), carry, batch)
+            clock = time.perf_counter()
+            carry, loss = steps.opening(start, carry, batch)
             loss.block_until_ready()
-            fastest = min(fastest, (time.perf_counter() - start) * 1e3)
+            fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
         if self._pace_ms and fastest > self._pace_ms:
             enough = np.ceil(1.3 * fastest)
             raise PaceError(
@@ -114,13 +120,13 @@ class Replica:
         if limit_ms is not None and isinstance(feed, Feed) and not spans_processes(self.place):
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
         try:
-            carry, constants = self.begin(local, index, worth), self._programs.constants(local)
+            constants, carry = self._opened(local, index, worth)
             start = due = time.perf_counter()
             for batch in self._gapless(feed):
                 if steps and time.perf_counter() - start > limit_s:
                     break
                 before, clock = self.compilations, time.perf_counter()
-                programs, batch = self._executable(local, batch, carry)
+                programs, batch = self._executable(local, batch, (constants, carry))
                 if self.compilations != before:
                     start += time.perf_counter() - clock  # no compilation is ever timed
                 carry, loss = programs.at(steps)(constants, carry, batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxche.averaging import path_names
 from jaxche.cadence import DivergenceCorrection, ElChe
 from jaxche.training._state import ReplicaState
 
@@ -96,4 +97,4 @@ def _tuples(value: Any) -> Any:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("value",)
+    return path_names(path) or ("value",)

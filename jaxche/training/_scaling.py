@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.averaging import sum_dtype
+from jaxche.averaging import add_weighted, zero_sums
 from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
 
 # Local steps of a round in which gradients are measured, which costs up to a seventh of a small model's step: enough
@@ -58,12 +58,14 @@ class Scaling:
       base_batch_size: examples in the batch the learning rate was tuned for; None until the data is seen.
       average: ``"parameters"`` or ``"gradients"``.
       solo: whether there is a single replica, whose noise shows in the difference of successive gradients only.
+      sync: whether replicas meet after every batch.
     """
 
     rule: ScalingRule
     base_batch_size: float | None
     average: str
     solo: bool
+    sync: bool
 
     @property
     def preconditioned(self) -> bool:
@@ -72,8 +74,8 @@ class Scaling:
 
     @property
     def measured_steps(self) -> int | None:
-        """How many of a round's first steps are measured, None for all: those that add up to one gradient."""
-        if self.average == "gradients":
+        """How many of a round's first steps are measured; None for all, where there is one a round."""
+        if self.sync and not self.solo:
             return None
         return _MEASURED_ALONE if self.solo else _MEASURED
 
@@ -85,22 +87,23 @@ class Scaling:
         noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
         return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
 
-    def begin(self, noise: Any, params: Any, opt_state: Any, worth: Any) -> dict[str, Any]:
-        """What a round's carry gets.
+    def begin(self, noise: Any, params: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
+        """The preconditioner of a round or None, and what its carry gets.
 
-        ``tracked`` for the estimate, ``scaled`` for what the steps are worth, and ``seen``, the preconditioner or
-        None: made once, because gradients of a round are compared as seen from one place, and a square root and a
-        division of every number cost a small model some percent of a step.
+        It is made once, because gradients of a round are compared as seen from one place, and a square root and a
+        division of every number cost a small model some percent of a step. In the carry are ``tracked`` for the
+        estimate, which only steps that are measured touch, ``scaled`` for what the steps are worth, and the single
+        replica's ``noise`` without its previous gradient, which is what is tracked.
         """
         zero = noise_scale.Sums(jnp.zeros_like(noise.sqr_sum), *(jnp.zeros((), jnp.float32) for _ in range(5)))
-        seen = {"seen": noise_scale.preconditioner(opt_state, params) if self.preconditioned else None}
+        seen = noise_scale.preconditioner(opt_state, params) if self.preconditioned else None
         if self.average == "gradients":
-            return seen | {"tracked": zero}
-        steps = seen | {"scaled": jnp.zeros(2, jnp.float32)}
+            return seen, {"tracked": zero}
+        steps = {"scaled": jnp.zeros(2, jnp.float32)}
         if self.solo:
-            return steps | {"noise": jax.tree.map(jnp.copy, noise), "worth": worth}
-        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)
-        return steps | {"tracked": {"sums": zero, "grads": wide}, "worth": worth}
+            noise = jax.tree.map(jnp.copy, noise)
+            return seen, steps | {"noise": replace(noise, previous=None), "tracked": noise.previous}
+        return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}}
 
     def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """Add one batch to what the estimate is made of.
@@ -115,12 +118,14 @@ class Scaling:
         sums = noise_scale.local_sums(noise, grads, examples, opt_state=seen)
         if self.average == "gradients":
             return jax.tree.map(jnp.add, tracked, sums)
-        add = jax.tree.map(lambda t, g: t + examples.astype(t.dtype) * g.astype(t.dtype), tracked["grads"], grads)
-        return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": add}
+        total = add_weighted(tracked["grads"], grads, examples)
+        return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": total}
 
-    def watch(self, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
-        """The single replica's update of the noise scale."""
-        return noise_scale.update_from_one(self._based(noise), grads, examples, opt_state=seen)
+    def watch(self, noise: Any, previous: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
+        """The single replica's noise scale after a step that was measured, and the previous gradient apart from it."""
+        whole = replace(self._based(noise), previous=previous)
+        after = noise_scale.update_from_one(whole, grads, examples, opt_state=seen)
+        return replace(after, previous=None), after.previous
 
     def skip(self, noise: Any, examples: Any) -> Any:
         """The single replica's noise scale after a step that was not measured."""
@@ -133,9 +138,14 @@ class Scaling:
         return {"scale": scale, "noise": noise, "progress": progress}
 
     def sent(self, tracked: Any, noise: Any, opt_state: Any, examples: Any) -> Any:
-        """What a replica that averages parameters puts into the all-reduce: its estimates, and the examples it took
-        without measuring.
+        """What a replica puts into the all-reduce for the estimate: a few numbers, nothing model-sized.
+
+        Where parameters are averaged, its own estimates and the examples it took without measuring. Where gradients
+        are, sums in which the batches that were measured stand for all: the mean that they are compared with is of all.
         """
+        if self.average == "gradients":
+            measured = jnp.where(tracked.examples > 0, tracked.examples, jnp.float32(1))
+            return jax.tree.map(lambda x: examples / measured * x, tracked)
         measured = tracked["sums"].examples
         mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
         own = noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))

@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import measure_drift
 from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
+from jaxche.training._checks import refuse_foreign_devices
 from jaxche.training._engine import Engine
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
-from jaxche.training._place import is_local
+from jaxche.training._place import devices_by_process, is_local
 from jaxche.training._programs import Local
 from jaxche.training._replica import Replica
 from jaxche.training._stages import StagedPrograms, Stages
@@ -50,6 +51,11 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
             f"protocol={protocol!r} is for stages in processes of their own, and those of a replica are in one; write "
             "jaxche.Partitioned(stages, loss, jaxche.Pipeline(micro_batch_size=8))"
         )
+    if getattr(protocol, "one_program", None):
+        raise ValueError(
+            f"protocol={protocol!r}: replicas run side by side, and programs over several devices each could block one "
+            "another; leave one_program= out"
+        )
     given = _default_replicas(n_stages) if replicas is None else [_devices_of(r, n_stages) for r in replicas]
     for one, other in itertools.combinations(given, 2):
         if shared := set(one) & set(other):
@@ -60,13 +66,7 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
                 f"replicas has one on {devices}, devices of several processes; give each replica devices of one "
                 "process. One model over processes trains with jaxche.Partitioned(..., local_stages=).step"
             )
-    here = [d for devices in given for d in devices if d.process_index == jax.process_index()]
-    if not here:
-        raise ValueError("replicas has no device of this process; every process must hold at least one replica")
-    if len(kinds := sorted({d.device_kind for d in here})) > 1:
-        raise ValueError(
-            f"one process cannot merge devices of different kinds ({', '.join(kinds)}); start one process per kind"
-        )
+    refuse_foreign_devices(list(itertools.chain(*given)))
     return [Stages(model, devices) for devices in given]
 
 
@@ -84,8 +84,7 @@ def _devices_of(replica: Any, n_stages: int) -> list[Any]:
 def _default_replicas(n_stages: int) -> list[list[Any]]:
     """The devices of each process, as many in a row as there are stages."""
     replicas = []
-    for process in sorted({d.process_index for d in jax.devices()}):
-        devices = [d for d in jax.devices() if d.process_index == process]
+    for process, devices in devices_by_process().items():
         if len(devices) % n_stages:
             raise ValueError(
                 f"process {process} has {len(devices)} devices, which do not make whole replicas of {n_stages} stages; "

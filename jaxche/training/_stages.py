@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import sum_dtype
-from jaxche.protocols import Partitioned
-from jaxche.sharding import batch_size
-from jaxche.training._place import Begin, Device, OneDevice, first, lift
+from jaxche.averaging import add_weighted, zero_sums
+from jaxche.protocols import Partitioned, Pipeline
+from jaxche.sharding import Device, batch_size
+from jaxche.training._place import Begin, OneDevice, first, lift
 from jaxche.training._programs import Local, Steps
 
 
@@ -68,30 +68,30 @@ class StagedPrograms:
         # keep_unused: the arguments also say on which device the zeros are made.
         self._begin = jax.jit(self._begun, keep_unused=True)
         self._update = jax.jit(self._updated, donate_argnums=(1, 2))
-        self._add = jax.jit(self._added, donate_argnums=0)
+        self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_counted, donate_argnums=0)
 
-    def constants(self, local: Local) -> Local:
-        return Local(local.params if self._average == "gradients" else None, None, None, None)
+    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
+        return made | ({"params": local.params} if self._average == "gradients" else {})
 
-    def begin(self, local: Local, index: Any, worth: Any) -> dict[str, Any]:
+    def begin(self, local: Local, index: Any, worth: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state a round works on, a copy: the one it starts from stays valid."""
         del worth  # learning rates of stages are not scaled
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
         carry: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        return carry | {"model_state": None, "index": int(index), "sums": sums}
+        return {}, carry | {"model_state": None, "index": int(index), "sums": sums}
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         examples = batch_size(batch)
         model = self._model_for(examples)
         model.compile(self._params(start, carry), batch)
         step = functools.partial(self._step, model, np.float32(examples))
         return Steps(step, step)
 
-    def _params(self, start: Local, carry: dict[str, Any]) -> Any:
-        return carry["params"] if self._average == "parameters" else start.params
+    def _params(self, start: dict[str, Any], carry: dict[str, Any]) -> Any:
+        return carry["params"] if self._average == "parameters" else start["params"]
 
     def _model_for(self, examples: int) -> Partitioned:
         protocol: Any = self._model.protocol
@@ -99,6 +99,9 @@ class StagedPrograms:
         if size is not None and examples < self._examples and examples % size:
             size = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
             protocol = replace(protocol, micro_batch_size=size)
+        if isinstance(protocol, Pipeline):
+            # Its collectives would be in flight beside those of other replicas and of a merge, which can deadlock.
+            protocol = replace(protocol, one_program=False)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
                 [_on_lifted(stage) for stage in self._model.stages],
@@ -111,7 +114,7 @@ class StagedPrograms:
         return self._by_size[size]
 
     def _step(
-        self, model: Partitioned, examples: Any, start: Local, carry: dict[str, Any], batch: Any
+        self, model: Partitioned, examples: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any
     ) -> tuple[dict[str, Any], Any]:
         params = self._params(start, carry)
         loss, grads = model.value_and_grad(params, batch, step=carry["index"])
@@ -129,16 +132,12 @@ class StagedPrograms:
         if self._average == "parameters":
             # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
             return {"params": jax.tree.map(jnp.copy, params), "opt_state": jax.tree.map(jnp.copy, opt_state)}
-        return {"grads": jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)}
+        return {"grads": zero_sums(params)}
 
     def _updated(self, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
         grads, opt_state, params = first((grads, opt_state, params))
         updates, opt_state = self._tx.update(grads, opt_state, params, value=loss)
         return lift((optax.apply_updates(params, updates), opt_state))
-
-    @staticmethod
-    def _added(total: Any, grads: Any, examples: Any) -> Any:
-        return jax.tree.map(lambda t, g: t + examples.astype(t.dtype) * g.astype(t.dtype), total, grads)
 
 
 def _counted(sums: Any, loss: Any, examples: Any) -> Any:

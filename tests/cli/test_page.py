@@ -8,31 +8,16 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxche.cli import main
-from jaxche.training import History, RoundInfo
+from jaxche.training import History
 
 
-def history(rounds=5):
-    return History(
-        RoundInfo(
-            round=r,
-            epoch=0,
-            cursor=14 * r,
-            counts=(10, 4),
-            planned=(10, 4),
-            weights=(10 / 14, 4 / 14),
-            wall_ms=(200.0, 190.0),
-            sync_ms=10.0,
-            loss=1 / (r + 1),
-            metrics={"accuracy": 0.5},
-            drift=0.01,
-            drift_dir=0.2,
-            losses=(1.0, 2.0),
-            examples=14 * 32,
-            anchor=4,
-            verdict="calm",
-        )
-        for r in range(rounds)
-    )
+@pytest.fixture
+def history(round_info):
+    def make(rounds=5):
+        wall_ms = (200.0, 190.0)
+        return History(round_info(round=r, cursor=14 * r, wall_ms=wall_ms, loss=1 / (r + 1)) for r in range(rounds))
+
+    return make
 
 
 def result(*policies):
@@ -83,7 +68,7 @@ def read(path):
     return text, page
 
 
-def test_a_run_becomes_one_file(tmp_path, capsys):
+def test_a_run_becomes_one_file(tmp_path, capsys, history):
     history().to_json(tmp_path / "history.jsonl")
     (tmp_path / "result.json").write_text(json.dumps(result("cadence")))
     assert main(["report", str(tmp_path)]) == 0
@@ -99,7 +84,7 @@ def test_a_run_becomes_one_file(tmp_path, capsys):
     assert any("Memory of a device" in line for line in drawn)
 
 
-def test_the_rounds_are_a_table_whatever_the_metrics_are_called(tmp_path):
+def test_the_rounds_are_a_table_whatever_the_metrics_are_called(tmp_path, history):
     rounds = [replace(info, metrics={"top  5": 0.5, "loss of x": 0.25}) for info in history(2)]
     History(rounds).to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
@@ -109,7 +94,7 @@ def test_the_rounds_are_a_table_whatever_the_metrics_are_called(tmp_path):
     assert text.count("<td>0.5</td><td>0.25</td></tr>") == 2
 
 
-def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path):
+def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path, history):
     for policy in ("sync", "cadence"):
         (tmp_path / policy).mkdir()
         history().to_json(tmp_path / policy / "history.jsonl")
@@ -122,7 +107,7 @@ def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path):
     assert "<th>sync</th><th>cadence</th><th>cadence / sync</th>" in text
 
 
-def test_a_run_that_was_cut_off_is_reported(tmp_path):
+def test_a_run_that_was_cut_off_is_reported(tmp_path, history):
     history(2).to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
     assert "2 rounds" in read(tmp_path / "report.html")[0]

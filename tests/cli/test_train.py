@@ -17,11 +17,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(folder, *words, path=()):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAXCHE_", "SLURM_", "OMPI_"))}
     return subprocess.run(
         [sys.executable, "-m", "jaxche", "train", *words],
         cwd=folder,
-        env=clean | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},
         capture_output=True,
         text=True,
         timeout=150,

@@ -96,6 +96,27 @@ class Problem:
         return state, losses
 
 
+@pytest.fixture(params=list(Problem.strategies))
+def name(request):
+    """The name of a strategy: each in turn, where a test does not say which."""
+    return request.param
+
+
+@pytest.fixture
+def through_orbax(tmp_path):
+    """Saves a state by plain Orbax, and opens it as another is laid out."""
+
+    def move(state, target):
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "state", state)
+            checkpointer.wait_until_finished()
+            return checkpointer.restore(tmp_path / "state", target)
+
+    return move
+
+
 @pytest.fixture(scope="session")
 def problems():
     """Even sizes, which 8 devices divide, and odd ones; what one device makes of them is computed once."""

@@ -20,7 +20,7 @@ MOVES = [
 
 @pytest.mark.parametrize("sizes", ["even", "odd"])
 @pytest.mark.parametrize(("before", "after"), MOVES, ids=lambda move: f"{move[0]}-{move[1]}")
-def test_training_goes_on_under_another_layout(before, after, sizes, problems, devices, tmp_path):
+def test_training_goes_on_under_another_layout(before, after, sizes, problems, devices, through_orbax, close, same):
     problem = problems[sizes]
     one, other = (
         jaxche.sharded_step(problem.loss, problem.optimizers["adam"](), strategy, strategy.mesh(devices[:world]))
@@ -28,23 +28,18 @@ def test_training_goes_on_under_another_layout(before, after, sizes, problems, d
     )
     batches = problem.batches(20)
     state, _ = problem.run(one, one.init(problem.params()), batches[:8])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        target = other.abstract_state(problem.params())
-        restored = checkpointer.restore(tmp_path / "state", target)
+    target = other.abstract_state(problem.params())
+    restored = through_orbax(state, target)
     assert int(restored.index) == 8
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
+    same(restored, state)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, target))
     end, losses = problem.run(other, restored, batches[8:])
     params, undisturbed = problem.on_one_device("adam")
     np.testing.assert_allclose(losses, undisturbed[8:], rtol=1e-5)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), jax.device_get(end.params), params
-    )
+    close(end.params, params, atol=1e-5)
 
 
-def test_a_manager_keeps_several_and_opens_the_latest(problem, devices, tmp_path):
+def test_a_manager_keeps_several_and_opens_the_latest(problem, devices, tmp_path, close, same):
     full, none = jaxche.FullShard(), jaxche.NoShard()
 
     def make(strategy, world):
@@ -61,23 +56,17 @@ def test_a_manager_keeps_several_and_opens_the_latest(problem, devices, tmp_path
         assert manager.all_steps() == [2, 3]
         target = other.abstract_state(problem.params())
         restored = manager.restore(3, args=ocp.args.StandardRestore(target))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
+    same(restored, state)
     batch = problem.batches(4)[-1]
     (ours, _), (theirs, _) = other(restored, batch), one(state, batch)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-        *(jax.device_get(s.params) for s in (ours, theirs)),
-    )
+    close(*(jax.device_get(s.params) for s in (ours, theirs)))
 
 
-def test_on_the_same_layout_it_goes_on_bit_for_bit(problem, devices, tmp_path):
+def test_on_the_same_layout_it_goes_on_bit_for_bit(problem, devices, through_orbax, same):
     strategy = jaxche.HybridShard(2)
     step = jaxche.sharded_step(problem.loss, problem.optimizers["adam"](), strategy, strategy.mesh(devices[:4]))
     batches = problem.batches(6)
     state, _ = problem.run(step, step.init(problem.params()), batches[:3])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", step.abstract_state(problem.params()))
+    restored = through_orbax(state, step.abstract_state(problem.params()))
     ends = [problem.run(step, s, batches[3:]) for s in (state, restored)]
-    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(end) for end in ends))
+    same(*ends)

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 from jaxche.sharding import (
@@ -35,7 +34,7 @@ def placed(strategy, devices, params):
 
 
 def differentiated(layout, params, loss_fn, batch):
-    fn = value_and_grad(as_loss(loss_fn).call, layout)
+    fn = value_and_grad(as_loss(loss_fn), layout)
     jitted = jax.jit(fn, compiler_options=layout.compiler_options)
     (loss, _), grads = jax.block_until_ready(jitted(params, None, np.asarray(batch, np.float32), jax.random.key(0)))
     return loss, grads
@@ -104,16 +103,13 @@ def test_a_gather_keeps_the_order_of_ranks(strategy, devices):
         (range(1, 9), 2, 4, [[1, 2], [3, 4], [5, 6], [7, 8]]),
     ],
 )
-def test_a_checkpoint_opens_on_another_number_of_ranks(values, before, after, held, devices, tmp_path):
+def test_a_checkpoint_opens_on_another_number_of_ranks(values, before, after, held, devices, through_orbax):
     params = jnp.array(list(values), jnp.float32)
     steps = [
         sharded_step(lambda p, x: (p * x.mean()).sum(), optax.sgd(0.1), FullShard(), FullShard().mesh(devices[:world]))
         for world in (before, after)
     ]
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", steps[0].init(params))
-        checkpointer.wait_until_finished()
-        state = checkpointer.restore(tmp_path / "state", steps[1].abstract_state(params))
+    state = through_orbax(steps[0].init(params), steps[1].abstract_state(params))
     assert by_rank(state.params) == held
 
 

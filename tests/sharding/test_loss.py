@@ -19,7 +19,7 @@ from jaxche.sharding import as_loss, batch_size
     ],
 )
 def test_accepted_forms(loss_fn, wanted):
-    loss, (metrics, state) = as_loss(loss_fn).call(2.0, "s", 3.0, 10.0)
+    loss, (metrics, state) = as_loss(loss_fn)(2.0, "s", 3.0, 10.0)
     assert (float(loss), ({k: float(v) for k, v in metrics.items()}, state)) == wanted
     assert loss.dtype == jnp.float32
 
@@ -29,10 +29,7 @@ def test_a_callable_object_is_a_loss():
         def __call__(self, params, batch, rng):
             return params + rng
 
-    loss = as_loss(Mean())
-    assert loss.wants_rng
-    assert not loss.wants_model_state
-    assert float(loss.call(1.0, None, None, 2.0)[0]) == 3.0
+    assert float(as_loss(Mean())(1.0, None, None, 2.0)[0]) == 3.0
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,7 @@ def test_a_callable_object_is_a_loss():
 )
 def test_refused_results(result):
     with pytest.raises(ValueError, match=r"return|write"):
-        as_loss(lambda p, b: result).call(1.0, None, None, None)
+        as_loss(lambda p, b: result)(1.0, None, None, None)
 
 
 def test_batch_size_is_the_common_leading_axis():

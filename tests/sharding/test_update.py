@@ -23,7 +23,7 @@ GRADS = jax.tree.map(lambda p: jnp.cos(p), PARAMS)
     ],
     ids=["clipped", "multi", "lion", "adafactor"],
 )
-def test_any_transformation_gives_what_it_gives_on_one_device(tx, strategy, devices):
+def test_any_transformation_gives_what_it_gives_on_one_device(tx, strategy, devices, close):
     layout = Layout(strategy, strategy.mesh(devices[:4]), PARAMS)
     step = jax.jit(lambda g, s, p: sharded_update(tx, layout, g, s, p))
     params, state = step(GRADS, tx.init(PARAMS), PARAMS)
@@ -33,10 +33,7 @@ def test_any_transformation_gives_what_it_gives_on_one_device(tx, strategy, devi
         updates, theirs = tx.update(GRADS, theirs, expected)
         expected = optax.apply_updates(expected, updates)
 
-    def close(x, y):
-        return np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-
-    jax.tree.map(close, jax.device_get((params, state)), jax.device_get((expected, theirs)))
+    close((params, state), (expected, theirs))
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding}"), params, layout.params
     )

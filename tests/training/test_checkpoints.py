@@ -16,10 +16,6 @@ import jaxche
 from jaxche.sharding import FullShard
 
 
-def lockstep(world=2):
-    return jaxche.ElChe(world_size=world, anchor=2, max_anchor=2, max_batch_diff=0)  # no timing decides
-
-
 def noisy_loss(params, batch, rng, model_state):
     """Dropout, batch statistics and a counter that each replica advances by itself."""
     out = batch["x"] @ params["w"] + params["b"]
@@ -49,26 +45,26 @@ def stop_after(rounds):
 
 
 CASES = {
-    "own moments": lambda: {"che": lockstep()},
-    "averaged moments, outer": lambda: {
-        "che": lockstep(),
+    "own moments": lambda che: {"che": che},
+    "averaged moments, outer": lambda che: {
+        "che": che,
         "opt_state": "average",
         "outer": optax.sgd(0.7, momentum=0.9),
     },
-    "gradients": lambda: {"policy": "sync"},
-    "async": lambda: {"policy": "async", "che": lockstep()},
-    "scaled": lambda: {"che": lockstep(), "scaling": jaxche.AdamScale()},
-    "scaled gradients": lambda: {"policy": "sync", "scaling": jaxche.AdaScale()},
-    "one replica": lambda: {"replicas": jax.devices()[:1]},
-    "one replica, scaled": lambda: {"replicas": jax.devices()[:1], "scaling": jaxche.AdaScale()},
+    "gradients": lambda che: {"policy": "sync"},
+    "async": lambda che: {"policy": "async", "che": che},
+    "scaled": lambda che: {"che": che, "scaling": jaxche.AdamScale()},
+    "scaled gradients": lambda che: {"policy": "sync", "scaling": jaxche.AdaScale()},
+    "one replica": lambda che: {"replicas": jax.devices()[:1]},
+    "one replica, scaled": lambda che: {"replicas": jax.devices()[:1], "scaling": jaxche.AdaScale()},
 }
 
 
 @pytest.mark.filterwarnings("ignore:an outer optimizer over only")
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_path, same, told, case):
+def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_path, same, told, case, lockstep):
     def run(callbacks=(), **options):
-        knobs = {"replicas": devices[:2]} | CASES[case]()
+        knobs = {"replicas": devices[:2]} | CASES[case](lockstep())
         trainer = jaxche.Trainer(noisy_loss, optax.adam(0.05), **knobs)
         state = trainer.init(problem.params, model_state)
         return trainer.fit(state, problem.data, epochs=5, progress=False, callbacks=callbacks, **options)
@@ -86,7 +82,7 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
     assert told(record[:middle]) == told(part)
 
 
-def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close):
+def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close, lockstep):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(96, 8)).astype(np.float32)
     data = jaxche.Batches({"x": x, "y": np.sin(x[:, :2])}, 8)
@@ -128,7 +124,7 @@ def _copy(folder, step):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_another_number_of_replicas_goes_on_from_the_merged_state(
-    problem, model_state, devices, tmp_path, close, told, before, after
+    problem, model_state, devices, lockstep, tmp_path, close, told, before, after
 ):
     def trainer(world):
         che = lockstep(world) if world > 1 else None
@@ -163,7 +159,7 @@ def test_another_number_of_replicas_goes_on_from_the_merged_state(
 
 
 @pytest.fixture
-def saved(problem, devices, tmp_path):
+def saved(problem, devices, lockstep, tmp_path):
     """A folder with checkpoints of rounds 1 to 3, how they were made, and the state after the last."""
 
     def run(folder=tmp_path / "run", data=problem.data, params=problem.params, epochs=2, callbacks=(), **knobs):
@@ -214,7 +210,7 @@ def test_plain_orbax_opens_the_parameters(saved, same):
     same(found, jax.tree.map(lambda x: x[0], state.params))
 
 
-def test_only_the_newest_are_kept_and_only_those_that_were_asked_for(problem, devices, tmp_path):
+def test_only_the_newest_are_kept_and_only_those_that_were_asked_for(problem, devices, tmp_path, lockstep):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), che=lockstep(), replicas=devices[:2])
     asked = jaxche.Checkpoints(tmp_path, every=2, keep=2)
     state, _ = trainer.fit(trainer.init(problem.params), problem.data, 3, progress=False, checkpoints=asked)
@@ -250,7 +246,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(problem
         jaxche.Checkpoints(tmp_path, every=0)
 
 
-def test_a_preempted_run_is_saved_and_goes_on(saved, problem, same):
+def test_a_preempted_run_is_saved_and_goes_on(saved, same):
     folder, run, *_ = saved
     wanted, _ = run(folder=folder.with_name("undisturbed"))
 

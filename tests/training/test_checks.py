@@ -1,11 +1,22 @@
 """Refusals of a trainer's arguments; the trainer's own tests go through all of them."""
 
+from types import SimpleNamespace
+
 import jax
-import numpy as np
 import pytest
 
 from jaxche.sharding import NoShard
-from jaxche.training._checks import check_params, checked_length, checked_paces, checked_places, one_of
+from jaxche.training._checks import (
+    checked_length,
+    checked_paces,
+    checked_places,
+    one_of,
+    refuse_foreign_devices,
+)
+
+
+def gpu(kind, process=0):
+    return SimpleNamespace(device_kind=kind, process_index=process)
 
 
 def test_good_arguments_pass(devices, monkeypatch):
@@ -17,7 +28,7 @@ def test_good_arguments_pass(devices, monkeypatch):
     assert checked_paces(20, 2) == [20, 20]
     assert checked_paces((20, 50), 2) == [20, 50]
     assert checked_length([1, 2]) == 2
-    check_params({"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64)})
+    refuse_foreign_devices([gpu("A"), gpu("B", process=1), gpu("A")])
 
 
 def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
@@ -34,8 +45,8 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
         (lambda d: checked_paces((1, 0), 2), "positive"),
         (lambda d: checked_paces(float("inf"), 2), "positive"),
         (lambda d: checked_length(3), "len"),
-        (lambda d: check_params({"n": np.arange(3)}), r"\['n'\] is int64"),
-        (lambda d: check_params([]), "no arrays"),
+        (lambda d: refuse_foreign_devices([gpu("A", process=1)]), "no device of this process"),
+        (lambda d: refuse_foreign_devices([gpu("B"), gpu("A"), gpu("B")]), r"kinds \(A, B\).*per kind.*launch -n 3"),
     ],
 )
 def test_bad_ones_are_named(devices, call, named):

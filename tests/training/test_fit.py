@@ -9,12 +9,11 @@ import jaxche
 
 
 @pytest.fixture
-def trainer(problem, devices):
-    che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)  # lockstep: no timing decides
-    return jaxche.Trainer(problem.loss, optax.adam(0.02), che=che, replicas=devices[:2])
+def trainer(problem, devices, lockstep):
+    return jaxche.Trainer(problem.loss, optax.adam(0.02), che=lockstep(), replicas=devices[:2])
 
 
-def test_epochs_count_from_where_the_state_is(trainer, problem, same):
+def test_epochs_count_from_where_the_state_is(trainer, problem):
     start = trainer.init(problem.params)
     once, history = trainer.fit(start, problem.data, epochs=1, progress=False)
     twice, more = trainer.fit(once, problem.data, epochs=2, progress=False)
@@ -47,7 +46,7 @@ def test_a_requested_stop_takes_effect_in_the_next_merge(trainer, problem):
     assert [info.stop for info in history] == [0, 0, 1]
 
 
-def test_dry_run_tries_everything_and_changes_nothing(trainer, problem, same):
+def test_dry_run_tries_everything_and_changes_nothing(trainer, problem):
     start = trainer.init(problem.params)
     state, history = trainer.fit(start, problem.data, dry_run=True)
     assert state is start

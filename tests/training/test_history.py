@@ -7,46 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from jaxche.training import History, RoundInfo
+from jaxche.training import History
 
 
-def info(round=0, counts=(10, 4), wall=(200.0, 200.0), sync=10.0, loss=1.0, losses=(1.0, 2.0)):
-    return RoundInfo(
-        round=round,
-        epoch=0,
-        cursor=14 * round,
-        counts=counts,
-        planned=counts,
-        weights=(10 / 14, 4 / 14),
-        wall_ms=wall,
-        sync_ms=sync,
-        loss=loss,
-        metrics={"accuracy": 0.5},
-        drift=0.01,
-        drift_dir=0.2,
-        losses=losses,
-        examples=14 * 32,
-        anchor=4,
-        verdict="calm",
-    )
-
-
-def test_efficiency_is_batches_over_what_the_speeds_allow():
-    assert info(sync=0.0).efficiency == pytest.approx(1.0)
-    assert info().efficiency == pytest.approx(200 / 210)
-    slow = info(counts=(1, 1), wall=(20.0, 50.0), sync=0.0)
+def test_efficiency_is_batches_over_what_the_speeds_allow(round_info):
+    assert round_info(sync_ms=0.0).efficiency == pytest.approx(1.0)
+    assert round_info().efficiency == pytest.approx(200 / 210)
+    slow = round_info(counts=(1, 1), wall_ms=(20.0, 50.0), sync_ms=0.0)
     assert slow.efficiency == pytest.approx(2 / (50 * (1 / 20 + 1 / 50)))  # R v_min / sum v
     assert slow.wait_ms == (30.0, 0.0)
-    assert History([info(), info(1)]).efficiency == pytest.approx(200 / 210)
-    assert History([info(), info(1)]).seconds == pytest.approx(0.42)
+    assert History([round_info(), round_info(round=1)]).efficiency == pytest.approx(200 / 210)
+    assert History([round_info(), round_info(round=1)]).seconds == pytest.approx(0.42)
 
 
-def test_idle_replicas_have_no_speed():
-    assert info(counts=(3, 0), wall=(60.0, 0.0), sync=0.0, losses=(1.0, math.nan)).efficiency == pytest.approx(1.0)
+def test_idle_replicas_have_no_speed(round_info):
+    assert round_info(
+        counts=(3, 0), wall_ms=(60.0, 0.0), sync_ms=0.0, losses=(1.0, math.nan)
+    ).efficiency == pytest.approx(1.0)
 
 
-def test_json_reads_back_equal(tmp_path: Path, told):
-    history = History([info(), info(1, loss=0.25)])
+def test_json_reads_back_equal(tmp_path: Path, told, round_info):
+    history = History([round_info(), round_info(round=1, loss=0.25)])
     path = tmp_path / "history.jsonl"
     text = history.to_json(path)
     assert path.read_text() == text
@@ -55,8 +36,10 @@ def test_json_reads_back_equal(tmp_path: Path, told):
     assert told(History.from_json(text)) == told(history)
 
 
-def test_numbers_json_cannot_say_survive(told):
-    odd = replace(info(losses=(1.0, math.nan)), noise=math.inf, loss=-math.inf, metrics={"a": math.inf, "b": math.nan})
+def test_numbers_json_cannot_say_survive(told, round_info):
+    odd = replace(
+        round_info(losses=(1.0, math.nan)), noise=math.inf, loss=-math.inf, metrics={"a": math.inf, "b": math.nan}
+    )
     text = History([odd]).to_json()
     json.loads(text, parse_constant=pytest.fail)  # nothing but what every reader of JSON knows
     back = History.from_json(text)[0]
@@ -73,8 +56,8 @@ def test_a_foreign_file_is_refused():
         History.from_json('{"step": 3}\n')
 
 
-def test_tables_name_every_column():
-    history = History([info(r) for r in range(30)])
+def test_tables_name_every_column(round_info):
+    history = History([round_info(round=r) for r in range(30)])
     lines = history.table(rows=5).splitlines()
     assert len(lines) == 6
     assert lines[0].split()[:4] == ["round", "epoch", "counts", "loss"]

@@ -1,7 +1,5 @@
 """Replicas that are islands: whatever the strategy and the size, they train as replicas of one device do."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxche
-from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp
+from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp, collectives
 
 # Even, odd and scalar leaves; 8 rows a batch.
 ROUNDS = ((2, 3), (1, 4), (3, 3), (2, 1))
@@ -34,40 +32,29 @@ def make_problem(seed=0, examples=18 * 8 + 3):
     return loss, params, jaxche.Batches({"x": x, "y": y}, 8, seed=1)
 
 
-def train(replicas, rounds=ROUNDS, tx=None, **knobs):
-    loss, params, data = make_problem()
-    trainer = jaxche.Trainer(loss, tx or optax.adam(0.05), replicas=replicas, **knobs)
-    state = trainer.init(params)
-    infos = []
-    for counts in rounds:
-        state, info = trainer.round(state, data, counts=counts)
-        infos.append(info)
-    return trainer, state, infos
+@pytest.fixture(scope="module")
+def train(train_rounds):
+    def run(replicas, rounds=ROUNDS, **knobs):
+        return train_rounds(*make_problem(), replicas, rounds, **knobs)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """What replicas of one device do, per setting."""
-    known = {}
-
-    def get(**knobs):
-        key = repr(sorted(knobs.items()))
-        if key not in known:
-            known[key] = train(jax.devices()[:2], **knobs)
-        return known[key]
-
-    return get
+def alone(train, devices):
+    """What replicas of one device do."""
+    return train(devices[:2])
 
 
-def assert_like(one, other):
-    (a, sa, ia), (b, sb, ib) = one, other
-    for x, y in ((a.params(sa), b.params(sb)), (sa.opt_state, sb.opt_state)):
-        jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=2e-5, atol=1e-6), x, y)
-    for u, v in zip(ia, ib, strict=True):
-        assert u.loss == pytest.approx(v.loss, rel=1e-5)
-        assert u.metrics["mae"] == pytest.approx(v.metrics["mae"], rel=1e-5)
-        assert u.drift == pytest.approx(v.drift, rel=1e-3, abs=1e-7)
-        assert u.counts == v.counts
+@pytest.fixture
+def as_devices(trained_alike, close):
+    """Islands trained as devices did, and their optimizers are where those of the devices are."""
+
+    def check(islands, alone):
+        trained_alike(islands, alone)
+        close(islands[1].opt_state, alone[1].opt_state, rtol=2e-5)
+
+    return check
 
 
 STRATEGIES = [FullShard(), ShardGradOp(), NoShard()]
@@ -75,10 +62,10 @@ STRATEGIES = [FullShard(), ShardGradOp(), NoShard()]
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 4)], ids=str)
-def test_islands_train_as_devices_do(devices, alone, strategy, sizes):
+def test_islands_train_as_devices_do(devices, train, as_devices, alone, strategy, sizes):
     first, second = sizes
     meshes = [strategy.mesh(devices[:first]), strategy.mesh(devices[first : first + second])]
-    assert_like(train(meshes, strategy=strategy), alone())
+    as_devices(train(meshes, strategy=strategy), alone)
 
 
 SETTINGS = {
@@ -93,16 +80,16 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_is_right_on_shards(devices, setting):
+def test_every_setting_is_right_on_shards(devices, setting, train, as_devices):
     strategy, knobs = FullShard(), SETTINGS[setting]
     meshes = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
     islands, plain = (train(r, ROUNDS[:3], strategy=s, **knobs) for r, s in ((meshes, strategy), (devices[:2], None)))
-    assert_like(islands, plain)
+    as_devices(islands, plain)
     assert islands[2][-1].noise == pytest.approx(plain[2][-1].noise, rel=1e-3, nan_ok=True)
     assert islands[2][-1].lr_factor == pytest.approx(plain[2][-1].lr_factor, rel=1e-3)
 
 
-def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices):
+def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices, train):
     strategy = FullShard()
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
     _, state, _ = train(meshes, ROUNDS[:1], strategy=strategy)
@@ -120,7 +107,7 @@ def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices):
             assert shard.data.unsafe_buffer_pointer() == pieces[shard.device]
 
 
-def test_the_merge_sends_pieces_between_islands_only(devices):
+def test_the_merge_sends_pieces_between_islands_only(devices, train):
     strategy = FullShard()
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
     trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy)
@@ -128,31 +115,31 @@ def test_the_merge_sends_pieces_between_islands_only(devices):
     carries = [r.begin(local, 0) for r, local in zip(engine._replicas, state.locals, strict=True)]
     arguments = engine._merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))
     text = engine._merge._program.lower(*arguments).compile().as_text()
-    groups = re.findall(r"= (.*?) all-reduce\(.*?replica_groups=(\S+?),? ", text)
-    across = [sizes for sizes, group in groups if group.startswith("{{0,4},{1,5},{2,6},{3,7}}")]
-    sent = sum(np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"f32\[([\d,]*)\]", str(across)))
-    # The pieces of a and b (a quarter each), c and scale whole, and the table with its few scalars.
+    found = collectives(text, 8)
+    within, across = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert {one.groups for one in found} == {within, across}
+    # Between islands the pieces of a and b (a quarter each), c and scale whole, and the table with its few scalars.
     pieces = (8 * 12 + 12 * 3) // 4 + 3 + 1
-    assert pieces < sent < pieces + 2 * 4 * 10 + 10
-    # Nothing the size of a leaf is gathered: only the table's rows are.
-    gathered = [
-        int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", text)
-    ]
-    assert all(size <= 2 * 4 * 10 for size in gathered)
+    assert {one.kind for one in found if one.groups == across} == {"all-reduce"}
+    assert pieces < sum(one.nbytes for one in found if one.groups == across) // 4 < pieces + 2 * 4 * 10 + 10
+    # Inside them a few sums of scalars, and of the gathers none but that of the table: ten numbers a device.
+    inside = [one for one in found if one.groups == within]
+    assert [one.nbytes for one in inside if one.kind == "all-gather"] == [4 * 2 * 4 * 10]
+    assert sum(one.nbytes for one in inside if one.kind != "all-gather") < 4 * 10
 
 
 @pytest.mark.parametrize("strategy", [HybridShard(4), HybridShardGradOp(4)], ids=str)
-def test_nodes_are_islands_by_default(strategy):
+def test_nodes_are_islands_by_default(strategy, devices, train, as_devices):
     nodes = train(None, ROUNDS[:2], strategy=strategy)
     assert nodes[0].world_size == 2
-    assert_like(nodes, train(jax.devices()[:2], ROUNDS[:2]))
+    as_devices(nodes, train(devices[:2], ROUNDS[:2]))
 
 
-def test_a_process_is_an_island_by_default(devices):
-    alone = train(None, ((3,), (2,)), strategy=FullShard())
-    assert alone[0].world_size == 1
-    assert_like(alone, train(devices[:1], ((3,), (2,))))
-    assert len(alone[1].locals[0].params["a"].sharding.device_set) == 8
+def test_a_process_is_an_island_by_default(devices, train, as_devices):
+    island = train(None, ((3,), (2,)), strategy=FullShard())
+    assert island[0].world_size == 1
+    as_devices(island, train(devices[:1], ((3,), (2,))))
+    assert len(island[1].locals[0].params["a"].sharding.device_set) == 8
 
 
 def test_parameters_made_on_the_island_are_never_whole(devices):

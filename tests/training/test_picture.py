@@ -8,28 +8,19 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from jaxche.training import History, RoundInfo
+from jaxche.training import History
 
 
-def history(world, rounds=6, **more):
-    counts = tuple(range(world + 3, 3, -1))
-    values = {
-        "epoch": 0,
-        "cursor": 0,
-        "counts": counts,
-        "planned": counts,
-        "weights": (1 / world,) * world,
-        "wall_ms": tuple(100.0 - i for i in range(world)),
-        "sync_ms": 5.0,
-        "metrics": {},
-        "drift": 0.01,
-        "drift_dir": 0.3,
-        "losses": (1.0,) * world,
-        "examples": 32,
-        "anchor": min(counts),
-        "verdict": "calm",
-    } | more
-    return History(RoundInfo(round=r, loss=1 / (r + 1), **values) for r in range(rounds))
+@pytest.fixture
+def history(round_info):
+    """Makes the history of replicas each a step and a millisecond ahead of the next."""
+
+    def make(world, rounds=6, **more):
+        counts, wall_ms = tuple(range(world + 3, 3, -1)), tuple(100.0 - i for i in range(world))
+        fields = {"wall_ms": wall_ms, "sync_ms": 5.0, "examples": 32} | more
+        return History(round_info(counts, round=r, loss=1 / (r + 1), **fields) for r in range(rounds))
+
+    return make
 
 
 def panels(figure):
@@ -37,7 +28,7 @@ def panels(figure):
 
 
 @pytest.mark.parametrize("world", [2, 40])
-def test_every_panel_has_a_title_and_units(world, tmp_path):
+def test_every_panel_has_a_title_and_units(world, tmp_path, history):
     figure = history(world).plot()
     assert isinstance(figure, Figure)
     assert not plt.get_fignums()  # nothing left open
@@ -52,7 +43,7 @@ def test_every_panel_has_a_title_and_units(world, tmp_path):
     figure.savefig(tmp_path / "history.png")
 
 
-def test_rounds_lie_on_the_clock():
+def test_rounds_lie_on_the_clock(history):
     axes = panels(history(2, rounds=3).plot())["rounds"]
     bars = [bar for bar in axes.patches if bar.get_width() > 0 and hasattr(bar, "get_y")]
     work = sorted((bar.get_x(), bar.get_width()) for bar in bars if math.isclose(bar.get_width(), 0.1))
@@ -63,18 +54,37 @@ def test_rounds_lie_on_the_clock():
     assert all(bar.get_hatch() for bar in waits)
 
 
-def test_one_replica_has_a_loss_and_nothing_to_wait_for():
+def test_as_many_rounds_are_drawn_as_can_be_read(history):
+    history_of_12 = history(2, rounds=12)
+    assert panels(history_of_12.plot())["rounds"].get_title(loc="left").startswith("Rounds 4 to 11: ")
+    assert "12 rounds, 1.3 s, efficiency" in history_of_12._repr_html_()
+    assert "; the last 8:" in history_of_12._repr_html_()
+
+
+def test_few_numbers_are_on_the_axis_of_examples(history):
+    axes = panels(history(2, rounds=50, examples=12345).plot())["examples"]
+    low, high = axes.get_xlim()
+    assert 3 <= len([tick for tick in axes.get_xticks() if low <= tick <= high]) <= 6
+
+
+def test_rounds_that_were_held_are_marked(history):
+    calm, held = (panels(history(2, verdict=verdict).plot())["drift"] for verdict in ("calm", "nudge"))
+    assert [len(axes.lines) for axes in (calm, held)] == [2, 3]
+    assert held.lines[-1].get_label() == "held"
+
+
+def test_one_replica_has_a_loss_and_nothing_to_wait_for(history):
     assert list(panels(history(1).plot())) == ["examples", "seconds"]
 
 
-def test_the_loss_is_drawn_on_both_axes():
+def test_the_loss_is_drawn_on_both_axes(history):
     drawn = panels(history(2).plot())
     assert drawn["examples"].lines[0].get_xdata()[-1] == 6 * 32
     assert drawn["seconds"].lines[0].get_xdata()[-1] == pytest.approx(6 * 0.105)
     assert drawn["seconds"].lines[0].get_ydata()[-1] == pytest.approx(1 / 6)
 
 
-def test_noise_and_memory_have_panels_where_they_are_known():
+def test_noise_and_memory_have_panels_where_they_are_known(history):
     scaled = history(2, noise=500.0, gain=1.5, lr_factor=1.2, progress=3.0)
     scaled.memory = ({"rank": 0, "parameters": 2**20, "in all": 3 * 2**20},)
     figure = scaled.plot()
@@ -85,18 +95,18 @@ def test_noise_and_memory_have_panels_where_they_are_known():
     assert cells[2, 1].get_text().get_text() == "3.00"
 
 
-def test_averaged_gradients_do_not_drift():
+def test_averaged_gradients_do_not_drift(history):
     axes = panels(history(2, drift=0.0, drift_dir=0.0).plot())["drift"]
     assert "gradients are averaged" in axes.texts[0].get_text()
 
 
-def test_a_slice_of_a_history_is_one():
+def test_a_slice_of_a_history_is_one(history):
     part = history(2)[2:4]
     assert isinstance(part, History)
     assert "Rounds 2 to 3" in panels(part.plot())["rounds"].get_title(loc="left")
 
 
-def test_a_round_draws_itself():
+def test_a_round_draws_itself(history):
     picture = history(2)[0]._repr_html_()
     ElementTree.fromstring(picture)
     assert "round 0, epoch 0: loss 1" in picture

@@ -59,45 +59,31 @@ def in_stages(protocol=None, stages=(hidden, output), **options):
     return jaxche.Partitioned(list(stages), loss, protocol or jaxche.Pipeline(2), **options)
 
 
-def train(model, data, params, replicas, rounds=ROUNDS, tx=None, **knobs):
-    trainer = jaxche.Trainer(model, tx or optax.adam(0.05), replicas=replicas, **knobs)
-    state, infos = trainer.init(params), []
-    for counts in rounds:
-        state, info = trainer.round(state, data, counts=counts)
-        infos.append(info)
-    return trainer, state, infos
+@pytest.fixture(scope="module")
+def train(train_rounds, data):
+    def run(model, params, replicas, rounds=ROUNDS, **knobs):
+        return train_rounds(model, params, data, replicas, rounds, **knobs)
 
-
-def assert_like(one, other):
-    (a, sa, ia), (b, sb, ib) = one, other
-    pairs = zip(jax.tree.leaves(a.params(sa)), jax.tree.leaves(b.params(sb)), strict=True)
-    for x, y in pairs:
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
-    for u, v in zip(ia, ib, strict=True):
-        assert u.loss == pytest.approx(v.loss, rel=1e-5)
-        assert u.losses == pytest.approx(v.losses, rel=1e-5, nan_ok=True)
-        assert u.drift == pytest.approx(v.drift, rel=1e-3, abs=1e-7)
-        assert u.drift_dir == pytest.approx(v.drift_dir, rel=1e-3, abs=1e-6)
-        assert (u.counts, u.examples, u.epoch, u.weights) == (v.counts, v.examples, v.epoch, v.weights)
+    return run
 
 
 @pytest.fixture(scope="module")
-def alone(data, params):
+def alone(train, params, devices):
     """What replicas of one device do, per setting."""
     known = {}
 
     def get(name="adam", **knobs):
         if name not in known:
-            known[name] = train(whole, data, params, jax.devices()[:2], **knobs)
+            known[name] = train(whole, params, devices[:2], **knobs)
         return known[name]
 
     return get
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_pipelines_train_as_devices_do(devices, data, params, alone, name):
-    staged = train(in_stages(PROTOCOLS[name]), data, params, [devices[:2], devices[2:4]])
-    assert_like(staged, alone())
+def test_pipelines_train_as_devices_do(devices, params, alone, name, train, trained_alike):
+    staged = train(in_stages(PROTOCOLS[name]), params, [devices[:2], devices[2:4]])
+    trained_alike(staged, alone())
     trainer, state, _ = staged
     for rank, local in enumerate(state.locals):
         for stage, (tree, adam) in enumerate(zip(local.params, local.opt_state, strict=True)):
@@ -120,18 +106,18 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_is_right_on_stages(devices, data, params, alone, setting):
-    staged = train(in_stages(), data, params, [devices[:2], devices[2:4]], **SETTINGS[setting])
-    assert_like(staged, alone(setting, **SETTINGS[setting]))
+def test_every_setting_is_right_on_stages(devices, params, alone, setting, train, trained_alike):
+    staged = train(in_stages(), params, [devices[:2], devices[2:4]], **SETTINGS[setting])
+    trained_alike(staged, alone(setting, **SETTINGS[setting]))
 
 
-def test_a_replica_may_hold_all_its_stages_on_one_device(devices, data, params, alone):
-    assert_like(train(in_stages(), data, params, [[devices[0]] * 2, devices[1:3]]), alone())
+def test_a_replica_may_hold_all_its_stages_on_one_device(devices, params, alone, train, trained_alike):
+    trained_alike(train(in_stages(), params, [[devices[0]] * 2, devices[1:3]]), alone())
 
 
-def test_one_pipeline_is_a_plain_training_loop(devices, data, params):
-    staged = train(in_stages(), data, params, [devices[:2]], ((3,), (5,)))
-    assert_like(staged, train(whole, data, params, devices[:1], ((3,), (5,))))
+def test_one_pipeline_is_a_plain_training_loop(devices, params, train, trained_alike):
+    staged = train(in_stages(), params, [devices[:2]], ((3,), (5,)))
+    trained_alike(staged, train(whole, params, devices[:1], ((3,), (5,))))
 
 
 def test_the_cadence_follows_the_speeds_and_an_epoch_is_read_once(devices, data, params):
@@ -150,29 +136,29 @@ def test_the_cadence_follows_the_speeds_and_an_epoch_is_read_once(devices, data,
     assert trainer.measure_rates(state, data, seconds=0.05)[1] > 0
 
 
-def test_a_round_leaves_its_state_valid_and_repeats_bit_for_bit(devices, data, params, same):
+def test_a_round_leaves_its_state_valid_and_repeats_bit_for_bit(devices, data, params, same, train):
     def noisy(params, batch, rng):
         kept = jax.random.bernoulli(rng, 0.7, batch["x"].shape)
         return hidden(params, batch | {"x": batch["x"] * kept})
 
     model = in_stages(stages=(noisy, output), remat=True)
-    trainer, start, _ = train(model, data, params, [devices[:2], devices[2:4]], ROUNDS[:1])
+    trainer, start, _ = train(model, params, [devices[:2], devices[2:4]], ROUNDS[:1])
     ends = [trainer.round(start, data, counts=(2, 1)) for _ in range(2)]
     same(ends[0][0].params, ends[1][0].params)
     assert ends[0][1].loss == ends[1][1].loss
     # The seeds of both act, and every batch draws keys of its own.
     others = [
-        train(in_stages(stages=(noisy, output), **of_model), data, params, [devices[:2]], ((1,),), **of_trainer)[2][0]
+        train(in_stages(stages=(noisy, output), **of_model), params, [devices[:2]], ((1,),), **of_trainer)[2][0]
         for of_model, of_trainer in (({}, {}), ({"seed": 1}, {}), ({}, {"seed": 2}))
     ]
     assert len({info.loss for info in others}) == 3
 
 
-def test_stages_without_parameters_are_carried_along(devices, data, params):
+def test_stages_without_parameters_are_carried_along(devices, params, train, trained_alike):
     model = in_stages(stages=(hidden, lambda nothing, x: x, output))
     places = [devices[:3], devices[3:6]]
-    staged = train(model, data, [params[0], {}, params[1]], places, ROUNDS[:2])
-    assert_like(staged, train(whole, data, params, devices[:2], ROUNDS[:2]))
+    staged = train(model, [params[0], {}, params[1]], places, ROUNDS[:2])
+    trained_alike(staged, train(whole, params, devices[:2], ROUNDS[:2]))
     assert staged[0].params(staged[1])[1] == {}
 
 
@@ -242,12 +228,11 @@ def test_an_error_in_mid_round_leaves_the_last_good_state(devices, data, params)
     assert np.isfinite(info.loss)
 
 
-def test_pipelines_go_on_from_a_checkpoint_bit_for_bit(data, params, devices, tmp_path):
-    che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)  # no timing decides
+def test_pipelines_go_on_from_a_checkpoint_bit_for_bit(data, params, devices, lockstep, tmp_path):
     replicas = [devices[:2], devices[2:4]]
 
     def run(callbacks=(), **options):
-        trainer = jaxche.Trainer(in_stages(), optax.adam(0.05), che=che, replicas=replicas)
+        trainer = jaxche.Trainer(in_stages(), optax.adam(0.05), che=lockstep(), replicas=replicas)
         return trainer.fit(trainer.init(params), data, 2, callbacks=callbacks, progress=False, **options)
 
     state, _ = run()

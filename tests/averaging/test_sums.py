@@ -1,0 +1,36 @@
+"""Sums of trees against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxche.averaging import add_weighted, sum_dtype, zero_sums
+
+
+def test_sums_are_wide_enough():
+    assert sum_dtype(jnp.bfloat16) == sum_dtype(jnp.float16) == jnp.float32
+    assert sum_dtype(jnp.float32) == jnp.float32
+    assert sum_dtype(jnp.complex64) == jnp.complex64
+    zeros = zero_sums({"half": jnp.ones((2, 3), jnp.bfloat16), "complex": jnp.ones(4, jnp.complex64)})
+    assert {name: (x.shape, x.dtype.name) for name, x in zeros.items()} == {
+        "half": ((2, 3), "float32"),
+        "complex": ((4,), "complex64"),
+    }
+    assert not any(x.any() for x in zeros.values())
+
+
+def test_no_term_is_lost():
+    """256 + 1 is 256 in bfloat16."""
+    one, sums = {"x": jnp.ones(2, jnp.bfloat16)}, {"x": jnp.full(2, 256, jnp.float32)}
+    for _ in range(7):
+        sums = add_weighted(sums, one, jnp.int32(1))
+    assert sums["x"].tolist() == [263.0, 263.0]
+
+
+def test_terms_count_as_much_as_they_weigh():
+    rng = np.random.default_rng(0)
+    terms, weights = rng.normal(size=(3, 5)).astype(np.float32), np.array([8, 8, 3], np.float32)
+    add, sums = jax.jit(add_weighted), zero_sums(terms[0])
+    for term, weight in zip(terms, weights, strict=True):
+        sums = add(sums, term, weight)
+    np.testing.assert_allclose(sums, weights @ terms, rtol=1e-6, atol=1e-6)

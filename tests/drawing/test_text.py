@@ -1,0 +1,32 @@
+"""Tables as text: columns stay columns, whatever is in them."""
+
+import pytest
+
+from jaxche.drawing import aligned, per_rank
+
+ROWS = [["rank", "", "ms"], ["0", "now", "1.5"], ["12", "", "1000.25"]]
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+@pytest.mark.parametrize("indent", [0, 2])
+def test_columns_have_one_width(left, indent):
+    lines = aligned(ROWS, left, indent).splitlines()
+    ends = indent + 4, indent + 4 + 2 + 3, indent + 4 + 2 + 3 + 2 + 7
+    assert len(lines) == 3
+    for line, row in zip(lines, ROWS, strict=True):
+        assert not line[:indent].strip()
+        assert line == line.rstrip()
+        for i, (end, width, cell) in enumerate(zip(ends, (4, 3, 7), row, strict=True)):
+            found = line.ljust(ends[-1])[end - width : end]
+            assert found == (cell.ljust(width) if i < left else cell.rjust(width))
+
+
+def test_rows_of_different_lengths_are_a_mistake():
+    with pytest.raises(ValueError, match="zip"):
+        aligned([["a", "b"], ["c"]])
+
+
+def test_many_ranks_are_a_range():
+    assert per_rank([1, 2, 3]) == "1:2:3"
+    assert per_rank([3, 9, 4, 1, 5], most=4) == "1..9"
+    assert per_rank([3.25, 9, 4, 1, 5], "{:g}", most=5) == "3.25:9:4:1:5"
