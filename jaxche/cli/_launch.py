@@ -20,7 +20,7 @@ examples:
   jaxche launch -n 2 -m my_package.train --epochs 3  a module
   jaxche launch -n 2 -- python -O train.py           any command
   jaxche launch -n 4 --max-restarts 3 --hang-timeout 600 --events run.jsonl train.py
-  jaxche launch -n 4 --elastic --max-restarts 3 train.py      survivors go on, a replacement joins them
+  jaxche launch -n 4 --elastic --max-restarts 3 train.py    a replacement joins the others
   jaxche launch --emit slurm --nodes 2x8 train.py >train.sbatch
   jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 train.py >train.sbatch    two kinds in one job
   jaxche launch --emit jobset --nodes 2x8 --image registry/me/train:1 train.py | kubectl apply -f -
@@ -30,9 +30,10 @@ The script calls jaxche.initialize() before its first array. One process that fa
 With --max-restarts all are then started again, on a new port and with JAXCHE_RESTART=1, 2, ...; the
 script goes on from its checkpoint. With --survivors a rank that is the first to fail twice in a row
 is left out of the next start, down to one process.
-With --elastic the others go on where a rank other than 0 dies, and start nothing again; with --max-restarts
-that rank alone is then started again, with the same number, and joins them at the end of a round. Each
-replacement uses up one of the N, as does a start of all, which the death of rank 0 needs.
+With --elastic the others go on where a rank other than 0 dies, and start nothing again; with
+--max-restarts that rank alone is then started again, with the same number, and joins them at the
+end of a round. Each replacement uses up one of the N, as does a start of all, which the death of
+rank 0 needs.
 
 exit codes:
   0     all processes ended well
