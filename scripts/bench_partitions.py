@@ -3,8 +3,9 @@
 Three tables. The first: stages whose tasks are padded to a wall time, so that they behave like devices of that speed,
 against (M + S - 1)/M times the work of perfectly split stages, in one process and with a process a stage; with the
 most activations each stage kept, as counted, against the schedule's promise. The second: bandwidth of each wire
-against the bare operation under it, in turn in the same run. The third: the same pipeline as one SPMD program
-(shard_map, scan and ppermute), which equal stages on equal devices allow.
+against the bare operation under it, in turn in the same run. DataStore's peer is obstore with the operations that any
+consumer needs: a create-only put of the same bytes, looking until they are there, get, delete; it makes no checksum and
+no arrays. The third: equal stages on equal devices as one SPMD program, against programs of their own.
 
     python scripts/bench_partitions.py
     python scripts/bench_partitions.py --only wires --mib 1,16
@@ -26,6 +27,8 @@ from typing import Any
 PIPELINES = ((2, 4), (2, 16), (3, 8), (4, 8), (4, 16))
 SCHEDULES = ("1f1b", "gpipe")
 WIDTH, ROWS = 32, 4
+WARM_PAIRS, PAIRS = 10, 20
+LOOK_AGAIN_S = 50e-6  # between two looks of a consumer of bare objects
 
 
 def main() -> int:
@@ -67,7 +70,7 @@ def run(what: str, args: argparse.Namespace) -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             flags = ["--worker", what, "--turns", args.turns, "--mib", args.mib, "--pace", args.pace, "--json", out]
-            flags += ["--store", args.store] if args.store else []
+            flags += ["--store", args.store or folder]
             # Not pinned: the sockets' threads work beside the computation, as they do on a real host.
             env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             code = launch([sys.executable, __file__, *map(str, flags)], count, env=env, pin=False, prefix=False)
@@ -187,10 +190,8 @@ def wires(args: argparse.Namespace) -> list[dict[str, Any]]:
     measure = within if jax.process_count() == 1 else between
     sizes = [float(mib) for mib in args.mib.split(",")]
     rows = [row for mib in sizes for row in measure(mib, args.turns)]
-    if jax.process_count() == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += [through_store(mib, args.turns, args.store or folder) for mib in sizes]
-    return rows
+    store = store_within if jax.process_count() == 1 else store_between
+    return rows + [store(mib, args.turns, args.store) for mib in sizes]
 
 
 def within(mib: float, turns: int) -> list[dict[str, Any]]:
@@ -217,20 +218,19 @@ def within(mib: float, turns: int) -> list[dict[str, Any]]:
     return [in_turn("Direct, devices", "device_put", direct, bare, mib, turns)]
 
 
-def through_store(mib: float, turns: int, url: str) -> dict[str, Any]:
-    """DataStore with trees of four arrays against obstore's put and get of objects of the same bytes."""
+def store_within(mib: float, turns: int, url: str) -> dict[str, Any]:
+    """DataStore with trees of four arrays against obstore's put, get and delete of objects of the same bytes.
+
+    Both ends are in one process, and the peer in one thread: it never has to wait until an object is there.
+    """
     import itertools
 
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     import jaxche
     from jaxche.protocols import Tag
 
-    device = jax.devices()[0]
-    x = [jax.device_put(jnp.full(int(mib * 2**18), i, jnp.float32), device) for i in range(4)]
-    buffers = [np.asarray(leaf).view(np.uint8) for leaf in x]
+    device, x, buffers = four_arrays(mib)
     protocol = jaxche.DataStore(url, run=f"bench-{time.time_ns()}")
     first, last = (protocol.wire([stage], 2, [device, device]) for stage in range(2))
     store = bare_store(url)
@@ -250,10 +250,69 @@ def through_store(mib: float, turns: int, url: str) -> dict[str, Any]:
             store.get(key).bytes()
             store.delete(key)
 
-    row = in_turn("DataStore, 4 arrays", "obstore put, get", ours, bare, 4 * mib, turns)
+    row = in_turn("DataStore, 1 process", "obstore, no waits", ours, bare, 4 * mib, turns)
     first.close()
     last.close()
     return row
+
+
+def store_between(mib: float, turns: int, url: str) -> dict[str, Any]:
+    """The same between two processes, where a consumer of bare objects too has to look until they are there."""
+    import itertools
+
+    import jax
+
+    import jaxche
+    from jaxche.protocols import Tag
+
+    me = jax.process_index()
+    device, x, buffers = four_arrays(mib)
+    run = f"bench-{mib:g}"
+    wire = jaxche.DataStore(url, run=run).wire([me], 2, [device if stage == me else None for stage in range(2)])
+    store = bare_store(url)
+    numbers = itertools.count()
+
+    def ours() -> None:
+        step = next(numbers)
+        there, back = Tag(step, 0, "forward", 0), Tag(step, 0, "backward", 1)
+        if me == 0:
+            wire.send(there, x)
+            jax.block_until_ready(wire.receive(back, x, device))
+        else:
+            wire.send(back, wire.receive(there, x, device))
+        wire.finish(step)
+
+    def take(key: str) -> None:
+        while True:
+            try:
+                store.get(key).bytes()
+                break
+            except FileNotFoundError:
+                time.sleep(LOOK_AGAIN_S)
+        store.delete(key)
+
+    def bare() -> None:
+        step = next(numbers)
+        for writer, key in enumerate((f"{run}-there-{step}", f"{run}-back-{step}")):
+            if writer == me:
+                store.put(key, buffers, mode="create", use_multipart=False)
+            else:
+                take(key)
+
+    row = in_turn("DataStore, processes", "obstore", ours, bare, 4 * mib, turns)
+    wire.close()
+    return row
+
+
+def four_arrays(mib: float) -> tuple[Any, list[Any], list[Any]]:
+    """A device, four arrays on it, and their bytes."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    device = jax.local_devices()[0]
+    x = [jax.device_put(jnp.full(int(mib * 2**18), i, jnp.float32), device) for i in range(4)]
+    return device, x, [np.asarray(leaf).view(np.uint8) for leaf in x]
 
 
 def bare_store(url: str) -> Any:
@@ -339,22 +398,32 @@ def by_transfer_server(x: Any, me: int, here: Any) -> Callable[[], None]:
 def in_turn(
     name: str, peer: str, ours: Callable[[], None], bare: Callable[[], None], mib: float, turns: int
 ) -> dict[str, Any]:
-    """MB/s of one wire and of its peer, interleaved: the machine's own speed drifts."""
+    """MB/s of one wire and of its peer, a round trip of each in turn: the machine's own speed drifts."""
     times: dict[str, list[float]] = {"ours": [], "bare": []}
-    for _ in range(turns):
-        times["ours"].append(timed(ours, 5))
-        times["bare"].append(timed(bare, 5))
-    rate = {who: 2 * mib * 2**20 / 1e3 / statistics.median(values) for who, values in times.items()}
-    return {"wire": name, "peer": peer, "mib": mib, "mb_s": rate["ours"], "peer_mb_s": rate["bare"]}
+    actions = [("ours", ours), ("bare", bare)]
+    for pair in range(WARM_PAIRS + turns * PAIRS):
+        for who, action in actions if pair % 2 else reversed(actions):
+            start = time.perf_counter()
+            action()
+            times[who].append(time.perf_counter() - start)
+    kept = {who: values[WARM_PAIRS:] for who, values in times.items()}
+    rate = {who: 2 * mib * 2**20 / 1e6 / statistics.median(values) for who, values in kept.items()}
+    parts = [{who: v[i : i + PAIRS] for who, v in kept.items()} for i in range(0, turns * PAIRS, PAIRS)]
+    ratios = sorted(statistics.median(part["bare"]) / statistics.median(part["ours"]) for part in parts)
+    spread = [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]]
+    row = {"wire": name, "peer": peer, "mib": mib, "mb_s": rate["ours"], "peer_mb_s": rate["bare"]}
+    return row | {"ratio": statistics.median(ratios), "quartiles": spread}
 
 
 def print_wires(rows: list[dict[str, Any]]) -> None:
-    print("\nWires, one way of a round trip, against the bare operation")
-    print(f"{'wire':<20}{'MiB':>5}{'MB/s':>9}   {'bare':<17}{'MB/s':>7}{'ratio':>7}")
+    print("\nWires, one way of a round trip, against the bare operation; a ratio is the median over the turns, with")
+    print(f"its quartiles; a turn is {PAIRS} round trips of each, one of either at a time")
+    print(f"{'wire':<21}{'MiB':>5}{'MB/s':>8}   {'bare':<18}{'MB/s':>7}{'ratio':>7}  quartiles")
     for row in rows:
+        low, high = row["quartiles"]
         print(
-            f"{row['wire']:<20}{row['mib']:>5g}{row['mb_s']:>9.0f}   {row['peer']:<17}{row['peer_mb_s']:>7.0f}"
-            f"{row['mb_s'] / row['peer_mb_s']:>7.2f}"
+            f"{row['wire']:<21}{row['mib']:>5g}{row['mb_s']:>8.0f}   {row['peer']:<18}{row['peer_mb_s']:>7.0f}"
+            f"{row['ratio']:>7.2f}  {low:.2f} to {high:.2f}"
         )
 
 
@@ -362,28 +431,41 @@ def print_wires(rows: list[dict[str, Any]]) -> None:
 
 
 def spmd(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The stages of :func:`chain`, unpaced: threads and programs of their own against one program for all."""
+    """The stages of :func:`chain`, unpaced: programs of their own, one program, and one that ``jax.grad`` made."""
     import jax
     import numpy as np
 
     import jaxche
 
     table = []
-    for n_stages, micro_batches, rows, width in ((2, 8, 64, 512), (4, 8, 64, 512), (4, 8, 16, 64)):
+    micro_batches = 8
+    for n_stages, rows, width in ((4, 16, 64), (2, 32, 256), (4, 32, 256), (2, 64, 512), (4, 64, 512)):
         stages, loss, params, batch = chain(n_stages, rows * micro_batches, width)
-        model = jaxche.Partitioned(stages, loss, jaxche.Pipeline(rows, "gpipe"), remat=True)
-        placed = [jax.device_put(p, d) for p, d in zip(params, model.devices, strict=True)]
         program, stacked = one_program(n_stages, micro_batches, params)
-        value, grads = model.value_and_grad(placed, batch)
         theirs, theirs_grads = program(stacked, batch)
-        np.testing.assert_allclose(value, theirs, rtol=1e-4)
-        np.testing.assert_allclose(grads[0]["w"], theirs_grads[0], rtol=1e-3, atol=1e-6)
-        ours, bare = [], []
-        for _ in range(args.turns):
-            ours.append(timed(lambda: jax.block_until_ready(model.value_and_grad(placed, batch)), 3))  # noqa: B023
-            bare.append(timed(lambda: jax.block_until_ready(program(stacked, batch)), 3))  # noqa: B023
-        row = {"stages": n_stages, "micro_batches": micro_batches, "rows": rows, "width": width}
-        table.append(row | {"ms": statistics.median(ours), "spmd_ms": statistics.median(bare)})
+        for schedule in SCHEDULES:
+            makers = {"own": False, "one": True, "chosen": None}
+            models = {
+                name: jaxche.Partitioned(stages, loss, jaxche.Pipeline(rows, schedule, one_program=which), remat=True)
+                for name, which in makers.items()
+            }
+            placed = [jax.device_put(p, d) for p, d in zip(params, models["own"].devices, strict=True)]
+            chosen = "one program" if "one program over" in models.pop("chosen").explain(placed, batch) else "own"
+            actions = {
+                name: lambda m=model, p=placed, b=batch: m.value_and_grad(p, b) for name, model in models.items()
+            }
+            for action in actions.values():
+                value, grads = action()
+                np.testing.assert_allclose(value, theirs, rtol=1e-4)
+                np.testing.assert_allclose(grads[0]["w"], theirs_grads[0], rtol=1e-3, atol=1e-6)
+            actions["grad"] = lambda f=program, p=stacked, b=batch: f(p, b)
+            times: dict[str, list[float]] = {name: [] for name in actions}
+            for _ in range(args.turns):
+                for name, action in actions.items():
+                    times[name].append(timed(lambda a=action: jax.block_until_ready(a()), 3))
+            row = {"stages": n_stages, "micro_batches": micro_batches, "rows": rows, "width": width}
+            row |= {"schedule": schedule, "chosen": chosen}
+            table.append(row | {f"{name}_ms": statistics.median(values) for name, values in times.items()})
     return table
 
 
@@ -422,12 +504,18 @@ def one_program(n_stages: int, micro_batches: int, params: Any) -> tuple[Any, An
 
 
 def print_spmd(rows: list[dict[str, Any]]) -> None:
-    print("\nEqual stages on equal devices of one process, unpaced, GPipe with recomputation: against one SPMD program")
-    print(f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}{'jaxche':>12}{'SPMD':>12}{'ratio':>7}")
+    print(
+        "\nEqual stages on equal devices of one process, unpaced, with recomputation: a program for each stage and task,"
+    )
+    print("one program that goes through the schedule, and GPipe as jax.grad makes it of a scan with ppermute")
+    print(
+        f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}  {'schedule':<9}{'own':>9}{'one':>12}{'own/one':>9}{'jax.grad':>12}  chosen"
+    )
     for row in rows:
         print(
-            f"{row['stages']:>3}{row['micro_batches']:>4}{row['rows']:>6}{row['width']:>7}{row['ms']:>9.2f} ms"
-            f"{row['spmd_ms']:>9.2f} ms{row['ms'] / row['spmd_ms']:>7.2f}"
+            f"{row['stages']:>3}{row['micro_batches']:>4}{row['rows']:>6}{row['width']:>7}  {row['schedule']:<9}"
+            f"{row['own_ms']:>6.2f} ms{row['one_ms']:>9.2f} ms{row['own_ms'] / row['one_ms']:>9.2f}"
+            f"{row['grad_ms']:>9.2f} ms  {row['chosen']}"
         )
 
 

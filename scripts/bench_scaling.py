@@ -7,7 +7,7 @@ measure, LinearScale counts examples. The learning rate falls to zero over the p
 seeds (of parameters, order and dropout).
 
     python scripts/bench_scaling.py                 # both optimizers, a table and runs/scaling.png; some minutes
-    python scripts/bench_scaling.py --overhead      # the step with and without tracking, interleaved
+    python scripts/bench_scaling.py --overhead mnist text     # a step with and without tracking, on one core
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +25,8 @@ from typing import Any, NamedTuple
 
 BASE = 10  # examples of a base batch; 8 and 16 of them divide an epoch
 SCALES = (8, 16)
-STEPS, MAKES = 20, 5  # of a round, and of each trainer, for --overhead
+ROUND = {"one replica": 50, "parameters": 20, "gradients": 20}  # steps of a round for --overhead; 50 is the trainer's
+MORE = "a tenth more"  # steps in the same round: what the measure must find
 MARKS = 24  # looks at the test set during a run
 SWEEPS = {
     "SGD": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
@@ -37,15 +40,19 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=10, help="epochs at scale 1 (default 10)")
     parser.add_argument("--optimizer", choices=tuple(SWEEPS), help="only this one")
     parser.add_argument("--picture", type=Path, default=Path("runs/scaling.png"), help="default: %(default)s")
-    parser.add_argument("--overhead", action="store_true", help="measure the cost of tracking instead")
-    parser.add_argument("--turns", type=int, default=6, help="turns for --overhead (default 6)")
+    parser.add_argument("--overhead", nargs="+", metavar="TASK", help="measure the cost of tracking instead")
+    parser.add_argument("--makes", type=int, default=8, help="times each trainer is made for --overhead (default 8)")
+    parser.add_argument("--turns", type=int, default=12, help="rounds of each of them (default 12)")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     args = parser.parse_args()
+    if args.overhead and hasattr(os, "sched_setaffinity"):
+        # Before jax counts the cores: all that a step costs, its dispatch too, then takes the time of this one.
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import jax
 
     jax.config.update("jax_num_cpu_devices", 2)
     if args.overhead:
-        results = measure_overhead(args.turns)
+        results = measure_overhead(args.overhead, args.makes, args.turns)
     else:
         results = {name: measure_training(name, args) for name in ([args.optimizer] if args.optimizer else SWEEPS)}
         draw(results, args.picture)
@@ -238,11 +245,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
     print(f"\npicture: {path}")
 
 
-def measure_overhead(turns: int) -> dict[str, Any]:
+def measure_overhead(tasks: Sequence[str], makes: int, turns: int) -> dict[str, Any]:
     """A replica's step with and without a scaling rule, in every mode; rounds of all in turn, one replica working.
 
-    Two trainers that are equal differ by some percent, by where their code and their arrays happen to lie. So every
-    one is made several times, and the same without a rule is measured against itself: what that shows is no cost.
+    Two trainers that are equal differ by some percent, by where their code and their arrays happen to lie, and do so
+    for as long as they live. So each is made several times, and it is these that the interval counts. Two controls go
+    the same way: a trainer equal to the one without a rule, and the same with a tenth more steps in a round.
     """
     import tempfile
 
@@ -252,40 +260,36 @@ def measure_overhead(turns: int) -> dict[str, Any]:
     from jaxche.cli._tasks import load
 
     rules = {"plain": None, "itself": None, "AdaScale": jaxche.AdaScale(), "AdamScale": jaxche.AdamScale()}
+    columns = ("itself", MORE, "AdaScale", "AdamScale")
     results = {}
     print(
-        f"ms a step of one replica, and what is added to it: the median of {MAKES} trainers (least to most), each the"
+        f"ms a step of one replica without a rule, and what is added to it: the mean over {makes} makes of each\n"
+        f"trainer and its 95 % interval; of a make the median of {turns} ratios to the round without a rule beside it"
     )
-    print(f"median of {turns} ratios of {STEPS} steps to the same {STEPS} without a rule")
-    print(f"{'task':<7}{'mode':<13}{'plain':>7}{'plain to itself':>25}{'AdaScale':>25}{'AdamScale':>25}")
+    print(f"{'task':<7}{'mode':<13}{'steps':>6}{'plain':>7}" + "".join(f"{key:>17}" for key in columns))
     with tempfile.TemporaryDirectory() as cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        for name in ("mnist", "text"):
+        for name in tasks:
             task = load(name)
-            batches = [task.data.epoch(0)[i] for i in range(STEPS)]
-            for mode in ("one replica", "parameters", "gradients"):
+            for mode, steps in ROUND.items():
                 several = mode != "one replica"
                 where = {"replicas": jax.devices()[: 2 if several else 1], "average": mode if several else None}
-                counts = (STEPS, 0) if several else (STEPS,)
-                makes = [in_turn(task, rules, where, batches, counts, turns, make) for make in range(MAKES)]
-                plain = statistics.median(x for times in makes for x in times["plain"])
-                row = f"{name:<7}{mode:<13}{plain:>7.2f}"
-                for key in list(rules)[1:]:
-                    added = sorted(
+                made = [in_turn(task, rules, where, steps, turns, make) for make in range(makes)]
+                plain = statistics.median(x for times in made for x in times["plain"])
+                row = f"{name:<7}{mode:<13}{steps:>6}{plain:>7.2f}"
+                for key in columns:
+                    added = [
                         statistics.median(a / b for a, b in zip(times[key], times["plain"], strict=True)) - 1
-                        for times in makes
-                    )
-                    shown = f"{statistics.median(added):+.1%} ({added[0]:+.1%} to {added[-1]:+.1%})"
-                    row += f"{shown:>25}"
+                        for times in made
+                    ]
+                    row += f"{f'{statistics.mean(added):+.1%} ± {interval(added):.1%}':>17}"
                 print(row, flush=True)
-                results[f"{name}, {mode}"] = makes
+                results[f"{name}, {mode}"] = made
     return results
 
 
-def in_turn(
-    task: Any, rules: dict[str, Any], where: dict[str, Any], batches: Any, counts: Any, turns: int, make: int
-) -> dict[str, list[float]]:
+def in_turn(task: Any, rules: dict[str, Any], where: dict[str, Any], steps: int, turns: int, make: int) -> Any:
     """ms a step of a trainer for each rule, made now, round by round."""
     import jaxche
 
@@ -293,13 +297,29 @@ def in_turn(
     order = order[make % len(order) :] + order[: make % len(order)]
     trainers = {key: jaxche.Trainer(task.loss_fn, task.tx, scaling=rules[key], **where) for key in order}
     states = {key: trainer.init(*task.init(0)) for key, trainer in trainers.items()}
-    times: dict[str, list[float]] = {key: [] for key in rules}
+    order.append(MORE)
+    trainers[MORE], states[MORE] = trainers["itself"], states["itself"]
+    # An epoch is a round, so that none is cut short.
+    lengths = {key: round(1.1 * steps) if key == MORE else steps for key in order}
+    batches = [task.data.epoch(0)[i] for i in range(max(lengths.values()))]
+    data = {key: batches[:length] for key, length in lengths.items()}
+    times: dict[str, list[float]] = {key: [] for key in order}
     for turn in range(turns + 1):  # the first compiles
         for key in order[turn % len(order) :] + order[: turn % len(order)]:
-            states[key], info = trainers[key].round(states[key], batches, counts=counts)
+            counts = (lengths[key], 0)[: len(where["replicas"])]
+            states[key], info = trainers[key].round(states[key], data[key], counts=counts)
             if turn > 0:
-                times[key].append(info.wall_ms[0] / STEPS)
+                times[key].append(info.wall_ms[0] / steps)
     return times
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the 95 % interval of their mean."""
+    if len(values) < 2:
+        return math.nan
+    from scipy.stats import t
+
+    return float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 if __name__ == "__main__":

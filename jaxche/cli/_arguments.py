@@ -5,6 +5,44 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from typing import Any
+
+
+def given(arguments: Callable[[argparse.ArgumentParser], object], args: argparse.Namespace) -> dict[str, Any]:
+    """The options whose values are not their defaults.
+
+    Args:
+      arguments: adds the options to a parser.
+      args: what was parsed.
+
+    Example:
+      >>> given(lambda p: p.add_argument("--rows", default=3), argparse.Namespace(rows=4, words=[]))
+      {'rows': 4}
+    """
+    parser = argparse.ArgumentParser()
+    arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    return {name: getattr(args, name) for name, default in defaults.items() if getattr(args, name) != default}
+
+
+def flag(name: str) -> str:
+    """An option as it is written.
+
+    Example:
+      >>> flag("batch_size"), flag("processes")
+      ('--batch-size', '-n')
+    """
+    return "-n" if name == "processes" else "--" + name.replace("_", "-")
+
+
+def folder(text: str) -> str:
+    """The path of a folder, as it is; a shell completes folders here."""
+    return text
+
+
+def file(text: str) -> str:
+    """The path of a file, as it is; a shell completes files here."""
+    return text
 
 
 def whole(example: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:

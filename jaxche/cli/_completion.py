@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 
+from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
 
 _EXAMPLES = """\
 examples:
-  eval "$(jaxche completion bash)"                          in this shell; put the line into ~/.bashrc
-  jaxche completion zsh > ~/.zsh/completions/_jaxche        a folder of $fpath, before compinit
-  jaxche completion tcsh > ~/.jaxche.csh                    and source it
+  eval "$(jaxche completion bash)"                      in this shell; put the line into ~/.bashrc
+  jaxche completion zsh > ~/.zsh/completions/_jaxche    a folder of $fpath, before compinit
+  jaxche completion tcsh > ~/.jaxche.csh                and source it
 
 exit codes:
   0     printed
   2     the arguments make no sense
 """
-_FOLDERS, _FILES = ("folder", "out", "store"), ("command", "plot", "events")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +29,11 @@ def _run(args: argparse.Namespace) -> int:
     from jaxche.cli._main import make_parser
 
     parser = make_parser()
+    kinds = {folder: shtab.DIRECTORY, file: shtab.FILE}
     for command in next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)).values():
         for action in command._actions:
-            if action.dest in _FOLDERS + _FILES and not action.choices:
-                action.complete = shtab.DIRECTORY if action.dest in _FOLDERS else shtab.FILE  # pyright: ignore
+            if action.type in kinds:
+                vars(action).update(complete=kinds[action.type])
     print(shtab.complete(parser, shell=args.shell))
     return 0
 

@@ -11,9 +11,10 @@ import textwrap
 from collections.abc import Sequence
 
 from jaxche.cli import _health
-from jaxche.cli._arguments import number, whole
+from jaxche.cli._arguments import folder, number, whole
 from jaxche.cli._command import Command
 from jaxche.cli._health import Finding
+from jaxche.cli._joined import joined, launcher
 from jaxche.cli._paint import paint
 from jaxche.cluster import ClusterInfo, clocks, launch, measure_all_reduce, share
 from jaxche.drawing import aligned
@@ -40,7 +41,7 @@ exit codes:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-n", "--processes", type=whole("-n 2"), help="start so many here and measure between them")
-    add("--store", metavar="URL", help="write to and read from this store: a folder, s3://..., gs://...")
+    add("--store", type=folder, metavar="URL", help="write to and read from this store: a folder, s3://..., gs://...")
     add(
         "--timeout",
         type=number("--timeout 60", above=True),
@@ -53,11 +54,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import jax
 
-    import jaxche
-
     try:
-        info = jaxche.initialize(timeout_s=args.timeout)
-    except (ValueError, RuntimeError, TimeoutError) as error:
+        info = joined(args.timeout) if launcher() != "none" else ClusterInfo(0, 1, "none")
+    except (ValueError, TimeoutError) as error:
         sys.stderr.write(f"jaxche doctor: the processes cannot meet: {error}\n")
         sys.stderr.flush()
         if jax.distributed.is_initialized():
@@ -72,8 +71,8 @@ def _run(args: argparse.Namespace) -> int:
         _print(findings)
         return _verdict(findings, "jaxche doctor -n 2 measures between processes; jaxche train shows it all at work")
     try:
-        return _together(findings, info)
-    except RuntimeError as error:
+        return _together(findings, info, args.timeout)
+    except (RuntimeError, TimeoutError) as error:
         # The devices of this process do not start, or a link broke: the others do not come to Python's exit either.
         _print(findings)
         sys.stderr.write(f"jaxche doctor: process {info.process_id}: {error}\n")
@@ -94,7 +93,7 @@ def _examine(store: str | None, launcher: str) -> list[Finding]:
     return findings
 
 
-def _together(findings: list[Finding], info: ClusterInfo) -> int:
+def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> int:
     """The part that all processes do at once; process 0 speaks and gives the exit code."""
     import jax
 
@@ -105,8 +104,9 @@ def _together(findings: list[Finding], info: ClusterInfo) -> int:
         "free": _health.free_memory_gib(),
         "problems": [finding for finding in findings if finding.mend],
     }
-    others = [json.loads(text) for text in share("doctor", info.process_id, json.dumps(mine))]
-    compared = clocks(info.process_id, info.num_processes)
+    told = share("doctor", info.process_id, info.num_processes, json.dumps(mine), timeout_s)
+    others = [json.loads(text) for text in told]
+    compared = clocks(info.process_id, info.num_processes, timeout_s)
     # One program runs on one kind of device; where kinds differ, replicas merge on their hosts.
     mixed = len({one["kind"] for one in others}) > 1
     links = measure_all_reduce(_SIZES, jax.devices("cpu") if mixed else jax.devices())

@@ -120,7 +120,6 @@ def _images(
         tx=optax.adam(2e-3 if learning_rate is None else learning_rate),
         epochs=epochs,
         metric="accuracy",
-        higher_is_better=True,
     )
 
 

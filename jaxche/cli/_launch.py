@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 
-from jaxche.cli._arguments import number, whole
+from jaxche.cli._arguments import file, flag, given, number, numbers, whole
 from jaxche.cli._command import Command
 from jaxche.cluster import count_gpus, emit, launch
 
@@ -19,6 +20,7 @@ examples:
   jaxche launch -n 2 -m my_package.train --epochs 3  a module
   jaxche launch -n 2 -- python -O train.py           any command
   jaxche launch -n 4 --max-restarts 3 --hang-timeout 600 --events run.jsonl train.py
+  jaxche launch -n 4 --elastic --max-restarts 3 train.py      survivors go on, a replacement joins them
   jaxche launch --emit slurm --nodes 2x8 train.py >train.sbatch
   jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 train.py >train.sbatch    two kinds in one job
   jaxche launch --emit jobset --nodes 2x8 --image registry/me/train:1 train.py | kubectl apply -f -
@@ -28,6 +30,9 @@ The script calls jaxche.initialize() before its first array. One process that fa
 With --max-restarts all are then started again, on a new port and with JAXCHE_RESTART=1, 2, ...; the
 script goes on from its checkpoint. With --survivors a rank that is the first to fail twice in a row
 is left out of the next start, down to one process.
+With --elastic the others go on where a rank other than 0 dies, and start nothing again; with --max-restarts
+that rank alone is then started again, with the same number, and joins them at the end of a round. Each
+replacement uses up one of the N, as does a start of all, which the death of rank 0 needs.
 
 exit codes:
   0     all processes ended well
@@ -39,25 +44,35 @@ exit codes:
   else  that of the first process that failed
 """
 
+# Options that a file for a cluster can hold.
+_IN_A_FILE = ("emit", "nodes", "image", "max_restarts", "module", "command")
+
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--processes", type=int, help="how many to start (default: one a GPU)")
+    parser.add_argument("-n", "--processes", type=whole("-n 2"), help="how many to start (default: one a GPU)")
     parser.add_argument(
-        "--pace", type=_paces, metavar="MS,MS,...", help="pad each local step to this wall time, one a process"
+        "--pace",
+        type=numbers("--pace 20,50"),
+        metavar="MS,MS,...",
+        help="pad each local step to this wall time, one a process",
     )
     parser.add_argument("--only-rank0", action="store_true", help="show standard output of rank 0 only")
     parser.add_argument("--no-pin", action="store_true", help="let processes without a GPU run on any core")
     parser.add_argument("--no-prefix", action="store_true", help="do not start each line with its rank")
     parser.add_argument(
         "--grace",
-        type=float,
+        type=number("--grace 5"),
         default=5.0,
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: %(default)g)",
     )
     group = parser.add_argument_group("when something fails")
     group.add_argument(
-        "--max-restarts", type=whole("--max-restarts 3", 0), default=0, metavar="N", help="start all again (default: 0)"
+        "--max-restarts",
+        type=whole("--max-restarts 3", 0),
+        default=0,
+        metavar="N",
+        help="start all again, or with --elastic the rank that died (default: 0)",
     )
     group.add_argument("--survivors", action="store_true", help="leave out a rank that fails first twice in a row")
     group.add_argument(
@@ -74,7 +89,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
     )
     group.add_argument("--elastic", action="store_true", help="the others go on without a rank that dies (CPU only)")
-    group.add_argument("--events", metavar="FILE", help="append a line of JSON for each start, exit, restart and round")
+    group.add_argument(
+        "--events", type=file, metavar="FILE", help="append a line of JSON for each start, exit, restart and round"
+    )
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
         "--emit", choices=("slurm", "jobset", "mpirun"), help="print a file that starts the script there, and end"
@@ -86,7 +103,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments")
+    parser.add_argument(
+        "command", type=file, nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -98,9 +117,13 @@ def _run(args: argparse.Namespace) -> int:
     command = _command(args.module, args.command, sys.executable)
     if command[0] == sys.executable and args.module is None and not os.path.isfile(command[1]):
         raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"no program {command[0]!r} to run; for a script write: jaxche launch -n 2 train.py")
+    processes = _one_a_gpu() if args.processes is None else args.processes
+    _check(args, processes)
     return launch(
         command,
-        processes=_one_a_gpu() if args.processes is None else args.processes,
+        processes=processes,
         pace_ms=args.pace,
         prefix=not args.no_prefix,
         only_rank0=args.only_rank0,
@@ -115,6 +138,20 @@ def _run(args: argparse.Namespace) -> int:
     )
 
 
+def _check(args: argparse.Namespace, processes: int) -> None:
+    """What ``launch`` would refuse in the words of Python, in those of a shell."""
+    if args.pace and len(args.pace) != processes:
+        raise ValueError(
+            f"--pace has {len(args.pace)} value(s) for {processes} process(es); write one a process, e.g. "
+            "-n 2 --pace 20,50"
+        )
+    if args.survivors and args.max_restarts < 2:
+        raise ValueError(
+            "--survivors leaves out a rank that failed first twice in a row, so it needs two restarts or more; "
+            "write --max-restarts 3 --survivors"
+        )
+
+
 def _one_a_gpu() -> int:
     gpus = count_gpus()
     if not gpus:
@@ -123,9 +160,11 @@ def _one_a_gpu() -> int:
 
 
 def _emitted(args: argparse.Namespace) -> str:
-    if args.nodes is None or args.processes is not None or args.pace is not None:
+    here = [flag(name) for name in given(_arguments, args) if name not in _IN_A_FILE]
+    if args.nodes is None or here:
+        more = f", and nothing of what is for processes on this machine: leave out {', '.join(here)}" if here else ""
         raise ValueError(
-            f"--emit {args.emit} takes the machines in --nodes, not -n or --pace. "
+            f"--emit {args.emit} takes the machines in --nodes{more}. "
             f"Write: jaxche launch --emit {args.emit} --nodes 2x8 train.py"
         )
     # Of the environment in which the file is used, not of this one.
@@ -155,13 +194,6 @@ def _command(module: list[str] | None, words: list[str], python: str) -> list[st
     if not words:
         raise ValueError("there is nothing to run. Write: jaxche launch -n 2 train.py")
     return [python, *words] if words[0].endswith(".py") else words
-
-
-def _paces(text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ms; write --pace 20,50") from None
 
 
 COMMAND = Command(

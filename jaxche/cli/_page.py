@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
-from jaxche.cli._report import Result, result_rows
+from jaxche.cli._report import Result, per_rank, result_rows
 from jaxche.training import History
 
 _EXAMPLES = """\
@@ -47,8 +48,8 @@ pre { white-space: pre-wrap; }
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help="folder of the run, e.g. runs/mine")
-    parser.add_argument("--out", metavar="FILE", help="where to write (default: report.html in that folder)")
+    parser.add_argument("folder", type=folder, metavar="RUN", help="folder of the run, e.g. runs/mine")
+    parser.add_argument("--out", type=file, metavar="FILE", help="where to write (default: report.html in that folder)")
     parser.add_argument("--open", action="store_true", help="show it in the browser")
 
 
@@ -134,9 +135,14 @@ def _results(result: dict[str, Any]) -> str:
 
 
 def _rounds(history: History) -> str:
-    rows = [line.split("  ") for line in history.table(len(history)).splitlines()]
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    return _table(cells[0], cells[1:])
+    rows = history.rows()
+    return _table(list(rows[0]), [[_cell(value, key) for key, value in row.items()] for row in rows])
+
+
+def _cell(value: Any, key: str) -> str:
+    if isinstance(value, tuple):
+        return per_rank(value, "{:.1f}" if key.endswith("ms") else "{:g}")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import Any
 
-from jaxche.cli._arguments import whole
+from jaxche.cli._arguments import flag, given, whole
 from jaxche.cli._command import Command
 from jaxche.cli._tasks import TASKS, load
+from jaxche.cluster import fake_devices
 
 _EXAMPLES = """\
 examples:
@@ -27,7 +29,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--task", choices=tuple(TASKS), default="text", help="what is trained (default: %(default)s)")
     add("--devices", type=whole("--devices 8"), default=8, help="how many (default: %(default)s)")
-    add("--intra-node-size", type=whole("--intra-node-size 4"), help="devices in a node (default: half of them)")
+    add(
+        "--intra-node-size",
+        type=whole("--intra-node-size 4", 2),
+        help="devices in a node (default: half of an even number)",
+    )
     add("--memory", metavar="SIZE", help="what a device has, e.g. 16GiB; names the cheapest strategy that fits")
     add("--batch-size", type=whole("--batch-size 64"), default=64, help="of all devices (default: %(default)s)")
     add("--accumulate", type=whole("--accumulate 1"), default=1, help="micro-batches (default: %(default)s)")
@@ -37,7 +43,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Compiles a step of the task under every strategy and prints what it costs."""
-    devices = _fake_devices(args.devices)
+    devices = _devices(args.devices)
     import jax.numpy as jnp
 
     from jaxche.sharding import (
@@ -55,8 +61,8 @@ def _run(args: argparse.Namespace) -> int:
     task = load(args.task, batch_size=args.batch_size)
     params, model_state = task.init(0)
     strategies: list[Any] = [NoShard(), ShardGradOp(), FullShard()]
-    node = args.intra_node_size or len(devices) // 2
-    if node > 1:
+    node = args.intra_node_size or (len(devices) // 2 if len(devices) % 2 == 0 else 1)
+    if node > 1:  # a node of one device has nothing to shard over
         strategies += [HybridShardGradOp(node), HybridShard(node)]
     costs = compare_strategies(
         task.loss_fn,
@@ -76,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     print(costs)
     cheapest = costs.cheapest
     if cheapest is None:
-        print(f"\nnext: jaxche plan --task {args.task} --memory {args.memory} --accumulate {2 * args.accumulate}")
+        print(f"\nnext: {_smaller(args)}")
         return 1
     more = f", accumulate={args.accumulate}" if args.accumulate > 1 else ""
     more += f", compute_dtype=jnp.{args.compute_dtype}" if args.compute_dtype != "float32" else ""
@@ -85,21 +91,30 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fake_devices(count: int) -> list[Any]:
-    import jax
-
+def _devices(count: int) -> list[Any]:
     try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # jax has started already: take what is there
-        pass
-    devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise ValueError(
-            f"--devices {count}: jax has already started with {len(devices)}; write --devices {len(devices)}, or run "
-            "jaxche plan as a command of its own"
-        )
-    return devices[:count]
+        return fake_devices(count)
+    except RuntimeError as error:
+        raise ValueError(f"--devices {count}: {error}") from error
+
+
+def _smaller(args: argparse.Namespace) -> str:
+    """The same command with less on a device: half the rows at once where they divide, else half the parameters."""
+    devices, accumulate, rows = args.devices, args.accumulate, args.batch_size
+    if rows % (2 * devices * accumulate) == 0:
+        return _line(args, accumulate=2 * accumulate)
+    if rows % (2 * devices) == 0:
+        fewer = max(n for n in range(1, accumulate + 1) if rows % (2 * devices * n) == 0)
+        return _line(args, devices=2 * devices, accumulate=fewer)
+    return _line(args, devices=2 * devices, batch_size=2 * rows)
+
+
+def _line(args: argparse.Namespace, **changed: int) -> str:
+    """What to write for these arguments, with some of them changed."""
+    words = ["jaxche", "plan"]
+    for name, value in given(_arguments, argparse.Namespace(**vars(args) | changed)).items():
+        words += [flag(name)] if value is True else [flag(name), str(value)]
+    return shlex.join(words)
 
 
 COMMAND = Command(

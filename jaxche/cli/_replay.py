@@ -21,6 +21,8 @@ from jaxche.training import History, Trainer
 
 # What is of this call, whatever the recorded one had.
 _OWN = ("words", "replay", "name", "out")
+# What the recorded one had and a replay does not: it saves nothing, and another result would be another each time.
+_NOT_AGAIN = {"pace": None, "checkpoint_every": None, "max_restarts": 0}
 
 
 def recorded(args: argparse.Namespace) -> argparse.Namespace:
@@ -42,7 +44,8 @@ def recorded(args: argparse.Namespace) -> argparse.Namespace:
     if result["arguments"]["compare"]:
         raise ValueError(f"--replay {folder} was a comparison; run one policy by itself, and replay that")
     own = {name: value for name, value in vars(args).items() if name in _OWN}
-    return argparse.Namespace(**result["arguments"] | {"processes": len(result["devices"]), "pace": None} | own)
+    own |= _NOT_AGAIN | {"processes": len(result["devices"])}
+    return argparse.Namespace(**vars(args) | result["arguments"] | own)
 
 
 def replay(args: argparse.Namespace) -> None:

@@ -175,7 +175,6 @@ def _end(
         {
             "task": task.name,
             "metric": task.metric,
-            "higher_is_better": task.higher_is_better,
             "devices": [device.device_kind for device in jax.devices()],
             "pace_ms": paces,
             "step_ms": step_ms,

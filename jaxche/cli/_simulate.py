@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
-from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._arguments import file, number, numbers, whole
 from jaxche.cli._command import Command
 
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
@@ -49,7 +49,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--overhead-target", type=number("--overhead-target 0.02", 0.01, 0.5), default=0.02)
     add("--tuner", choices=("seed", "steady", "both"), default="steady", help="default: %(default)s")
-    add("--plot", metavar="FILE.png", help="draw it (with both tuners: a file each)")
+    add("--plot", type=file, metavar="FILE.png", help="draw it (with both tuners: a file each)")
 
 
 def _run(args: argparse.Namespace) -> int:

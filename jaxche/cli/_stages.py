@@ -6,36 +6,45 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
+
+from jaxche.cli._arguments import flag
+from jaxche.cli._joined import joined
+from jaxche.cluster import detect
 
 _STAGES = 2
 # Micro-batches of a batch under `pipeline`, where it divides.
 _MICRO_BATCHES = 4
 _SAY_EVERY_S = 5.0
 _TEST_CHUNK = 64
-PROCESS_ID, NUM_PROCESSES = "JAXCHE_PROCESS_ID", "JAXCHE_NUM_PROCESSES"
+# The options that act on a model in stages.
+_OPTIONS = ("task", "protocol", "stages", "micro_batch_size", "store")
+_OPTIONS += ("batch_size", "learning_rate", "epochs", "seed", "dry_run")
 
 
-def check_stages(args: argparse.Namespace) -> None:
+def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
     """Refuse words that do not go together.
+
+    Args:
+      args: the arguments of `jaxche train`.
+      given: names of those that were given.
 
     Raises:
       ValueError: says which, and what to write.
     """
     if args.protocol is None:
-        given = [flag for flag in ("stages", "store", "micro_batch_size") if getattr(args, flag) is not None]
-        if given:
-            flag = given[0].replace("_", "-")
-            raise ValueError(f"--{flag} is for a model in stages; add --task text --protocol pipeline")
+        idle = [name for name in ("stages", "store", "micro_batch_size") if name in given]
+        if idle:
+            raise ValueError(f"{flag(idle[0])} is for a model in stages; add --task text --protocol pipeline")
         return
     if args.task != "text":
         raise ValueError(f"--protocol {args.protocol} is for --task text; write --task text --protocol {args.protocol}")
-    replicas = ("processes", "pace", "ratios", "policy", "compare", "average", "merge", "opt_state")
-    replicas += ("anchor", "overhead_target", "tuner", "max_batch_diff", "name")
-    given = [name for name in replicas if getattr(args, name) is not None]
-    if given:
-        flag = given[0].replace("_", "-")
-        raise ValueError(f"--{flag} is for replicas, and --protocol trains one model in stages; leave one of them out")
+    idle = [name for name in given if name not in _OPTIONS]
+    if idle:
+        raise ValueError(
+            f"{flag(idle[0])} is for replicas, and --protocol trains one model in stages; leave one of them out"
+        )
     if (args.store is None) == (args.protocol == "store"):
         raise ValueError("--protocol store and --store URL go together, e.g. --protocol store --store /shared/run")
     if args.protocol == "direct" and args.micro_batch_size is not None:
@@ -54,21 +63,26 @@ def run_stages(args: argparse.Namespace, platform: str | None) -> int:
     """
     n_stages = args.stages or _STAGES
     if args.protocol == "store":
-        # Stages that meet in storage need to know nothing of each other but their numbers.
-        if PROCESS_ID in os.environ:
-            return train(args, n_stages, _own(n_stages, int(os.environ[PROCESS_ID]), int(os.environ[NUM_PROCESSES])))
-        from jaxche.cluster import launch
+        found = detect(None, None, None, os.environ)
+        if found.launcher == "none":
+            from jaxche.cluster import launch
 
-        command = [sys.executable, "-m", "jaxche", *args.words]
-        return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)
+            command = [sys.executable, "-m", "jaxche", *args.words]
+            return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)
+        # Stages that meet in storage need to know nothing of each other but their numbers. Where a scheduler has
+        # them, JAX finds them when it joins.
+        number, count = found.process_id, found.num_processes
+        if number is None or count is None:
+            info = joined()
+            number, count = info.process_id, info.num_processes
+        return train(args, n_stages, _own(n_stages, number, count))
     import jax
 
-    import jaxche
-
-    info = jaxche.initialize()
+    info = joined()
     if info.num_processes > 1:
         return train(args, n_stages, _own(n_stages, info.process_id, info.num_processes))
-    # Without accelerators each stage gets a part of the processor; with them this changes nothing.
+    # Without accelerators each stage gets a part of the processor; with them this changes nothing, where
+    # `fake_devices` would leave them out.
     jax.config.update("jax_num_cpu_devices", n_stages)
     return train(args, n_stages, None)
 

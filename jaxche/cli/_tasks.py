@@ -31,7 +31,6 @@ class Task:
       tx: the optimizer.
       epochs: how many by default.
       metric: the entry of ``evaluate`` to judge by.
-      higher_is_better: whether more of it is better.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Task:
     tx: Any
     epochs: int
     metric: str
-    higher_is_better: bool
 
 
 def require(name: str) -> None:

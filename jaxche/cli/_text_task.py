@@ -91,7 +91,6 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
         tx=optax.adam(LEARNING_RATE if learning_rate is None else learning_rate),
         epochs=EPOCHS,
         metric="loss",
-        higher_is_better=False,
     )
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy
-from jaxche.cli._arguments import number, numbers, whole
+from jaxche.cli._arguments import flag, folder, given, number, numbers, whole
 from jaxche.cli._command import Command
+from jaxche.cli._joined import joined, launcher
 from jaxche.cli._pace import pace_argument
 from jaxche.cli._replay import recorded
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._stages import check_stages, run_stages
 from jaxche.cli._tasks import TASKS, require
-from jaxche.cluster import ClusterInfo, initialize
 
 _POLICIES = tuple(policy.value for policy in ApplyPolicy)
 _PROCESSES = 2
@@ -75,7 +75,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--protocol", choices=("direct", "pipeline", "store"), help="how stages communicate; with --task text")
     add("--stages", type=whole("--stages 2", 1), help="one a device, under store one a process (default: 2)")
     add("--micro-batch-size", type=whole("--micro-batch-size 4"), help="default: a quarter of the batch in a pipeline")
-    add("--store", metavar="URL", help="where stages meet under store: a folder, or s3://bucket/path")
+    add("--store", type=folder, metavar="URL", help="where stages meet under store: a folder, or s3://bucket/path")
 
     group = parser.add_argument_group("what is trained")
     add = group.add_argument
@@ -89,7 +89,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
     add = group.add_argument
     add("--name", help="of the run (default: task-policy-date-time)")
-    add("--out", default="runs", help="folder of the runs (default: %(default)s)")
+    add("--out", type=folder, default="runs", help="folder of the runs (default: %(default)s)")
     add(
         "--checkpoint-every",
         type=whole("--checkpoint-every 10"),
@@ -102,19 +102,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="start again after a failure, from the last checkpoint (default: 0)",
     )
-    add("--replay", metavar="RUN", help="make a run again from its record, e.g. runs/first, and compare")
+    add("--replay", type=folder, metavar="RUN", help="make a run again from its record, e.g. runs/first, and compare")
 
 
 def _run(args: argparse.Namespace) -> int:
     """Starts the processes, or is one of them where a launcher has started it."""
-    args = recorded(args) if args.replay else args
+    if args.replay:
+        _check_replay(args)
+        args = recorded(args)
     name = args.name or f"{args.task}-{'+'.join(policies(args))}-{time.strftime('%Y%m%d-%H%M%S')}"
-    check_stages(args)
+    check_stages(args, given(_arguments, args))
     if args.protocol is not None:
         return run_stages(args, _gpus()[1])
     require(args.task)
-    # Under a launcher this joins the run; on its own it does nothing, and starts no device.
-    if _joined().launcher != "none":
+    if launcher() != "none":
+        joined()
         from jaxche.cli._worker import work
 
         return work(args, name)
@@ -123,12 +125,10 @@ def _run(args: argparse.Namespace) -> int:
     return _start(args, name, processes, platform)
 
 
-def _joined() -> ClusterInfo:
-    try:
-        return initialize()
-    except RuntimeError as error:
-        # Processes of other versions refuse each other; starting again changes nothing.
-        raise ValueError(str(error)) from error
+def _check_replay(args: argparse.Namespace) -> None:
+    others = [flag(name) for name in given(_arguments, args) if name not in ("replay", "name", "out", "processes")]
+    if others:
+        raise ValueError(f"--replay runs with what was recorded; leave {', '.join(others)} out")
 
 
 def _start(args: argparse.Namespace, name: str, processes: int, platform: str | None) -> int:

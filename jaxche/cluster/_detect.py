@@ -16,9 +16,11 @@ _CALL = 'jaxche.initialize("10.0.0.1:1234", num_processes=2, process_id=0)'
 _EXPORT = f"{COORDINATOR}=10.0.0.1:1234 {NUM_PROCESSES}=2 {PROCESS_ID}=0"
 
 # How schedulers number the processes of a run, and those of one machine. With the address and the count given,
-# they are all that is missing; so one line serves every process.
-_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
-_LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+# they are all that is missing; so one line serves every process. MPI comes before Slurm: inside a Slurm job all
+# processes of a machine have the Slurm number of the one that mpirun started there, while under `srun --mpi=pmix`
+# both are the same.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ def detect(
     process_id: int | None,
     environ: Mapping[str, str],
 ) -> Found:
-    """Finds the launcher: arguments, then ``JAXCHE_*`` variables, then Slurm, Open MPI or Kubernetes.
+    """Finds the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes.
 
     Args:
       coordinator_address: host and port of process 0, or None.
@@ -110,12 +112,8 @@ def _is_address(address: str) -> bool:
 
 
 def _scheduler(environ: Mapping[str, str]) -> Found | None:
-    # The conditions are JAX's own, and the count on top: `srun --pty bash`, a Jupyter pod or `mpirun -n 1`
-    # is a process on its own.
-    if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
-        if int(environ.get("SLURM_NTASKS", "1")) > 1:
-            return Found("slurm")
-        return None
+    # The conditions and their order are JAX's own, and the count on top: `srun --pty bash`, a Jupyter pod or
+    # `mpirun -n 1` is a process on its own.
     count = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     if count > 1:
         if "OMPI_MCA_orte_hnp_uri" in environ:
@@ -126,6 +124,10 @@ def _scheduler(environ: Mapping[str, str]) -> Found | None:
             f"cannot find process 0. Write: mpirun -n {count} -x {COORDINATOR}=<host of rank 0>:1234 "
             f"-x {NUM_PROCESSES}={count} python train.py"
         )
+    if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
+        if int(environ.get("SLURM_NTASKS", "1")) > 1:
+            return Found("slurm")
+        return None
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         if importlib.util.find_spec("kubernetes") is None:
             raise ValueError(

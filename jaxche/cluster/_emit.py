@@ -28,8 +28,8 @@ def emit(
       command: the program and its arguments.
       nodes: the machines, as ``parse_nodes`` reads them.
       max_restarts: how often a failed run starts again.
-      name: of the job.
-      made_by: a line for the reader of the file.
+      name: of the job; what is no letter or digit becomes a hyphen.
+      made_by: a line for the reader of the file; what would end the line becomes a space.
       image: container image with the program and jaxche; for "jobset" alone.
 
     Returns:
@@ -48,6 +48,8 @@ def emit(
       ...
     """
     groups = parse_nodes(nodes)
+    if scheduler not in ("slurm", "jobset", "mpirun"):
+        raise ValueError(f"--emit {scheduler}: there are slurm, jobset and mpirun. Write: --emit slurm")
     if not command:
         raise ValueError("there is nothing to run. Write: jaxche launch --emit slurm --nodes 2x8 train.py")
     if (image is None) == (scheduler == "jobset"):
@@ -55,6 +57,9 @@ def emit(
             f"--image {image}: --emit jobset needs the container image, the others take none. "
             "Write: jaxche launch --emit jobset --image registry/me/train:1 --nodes 2x8 train.py"
         )
+    # What all three read as a name, and a comment that stays one, whatever is quoted in it.
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "jaxche"
+    made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
     if scheduler == "jobset":
         return _jobset(command, groups, max_restarts, name, made_by, image or "")
     return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](command, groups, max_restarts, name, made_by)
@@ -103,7 +108,6 @@ def _jobset(
     command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, name: str, made_by: str, image: str
 ) -> str:
     """A job a kind of machine (the value of the label nvidia.com/gpu.product), a pod a process."""
-    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "jaxche"
     jobs, first = [], 0
     for number, group in enumerate(groups):
         jobs.append(_job(command, group, number, first, f"{name}-nodes0-0-0.{name}", total_tasks(groups), image))

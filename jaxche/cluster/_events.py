@@ -9,9 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-# Tells the ranks of the file.
-EVENTS = "JAXCHE_EVENTS"
-
 
 class EventLog:
     """Writes events as they happen; without a file it drops them."""

@@ -18,6 +18,7 @@ from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._orphans import Orphanage
 from jaxche.cluster._output import LinePrinter, Reader
 from jaxche.cluster._placement import Place, pinned
+from jaxche.training import RESTART
 
 # As coreutils' `timeout` has it.
 HUNG = 124
@@ -52,11 +53,21 @@ class Surroundings:
 
 
 class Group:
-    """The ranks of one start; each leads a process group, so that its own children end with it."""
+    """The ranks of one start; each leads a process group, so that its own children end with it.
 
-    def __init__(self, around: Surroundings, restart: int) -> None:
-        self._around, self._restart = around, restart
+    Args:
+      around: what it shares with other starts.
+      restart: how often was started before.
+      spares: how many ranks may be replaced by a process in the same place, where the others go on.
+    """
+
+    def __init__(self, around: Surroundings, restart: int, spares: int = 0) -> None:
+        self._around, self._restart, self._spares = around, restart, spares
+        self._starts: list[tuple[Sequence[str], Mapping[str, str], Place]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
+        # Ranks that took the place of another, and how often one did.
+        self._late: set[int] = set()
+        self.replaced = 0
         self._readers: list[tuple[Reader, Reader]] = []
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
@@ -67,11 +78,18 @@ class Group:
           ValueError: if the program is not there.
         """
         rank = len(self._ranks)
+        self._starts.append((command, env, place))
+        child, readers = self._spawn(rank, self._restart)
+        self._ranks.append(child)
+        self._readers.append(readers)
+
+    def _spawn(self, rank: int, restart: int) -> tuple[subprocess.Popen[bytes], tuple[Reader, Reader]]:
+        command, env, place = self._starts[rank]
         try:
             with pinned(place.core):
                 child = subprocess.Popen(
                     command,
-                    env=env,
+                    env={**env, RESTART: str(restart)},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -83,26 +101,39 @@ class Group:
                 f'launch([sys.executable, "train.py"], processes=...)'
             ) from None
         self._around.orphans.add(child.pid)
-        self._ranks.append(child)
-        self._around.log.write("start", restart=self._restart, rank=rank, pid=child.pid, place=str(place))
+        self._around.log.write("start", restart=restart, rank=rank, pid=child.pid, place=str(place))
         assert child.stdout is not None
         assert child.stderr is not None
         out = None if self._around.only_rank0 and rank else sys.stdout
-        self._readers.append(
-            (
-                Reader(child.stdout, rank, self._around.printer, out),
-                Reader(child.stderr, rank, self._around.printer, sys.stderr),
-            )
+        readers = (
+            Reader(child.stdout, rank, self._around.printer, out),
+            Reader(child.stderr, rank, self._around.printer, sys.stderr),
         )
         threading.Thread(target=lambda: self._exits.put((rank, child.wait())), daemon=True).start()
+        return child, readers
+
+    def _replace(self, rank: int) -> None:
+        """Starts a rank that died again, while the others go on."""
+        _signal_group(self._ranks[rank], signal.SIGKILL)  # what it left behind
+        for reader in self._readers[rank]:
+            reader.join(timeout=2.0)
+        self._spares, self.replaced = self._spares - 1, self.replaced + 1
+        self._late.add(rank)
+        self._around.log.write("replace", restart=self._restart + self.replaced, rank=rank)
+        self._ranks[rank], self._readers[rank] = self._spawn(rank, self._restart + self.replaced)
 
     def wait(self, heartbeats: Heartbeats | None = None) -> Ended:
         """Waits until all ranks ended well, one failed, all fell silent, or the launcher is told to stop."""
-        around, running = self._around, len(self._ranks)
+        around, running = self._around, set(range(len(self._ranks)))
+        over = float("inf")
         while running:
+            if time.monotonic() > over and running <= self._late:
+                # They came when the run had ended, and have nobody to join.
+                self._stop(signal.SIGTERM, around.grace_s)
+                break
             with contextlib.suppress(queue.Empty):
                 number = around.signals.get_nowait()
-                around.say(f"{signal.Signals(number).name}: stopping {running} process(es)")
+                around.say(f"{signal.Signals(number).name}: stopping {len(running)} process(es)")
                 self._stop(number, around.term_grace_s if number == signal.SIGTERM else around.grace_s)
                 return Ended(128 + number, told_to=True)
             silence = heartbeats.silence() if heartbeats is not None else None
@@ -118,9 +149,14 @@ class Group:
             except queue.Empty:
                 continue
             self._log_exit(rank, code)
-            running -= 1
-            if code != 0 and around.elastic and rank != 0 and running:
+            running.discard(rank)
+            if rank == 0 and code == 0:
+                over = time.monotonic() + around.grace_s
+            if code != 0 and around.elastic and rank != 0 and (running or rank in self._late):
                 around.say(f"rank {rank} {describe(code)}; the others go on")
+                if self._spares and 0 in running:
+                    self._replace(rank)
+                    running.add(rank)
                 continue
             if code != 0:
                 around.say(f"rank {rank} {describe(code)}; stopping the others")

@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-HEARTBEAT = "JAXCHE_HEARTBEAT"
-
 
 class Heartbeats:
     """Watches one file a rank. The run lives as long as any of them is touched now and then.

@@ -22,6 +22,7 @@ from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
 from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
+from jaxche.training import stand_by, watch_lives
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0
@@ -64,7 +65,7 @@ def initialize(
 
     The values come from the arguments, else from the variables that ``jaxche launch`` sets
     (``JAXCHE_COORDINATOR``, ``JAXCHE_NUM_PROCESSES``, ``JAXCHE_PROCESS_ID``), else from JAX's own detection
-    under Slurm, Open MPI or an indexed Kubernetes job of more than one process. With none of these the script
+    under Open MPI, Slurm or an indexed Kubernetes job of more than one process. With none of these the script
     is on its own and runs unchanged. A second call returns what the first did.
 
     Right after joining the processes tell each other what they run: different versions of JAX, jaxlib, Flax, Optax,
@@ -86,7 +87,9 @@ def initialize(
       timeout_s: seconds to wait for process 0 to be there, and for process 0 to see all the others.
       elastic: whether the others go on in ``Trainer.fit`` where a process dies, other than process 0: with their own
         parameters, from the last round that all had merged. By default only where ``jaxche launch --elastic`` says so.
-        On CPU devices only, so far: a GPU collective does not come back from the death of a peer.
+        A process that joins with the number of one that died takes its place: its ``Trainer.fit`` waits for the end of
+        a round and goes on from there with the others. On CPU devices only, so far: a GPU collective does not come
+        back from the death of a peer.
 
     Returns:
       The number of this process, how many there are, and who said so.
@@ -142,14 +145,20 @@ def initialize(
     if elastic:
         _leave_last()
     state = _jax_distributed.global_state
+    assert state.client is not None
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
-    members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s)
+    life = state.client.key_value_increment(f"jaxche/lives/{state.process_id}", 1) if elastic else 1
+    members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s, late=life > 1)
     try:
         refuse_mismatch(members)
     except RuntimeError:
         # All refuse, so all can leave together: one that went first would take the others' last words with it.
         jax.distributed.shutdown()
         raise
+    if elastic:
+        watch_lives()
+    if life > 1:
+        stand_by(state.process_id, life)
     _suit_kinds([member.kind for member in members], kind)
     _joined = ClusterInfo(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", _joined, state.coordinator_address)
@@ -196,7 +205,7 @@ def _leave_last() -> None:
         state = _jax_distributed.global_state
         if state.client is None:
             return
-        state.client.key_value_set(f"jaxche/left/{state.process_id}", "")
+        state.client.key_value_set(f"jaxche/left/{state.process_id}", "", allow_overwrite=True)
         for other in range(state.num_processes if state.process_id == 0 else 0):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it died long ago
                 state.client.blocking_key_value_get(f"jaxche/left/{other}", _FAREWELL_MS)

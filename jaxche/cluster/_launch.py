@@ -12,12 +12,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxche.cluster._connect import ELASTIC
-from jaxche.cluster._events import EVENTS, event_log
+from jaxche.cluster._events import event_log
 from jaxche.cluster._group import Surroundings
 from jaxche.cluster._orphans import orphanage
 from jaxche.cluster._output import LinePrinter
 from jaxche.cluster._placement import places
 from jaxche.cluster._supervise import Berth, supervise
+from jaxche.training import EVENTS
 
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 
@@ -57,7 +58,9 @@ def launch(
       pin: whether processes without a GPU are pinned to a core each. That keeps their speeds apart, but a collective
         between pinned processes takes milliseconds: gloo polls on the core that the computation wants.
       elastic: whether the others go on where a rank other than 0 dies: ``Trainer.fit`` then trains with those that are
-        left, from the last merged round, and nothing starts again. On CPU devices only.
+        left, from the last merged round. ``max_restarts`` then also counts replacements: the rank is started again,
+        alone, and joins the others at the end of a round; with 0 nobody takes its place. Once process 0 has died, all
+        are started again. On CPU devices only.
       max_restarts: how often all ranks are started again, on a new port and with ``JAXCHE_RESTART`` counting up, after
         one of them failed. The script goes on from its checkpoint. Exit code 2, bad input, is not tried again.
       survivors: whether a rank that is the first to fail in two starts in a row is left out of the next, down to one

@@ -13,7 +13,6 @@ from jax._src import distributed as _jax_distributed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 _PINGS = 8
-_TIMEOUT_MS = 60_000
 
 
 class AllReduce(NamedTuple):
@@ -75,7 +74,7 @@ def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any], r
     return statistics.median(taken)
 
 
-def clocks(process_id: int, num_processes: int) -> list[Clock] | None:
+def clocks(process_id: int, num_processes: int, timeout_s: float) -> list[Clock] | None:
     """Compares the clocks of all processes with process 0's; every process has to call it.
 
     Each asks in turn, over the coordination service. The answer is of some moment between asking and hearing, so half
@@ -84,29 +83,32 @@ def clocks(process_id: int, num_processes: int) -> list[Clock] | None:
     Args:
       process_id: of this process.
       num_processes: how many there are.
+      timeout_s: seconds to wait for an answer; for its turn, each waits as long for all that come before it.
 
     Returns:
       One clock a process, at process 0; None elsewhere.
 
     Example:
-      >>> clocks(process_id=0, num_processes=1)
+      >>> clocks(process_id=0, num_processes=1, timeout_s=60)
       [Clock(ahead_ms=0.0, error_ms=0.0)]
     """
     client: Any = _jax_distributed.global_state.client
+    wait_ms = max(1, int(1e3 * timeout_s))
     if process_id == 0:
         found = [Clock(0.0, 0.0)]
         for rank in range(1, num_processes):
             for ping in range(_PINGS):
-                client.blocking_key_value_get(f"jaxche/clock/ask/{rank}/{ping}", _TIMEOUT_MS)
+                client.blocking_key_value_get(f"jaxche/clock/ask/{rank}/{ping}", wait_ms)
                 client.key_value_set(f"jaxche/clock/answer/{rank}/{ping}", repr(time.time()))
-            told = client.blocking_key_value_get(f"jaxche/clock/found/{rank}", _TIMEOUT_MS)
+            told = client.blocking_key_value_get(f"jaxche/clock/found/{rank}", wait_ms)
             found.append(Clock(*map(float, told.split())))
         return found
     best = Clock(0.0, float("inf"))
     for ping in range(_PINGS):
         asked = time.time()
         client.key_value_set(f"jaxche/clock/ask/{process_id}/{ping}", "")
-        answer = float(client.blocking_key_value_get(f"jaxche/clock/answer/{process_id}/{ping}", 10 * _TIMEOUT_MS))
+        turns = 1 if ping else process_id
+        answer = float(client.blocking_key_value_get(f"jaxche/clock/answer/{process_id}/{ping}", turns * wait_ms))
         heard = time.time()
         error_ms = 1e3 * (heard - asked) / 2
         # The first question waits for its turn, which makes it the worst.
@@ -114,27 +116,3 @@ def clocks(process_id: int, num_processes: int) -> list[Clock] | None:
             best = Clock(1e3 * ((asked + heard) / 2 - answer), error_ms)
     client.key_value_set(f"jaxche/clock/found/{process_id}", f"{best.ahead_ms!r} {best.error_ms!r}")
     return None
-
-
-def share(name: str, process_id: int, text: str) -> list[str]:
-    """What every process says under a name, in order; every process has to call it, once a name.
-
-    Args:
-      name: under which it is said; a new one each time.
-      process_id: of this process.
-      text: what it says.
-
-    Returns:
-      What each said, by number of the process.
-
-    Example:
-      >>> hosts = share("hosts", jax.process_index(), socket.gethostname())  # doctest: +SKIP
-    """
-    client = _jax_distributed.global_state.client
-    assert client is not None
-    client.key_value_set(f"jaxche/share/{name}/{process_id}", text)
-    client.wait_at_barrier(f"jaxche/share/{name}", 10 * _TIMEOUT_MS)
-    told = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(f"jaxche/share/{name}/")}
-    # Nobody leaves before all have heard.
-    client.wait_at_barrier(f"jaxche/share/{name}/heard", 10 * _TIMEOUT_MS)
-    return [told[rank] for rank in sorted(told)]

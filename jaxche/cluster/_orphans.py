@@ -15,17 +15,24 @@ while read -r word; do
   case $word in
     end) exit 0 ;;
     clear) groups= ;;
-    *) groups="$groups -$word" ;;
+    *) groups="$groups $word" ;;
   esac
 done
-[ -n "$groups" ] || exit 0
-kill -s TERM -- $groups 2>/dev/null
+# One at a time: of several, kill fails where any one is gone, and the others may still be writing.
+signal() {
+  reached=1
+  for group in $groups; do
+    kill -s "$1" -- "-$group" 2>/dev/null && reached=0
+  done
+  return "$reached"
+}
+signal TERM
 left=$1
-while [ "$left" -gt 0 ] && kill -s 0 -- $groups 2>/dev/null; do
+while [ "$left" -gt 0 ] && signal 0; do
   sleep 1
   left=$((left - 1))
 done
-kill -s KILL -- $groups 2>/dev/null
+signal KILL
 """
 
 

@@ -7,11 +7,13 @@ import contextlib
 import os
 import re
 import threading
+from collections.abc import Sequence
 from typing import IO, TextIO
 
 # What gloo prints on connecting, past every log level: nobody launched a run to read it.
 _CHATTER = "[Gloo] Rank "
 _END = re.compile(rb"\r\n|\n|\r")
+_LISTED = 12
 
 
 class LinePrinter:
@@ -84,3 +86,14 @@ class Reader(threading.Thread):
         self.last.append(line)
         if self._stream is not None:
             self._printer.print(self._stream, self._rank, line)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """The first dozen of many numbers.
+
+    Example:
+      >>> listed(range(14))
+      '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more'
+    """
+    shown = ", ".join(map(str, ranks[:_LISTED]))
+    return shown + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")

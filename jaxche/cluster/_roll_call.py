@@ -9,15 +9,15 @@ import os
 import platform
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxche.cluster._gpus import gpu_kinds, has_cuda
+from jaxche.cluster._output import listed
+from jaxche.cluster._share import share
 from jaxche.drawing import aligned
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
-_KEYS = "jaxche/roll_call/"
 _ROWS = 12
 
 
@@ -73,7 +73,7 @@ def device_kinds(environ: Mapping[str, str], local_ids: Sequence[int] | None = N
     return kinds or ["cpu"]
 
 
-def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float) -> list[Member]:
+def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float, late: bool = False) -> list[Member]:
     """Tells all processes what this one is, and hears the same of them.
 
     Args:
@@ -81,6 +81,7 @@ def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float) -> l
       process_id: the number of this process.
       mine: what to tell.
       timeout_s: how long to wait for the others.
+      late: takes the place of one that told this before: it hears what the others said, and nobody waits for it.
 
     Returns:
       One member a process, in order.
@@ -88,28 +89,14 @@ def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float) -> l
     Raises:
       TimeoutError: if one did not answer; names it.
     """
-    deadline = time.monotonic() + timeout_s
-    client.key_value_set(f"{_KEYS}{process_id}", json.dumps(dataclasses.asdict(mine)))
-    told: dict[int, Member] = {}
+    text = json.dumps(dataclasses.asdict(mine))
     try:
-        # One barrier and one reading: waiting for each key in turn would cost 10,000 processes 10⁸ messages.
-        client.wait_at_barrier("jaxche/roll_call", max(1, int(1e3 * timeout_s)))
-        failed = None
-    except Exception as error:  # jaxlib's errors share no class of their own
-        failed = error
-    for key, text in client.key_value_dir_get(_KEYS):
-        told[int(key.rpartition("/")[2])] = Member(**json.loads(text))
-    missing = [rank for rank in range(mine.num_processes) if rank not in told]
-    if failed is not None and missing and time.monotonic() >= deadline - 1:
+        told = share("roll_call", process_id, mine.num_processes, text, timeout_s, client, late)
+    except TimeoutError as error:
         raise TimeoutError(
-            f"process {_listed(missing)} joined, but did not say within {timeout_s:.0f} s which versions it runs. "
-            "Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"
+            f"{error}. Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"
         ) from None
-    if failed is not None:
-        raise failed
-    # Nobody leaves, and process 0 takes the service with it, before all have heard.
-    client.wait_at_barrier("jaxche/roll_call/heard", max(1, int(1e3 * timeout_s)))
-    return [told[rank] for rank in sorted(told)]
+    return [Member(**json.loads(text)) for text in told]
 
 
 def refuse_mismatch(members: Sequence[Member]) -> None:
@@ -126,7 +113,7 @@ def refuse_mismatch(members: Sequence[Member]) -> None:
         raise RuntimeError(
             "the processes of this run disagree on how many they are: "
             + "; ".join(
-                f"num_processes={world} on process {_listed([i for i, other in enumerate(worlds) if other == world])}"
+                f"num_processes={world} on process {listed([i for i, other in enumerate(worlds) if other == world])}"
                 for world in dict.fromkeys(worlds)
             )
             + ". Start all with the same number (JAXCHE_NUM_PROCESSES or num_processes=)."
@@ -160,8 +147,3 @@ def cache_folder(folder: str, kind: str) -> str:
     name = "".join(letter if letter.isalnum() else "-" for letter in kind.lower())
     # An object store's address is not a path of this system, but it too has slashes.
     return f"{folder}/{name}" if "://" in folder else os.path.join(folder, name)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_ROWS]))
-    return shown + (f" and {len(ranks) - _ROWS} more" if len(ranks) > _ROWS else "")

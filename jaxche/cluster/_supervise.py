@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxche.cluster._group import Ended, Group, Surroundings
-from jaxche.cluster._heartbeat import HEARTBEAT, Heartbeats
+from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._placement import Place, rank_environment
-
-RESTART = "JAXCHE_RESTART"
+from jaxche.training import HEARTBEAT, RESTART
 
 # Bad input is refused in the same words every time.
 _REFUSED = 2
@@ -43,7 +42,7 @@ def supervise(
       berths: one a rank.
       base: variables to start from.
       around: what the groups share.
-      max_restarts: how often to start again after a failure.
+      max_restarts: how often to start again after a failure, a single rank that is replaced included.
       survivors: whether a berth whose rank is the first to fail twice in a row is given up.
       hang_timeout_s: the silence of all heartbeats that is a failure, or None.
 
@@ -52,7 +51,9 @@ def supervise(
     """
     berths, blamed, restart = list(berths), None, 0
     while True:
-        ended = _run(command, berths, {**base, RESTART: str(restart)}, around, restart, hang_timeout_s)
+        group = Group(around, restart, max_restarts - restart if around.elastic else 0)
+        ended = _run(group, command, berths, {**base, RESTART: str(restart)}, around, hang_timeout_s)
+        restart += group.replaced
         if ended.code in (0, _REFUSED) or ended.told_to or restart == max_restarts:
             around.log.write("end", restart=restart, code=ended.code)
             return ended.code
@@ -92,16 +93,15 @@ def next_berths(
 
 
 def _run(
+    group: Group,
     command: Sequence[str],
     berths: Sequence[Berth],
     base: Mapping[str, str],
     around: Surroundings,
-    restart: int,
     hang_timeout_s: float | None,
 ) -> Ended:
     # A port of its own each time: the last one may linger, and a rank that would not die must not join.
     coordinator = f"127.0.0.1:{_free_port()}"
-    group = Group(around, restart)
     with contextlib.ExitStack() as stack:
         beats = None
         if hang_timeout_s is not None:

@@ -6,19 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jaxche.protocols._base import Device, Protocol_, Wire
-from jaxche.protocols._checks import (
-    check_protocol,
-    check_stage_params,
-    checked_devices,
-    checked_stages,
-)
-from jaxche.protocols._execute import Pace, StageResult, run_stage, run_together
-from jaxche.protocols._plan import Plan, make_plan
+from jaxche.protocols._base import Device, Protocol_
+from jaxche.protocols._checks import check_protocol, checked_devices, checked_stages
+from jaxche.protocols._execute import Pace
 from jaxche.protocols._program import stage_key
+from jaxche.protocols._runner import Runner
 from jaxche.protocols._trace import as_stage, spec
 
 
@@ -144,17 +138,12 @@ class Partitioned:
         self.stages, self.loss, self.protocol, self.remat, self.seed = tuple(stages), loss, protocol, remats, seed
         self._local = checked_stages(local_stages, len(stages))
         self._devices = checked_devices(devices, self._local, len(stages))
-        self._wire: Wire | None = protocol.wire(self._local, len(stages), self._devices)
+        self._runner = Runner(self._stages, loss, protocol, seed, self._local, self._devices, paces)
         self._tx: Any = None
         self._update: Any = None
-        self._specs: list[Any] = [None] * len(stages)
-        self._plans: dict[Any, Plan] = {}
         self._outputs = [
             jax.jit(lambda params, x, s=s: s(params, x, stage_key(seed, 0, s.index, 0))) for s in self._stages
         ]
-        self._next_step = 0
-        self._peaks: tuple[int | None, ...] = (None,) * len(stages)
-        self._paces = paces
 
     @property
     def devices(self) -> tuple[Device | None, ...]:
@@ -164,7 +153,7 @@ class Partitioned:
     @property
     def peak_activations(self) -> tuple[int | None, ...]:
         """For each stage, the most micro-batches whose activations it kept at once in the last step."""
-        return self._peaks
+        return self._runner.peaks
 
     def value_and_grad(self, params: Sequence[Any], batch: Any, *, step: int | None = None) -> tuple[Any, tuple]:
         """Loss and gradients of every stage, equal to the whole model's.
@@ -182,13 +171,12 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit.
         """
-        step = self._next_step if step is None else step
-        plan, placed = self._prepare(params, batch)
-        results = self._run(plan, step, placed, batch)
-        wire = self._open()
-        loss = self._share_loss(step, results, wire)
-        wire.finish(step)
-        return loss, self._by_stage({stage: result.grads for stage, result in results.items()})
+        step = self._runner.next_step if step is None else step
+        plan, placed = self._runner.prepare(params, batch)
+        results = self._runner.run(plan, step, placed, batch)
+        loss = self._runner.share_loss(step, results)
+        self._runner.wire().finish(step)
+        return loss, self._runner.by_stage({stage: result.grads for stage, result in results.items()})
 
     def init(self, params: Sequence[Any], tx: optax.GradientTransformation) -> PartitionedState:
         """Put each stage's parameters on its device, with an optimizer state of their own.
@@ -204,15 +192,15 @@ class Partitioned:
         """
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
-        placed = self._place(params)
+        placed = self._runner.place(params)
         self._tx = optax.with_extra_args_support(tx)
         self._update = jax.jit(self._apply)
         begin = jax.jit(tx.init)
         states = tuple((placed[stage], begin(placed[stage])) for stage in self._local)
-        found = self._open().rejoin(spec(states))
+        found = self._runner.wire().rejoin(spec(states))
         step, states = found if found is not None else (0, states)
         states = [jax.device_put(s, self._devices[stage]) for stage, s in zip(self._local, states, strict=True)]
-        self._next_step = step
+        self._runner.next_step = step
         return self._state(step, states)
 
     def step(self, state: PartitionedState, batch: Any) -> tuple[PartitionedState, Any]:
@@ -227,12 +215,11 @@ class Partitioned:
         """
         if self._update is None:
             raise ValueError("step before init; write state = model.init(params, tx) first")
-        plan, placed = self._prepare(state.params, batch)
-        results = self._run(plan, state.step, placed, batch)
+        plan, placed = self._runner.prepare(state.params, batch)
+        results = self._runner.run(plan, state.step, placed, batch)
         states = [self._update(results[stage].grads, placed[stage], state.opt_state[stage]) for stage in self._local]
-        wire = self._open()
-        loss = self._share_loss(state.step, results, wire)
-        wire.finish(state.step, tuple(states))
+        loss = self._runner.share_loss(state.step, results)
+        self._runner.wire().finish(state.step, tuple(states))
         return self._state(state.step + 1, states), loss
 
     def compile(self, params: Sequence[Any], batch: Any) -> None:
@@ -245,7 +232,25 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit.
         """
-        self._prepare(params, batch)
+        self._runner.prepare(params, batch)
+
+    def explain(self, params: Sequence[Any], batch: Any) -> str:
+        """How batches of these shapes are run, and why; compiles what that needs, and runs nothing.
+
+        Args:
+          params: one entry a stage, as for :meth:`value_and_grad`.
+          batch: pytree of arrays with a leading batch axis.
+
+        Returns:
+          One line: how the batch is cut, and whether the stages are programs of their own or one program together.
+
+        Raises:
+          ValueError: parameters or a batch that do not fit.
+        """
+        return self._runner.prepare(params, batch)[0].path
+
+    def __repr__(self) -> str:
+        return f"Partitioned({len(self._stages)} stages, {self.protocol!r})"
 
     def apply(self, params: Sequence[Any], batch: Any) -> Any:
         """What the last stage gives, for evaluation; the batch stays whole, and all stages must be in this process.
@@ -263,20 +268,13 @@ class Partitioned:
                 "the parameters and make a jaxche.Partitioned without local_stages"
             )
         x = batch
-        for stage, tree in self._place(params).items():
+        for stage, tree in self._runner.place(params).items():
             x = self._outputs[stage](tree, jax.device_put(x, self._devices[stage]))
         return x
 
     def close(self) -> None:
         """Let go of the connections to other stages; the next call opens new ones."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-
-    def _open(self) -> Wire:
-        if self._wire is None:
-            self._wire = self.protocol.wire(self._local, len(self._stages), self._devices)
-        return self._wire
+        self._runner.close()
 
     def _apply(self, grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
         updates, opt_state = self._tx.update(grads, opt_state, params)
@@ -284,70 +282,4 @@ class Partitioned:
 
     def _state(self, step: int, states: Sequence[tuple[Any, Any]]) -> PartitionedState:
         params, opt_states = ({s: pair[i] for s, pair in zip(self._local, states, strict=True)} for i in range(2))
-        return PartitionedState(step, self._by_stage(params), self._by_stage(opt_states))
-
-    def _by_stage(self, local: dict[int, Any]) -> tuple[Any, ...]:
-        return tuple(local.get(stage) for stage in range(len(self._stages)))
-
-    def _place(self, params: Sequence[Any]) -> dict[int, Any]:
-        """This process's parameters on their devices; notes the shapes of all."""
-        check_stage_params(params, len(self._stages))
-        placed = {stage: jax.device_put(params[stage], self._devices[stage]) for stage in self._local}
-        for stage, tree in enumerate(params):
-            if stage in placed:
-                self._specs[stage] = spec(placed[stage])
-            elif tree is not None:
-                self._specs[stage] = spec(tree)
-            elif self._specs[stage] is None:
-                raise ValueError(
-                    f"params[{stage}] is None, and the shapes of that stage of another process are not known here; "
-                    f"call model.init(params, tx) with all parameters first, or give their jax.ShapeDtypeStruct"
-                )
-        return placed
-
-    def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[Plan, dict[int, Any]]:
-        placed = self._place(params)
-        given = (tuple(self._specs), spec(batch))
-        leaves, structure = jax.tree.flatten(given)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in self._plans:
-            self._plans[key] = make_plan(
-                self._stages, self.loss, self.protocol, self.seed, self._local, self._devices, *given
-            )
-        return self._plans[key], placed
-
-    def _run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
-        wire = self._open()
-        last = len(self._stages) - 1
-        batches = {s: jax.device_put(batch, self._devices[s]) for s in self._local if s in (0, last)}
-        jobs = [
-            lambda s=stage: run_stage(
-                plan.programs[s],
-                plan.schedule[s],
-                wire,
-                step,
-                placed[s],
-                batches.get(s),
-                plan.likes[s],
-                None if self._paces is None else self._paces[s],
-            )
-            for stage in self._local
-        ]
-        try:
-            results = dict(zip(self._local, run_together(jobs, wire), strict=True))
-        except BaseException:
-            # What is still under way belongs to a step that never was: start the next one on a new wire.
-            self.close()
-            raise
-        self._next_step = step + 1
-        self._peaks = self._by_stage({stage: result.peak for stage, result in results.items()})
-        return results
-
-    def _share_loss(self, step: int, results: dict[int, StageResult], wire: Wire) -> Any:
-        last = len(self._stages) - 1
-        if last not in results:
-            return jnp.float32(wire.read_loss(step))
-        loss = results[last].loss
-        if len(results) <= last:
-            wire.publish(step, float(loss))
-        return loss
+        return PartitionedState(step, self._runner.by_stage(params), self._runner.by_stage(opt_states))

@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxche.averaging import sum_dtype
 from jaxche.protocols._base import Device
+from jaxche.protocols._residuals import Residuals
 from jaxche.protocols._trace import Stage, cotangents
 
 
@@ -71,8 +72,7 @@ class StageProgram:
         self._stage, self._loss, self._seed, self._cut = stage, loss, seed, cut
         self.stage, self.device, self.is_first, self.is_last = stage.index, device, given.x is None, loss is not None
         self._out, self._loss_dtype = given.out, None
-        self._sources: list[tuple[str, int]] = []
-        self._structure: Any = None
+        self._residuals = Residuals()
         here = SingleDeviceSharding(device)
 
         def place(tree: Any) -> Any:
@@ -124,8 +124,8 @@ class StageProgram:
     def _keep(self, x: Any, out: Any, residuals: Any) -> Kept:
         if self._stage.remat:
             return Kept(x, None, None)
-        used = {source for source, _ in self._sources}
-        return Kept(x if "x" in used else None, out if "out" in used else None, residuals)
+        uses = self._residuals.uses
+        return Kept(x if uses("x") else None, out if uses("out") else None, residuals)
 
     def _inputs(self, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
         """The stage's input and the labels of the loss, both of this micro-batch."""
@@ -151,18 +151,7 @@ class StageProgram:
         out, pull = self._linearise(params, x, batch, numbers)
         if self._stage.remat:
             return out, []
-        # What is a parameter, the input or the output is there already: as an output of its own it would be a copy.
-        trees = {"params": params, "batch": batch, "x": x, "out": out}
-        known = {id(leaf): (name, i) for name, tree in trees.items() for i, leaf in enumerate(jax.tree.leaves(tree))}
-        leaves, self._structure = jax.tree.flatten(pull)
-        residuals: list[Any] = []
-        self._sources = []
-        for leaf in leaves:
-            if id(leaf) not in known:
-                known[id(leaf)] = ("residuals", len(residuals))
-                residuals.append(leaf)
-            self._sources.append(known[id(leaf)])
-        return out, residuals
+        return out, self._residuals.take(pull, params=params, batch=batch, x=x, out=out)
 
     def _backward(
         self, params: Any, batch: Any, numbers: Any, kept: Kept, gradient: Any, total: Any
@@ -170,9 +159,7 @@ class StageProgram:
         if self._stage.remat:
             _, pull = self._linearise(params, kept.x, batch, numbers)
         else:
-            trees = kept._asdict() | {"params": params, "batch": batch}
-            leaves = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
-            pull = jax.tree.unflatten(self._structure, [leaves[name][i] for name, i in self._sources])
+            pull = self._residuals.give(params=params, batch=batch, **kept._asdict())
         grads, *rest = pull(self._cotangent(gradient))
         if total is not None:
             grads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
@@ -181,10 +168,15 @@ class StageProgram:
     def _cotangent(self, gradient: Any) -> Any:
         if self.is_last:
             return jnp.ones((), self._loss_dtype)
-        return jax.tree.map(lambda s, g: np.zeros(s.shape, jax.dtypes.float0) if g is None else g, self._out, gradient)
+        return full_cotangent(self._out, gradient)
 
 
-def stage_key(seed: int, step: Any, stage: int, micro: Any) -> Any:
+def full_cotangent(like: Any, gradient: Any) -> Any:
+    """A gradient as it travels, with what ``jax.vjp`` expects where ``like`` is not float."""
+    return jax.tree.map(lambda s, g: np.zeros(s.shape, jax.dtypes.float0) if g is None else g, like, gradient)
+
+
+def stage_key(seed: int, step: Any, stage: Any, micro: Any) -> Any:
     """The key of one stage for one micro-batch of one step."""
     key = jax.random.key(seed)
     for number in (step, stage, micro):

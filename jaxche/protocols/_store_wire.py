@@ -34,6 +34,8 @@ from jaxche.protocols._objects import Objects
 
 PLAN = "plan"
 _UPLOADS = 4  # transfers side by side; each reads its arrays, sums and writes them
+# What is ready and not larger goes into a folder from the caller's thread: sooner by the time it takes to wake another.
+_INLINE_BYTES = 1 << 20
 _STATES = 2
 # A process that comes back repeats at most what lies between two saves, and one save more that was under way.
 _REPEATED_SAVES = 2
@@ -69,6 +71,12 @@ def _step(key: str) -> int:
     return int(found[1]) if found else -1
 
 
+def _is_small_and_ready(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    small = sum(getattr(leaf, "nbytes", 0) for leaf in leaves) <= _INLINE_BYTES
+    return small and all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
+
+
 class StoreWire:
     """Carries what the stages of one process exchange with all others through the objects of a run.
 
@@ -92,6 +100,7 @@ class StoreWire:
         self._failure: BaseException | None = None
         self._told = False  # whether a caller has seen the failure
         self._forgetful = False  # whether steps were finished without a state to go on from
+        self._deleted = -1  # the last of those steps, whose objects are being taken away
         self._states: list[str] = []
         self._saves = 0
 
@@ -121,12 +130,14 @@ class StoreWire:
         with self._lock:
             sent = [entry for k in sorted(self._sent) if k <= step for entry in self._sent.pop(k)]
             received = [key for k in sorted(self._received) if k <= step for key in self._received.pop(k)]
-        # Read now: the next step may be given these buffers to write into.
-        state = None if state is None else (tensors.on_host(state),)
-        self._settled = self._keeper.submit(self._guarded, self._settle, sent, received, state, step + 1)
         if state is None:
-            self._forgetful = True
-            self._wait_settled()  # whoever uses the same names next must not lose them to deletes of this step
+            self._forgetful, self._deleted = True, step
+            futures.wait([entry.done for entry in sent])  # a process may end after its last step
+            self._raise()
+        else:
+            # Read now: the next step may be given these buffers to write into.
+            state = (tensors.on_host(state),)
+        self._settled = self._keeper.submit(self._guarded, self._settle, sent, received, state, step + 1)
 
     def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
         self._wait_settled()
@@ -168,8 +179,14 @@ class StoreWire:
 
     def _write(self, step: int, reader: int, key: str, tree: Any, dtype: Any = None) -> None:
         self._check()
-        with self._lock:
+        self._wait_deleted(step)
+        if self._objects.is_near and _is_small_and_ready(tree):
+            self._guarded(self._upload, key, tree, dtype)
+            done = Future()
+            done.set_result(None)
+        else:
             done = self._uploads.submit(self._guarded, self._upload, key, tree, dtype)
+        with self._lock:
             self._sent.setdefault(step, []).append(_Sent(reader, key, done))
 
     def _upload(self, key: str, tree: Any, dtype: Any) -> None:
@@ -178,6 +195,7 @@ class StoreWire:
         self._objects.create(key, tensors.encode(tree))
 
     def _read(self, step: int, key: str, like: Any, what: str, writer: int) -> Any:
+        self._wait_deleted(step)
         limit = max(tensors.object_size(like), tensors.HEAD_LIMIT)
         try:
             found = self._objects.wait(key, limit, self._timeout_s, self._pause)
@@ -221,6 +239,11 @@ class StoreWire:
         if self._settled is not None:
             futures.wait([self._settled])
             self._raise()
+
+    def _wait_deleted(self, step: int) -> None:
+        """Whoever uses the names of a step again must not lose them to its deletes."""
+        if step <= self._deleted:
+            self._wait_settled()
 
     def _check(self) -> None:
         self._raise()

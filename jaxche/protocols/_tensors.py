@@ -8,12 +8,12 @@ allocated: the reader knows which leaves it expects and takes the layout from th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import struct
 import zlib
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -105,41 +105,48 @@ def _padded(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-def _leaf(name: str, value: Any) -> Leaf:
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
-    dtype = getattr(value.dtype, "name", str(value.dtype))
-    if dtype not in _DTYPES:
-        raise ValueError(
-            f"leaf {name or 'at the root'} has dtype {value.dtype}, which cannot be stored: arrays of numbers and "
-            "booleans can; of a PRNG key store jax.random.key_data(key)"
-        )
-    return Leaf(name, dtype, tuple(int(n) for n in value.shape))
+class _Layout(NamedTuple):
+    """What is the same for all objects of trees of one structure, shapes and dtypes."""
+
+    leaves: tuple[Leaf, ...]
+    header: bytes
+    size: int
 
 
-def describe(tree: Any) -> list[Leaf]:
-    """The leaves of a tree of arrays or of ``jax.ShapeDtypeStruct``, in order."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [_leaf(jax.tree_util.keystr(path), value) for path, value in paths]
+def _layout(tree: Any) -> _Layout:
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in leaves]
+    return _made_layout(structure, tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves))
 
 
-def _header(leaves: Iterable[Leaf]) -> bytes:
+# Kept, because to name the leaves of a small tree takes longer than to write it.
+@functools.lru_cache(maxsize=1024)
+def _made_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...]) -> _Layout:
+    paths = jax.tree.leaves_with_path(jax.tree.unflatten(structure, range(len(kinds))))
+    leaves = []
+    for (path, _), (dtype, shape) in zip(paths, kinds, strict=True):
+        name, kind = jax.tree_util.keystr(path), getattr(dtype, "name", str(dtype))
+        if kind not in _DTYPES:
+            raise ValueError(
+                f"leaf {name or 'at the root'} has dtype {dtype}, which cannot be stored: arrays of numbers and "
+                "booleans can; of a PRNG key store jax.random.key_data(key)"
+            )
+        leaves.append(Leaf(name, kind, tuple(int(n) for n in shape)))
     text = json.dumps([list(leaf) for leaf in leaves], separators=(",", ":")).encode()
     header = text.ljust(_padded(_START + len(text)) - _START)
     if len(header) > _HEADER_LIMIT:
         raise ValueError(f"a tree whose leaves take {len(header)} bytes to name cannot be stored: stack its leaves")
-    return header
+    return _Layout(tuple(leaves), header, _START + len(header) + sum(_padded(leaf.nbytes) for leaf in leaves))
 
 
 def object_size(like: Any) -> int:
     """Bytes of the object that holds a tree like this one."""
-    leaves = describe(like)
-    return _START + len(_header(leaves)) + sum(_padded(leaf.nbytes) for leaf in leaves)
+    return _layout(like).size
 
 
 def on_host(tree: Any) -> Any:
     """The tree as numpy arrays; on the CPU backend these are views, and on others the copies run side by side."""
-    describe(tree)  # what cannot be stored is refused by its name here, before numpy refuses it by another
+    _layout(tree)  # what cannot be stored is refused by its name here, before numpy refuses it by another
     for value in jax.tree.leaves(tree):
         if isinstance(value, jax.Array):
             value.copy_to_host_async()
@@ -155,17 +162,16 @@ def encode(tree: Any) -> list[Any]:
     Returns:
       Buffers of bytes. The first is the head, which differs whenever the trees differ.
     """
-    leaves = describe(tree)
+    layout = _layout(tree)
     payload: list[Any] = []
     check = length = 0
-    for leaf, value in zip(leaves, jax.tree.leaves(on_host(tree)), strict=True):
+    for leaf, value in zip(layout.leaves, jax.tree.leaves(on_host(tree)), strict=True):
         flat = np.ascontiguousarray(value, dtype=_DTYPES[leaf.dtype]).reshape(-1).view(np.uint8)
         check = checksum(flat, check)
         length += _padded(flat.size)
         payload += [part for part in (flat, np.zeros(_padded(flat.size) - flat.size, np.uint8)) if part.size]
-    header = _header(leaves)
-    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header), length, check)
-    return [prefix + _CHECKSUM.pack(zlib.crc32(header, zlib.crc32(prefix))) + header, *payload]
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(layout.header), length, check)
+    return [prefix + _CHECKSUM.pack(zlib.crc32(layout.header, zlib.crc32(prefix))) + layout.header, *payload]
 
 
 def decode(data: Any, like: Any, key: str) -> Any:
@@ -186,13 +192,13 @@ def decode(data: Any, like: Any, key: str) -> Any:
     view = memoryview(data).cast("B")
     header, check = _open(view, len(view), key)
     payload = view[_START + len(header) :]
-    expected = describe(like)
-    if header != _header(expected):
-        raise _mismatch(header, expected, key)
-    if len(payload) != sum(_padded(leaf.nbytes) for leaf in expected):
+    expected = _layout(like)
+    if header != expected.header:
+        raise _mismatch(header, expected.leaves, key)
+    if len(view) != expected.size:
         raise DamagedObjectError(f"{key} was altered: {len(payload)} bytes are not the leaves its header names")
     values, offset, found, flat = [], 0, 0, np.frombuffer(payload, np.uint8)
-    for leaf in expected:
+    for leaf in expected.leaves:
         found = checksum(flat[offset : offset + _padded(leaf.nbytes)], found)
         values.append(flat[offset : offset + leaf.nbytes].view(_DTYPES[leaf.dtype]).reshape(leaf.shape))
         offset += _padded(leaf.nbytes)
@@ -211,7 +217,7 @@ def explain(head: Any, size: int, like: Any, key: str) -> ValueError:
       key: name of the object.
     """
     try:
-        return _mismatch(_open(memoryview(head).cast("B"), size, key)[0], describe(like), key)
+        return _mismatch(_open(memoryview(head).cast("B"), size, key)[0], _layout(like).leaves, key)
     except DamagedObjectError as error:
         return error
 
@@ -239,7 +245,7 @@ def _altered(key: str) -> DamagedObjectError:
     return DamagedObjectError(f"{key} was altered: its checksum is not the one it was written with")
 
 
-def _mismatch(header: bytes, expected: list[Leaf], key: str) -> ValueError:
+def _mismatch(header: bytes, expected: tuple[Leaf, ...], key: str) -> ValueError:
     """Which leaf is not the expected one. The header is somebody else's: it is only shown, and shortened."""
     try:
         found = [f"{name or 'the only leaf'}: {dtype}{list(shape)}"[:200] for name, dtype, shape in json.loads(header)]

@@ -28,7 +28,8 @@ class NoiseScale:
     Attributes:
       sqr_sum: ``[G]``, the exponential average of the squared norm before its bias correction.
       var_sum: ``[G]``, the same of the variance.
-      unbias: its bias correction: 0 before the first estimate, then towards 1.
+      unbias: its bias correction: 0 before the first estimate, then towards 1, or towards the share of the examples
+        that was measured.
       base_batch_size: examples in a batch of scale 1; 0 until the first update, if it was not given.
       biased: whether the averages come from differences of successive gradients of a single contributor.
       preconditioned: whether they are of gradients divided by an optimizer's second moments.

@@ -13,6 +13,7 @@ from jaxche.scaling._deltas import delta_lengths, pseudo_gradients
 from jaxche.scaling._estimates import Estimates, local_estimates, update_from_estimates
 from jaxche.scaling._moments import Preconditioner, preconditioner
 from jaxche.scaling._noise import init, update
+from jaxche.scaling._skip import skip
 from jaxche.scaling._state import NoiseScale
 from jaxche.scaling._sums import Sums
 
@@ -27,6 +28,7 @@ __all__ = [
     "local_sums",
     "preconditioner",
     "pseudo_gradients",
+    "skip",
     "update",
     "update_from_estimates",
     "update_from_one",

@@ -34,7 +34,7 @@ def nbytes_per_device(tree: Any, shardings: Any = None) -> int:
 
     Args:
       tree: pytree of arrays or ``jax.ShapeDtypeStruct``.
-      shardings: pytree of their shardings, structured as ``tree``; default: those they have.
+      shardings: pytree of their shardings, structured as ``tree``, None for what is whole; default: those they have.
 
     Returns:
       The number of bytes.
@@ -48,8 +48,11 @@ def nbytes_per_device(tree: Any, shardings: Any = None) -> int:
     """
     if shardings is None:
         shardings = jax.tree.map(lambda x: x.sharding, tree)
-    sizes = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, tree, shardings)
-    return sum(jax.tree.leaves(sizes))
+
+    def held(x: Any, sharding: Any) -> int:
+        return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(held, tree, shardings)))
 
 
 def as_bytes(size: int | float | str) -> int:

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,12 +16,14 @@ import optax
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
 
+from jaxche.training._lives import awaited, lives
+
 # Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
 _PATIENCE_MS = 3_600_000
 _turns = itertools.count()
-# The processes that take part, or None for all, and how often they became fewer.
-_members: tuple[int, ...] | None = None
-_generation = 0
+# The processes that take part and their lives, or None for all from the start; and how often that changed.
+_members: dict[int, int] | None = None
+_generation: int | str = 0
 
 
 class RankError(RuntimeError):
@@ -41,21 +43,6 @@ class RankError(RuntimeError):
     def __init__(self, message: str, rank: int):
         super().__init__(message)
         self.rank = rank
-
-
-class PeerLostError(RuntimeError):
-    """A merge between processes broke off, as it does when one of them dies.
-
-    The state from before the round is intact. In an elastic run ``Trainer.fit`` goes on by itself, and this is raised
-    only where what is left cannot train.
-
-    Example:
-      >>> try:
-      ...     raise PeerLostError("the merge of all processes broke off; did one of them die?")
-      ... except PeerLostError as error:
-      ...     print(error)
-      the merge of all processes broke off; did one of them die?
-    """
 
 
 class PlanMismatchError(RuntimeError):
@@ -103,7 +90,10 @@ def gather_json(value: Any) -> list[Any]:
     turn, own = next(_turns), jax.process_index()
     place = f"jaxche/agree/{_generation}"
     client.key_value_set(f"{place}/{turn}/{own}", json.dumps(value))
-    everyone = [client.blocking_key_value_get(f"{place}/{turn}/{process}", _PATIENCE_MS) for process in members()]
+    if is_elastic():
+        everyone = [awaited(f"{place}/{turn}/{process}", {process: life}) for process, life in member_lives().items()]
+    else:
+        everyone = [client.blocking_key_value_get(f"{place}/{turn}/{process}", _PATIENCE_MS) for process in members()]
     if turn:  # whoever has begun this turn has read all of the last one
         client.key_value_delete(f"{place}/{turn - 1}/{own}")
     return [json.loads(text) for text in everyone]
@@ -116,14 +106,33 @@ def is_elastic() -> bool:
 
 def members() -> tuple[int, ...]:
     """The processes that take part, in order."""
-    return tuple(range(jax.process_count())) if _members is None else _members
+    return tuple(range(jax.process_count())) if _members is None else tuple(_members)
 
 
-def regroup(alive: Sequence[int]) -> None:
-    """Go on with these processes alone; all of them call this after the same failure."""
+def member_lives() -> dict[int, int]:
+    """The processes that take part in an elastic run, each with its life."""
+    global _members
+    if _members is None:
+        now = lives()
+        _members = {process: now.get(process, 0) for process in range(jax.process_count())}
+    return _members
+
+
+def generation() -> int | str:
+    """How often the processes that take part have changed."""
+    return _generation
+
+
+def regroup(taking_part: Mapping[int, int], generation: int | str) -> None:
+    """Go on with these processes and lives; all of them call this at the same place.
+
+    Args:
+      taking_part: their lives.
+      generation: a name for them that was not used before.
+    """
     global _members, _generation, _turns
     # Somebody may have been in the middle of a turn: turns are counted anew, in a place of their own.
-    _members, _generation, _turns = tuple(alive), _generation + 1, itertools.count()
+    _members, _generation, _turns = dict(sorted(taking_part.items())), generation, itertools.count()
 
 
 def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:

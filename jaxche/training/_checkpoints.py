@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.training._agree import PeerLostError, gather_json, is_elastic, members, raise_everywhere
+from jaxche.training._agree import gather_json, generation, is_elastic, members, raise_everywhere
 from jaxche.training._history import History
+from jaxche.training._lives import PeerLostError
 from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
 from jaxche.training._state import ReplicaState, RoundInfo
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxche")
 
 # Of what is in a checkpoint and where. A folder of another format is refused.
-_FORMAT = 1
+_FORMAT = 2
 # For all processes to have written their parts, in a run whose processes may die.
 _PATIENCE_S = 30
 
@@ -116,26 +117,42 @@ class Keeper:
         if is_elastic():
             # A save in which a process died holds nobody up, but for its threads: they wait for so long.
             settings["async_options"] = options.AsyncOptions(timeout_secs=_PATIENCE_S)
-        all_here = len(members()) == jax.process_count()
-        if not all_here:
+        from_start = generation() == 0
+        if not from_start:
             settings["multiprocessing_options"] = options.MultiprocessingOptions(
                 primary_host=members()[0],
                 active_processes=set(members()),
-                barrier_sync_key_prefix="-".join(map(str, ("jaxche", *members()))),
+                barrier_sync_key_prefix=f"jaxche-{generation()}",
             )
         options = self._ocp.CheckpointManagerOptions(
             max_to_keep=self._asked.keep,
             # What the dead did not finish goes when a run starts.
-            cleanup_tmp_directories=all_here,
-            create=all_here,
+            cleanup_tmp_directories=from_start,
+            create=from_start,
             **settings,
         )
         return self._ocp.CheckpointManager(self._folder, options=options)
 
-    def reopen(self, rounds: int) -> None:
-        """Go on with the processes that are left, from a state of so many rounds."""
-        self._manager, self._abandoned = self._open(), self._begun
+    def reopen(self, rounds: int, others_died: bool = True) -> None:
+        """Go on with the processes that take part from now on, from a state of so many rounds."""
+        if others_died:
+            self._abandoned = self._begun
+        else:
+            self._count_alike()
+        self._manager = self._open()
         self._rewritten(rounds)
+
+    def settle(self) -> None:
+        """Wait until all that was begun is written."""
+        self._manager.wait_until_finished()
+
+    def _count_alike(self) -> None:
+        """Orbax tells the saves of a process apart by their number, which has to be the same in one that joined."""
+        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+        most = max(gather_json(int(OperationIdGenerator.get_current_operation_id())))
+        while int(OperationIdGenerator.get_current_operation_id()) < most:
+            OperationIdGenerator.next_operation_id()
 
     def resume(self, state: ReplicaState) -> tuple[ReplicaState, History]:
         """The newest state that can be read, if it is further than the one given, and its record.

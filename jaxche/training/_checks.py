@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -118,6 +119,20 @@ def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> l
     if len(paces) != world_size or any(p is not None and not (math.isfinite(p) and p > 0) for p in paces):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
     return paces
+
+
+def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
+    """Refuse an optimizer state that ``tx`` would not have made of these parameters, or, staged, of each of these."""
+
+    def form(tree: Any) -> Any:
+        return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+
+    wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
+    if form(opt_state) != form(wanted):
+        raise ValueError(
+            "opt_state is not one of this tx and these parameters; give the one that tx.init(params) made and "
+            f"tx.update changed. It has {form(opt_state)}, and tx.init(params) makes {form(wanted)}"[:1500]
+        )
 
 
 def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -88,7 +87,8 @@ class NNXLoss:
     Attributes:
       params: pytree of plain dicts, for ``trainer.init``.
       model_state: everything else that is not a parameter (batch statistics, random streams), likewise.
-      tx: optax transformation of ``optimizer`` that starts from its state, for the trainer; None without one.
+      tx: optax transformation of ``optimizer``, for the trainer; None without one.
+      opt_state: where ``optimizer`` is, for ``trainer.init``; None without one.
 
     Raises:
       ValueError: ``model`` is not an nnx module, or ``optimizer`` is not one of its parameters (``wrt=nnx.Param``).
@@ -118,7 +118,8 @@ class NNXLoss:
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
       >>> loss = jaxche.NNXLoss(model, lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2), optimizer)
       >>> trainer = jaxche.Trainer(loss, loss.tx)
-      >>> state, history = trainer.fit(trainer.init(loss.params, loss.model_state), data, epochs=2, progress=False)
+      >>> state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+      >>> state, history = trainer.fit(state, data, epochs=2, progress=False)
       >>> loss.update(trainer, state, history)  # model and optimizer are trained
       >>> int(optimizer.step[...]) > 0
       True
@@ -138,20 +139,18 @@ class NNXLoss:
         self._keys = sorted(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngKey))), key=str)
         self._streams = list(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngState))))
         self._model, self._optimizer = model, optimizer
-        self.tx = None if optimizer is None else self._started(optimizer)
+        self.tx = None if optimizer is None else optimizer.tx
+        self.opt_state = None if optimizer is None else self._reached(optimizer)
 
-    def _started(self, optimizer: nnx.Optimizer) -> optax.GradientTransformation:
-        """The optimizer's transformation, starting from where the optimizer is."""
-        tx = optax.with_extra_args_support(optimizer.tx)
-        # In the optimizer parameters are nnx states, here they are dicts: the same leaves in the same order.
-        form = jax.eval_shape(tx.init, self.params)
+    def _reached(self, optimizer: nnx.Optimizer) -> Any:
+        """Where the optimizer is. In it parameters are nnx states, here dicts: the same leaves in the same order."""
+        form = jax.eval_shape(optimizer.tx.init, self.params)
         reached = jax.tree.leaves(optimizer.opt_state)
         if [x.shape for x in jax.tree.leaves(form)] != [x.shape for x in reached]:
             raise ValueError(
                 "optimizer is not one of all parameters of the model; write nnx.Optimizer(model, tx, wrt=nnx.Param)"
             )
-        start = jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in reached])
-        return optax.GradientTransformationExtraArgs(lambda params: start, tx.update)
+        return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in reached])
 
     def update(self, trainer: Trainer, state: ReplicaState, history: History) -> None:
         """Give what was learnt to the model, and to the optimizer if there is one, in place as ``nnx.update`` does.

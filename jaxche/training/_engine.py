@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -25,7 +26,8 @@ from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
 from jaxche.training._place import Place, first, is_local, lift, spans_processes
-from jaxche.training._replica import Local, LocalPrograms, Outcome, Replica
+from jaxche.training._programs import Local, LocalPrograms
+from jaxche.training._replica import Outcome, Replica
 from jaxche.training._scaling import Scaled, Scaling, Worth
 
 # What replicas that average parameters keep to themselves.
@@ -66,11 +68,16 @@ class Engine:
         self._plain_tx, tx = tx, tx if scaling is None else scaling.transform(tx)
         self._loss, self._tx, self._outer, self._scaling = loss, tx, outer, scaling
         self._average, self._rule, self._opt_mode = average, merge, opt_state
-        self._seed, self._paces, self._places, self._host = seed, paces, list(places), host
+        self._seed, self._host = seed, host
+        # Of all ranks as the run was started, and which of these take part, in which order.
+        self._all, self._all_paces = list(places), list(paces)
+        self.order = list(range(len(self._all)))
+        self._places, self._paces = list(self._all), list(paces)
         self.world_size = len(self._places)
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self.metrics: tuple[str, ...] = ()
         self._code: dict[str, str] = {}
+        self.fingerprint: dict[str, str] = {}
         self._rules: tuple[Any, ...] = ()
         self._shapes: Any = None
         self._meeting: Any = None
@@ -79,16 +86,22 @@ class Engine:
         self._reader: Reader | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
-    def place(self, params: Any, model_state: Any) -> tuple[Local, ...]:
+    def place(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[Local, ...]:
         """Put the same starting point on every local replica."""
 
-        def start(params: Any, model_state: Any) -> dict[str, Any]:
+        def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
+            tx = self._tx
+            if opt_state is not None:
+                tx = optax.GradientTransformation(lambda params: opt_state, self._plain_tx.update)
+                tx = tx if self._scaling is None else self._scaling.transform(tx)
             outer_state = self._outer.init(params) if self._outer else None
             scaled = self._scaling.start(params) if self._scaling else {}
-            return lift(Local(params, self._tx.init(params), model_state, outer_state, **scaled))._asdict()
+            return lift(Local(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
+        if callable(params) and not self._places[0].makes_pieces:
+            params = params()  # once, lest replicas get different numbers
         self._lay_out(jax.eval_shape(params) if callable(params) else params)
-        return tuple(Local(**self._places[rank].start(start, params, model_state)) for rank in self.ranks)
+        return tuple(Local(**self._places[rank].start(start, params, model_state, opt_state)) for rank in self.ranks)
 
     def _lay_out(self, params: Any) -> None:
         """Decide how parameters of these shapes lie on each replica, and where replicas meet."""
@@ -98,26 +111,31 @@ class Engine:
             self._places = [place.laid_out(shapes) for place in self._places]
             self._meeting = Meeting(self._places, self._host)
 
+    @property
+    def homes(self) -> list[tuple[int, ...]]:
+        """The processes of each rank, as the run was started."""
+        return [tuple(sorted({device.process_index for device in place.devices.flat})) for place in self._all]
+
     def without(self, lost: Sequence[int]) -> list[int]:
         """The ranks that need none of these processes; none if one of the others is left without a replica."""
-        homes = [{device.process_index for device in place.devices.flat} for place in self._places]
-        kept = [rank for rank, home in enumerate(homes) if not home & set(lost)]
-        idle = set().union(*homes) - set(lost) - set().union(*(homes[rank] for rank in kept))
+        homes = {rank: set(self.homes[rank]) for rank in self.order}
+        kept = [rank for rank, home in homes.items() if not home & set(lost)]
+        idle = set().union(*homes.values()) - set(lost) - set().union(*(homes[rank] for rank in kept))
         return [] if idle else kept
 
-    def keep(self, kept: Sequence[int], locals_: Sequence[Local]) -> None:
-        """Go on with these ranks, in this order; the steps of their replicas stay compiled."""
-        replicas, here = self._replicas, self.ranks
-        self._places = [self._places[rank] for rank in kept]
-        self._paces = [self._paces[rank] for rank in kept]
-        self.world_size = len(kept)
+    def arrange(self, order: Sequence[int], locals_: Sequence[Local]) -> None:
+        """Go on with these ranks of the start, numbered anew in this order; the steps of replicas stay compiled."""
+        replicas = dict(zip((self.order[rank] for rank in self.ranks), self._replicas, strict=False))
+        self.order, self.world_size = list(order), len(order)
+        self._places = [self._all[rank] for rank in order]
+        self._paces = [self._all_paces[rank] for rank in order]
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self._shapes = None
         self._lay_out(_without_replica_axis(locals_[0].params))
+        self._replicas = [replicas[order[rank]] for rank in self.ranks] if replicas else []
+        for rank, replica in zip(self.ranks, self._replicas, strict=False):
+            replica.rank = rank
         if self.world_size > 1 and replicas:
-            self._replicas = [replica for old, replica in zip(here, replicas, strict=True) if old in kept]
-            for rank, replica in zip(self.ranks, self._replicas, strict=True):
-                replica.rank = rank
             self._merge = self._make_merge(locals_[0])
             self._warm_up_merge(locals_)
 
@@ -168,6 +186,10 @@ class Engine:
             views[name] = tree
         return tuple(local._replace(**part) for local, part in zip(locals_, self._meeting.unstack(views), strict=True))
 
+    def handed_over(self, locals_: Sequence[Local]) -> dict[str, Any]:
+        """What a replica that joins begins with, as :meth:`unpack` takes it where no rows were saved."""
+        return {name: _pooled(x) if name in self.own else x for name, x in self.pack(locals_).items()}
+
     def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
         """Compile and warm up everything a round runs, and check that all processes agree; once.
 
@@ -197,7 +219,8 @@ class Engine:
             except Exception as e:
                 error = e
             raise_everywhere(error, self.ranks[0], "preparation")
-            refuse_differences(fingerprint | {"metrics": ", ".join(self.metrics)} | self._code)
+            self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics)} | self._code
+            refuse_differences(self.fingerprint)
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
@@ -299,7 +322,8 @@ class Engine:
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
         progress, told = _told(carry["noise"], start.progress, carry["scaled"], np.float32(outcomes[0].steps))
-        local = local._replace(noise=carry["noise"], progress=progress)
+        noise = dataclasses.replace(carry["noise"], previous=carry["tracked"])
+        local = local._replace(noise=noise, progress=progress)
         return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
 
     def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:

@@ -14,11 +14,13 @@ import jax
 from tqdm import tqdm
 
 from jaxche.drawing import per_rank
-from jaxche.training._agree import PeerLostError, is_elastic
+from jaxche.training._agree import is_elastic
 from jaxche.training._checkpoints import Checkpoints, Keeper
 from jaxche.training._checks import checked_length
 from jaxche.training._elastic import go_on_without
 from jaxche.training._history import History
+from jaxche.training._join import admit, end_of_run, join, stands_by
+from jaxche.training._lives import PeerLostError
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._watched import PREEMPTED_CODE, on_sigterm
 
@@ -78,25 +80,35 @@ def fit(
     """
     if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
         raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
-    if dry_run:
-        _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
-        return state, History([info], trainer.memory(state))
     last_epoch, size = state.epoch + int(epochs), checked_length(data)
     keeper, history = None, History()
-    if checkpoints is not None:
-        asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-        keeper = Keeper(asked, trainer, size)
-        state, history = keeper.resume(state)
-    bar = _Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
     with contextlib.ExitStack() as stack:
-        stack.callback(bar.close)
-        if keeper:
+        stack.callback(setattr, trainer, "_stop", Stop.NO)  # one that came too late is not for the next fit
+        if checkpoints is not None:
+            asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+            keeper = Keeper(asked, trainer, size)
             stack.push(keeper.close)
+        if dry_run:
+            _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
+            return state, History([info], trainer.memory(state))
+        if stands_by():
+            state, history = join(trainer, state, data, size)
+            if keeper:
+                keeper.reopen(state.round, others_died=False)
+        elif keeper:
+            state, history = keeper.resume(state)
+        if keeper:
             stack.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
+        bar = _Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
+        stack.callback(bar.close)
         before = None
         try:
             while state.epoch < last_epoch or state.owed:
                 try:
+                    if trainer._newcomers:
+                        state, before = admit(trainer, state, history, keeper), None
+                        if keeper:
+                            keeper.reopen(state.round, others_died=False)
                     after, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
                 except PeerLostError as error:
                     if not is_elastic():
@@ -134,6 +146,7 @@ def fit(
         except Exception:
             trainer.last_good_state = state
             raise
+        end_of_run()
     history.memory = tuple(trainer.memory(state))
     has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
     if has_momentum and len(history) < _FEW_ROUNDS:

@@ -6,10 +6,11 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from jaxche.averaging import merge_weights
+from jaxche.averaging import MERGE_RULES, merge_weights
 from jaxche.cadence import ElChe
 from jaxche.scaling import effective_replicas
 from jaxche.training._advice import Advice, Choice
+from jaxche.training._checks import one_of
 from jaxche.training._state import RoundInfo
 
 # Rounds that speeds are read from, and the part of the best goodput that a shorter round may lack: less than the model
@@ -90,7 +91,14 @@ def advise(
         1:0     32        10.0       3,200      100.0%      3,200
       write: average="gradients", che=jaxche.ElChe(world_size=2, anchor=2, max_anchor=2)
     """
+    one_of("average", average, ("parameters", "gradients"))
+    one_of("merge", merge, MERGE_RULES)
     times = [float(t) for t in ms_per_batch]
+    if not times or len(now) not in (0, len(times)):
+        raise ValueError(
+            f"ms_per_batch={ms_per_batch!r} and now={now!r} have an entry a replica; write e.g. "
+            "ms_per_batch=[20.0, 50.0], now=(5, 2)"
+        )
     numbers = {"base_batch_size": base_batch_size, "batch_size": batch_size, "max_anchor": max_anchor}
     for name, value in (numbers | {f"ms_per_batch[{i}]": t for i, t in enumerate(times)}).items():
         if not (math.isfinite(value) and value > 0):

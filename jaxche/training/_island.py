@@ -24,6 +24,7 @@ from jaxche.sharding import (
     sharded_update,
     value_and_grad,
 )
+from jaxche.training._place import Begin
 
 # Small enough, or of a kind, to be whole on every device.
 _WHOLE = ("model_state", "progress", "sums", "scaled", "index", "worth")
@@ -39,7 +40,7 @@ class Island:
     """
 
     def __init__(self, mesh: Mesh, strategy: ShardingStrategy, shapes: Any = None):
-        self._mesh, self._strategy = mesh, strategy
+        self._mesh, self._strategy, self.makes_pieces = mesh, strategy, True
         self.devices = mesh.devices.reshape(-1, mesh.devices.shape[-1])
         self._layout = None if shapes is None else Layout(strategy, mesh, shapes)
         self._local = [d for d in self.devices.flat if d.process_index == jax.process_index()]
@@ -86,14 +87,15 @@ class Island:
     def constrain(self, trees: dict[str, Any]) -> dict[str, Any]:
         return lax.with_sharding_constraint(trees, self._shardings(trees))
 
-    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
+    def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
         # What a function makes is made in pieces: no device ever holds all of it.
         given = () if callable(params) else (jax.tree.map(self._put, params, self._decided.params_specs),)
 
-        def program(model_state: Any, *given: Any) -> dict[str, Any]:
-            return begin(given[0] if given else params(), model_state)
+        def program(model_state: Any, opt_state: Any, *given: Any) -> dict[str, Any]:
+            return begin(given[0] if given else params(), model_state, opt_state)
 
-        arguments = (self._put(model_state, P()), *given)
+        opt_state = jax.tree.map(self._put, opt_state, self._decided.mirrored(opt_state))
+        arguments = (self._put(model_state, P()), opt_state, *given)
         shapes = jax.eval_shape(program, *arguments)
         return jax.jit(program, out_shardings=self._shardings(shapes))(*arguments)
 

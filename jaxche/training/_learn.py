@@ -84,6 +84,7 @@ def learn(
         round=plan.round + 1,
         epoch=epoch,
         cursor=cursor,
+        examples=state.examples + info.examples,
         sync_ms=sync_ms,
         owed=_owed(state.owed, plan, counts),
     )

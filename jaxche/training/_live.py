@@ -18,7 +18,7 @@ class LivePlot:
       every_s: seconds from one drawing to the next.
 
     Raises:
-      ImportError: outside of IPython; the message says what to do there.
+      ImportError: IPython is not installed; the message says what to do then.
       ValueError: ``every_s`` that is not above 0.
 
     Example:

@@ -66,14 +66,12 @@ class TensorBoardLogger:
         except ImportError as error:
             raise ImportError("tensorboardX is missing; write: pip install 'jaxche[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder)) if jax.process_index() == 0 else None
-        self._examples = 0
 
     def __call__(self, state: ReplicaState, info: RoundInfo) -> None:
         """Takes a round."""
-        self._examples += info.examples
         if self._writer is not None:
             for name, value in scalars(info).items():
-                self._writer.add_scalar(name, value, self._examples)
+                self._writer.add_scalar(name, value, state.examples)
             self._writer.flush()
 
 
@@ -106,22 +104,21 @@ class WandbLogger:
         except ImportError as error:
             raise ImportError("wandb is missing; write: pip install 'jaxche[wandb]'") from error
         self._run = wandb.init(**options) if jax.process_index() == 0 else None
-        self._examples = 0
 
     def __call__(self, state: ReplicaState, info: RoundInfo) -> None:
         """Takes a round."""
-        self._examples += info.examples
         if self._run is not None:
             line = scalars(info) | {"round": info.round, "epoch": info.epoch}
             # Otherwise a line waits for the next one, and the last is lost with the process.
-            self._run.log(line, step=self._examples, commit=True)
+            self._run.log(line, step=state.examples, commit=True)
 
 
 class profile:
     """A callback that records some rounds as a Perfetto trace: what each device did, microsecond by microsecond.
 
     The first rounds compile and find the cadence, so later ones tell more. Every process writes the trace of its own
-    devices into a folder of its own.
+    devices into a folder of its own. Where training may end before the last of the rounds, or fail, train inside
+    ``with jaxche.profile(...) as recorder:``, which ends the recording too.
 
     Args:
       folder: for the trace; open ``perfetto_trace.json.gz`` in it at https://ui.perfetto.dev, or point ``tensorboard
@@ -154,14 +151,24 @@ class profile:
 
     @property
     def path(self) -> Path | None:
-        """The trace, or None as long as there is none; a training that ends before the last round has none."""
+        """The trace, or None as long as there is none."""
         return max(self._folder.glob("**/perfetto_trace.json.gz"), default=None)
 
     def __call__(self, state: ReplicaState, info: RoundInfo) -> None:
         """Starts before the first of the rounds and stops after the last."""
-        if info.round == self._first - 1:
+        if not self._recording and self._first - 1 <= info.round < self._last:
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
             self._recording = True
-        elif self._recording and info.round >= self._last:
+        elif info.round >= self._last:
+            self._stop()
+
+    def __enter__(self) -> profile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._recording:
             jax.profiler.stop_trace()
             self._recording = False

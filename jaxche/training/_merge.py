@@ -21,10 +21,10 @@ from jaxche.averaging import (
     sum_dtype,
     to_moments,
 )
-from jaxche.training._agree import PeerLostError
+from jaxche.training._lives import PeerLostError
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._place import first, lift
-from jaxche.training._replica import Local
+from jaxche.training._programs import Local
 from jaxche.training._scaling import Scaled, Scaling
 
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
@@ -217,7 +217,7 @@ class Merge:
         if self._scaling is not None:
             noise, gains = first(start["noise"]), first(measured["scaled"])
             seen = first(start["opt_state"]) if self._scaling.preconditioned else None
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen)
+            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen, examples)
             payload["gains"] = jnp.append(gains, weight * gains[0])
         total = self._sum(payload)
         # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
@@ -269,7 +269,7 @@ class Merge:
         before, scaled = first(start["opt_state"]), {}
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
-            noise = self._scaling.learnt(first(start["noise"]), total["noise"], exact, before)
+            noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before)
             scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
         updates, opt_state = self._tx.update(grads, before, params, value=loss, **scaled)
         merged = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.sharding import Device
+
+# ``begin(params, model_state, opt_state)`` makes what a replica keeps, under the names of its trees.
+Begin: TypeAlias = Callable[[Any, Any, Any], dict[str, Any]]
 
 
 class Home(Protocol):
@@ -37,9 +40,11 @@ class Place(Home, Protocol):
     Attributes:
       devices: ``[copies, shards]``: what is sharded is cut along a row, and rows hold the same.
       compiler_options: of its programs.
+      makes_pieces: whether parameters that a function makes are made where they belong, piece by piece.
     """
 
     compiler_options: Any
+    makes_pieces: bool
 
     def laid_out(self, params: Any) -> Place:
         """This place, with the layout of parameters of these shapes decided."""
@@ -65,8 +70,8 @@ class Place(Home, Protocol):
         """Keep named trees where :meth:`specs` says, inside ``jit``."""
         ...
 
-    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
-        """Named trees made here from parameters (a tree, or a function that makes it) and model state."""
+    def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
+        """Named trees made here from parameters (a tree; for an island also a function that makes it) and states."""
         ...
 
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +115,7 @@ class OneDevice:
     """A replica on one device: programs as they are, arrays where they are."""
 
     def __init__(self, device: Device):
-        self._device, self.compiler_options = device, None
+        self._device, self.compiler_options, self.makes_pieces = device, None, False
         self.devices = np.array([[device]], dtype=object)
 
     def laid_out(self, params: Any) -> OneDevice:
@@ -132,8 +137,8 @@ class OneDevice:
     def constrain(self, trees: dict[str, Any]) -> dict[str, Any]:
         return trees
 
-    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
-        host = jax.tree.map(jnp.asarray, (params() if callable(params) else params, model_state))
+    def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
+        host = jax.tree.map(jnp.asarray, (params, model_state, opt_state))
         return jax.jit(begin)(*jax.device_put(host, self._device))
 
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:

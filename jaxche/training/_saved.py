@@ -16,7 +16,7 @@ from jaxche.cadence import DivergenceCorrection, ElChe
 from jaxche.training._state import ReplicaState
 
 # What is saved of a state besides arrays, by its own names.
-_PLACE = ("round", "epoch", "cursor", "owed", "sync_ms")
+_PLACE = ("round", "epoch", "cursor", "examples", "owed", "sync_ms")
 
 
 def nested(tree: Any) -> dict[str, Any]:

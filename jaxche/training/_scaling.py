@@ -13,6 +13,11 @@ import optax
 from jaxche.averaging import add_weighted, zero_sums
 from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
 
+# Local steps of a round in which gradients are measured, which costs up to a seventh of a small model's step: enough
+# for an estimate, and few of a round that is long enough to pay for its merge. Of a single replica more, because a
+# difference of two gradients says less than one of eight.
+_MEASURED, _MEASURED_ALONE = 8, 12
+
 
 class Worth(NamedTuple):
     """What the local steps of a planned round are worth once merged; arrays to the compiled step.
@@ -65,6 +70,13 @@ class Scaling:
         """Whether noise is measured as an Adam-type optimizer sees it."""
         return isinstance(self.rule, AdamScale)
 
+    @property
+    def measured_steps(self) -> int | None:
+        """How many of a round's first steps are measured, None for all: those that add up to one gradient."""
+        if self.average == "gradients":
+            return None
+        return _MEASURED_ALONE if self.solo else _MEASURED
+
     def transform(self, tx: Any) -> optax.GradientTransformationExtraArgs:
         return scale_learning_rate(tx, self.rule)
 
@@ -73,21 +85,23 @@ class Scaling:
         noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
         return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
 
-    def begin(self, noise: Any, params: Any, opt_state: Any, worth: Any) -> dict[str, Any]:
-        """What a round's carry gets.
+    def begin(self, noise: Any, params: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
+        """The preconditioner of a round or None, and what its carry gets.
 
-        ``tracked`` for the estimate, ``scaled`` for what the steps are worth, and ``seen``, the preconditioner or
-        None: made once, because gradients of a round are compared as seen from one place, and a square root and a
-        division of every number cost a small model some percent of a step.
+        It is made once, because gradients of a round are compared as seen from one place, and a square root and a
+        division of every number cost a small model some percent of a step. In the carry are ``tracked`` for the
+        estimate, which only steps that are measured touch, ``scaled`` for what the steps are worth, and the single
+        replica's ``noise`` without its previous gradient, which is what is tracked.
         """
         zero = noise_scale.Sums(jnp.zeros_like(noise.sqr_sum), *(jnp.zeros((), jnp.float32) for _ in range(5)))
-        seen = {"seen": noise_scale.preconditioner(opt_state, params) if self.preconditioned else None}
+        seen = noise_scale.preconditioner(opt_state, params) if self.preconditioned else None
         if self.average == "gradients":
-            return seen | {"tracked": zero}
-        steps = seen | {"scaled": jnp.zeros(2, jnp.float32)}
+            return seen, {"tracked": zero}
+        steps = {"scaled": jnp.zeros(2, jnp.float32)}
         if self.solo:
-            return steps | {"noise": jax.tree.map(jnp.copy, noise), "worth": worth}
-        return steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}, "worth": worth}
+            noise = jax.tree.map(jnp.copy, noise)
+            return seen, steps | {"noise": replace(noise, previous=None), "tracked": noise.previous}
+        return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}}
 
     def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """Add one batch to what the estimate is made of.
@@ -105,9 +119,15 @@ class Scaling:
         total = add_weighted(tracked["grads"], grads, examples)
         return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": total}
 
-    def watch(self, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
-        """The single replica's update of the noise scale."""
-        return noise_scale.update_from_one(self._based(noise), grads, examples, opt_state=seen)
+    def watch(self, noise: Any, previous: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
+        """The single replica's noise scale after a step that was measured, and the previous gradient apart from it."""
+        whole = replace(self._based(noise), previous=previous)
+        after = noise_scale.update_from_one(whole, grads, examples, opt_state=seen)
+        return replace(after, previous=None), after.previous
+
+    def skip(self, noise: Any, examples: Any) -> Any:
+        """The single replica's noise scale after a step that was not measured."""
+        return noise_scale.skip(self._based(noise), examples)
 
     def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
         """What the scaled optimizer wants to know for an update on so many examples."""
@@ -115,20 +135,24 @@ class Scaling:
         scale = examples * jnp.asarray(replicas, jnp.float32) / noise.base_batch_size
         return {"scale": scale, "noise": noise, "progress": progress}
 
-    def sent(self, tracked: Any, noise: Any, opt_state: Any) -> Any:
-        """What a replica puts into the all-reduce for the estimate: a few numbers, nothing model-sized."""
-        if self.average == "gradients":
-            return tracked
-        examples = tracked["sums"].examples
-        mean = jax.tree.map(lambda g: g / examples.astype(g.dtype), tracked["grads"])
-        return noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))
+    def sent(self, tracked: Any, noise: Any, opt_state: Any, examples: Any) -> Any:
+        """What a replica that averages parameters puts into the all-reduce: its estimates, and the examples it took
+        without measuring.
+        """
+        measured = tracked["sums"].examples
+        mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
+        own = noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))
+        return own, examples - measured
 
-    def learnt(self, noise: Any, total: Any, mean_grads: Any = None, opt_state: Any = None) -> Any:
-        """The next noise scale, from what everybody sent."""
+    def learnt(self, noise: Any, total: Any) -> Any:
+        """The next noise scale of averaged parameters, from what everybody sent."""
+        estimates, skipped = total
+        return noise_scale.update_from_estimates(noise_scale.skip(self._based(noise), skipped), estimates)
+
+    def learnt_at_once(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any) -> Any:
+        """The next noise scale of averaged gradients, from everybody's sums and the mean gradient."""
         noise = self._based(noise)
-        if self.average == "gradients":
-            return noise_scale.update_from_sums(noise, total, mean_grads, opt_state=self._seen(opt_state))
-        return noise_scale.update_from_estimates(noise, total)
+        return noise_scale.update_from_sums(noise, total, mean_grads, opt_state=self._seen(opt_state))
 
     def on_batches_of(self, examples: int) -> Scaling:
         """The same with the base batch known: the one given, else the batch of the data."""

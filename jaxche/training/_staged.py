@@ -17,7 +17,8 @@ from jaxche.training._engine import Engine
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
 from jaxche.training._place import devices_by_process, is_local
-from jaxche.training._replica import Local, Replica
+from jaxche.training._programs import Local
+from jaxche.training._replica import Replica
 from jaxche.training._stages import StagedPrograms, Stages
 
 _BY_STAGE = ("params", "opt_state", "outer_state")
@@ -49,6 +50,11 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
         raise ValueError(
             f"protocol={protocol!r} is for stages in processes of their own, and those of a replica are in one; write "
             "jaxche.Partitioned(stages, loss, jaxche.Pipeline(micro_batch_size=8))"
+        )
+    if getattr(protocol, "one_program", None):
+        raise ValueError(
+            f"protocol={protocol!r}: replicas run side by side, and programs over several devices each could block one "
+            "another; leave one_program= out"
         )
     given = _default_replicas(n_stages) if replicas is None else [_devices_of(r, n_stages) for r in replicas]
     for one, other in itertools.combinations(given, 2):

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 
 from jaxche.averaging import add_weighted, zero_sums
-from jaxche.protocols import Partitioned
+from jaxche.protocols import Partitioned, Pipeline
 from jaxche.sharding import Device, batch_size
-from jaxche.training._place import OneDevice, first, lift
-from jaxche.training._replica import Local
+from jaxche.training._place import Begin, OneDevice, first, lift
+from jaxche.training._programs import Local, Steps
 
 
 class Stages:
@@ -30,12 +30,14 @@ class Stages:
     def __init__(self, model: Partitioned, devices: Sequence[Device]):
         self.model, self.by_stage = model, [OneDevice(device) for device in devices]
         self.devices = np.array([list(devices)], dtype=object)
+        self.makes_pieces = False
 
-    def start(self, begin: Callable[[Any, Any], dict[str, Any]], params: Any, model_state: Any) -> dict[str, Any]:
+    def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
         """What a replica keeps: parameters and the states of optimizers are tuples, one entry a stage."""
         assert model_state is None, "stages have none"
-        given: Any = params() if callable(params) else params
-        made = [place.start(begin, tree, None) for place, tree in zip(self.by_stage, given, strict=True)]
+        reached = (None,) * len(self.by_stage) if opt_state is None else opt_state
+        given = zip(self.by_stage, params, reached, strict=True)
+        made = [place.start(begin, tree, None, own) for place, tree, own in given]
         names = ("params", "opt_state", "outer_state")
         return Local(**{name: tuple(one[name] for one in made) for name in names}, model_state=None)._asdict()
 
@@ -69,26 +71,27 @@ class StagedPrograms:
         self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_counted, donate_argnums=0)
 
-    def constants(self, local: Local) -> Local:
-        return Local(local.params if self._average == "gradients" else None, None, None, None)
+    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
+        return made | ({"params": local.params} if self._average == "gradients" else {})
 
-    def begin(self, local: Local, index: Any, worth: Any) -> dict[str, Any]:
+    def begin(self, local: Local, index: Any, worth: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state a round works on, a copy: the one it starts from stays valid."""
         del worth  # learning rates of stages are not scaled
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
         carry: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        return carry | {"model_state": None, "index": int(index), "sums": sums}
+        return {}, carry | {"model_state": None, "index": int(index), "sums": sums}
 
-    def compile(self, start: Local, carry: dict[str, Any], batch: Any) -> Any:
+    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         examples = batch_size(batch)
         model = self._model_for(examples)
         model.compile(self._params(start, carry), batch)
-        return functools.partial(self._step, model, np.float32(examples))
+        step = functools.partial(self._step, model, np.float32(examples))
+        return Steps(step, step)
 
-    def _params(self, start: Local, carry: dict[str, Any]) -> Any:
-        return carry["params"] if self._average == "parameters" else start.params
+    def _params(self, start: dict[str, Any], carry: dict[str, Any]) -> Any:
+        return carry["params"] if self._average == "parameters" else start["params"]
 
     def _model_for(self, examples: int) -> Partitioned:
         protocol: Any = self._model.protocol
@@ -96,6 +99,9 @@ class StagedPrograms:
         if size is not None and examples < self._examples and examples % size:
             size = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
             protocol = replace(protocol, micro_batch_size=size)
+        if isinstance(protocol, Pipeline):
+            # Its collectives would be in flight beside those of other replicas and of a merge, which can deadlock.
+            protocol = replace(protocol, one_program=False)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
                 [_on_lifted(stage) for stage in self._model.stages],
@@ -108,7 +114,7 @@ class StagedPrograms:
         return self._by_size[size]
 
     def _step(
-        self, model: Partitioned, examples: Any, start: Local, carry: dict[str, Any], batch: Any
+        self, model: Partitioned, examples: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any
     ) -> tuple[dict[str, Any], Any]:
         params = self._params(start, carry)
         loss, grads = model.value_and_grad(params, batch, step=carry["index"])

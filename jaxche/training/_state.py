@@ -13,7 +13,7 @@ import jax
 from jaxche.cadence import DivergenceCorrection, ElChe
 from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
 from jaxche.scaling import effective_replicas
-from jaxche.training._replica import Local
+from jaxche.training._programs import Local
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ReplicaState:
       round: number of rounds done.
       epoch: epoch of the next batch.
       cursor: index of the next batch in its epoch. ``(epoch, cursor, owed, seed)`` is the whole place in the data.
+      examples: trained on so far, by all replicas.
       sync_ms: what the last merge cost this process, beyond waiting.
       owed: batches before the cursor that nobody has trained on, because a replica ran out of time: ``(epoch, start,
         stop)``. They come first in the next rounds.
@@ -50,6 +51,7 @@ class ReplicaState:
     round: int = 0
     epoch: int = 0
     cursor: int = 0
+    examples: int = 0
     sync_ms: float = 0.0
     owed: tuple[tuple[int, int, int], ...] = ()
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
@@ -103,7 +105,7 @@ class RoundInfo:
       drift_dir: the same relative to the merged progress: 0 when all moved alike.
       losses: mean loss per replica (nan for one without steps).
       examples: examples trained on.
-      anchor: the cadence's anchor in this round (0 without one).
+      anchor: planned steps of the slowest replica, of those that had any.
       verdict: what the divergence guard said: calm, suppress or nudge.
       stop: 1 if some process asked to stop after this round, 2 if one is being preempted, else 0.
       noise: critical batch size in examples, where noise and signal of the gradient are equal (nan until it is

@@ -21,6 +21,7 @@ from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, refuse_bad_params
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
+    check_opt_state,
     check_rules,
     check_unscaled,
     checked_length,
@@ -32,6 +33,7 @@ from jaxche.training._checks import (
 from jaxche.training._engine import Engine
 from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
+from jaxche.training._join import newcomers
 from jaxche.training._learn import learn
 from jaxche.training._planning import forced_plan, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
@@ -93,6 +95,9 @@ class Trainer:
       base_batch_size: examples in the batch the learning rate was tuned for; by default those of one batch of the
         data.
 
+    Attributes:
+      last_good_state: after an error in :meth:`fit`, the state from before the round that failed.
+
     Raises:
       ValueError: an argument that cannot work, with the line to write instead.
 
@@ -148,7 +153,7 @@ class Trainer:
             che = che or ElChe(world_size=self.world_size, **DEFAULT_CADENCE)
         else:
             average = "parameters"  # a plain training loop: one update a batch
-        self.average, self.merge, self.outer, self.scaling = average, merge, outer, scaling
+        self.average, self.merge, self.scaling = average, merge, scaling
         self._tx, self._che = tx, che
         paces = checked_paces(pace_ms, self.world_size)
         scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
@@ -172,29 +177,37 @@ class Trainer:
         }
         self.seed = seed
         self._stop = Stop.NO
+        # Processes that wait to join, and what was learnt of each rank of the start.
+        self._newcomers: dict[str, Any] | None = None
+        self._pace_of: dict[int, Any] = {}
         self.last_good_state: ReplicaState | None = None
 
-    def init(self, params: Any, model_state: Any = None) -> ReplicaState:
+    def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:
         """Put one set of parameters on every replica.
 
         Args:
           params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``, or a function of no arguments that
             makes it: an island then makes each piece where it belongs, and a model larger than one device can start.
-            Every process passes the same.
+            It is traced once an island, so it has to draw from keys, not from a generator that moves on. Every
+            process passes the same.
           model_state: pytree of what the loss changes besides parameters, e.g. batch statistics.
+          opt_state: where every replica's optimizer starts, e.g. ``train_state.opt_state``; by default anew.
 
         Returns:
           The state before the first round.
 
         Raises:
-          ValueError: no arrays, a leaf that is not float, or a ``tx`` that is scaled already.
+          ValueError: no arrays, a leaf that is not float, a ``tx`` that is scaled already, or an ``opt_state`` of
+            another optimizer.
         """
         shapes = jax.eval_shape(params) if callable(params) else params
         refuse_bad_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         if model_state is not None and isinstance(self._engine, StagedEngine):
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
-        locals_ = self._engine.place(params, model_state)
+        if opt_state is not None:
+            check_opt_state(self._tx, shapes, opt_state, staged=isinstance(self._engine, StagedEngine))
+        locals_ = self._engine.place(params, model_state, opt_state)
         return ReplicaState(locals_, self._che, DivergenceCorrection(), _view=self._engine.view)
 
     def params(self, state: ReplicaState) -> Any:
@@ -367,17 +380,20 @@ class Trainer:
         if ahead and not state.owed and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.anticipate(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
-        stop, self._stop = self._stop, Stop.NO
+        stop = self._stop
         rows = np.array(
             [
                 host_row(plan, rank, outcome, state.sync_ms, stop)
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )
+        self._newcomers = newcomers(self)
         merged = self._engine.merge(state.locals, outcomes, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)
         table.refuse_bad(state, plan, self._engine.ranks, outcomes)
+        if self._stop == stop:  # only now all have heard of it; a signal may have asked for more meanwhile
+            self._stop = Stop.NO
         # Replicas start a round together, so what the slowest did not take was the merge.
         sync_ms = max(0.0, elapsed_ms - max(table.wall_ms)) if self.world_size > 1 else 0.0
         rule = self.merge if self.average == "parameters" else None

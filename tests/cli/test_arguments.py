@@ -1,13 +1,18 @@
 """Words on the command line: what is understood, what is refused and how."""
 
+import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+import jaxche.cli
 from jaxche.cli import main
 from jaxche.cli._main import make_parser
+from jaxche.cli._replay import recorded
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._train import _processes
 from jaxche.scaling import AdaScale
@@ -47,7 +52,16 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("jaxche 0.")
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["report"], ["simulate"], ["launch"], ["doctor"], ["plan"]])
+COMMANDS = ["train", "report", "launch", "doctor", "simulate", "plan", "completion"]
+
+
+def test_every_command_is_named_where_it_lives():
+    offered = next(a.choices for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    assert sorted(offered) == sorted(COMMANDS)
+    assert set(re.findall(r"\w+", jaxche.cli.__doc__)) >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS)])
 def test_help_fits_100_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:
@@ -96,6 +110,40 @@ def test_a_bad_word_is_refused_with_the_one_to_write(words, message, capsys):
 def test_words_that_contradict_are_refused_before_any_process(words, message, capsys, launched):
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
+    assert not launched
+
+
+def test_gpus_of_several_kinds_get_a_process_each(launched, monkeypatch):
+    monkeypatch.setattr("jaxche.cluster._initialize.device_kinds", lambda *_: ["H100", "L4"])
+    main(["train", "--task", "digits"])
+    assert launched[0][1] == 2
+
+
+def record(folder, **arguments):
+    folder.mkdir(parents=True)
+    made_with = vars(parse("--task", "digits", *(w for name, value in arguments.items() for w in (name, value))))
+    del made_with["words"], made_with["chosen"]
+    (folder / "result.json").write_text(json.dumps({"arguments": made_with, "devices": ["cpu"] * 3}))
+
+
+def test_a_replay_neither_starts_again_nor_saves(launched, tmp_path, monkeypatch):
+    more = {}
+    monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **given: more.update(given))
+    record(
+        tmp_path / "old", **{"--max-restarts": "3", "--checkpoint-every": "2", "--pace": "20,30,40", "--epochs": "7"}
+    )
+    args = recorded(parse("--replay", "old"))
+    assert (args.max_restarts, args.checkpoint_every, args.pace) == (0, None, None)
+    assert (args.epochs, args.processes, args.replay, args.task) == (7, 3, "old", "digits")
+    main(["train", "--replay", "old"])
+    assert more["max_restarts"] == 0
+
+
+@pytest.mark.parametrize("words", [["--epochs", "2"], ["--task", "text", "--protocol", "pipeline"], ["--dry-run"]])
+def test_a_replay_takes_no_other_words(words, launched, tmp_path, capsys):
+    record(tmp_path / "old")
+    assert main(["train", "--replay", "old", *words]) == 2
+    assert f"leave {', '.join(w for w in words if w.startswith('--'))} out" in capsys.readouterr().err
     assert not launched
 
 

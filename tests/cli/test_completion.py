@@ -43,6 +43,17 @@ def test_folders_are_offered_where_a_folder_is_meant(complete, tmp_path):
     (tmp_path / "notes.txt").touch()
     assert complete("jaxche", "report", "") >= {"runs"}
     assert "notes.txt" not in complete("jaxche", "report", "n")
+    for option in ("--out", "--replay", "--store"):
+        assert complete("jaxche", "train", option, "") == {"runs"}
+    assert complete("jaxche", "doctor", "--store", "") == {"runs"}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("report", "--out"), ("simulate", "--plot"), ("launch", "--events"), ("launch", "-n")]
+)
+def test_files_are_offered_where_a_file_is_meant(complete, command, option, tmp_path):
+    (tmp_path / "notes.txt").touch()
+    assert ("notes.txt" in complete("jaxche", command, option, "n")) == (option != "-n")
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])

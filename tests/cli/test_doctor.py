@@ -6,7 +6,7 @@ import socket
 import jax
 import pytest
 
-from jaxche.cli import _health, main
+from jaxche.cli import _doctor, _health, main
 from jaxche.cli._health import Finding
 
 
@@ -53,6 +53,17 @@ def test_a_run_that_cannot_be_joined_is_a_problem(capsys, monkeypatch):
     monkeypatch.setenv("JAXCHE_COORDINATOR", "127.0.0.1:1")
     assert main(["doctor"]) == 1
     assert "JAXCHE_COORDINATOR='127.0.0.1:1' without JAXCHE_NUM_PROCESSES" in capsys.readouterr().err
+
+
+def test_gpus_of_several_kinds_are_no_reason_to_refuse(monkeypatch, capsys):
+    monkeypatch.setattr("jaxche.cluster._initialize.device_kinds", lambda *_: ["H100", "L4"])
+    monkeypatch.setattr(_doctor, "_examine", lambda store, launcher: [Finding("launcher", launcher)])
+    assert main(["doctor"]) == 0
+    started = []
+    monkeypatch.setattr(_doctor, "launch", lambda command, processes, **_: started.append(processes) or 0)
+    assert main(["doctor", "-n", "2"]) == 0
+    assert started == [2]
+    assert capsys.readouterr().err == ""
 
 
 def test_gpus_that_jax_does_not_use(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -81,6 +82,16 @@ def test_a_run_becomes_one_file(tmp_path, capsys, history):
     # Letters are outlines, so what the picture says is in its comments.
     drawn = re.findall(r"<!-- (.*?) -->", text)
     assert any("Memory of a device" in line for line in drawn)
+
+
+def test_the_rounds_are_a_table_whatever_the_metrics_are_called(tmp_path, history):
+    rounds = [replace(info, metrics={"top  5": 0.5, "loss of x": 0.25}) for info in history(2)]
+    History(rounds).to_json(tmp_path / "history.jsonl")
+    assert main(["report", str(tmp_path)]) == 0
+    text, _ = read(tmp_path / "report.html")
+    assert "<th>wait_ms</th><th>ms</th><th>top  5</th><th>loss of x</th></tr>" in text
+    assert "<td>0:10</td><td>210</td>" in text.replace(".0", "")
+    assert text.count("<td>0.5</td><td>0.25</td></tr>") == 2
 
 
 def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path, history):

@@ -3,12 +3,17 @@
 import contextlib
 import io
 import re
+import shlex
 from typing import NamedTuple
 
+import jax
 import pytest
 
 from jaxche.cli import main
-from jaxche.sharding import as_bytes
+from jaxche.cli._main import make_parser
+from jaxche.cli._plan import _smaller
+from jaxche.cluster import fake_devices
+from jaxche.sharding import as_bytes, compare_strategies
 
 SMALL = ["plan", "--task", "digits", "--devices", "4", "--batch-size", "16"]
 NAMES = ["NoShard()", "ShardGradOp()", "FullShard()", "HybridShardGradOp(4)", "HybridShard(4)"]
@@ -19,6 +24,16 @@ class Row(NamedTuple):
     sent: int
     params: int
     fits: bool
+
+
+@pytest.fixture(autouse=True)
+def _fewer_devices(monkeypatch):
+    """A plan has a process of its own; here all share one of eight devices."""
+
+    def some(count):
+        return jax.devices()[:count] if count < jax.device_count() else fake_devices(count)
+
+    monkeypatch.setattr("jaxche.cli._plan.fake_devices", some)
 
 
 def plan(capsys, *words):
@@ -92,7 +107,7 @@ def test_details_of_what_is_asked_for(capsys, whole_table):
     [
         (["--memory", "lots"], "memory='lots'"),
         (["--intra-node-size", "3"], "intra_node_size=3 does not divide the 8 devices"),
-        (["--devices", "16"], "--devices 16: jax has already started with 8"),
+        (["--devices", "16"], "--devices 16: JAX has already started with 8"),
         (["--batch-size", "60"], "60 rows, which 8 devices"),
     ],
 )
@@ -102,7 +117,9 @@ def test_what_cannot_be_is_refused(words, message, capsys):
     assert message in err
 
 
-@pytest.mark.parametrize("words", [["--devices", "0"], ["--task", "none"], ["--compute-dtype", "int8"]])
+@pytest.mark.parametrize(
+    "words", [["--devices", "0"], ["--task", "none"], ["--compute-dtype", "int8"], ["--intra-node-size", "1"]]
+)
 def test_what_cannot_be_read_is_refused(words):
     with pytest.raises(SystemExit) as stop:
         main(["plan", *words])
@@ -122,3 +139,52 @@ def test_it_fits_100_columns_and_says_what_to_do_next(memory, code, capsys, devi
 def test_a_memory_that_is_no_size_is_refused(capsys):
     assert main([*SMALL, "--memory", "much"]) == 2
     assert capsys.readouterr().err.startswith("jaxche plan: error: ")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The strategies that were asked for; only the first of them is compiled."""
+    asked = []
+
+    def first(*values, strategies, **more):
+        asked.append(strategies)
+        return compare_strategies(*values, strategies=strategies[:1], **more)
+
+    monkeypatch.setattr("jaxche.sharding.compare_strategies", first)
+    return asked
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_odd_number_of_devices_has_no_nodes_unless_they_are_asked_for(devices, asked, capsys):
+    assert plan(capsys, "--devices", str(devices), "--batch-size", "3")[0] == 0
+    assert len(asked[0]) == 3
+
+
+def test_the_suggested_line_runs(asked, capsys):
+    # 4 rows on 2 devices: 2 micro-batches of a row each, so only more devices help.
+    line = "plan --task digits --devices 2 --batch-size 4 --compute-dtype bfloat16 --memory 1KiB --accumulate 2"
+    said = _smaller(make_parser().parse_args(line.split()))
+    assert main(shlex.split(said)[1:]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("task digits, batches of 4 on 4 devices")
+    assert err == ""
+    assert len(asked[0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "then"),
+    [
+        ("--devices 4 --batch-size 16", "--devices 4 --batch-size 16 --accumulate 2"),
+        ("--devices 4 --batch-size 16 --accumulate 4", "--batch-size 16 --accumulate 2"),  # 8 devices are the default
+        ("--devices 4 --batch-size 4", "--batch-size 8"),
+        ("--devices 3 --batch-size 9", "--devices 6 --batch-size 18"),
+        ("--intra-node-size 2 --details", "--intra-node-size 2 --accumulate 2 --details"),
+    ],
+)
+def test_more_micro_batches_are_suggested_while_they_divide_the_batch(words, then):
+    args = make_parser().parse_args(["plan", *words.split(), "--memory", "1KiB"])
+    said = shlex.split(_smaller(args))[2:]
+    again = make_parser().parse_args(["plan", *said])
+    assert again.batch_size % (again.devices * again.accumulate) == 0
+    wanted = make_parser().parse_args(["plan", *then.split(), "--memory", "1KiB"])
+    assert vars(again) == vars(wanted)

@@ -10,6 +10,7 @@ from jaxche.cli import main
 from jaxche.cli._main import make_parser
 from jaxche.cli._stages import train
 from jaxche.cli._text_task import text_stages
+from jaxche.cluster import ClusterInfo
 
 
 def parse(*words):
@@ -35,6 +36,11 @@ def _no_launcher(monkeypatch):
         ("--task text --protocol store", "--protocol store and --store URL go together"),
         ("--task text --protocol direct --store /tmp/x", "--protocol store and --store URL go together"),
         ("--task text --protocol direct --micro-batch-size 2", "--protocol direct sends whole batches"),
+        ("--task text --protocol pipeline --scaling linear", "--scaling is for replicas"),
+        ("--task text --protocol pipeline --checkpoint-every 2", "--checkpoint-every is for replicas"),
+        ("--task text --protocol pipeline --max-restarts 2", "--max-restarts is for replicas"),
+        ("--task text --protocol pipeline --out there", "--out is for replicas"),
+        ("--task text --protocol pipeline -n 2", "-n is for replicas"),
     ],
 )
 def test_refused_words(words, message, capsys):
@@ -45,6 +51,7 @@ def test_refused_words(words, message, capsys):
 def test_processes_and_stages_must_agree(monkeypatch, capsys):
     monkeypatch.setenv("JAXCHE_PROCESS_ID", "0")
     monkeypatch.setenv("JAXCHE_NUM_PROCESSES", "3")
+    monkeypatch.setenv("JAXCHE_COORDINATOR", "127.0.0.1:1")
     words = "train --task text --protocol store --store memory://x --stages 2"
     assert main(words.split()) == 2
     assert "3 processes for 2 stages; start one a stage, or write --stages 3" in capsys.readouterr().err
@@ -94,3 +101,31 @@ def test_a_step_says_the_same_loss_under_every_protocol(tmp_path, capsys):
         losses.append(last.split(" after ")[0])
     assert losses[0].startswith("step 1 of ")
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_variables_that_are_half_given_are_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("JAXCHE_PROCESS_ID", "0")
+    assert main(["train", "--task", "text", "--protocol", "store", "--store", "memory://x"]) == 2
+    assert "JAXCHE_PROCESS_ID=0 without JAXCHE_COORDINATOR and JAXCHE_NUM_PROCESSES" in capsys.readouterr().err
+
+
+def test_under_slurm_each_task_is_a_stage_and_starts_none(monkeypatch):
+    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr("jaxche.cli._joined.initialize", lambda **_: ClusterInfo(1, 2, "slurm"))
+    monkeypatch.setattr("jaxche.cluster.launch", lambda *_, **__: pytest.fail("started processes"))
+    trained = []
+    monkeypatch.setattr("jaxche.cli._stages.train", lambda args, n_stages, local: trained.append((n_stages, local)))
+    main(["train", "--task", "text", "--protocol", "store", "--store", "memory://x"])
+    main(["train", "--task", "text", "--protocol", "pipeline"])
+    assert trained == [(2, [1]), (2, [1])]
+
+
+@pytest.mark.parametrize("protocol", ["pipeline", "direct"])
+def test_processes_of_other_versions_are_one_line(protocol, monkeypatch, capsys):
+    def refuse(**_):
+        raise RuntimeError("the processes run other versions")
+
+    monkeypatch.setattr("jaxche.cli._joined.initialize", refuse)
+    assert main(["train", "--task", "text", "--protocol", protocol]) == 2
+    assert capsys.readouterr().err == "jaxche train: error: the processes run other versions\n"

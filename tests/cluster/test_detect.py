@@ -20,7 +20,9 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     everything = LAUNCHED | SLURM | OPEN_MPI
     assert detect("h:2", 3, 2, everything) == Found("arguments", "h:2", 3, 2)
     assert detect(None, None, None, everything) == Found("jaxche", "127.0.0.1:1", 2, 1)
-    assert detect(None, None, None, SLURM | OPEN_MPI) == Found("slurm")
+    # mpirun inside a Slurm job: Slurm's numbers are of the machines, not of the processes.
+    assert detect(None, None, None, SLURM | OPEN_MPI) == Found("ompi")
+    assert detect(None, None, None, SLURM) == Found("slurm")
     assert detect(None, None, None, OPEN_MPI) == Found("ompi")
     assert detect(None, None, None, {}) == Found("none", None, 1, 0)
 
@@ -84,6 +86,15 @@ def test_wrong_variables_are_named():
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
         ({"PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, 1),
         ({"JOB_COMPLETION_INDEX": "1"}, None),
+        # mpirun inside a Slurm job: every process of a machine has the Slurm number of what started them there.
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "1"}
+            | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+            1,
+        ),
+        ({"PMI_RANK": "1", "MPI_LOCALRANKID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, 1),
+        # srun --mpi=pmix
+        ({"PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, 0),
     ],
 )
 def test_the_scheduler_numbers_processes_that_were_told_the_rest(scheduler, local_id):

@@ -54,6 +54,23 @@ def test_a_jobset_needs_an_image_and_only_a_jobset_takes_one():
         emit("slurm", COMMAND, "2", image="me/train:1")
 
 
+def test_only_what_it_can_write_is_asked_of_it():
+    with pytest.raises(ValueError, match="--emit pbs: there are slurm, jobset and mpirun"):
+        emit("pbs", COMMAND, "2")
+
+
+@pytest.mark.parametrize(("scheduler", "image"), [("slurm", None), ("mpirun", None), ("jobset", "me/train:1")])
+def test_words_stay_words(scheduler, image):
+    def written(made_by, name):
+        return emit(scheduler, COMMAND, "2", image=image, made_by=made_by, name=name)
+
+    plain = written("Made by: jaxche 'a  rm -rf x'", "my-run")
+    assert written("Made by: jaxche 'a\n\u2028rm -rf x'", "My run\n#") == plain
+    assert [line for line in plain.splitlines() if "rm -rf" in line] == ["# Made by: jaxche 'a  rm -rf x'"]
+    # A name ends in a letter or digit also where it is cut.
+    assert written("", "a" * 39 + " b") == written("", "a" * 39)
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
 @pytest.mark.parametrize("nodes", ["4", "2x8", "2x8:h100,4x1:l4"])
 def test_the_shell_reads_it(scheduler, nodes):
@@ -142,6 +159,29 @@ def test_the_script_in_the_repository_is_what_is_printed(capsys):
     assert main(words) == 0
     assert capsys.readouterr().out == there
     assert f"# Made by: {made_by}\n" in there
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-n", "2"],
+        ["--pace", "20,50"],
+        ["--survivors"],
+        ["--hang-timeout", "60"],
+        ["--elastic"],
+        ["--events", "run.jsonl"],
+        ["--grace", "1"],
+        ["--term-grace", "9"],
+        ["--only-rank0"],
+        ["--no-pin"],
+        ["--no-prefix"],
+    ],
+)
+def test_what_a_file_cannot_hold_is_refused(words, capsys):
+    assert main(["launch", "--emit", "slurm", "--nodes", "2", *words, "train.py"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"leave out {words[0]}." in err
 
 
 @pytest.mark.parametrize(

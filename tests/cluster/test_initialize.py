@@ -73,52 +73,42 @@ def test_a_taken_port_is_named_before_jaxlib_crashes_on_it(monkeypatch):
             initialize(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
 
 
-class _Alone:
-    """A coordination service in which this process is all there is to hear of."""
+@pytest.fixture
+def join(monkeypatch, service):
+    """Runs initialize() as process 1 of two under Slurm, with JAX's part played here; gives the calls of that part."""
 
-    def __init__(self, others=()):
-        self.keys = dict(others)
+    def joining(other, **environ):
+        _idle_backend(monkeypatch)
+        slurm = {"JOB_ID": "7", "STEP_NODELIST": "n[1-2]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+        for name, value in slurm.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        calls = []
 
-    def key_value_set(self, key, value):
-        self.keys[key] = value
+        def joined(*args, **kwargs):
+            calls.append((args, kwargs))
+            state = module._jax_distributed.global_state
+            client = service("roll_call", {0: other})
+            for name, value in {"process_id": 1, "num_processes": 2, "client": client}.items():
+                monkeypatch.setattr(state, name, value)
 
-    def key_value_dir_get(self, folder):
-        return [(key, value) for key, value in self.keys.items() if key.startswith(folder)]
+        monkeypatch.setattr(jax.distributed, "initialize", joined)
+        monkeypatch.setattr(jax.distributed, "shutdown", lambda: calls.append("left"))
+        monkeypatch.setattr(connecting, "_wait_for_coordinator", lambda *args: None)
+        monkeypatch.setattr(module, "_leave_at_once_after_an_exception", lambda: None)
+        return calls
 
-    def wait_at_barrier(self, name, timeout_ms):
-        pass
-
-
-def _join(monkeypatch, others=(), rank=1, **environ):
-    """Runs initialize() as process ``rank`` of two under Slurm, with JAX's part played here; returns its calls."""
-    _idle_backend(monkeypatch)
-    slurm = {"JOB_ID": "7", "STEP_NODELIST": "n[1-2]", "NTASKS": "2", "PROCID": str(rank), "LOCALID": "0"}
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    calls = []
-
-    def joined(*args, **kwargs):
-        calls.append((args, kwargs))
-        state = module._jax_distributed.global_state
-        for name, value in {"process_id": rank, "num_processes": 2, "client": _Alone(others)}.items():
-            monkeypatch.setattr(state, name, value)
-
-    monkeypatch.setattr(jax.distributed, "initialize", joined)
-    monkeypatch.setattr(jax.distributed, "shutdown", lambda: calls.append("left"))
-    monkeypatch.setattr(connecting, "_wait_for_coordinator", lambda *args: None)
-    monkeypatch.setattr(module, "_leave_at_once_after_an_exception", lambda: None)
-    return calls
+    return joining
 
 
 def _member(kind="cpu", world=2, **changed):
     return json.dumps({"host": "n1", "kind": kind, "num_processes": world, "versions": roll_call.versions() | changed})
 
 
-def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypatch):
-    calls = _join(monkeypatch, {f"{roll_call._KEYS}0": _member()}, JAX_PLATFORMS="cpu")
+def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypatch, join):
+    calls = join(_member(), JAX_PLATFORMS="cpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_timeout_seconds=9")
     info = initialize(timeout_s=10)
     assert info == ClusterInfo(1, 2, "slurm")
@@ -136,8 +126,8 @@ def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypat
         initialize("h:1", 3, 1)
 
 
-def test_mixed_kinds_get_their_flag_and_a_cache_each(monkeypatch, tmp_path):
-    _join(monkeypatch, {f"{roll_call._KEYS}0": _member("NVIDIA H100")}, JAX_PLATFORMS="cpu")
+def test_mixed_kinds_get_their_flag_and_a_cache_each(join, tmp_path):
+    join(_member("NVIDIA H100"), JAX_PLATFORMS="cpu")
     before = jax.config.values["jax_compilation_cache_dir"]
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
@@ -155,8 +145,8 @@ def test_mixed_kinds_get_their_flag_and_a_cache_each(monkeypatch, tmp_path):
         ({"world": 3}, "num_processes=3 on process 0; num_processes=2 on process 1"),
     ],
 )
-def test_other_versions_and_worlds_are_refused_before_the_backend_starts(monkeypatch, other, message):
-    calls = _join(monkeypatch, {f"{roll_call._KEYS}0": _member(**other)}, JAX_PLATFORMS="cpu")
+def test_other_versions_and_worlds_are_refused_before_the_backend_starts(join, other, message):
+    calls = join(_member(**other), JAX_PLATFORMS="cpu")
     with pytest.raises(RuntimeError, match=message):
         initialize(timeout_s=10)
     assert calls[-1] == "left"

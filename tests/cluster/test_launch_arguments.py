@@ -74,16 +74,17 @@ def test_options_reach_the_launch(monkeypatch):
         "--events",
         "e.jsonl",
     ]
-    args = _parse("--pace", "20,50.5", "--only-rank0", "--no-prefix", "--grace", "1", *restarts, __file__)
+    shown = ["--only-rank0", "--no-prefix", "--no-pin", "--elastic"]
+    args = _parse("--pace", "20,50.5", *shown, "--grace", "1", *restarts, __file__)
     assert args.chosen.run(args) == 0
     assert seen == {
         "processes": 2,
-        "pace_ms": [20, 50.5],
+        "pace_ms": (20, 50.5),
         "prefix": False,
         "only_rank0": True,
         "grace_s": 1,
-        "pin": True,
-        "elastic": False,
+        "pin": False,
+        "elastic": True,
         "max_restarts": 3,
         "survivors": True,
         "hang_timeout_s": 60,
@@ -97,11 +98,33 @@ def test_options_reach_the_launch(monkeypatch):
     [
         (["-n", "2"], "nothing to run"),
         (["-n", "2", "nowhere.py"], "no script 'nowhere.py'"),
-        (["-n", "2", "--pace", "20", __file__], "pace_ms=[20.0] has 1 value(s)"),
+        (["-n", "2", "nowhere"], "no program 'nowhere' to run; for a script write: jaxche launch"),
+        (["-n", "2", "--pace", "20", __file__], "--pace has 1 value(s) for 2 process(es); write one a process"),
         (["-n", "2", "-m"], "-m has no module"),
+        (["-n", "2", "--survivors", __file__], "write --max-restarts 3 --survivors"),
+        (["-n", "2", "--survivors", "--max-restarts", "1", __file__], "write --max-restarts 3 --survivors"),
     ],
 )
 def test_a_wrong_command_line_says_so_and_ends_with_2(words, message, capsys):
     args = _parse(*words)
     assert args.chosen.run(args) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "write"),
+    [
+        (["-n", "0"], "write -n 2"),
+        (["-n", "two"], "write -n 2"),
+        (["--grace", "nan"], "write --grace 5"),
+        (["--grace", "-1"], "write --grace 5"),
+        (["--pace", "20,0"], "write --pace 20,50"),
+        (["--pace", "fast"], "write --pace 20,50"),
+        (["--pace", "20,inf"], "write --pace 20,50"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_the_one_for_a_shell(words, write, capsys):
+    with pytest.raises(SystemExit) as stop:
+        _parse(*words, __file__)
+    assert stop.value.code == 2
+    assert write in capsys.readouterr().err

@@ -35,38 +35,22 @@ def test_a_package_that_is_missing_differs():
         refuse_mismatch([*members({}, world=2), odd])
 
 
-class Service:
-    """The part of the coordination service that a roll call needs."""
-
-    def __init__(self, keys, broken=None):
-        self.keys, self.broken = dict(keys), broken
-
-    def key_value_set(self, key, value):
-        self.keys[key] = value
-
-    def key_value_dir_get(self, folder):
-        return list(self.keys.items())
-
-    def wait_at_barrier(self, name, timeout_ms):
-        if self.broken is not None:
-            raise self.broken
-
-
-def test_all_are_heard_in_order():
+def test_all_are_heard_in_order(service):
     mine = own(11, "cpu")
-    keys = {f"{module._KEYS}{i}": json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10))}
-    heard = roll_call(Service(keys), 3, mine, 1.0)
+    texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10))}
+    heard = roll_call(service("roll_call", texts), 3, mine, 1.0)
     assert [member.host for member in heard] == ["n0", "n1", "n2", mine.host, *(f"n{i}" for i in range(4, 11))]
 
 
-def test_a_process_that_says_nothing_is_named():
-    with pytest.raises(TimeoutError, match=r"process 0, 2 joined, but did not say within 0 s"):
-        roll_call(Service({}, RuntimeError("DEADLINE_EXCEEDED")), 1, own(3, "cpu"), 0.01)
+def test_a_process_that_says_nothing_is_named(service):
+    deaf = service("roll_call", {}, RuntimeError("DEADLINE_EXCEEDED"))
+    with pytest.raises(TimeoutError, match=r"process 0, 2 joined, but did not say within 0 s.*jaxche.initialize\(\)"):
+        roll_call(deaf, 1, own(3, "cpu"), 0.01)
 
 
-def test_a_service_that_breaks_is_not_called_a_time_out():
+def test_a_service_that_breaks_is_not_called_a_time_out(service):
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        roll_call(Service({}, RuntimeError("UNAVAILABLE")), 1, own(3, "cpu"), 60.0)
+        roll_call(service("roll_call", {}, RuntimeError("UNAVAILABLE")), 1, own(3, "cpu"), 60.0)
 
 
 def test_device_kinds(monkeypatch):

@@ -15,6 +15,8 @@ import optax
 import jaxche
 
 EPOCHS = 3
+# Of a run long enough for a replacement to come.
+MANY_EPOCHS = 12
 
 
 class Problem:
@@ -41,10 +43,13 @@ def callback(what, round):
     """What happens in the callback after a round, on rank 1, unless the run was started anew."""
 
     def call(state, info):
+        if what.startswith("JOIN") and len(info.counts) == 2:
+            time.sleep(0.7)  # the run is not to end before a third has started
         if info.round != round or jax.process_index() != 1 or int(os.environ.get("JAXCHE_RESTART", 0)):
             return False
-        if what in ("KILL", "LOST", "TERM", "STOP"):
-            os.kill(os.getpid(), getattr(signal, f"SIG{what.replace('LOST', 'KILL')}"))
+        if what in ("KILL", "LOST", "TERM", "STOP", "JOIN", "JOIN saved"):
+            name = "TERM" if what == "TERM" else "STOP" if what == "STOP" else "KILL"
+            os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
             time.sleep(0.1)  # until it arrives
         elif what == "error":
             raise OSError("disk on fire")
@@ -60,10 +65,10 @@ def main(what, round, folder):
     state, history = trainer.fit(
         trainer.init(problem.params),
         problem.data,
-        epochs=EPOCHS,
+        epochs=MANY_EPOCHS if what.startswith("JOIN") else EPOCHS,
         callbacks=[callback(what, int(round))],
         progress=False,
-        checkpoints=None if what == "LOST" else Path(folder) / "checkpoints",
+        checkpoints=None if what in ("LOST", "JOIN") else Path(folder) / "checkpoints",
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),

@@ -51,3 +51,27 @@ def test_what_is_wrong_on_another_process_is_told_by_the_first(tmp_path):
     assert done.returncode == 1, done.stderr
     assert re.search(r"^\[0\] BAD process 1\s+cache: ", done.stdout, re.M)
     assert "[0] 1 problem(s). Next: JAX_COMPILATION_CACHE_DIR=" in done.stdout
+
+
+def test_it_waits_no_longer_than_it_is_told(tmp_path):
+    # Joined with time to spare, devices started, which each does only with the others; then one stays away.
+    program = tmp_path / "late.py"
+    program.write_text(
+        "import sys, time, jax, jaxche\n"
+        "info = jaxche.initialize(timeout_s=60)\n"
+        "jax.devices()\n"
+        "if info.process_id == 1:\n"
+        "    time.sleep(500)\n"
+        "from jaxche.cli import main\n"
+        "sys.exit(main(['doctor', '--timeout', '2']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxche", "launch", "-n", "2", str(program)],
+        env={**os.environ, **CPU},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "process 1 joined, but did not say within 2 s" in done.stderr

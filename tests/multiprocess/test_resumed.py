@@ -131,3 +131,33 @@ def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd):
         assert info.loss == pytest.approx(loss, rel=1e-5)
     here = jax.device_get(second.params(other))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-5, atol=1e-6), here, zero["params"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["JOIN", "JOIN saved"], ids=["without checkpoints", "with checkpoints"])
+def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, capfd):
+    events = tmp_path / "events.jsonl"
+    code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, max_restarts=1, events=events)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    zero = results[0]
+    assert results == [zero, zero, zero]  # the record too, which the third has been given
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [(event["event"], event["rank"]) for event in told if event["event"] in ("start", "replace")] == [
+        *[("start", rank) for rank in range(3)],
+        ("replace", 1),
+        ("start", 1),
+    ]
+    rounds = zero["rounds"]
+    worlds = [len(counts) for _, _, _, counts, _ in rounds]
+    two = worlds.count(2)
+    assert worlds == [3] * 4 + [2] * two + [3] * (len(worlds) - 4 - two)
+    assert two
+    assert worlds[-1] == 3
+    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in rounds for i in range(sum(counts))]
+    assert read == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+    # An undisturbed run of three, on devices of one process.
+    problem = program.Problem()
+    trainer = problem.trainer(3, replicas=devices[:3])
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=program.MANY_EPOCHS, progress=False)
+    assert rounds[-1][-1] == pytest.approx(history[-1].loss, rel=0.2)

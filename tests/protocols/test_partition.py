@@ -59,7 +59,7 @@ def test_a_stage_keeps_no_copy_of_what_is_there_already(make_model):
     model = make_model("plain", 3)
     partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct(), remat=[False, False, True])
     partitioned.value_and_grad(model.params, model.batch)
-    (plan,) = partitioned._plans.values()
+    (plan,) = partitioned._runner._plans.values()
     params = [jax.device_put(p, d) for p, d in zip(model.params, partitioned.devices, strict=True)]
     x = jax.device_put(jnp.ones((12, 6)), partitioned.devices[1])
     out, kept = plan.programs[1].forward(params[1], x, None, 0, 0)
@@ -184,7 +184,7 @@ def test_new_shapes_are_compiled_once(make_model):
     partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(3))
     for size in (12, 6, 12, 6):
         partitioned.value_and_grad(model.params, jax.tree.map(lambda x: x[:size], model.batch))  # noqa: B023
-    assert len(partitioned._plans) == 2
+    assert len(partitioned._runner._plans) == 2
 
 
 ARGUMENTS = {

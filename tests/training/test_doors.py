@@ -178,11 +178,9 @@ def test_a_loss_with_model_state_must_return_it(data, devices):
         trainer.round(trainer.init(jnp.ones(2), model_state={}), data)
 
 
-def nnx_parts(momentum=0.9):
-    from flax import nnx
-
+def nnx_parts():
     model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=momentum), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
 
 
 def nnx_mse(model, batch):
@@ -191,8 +189,6 @@ def nnx_mse(model, batch):
 
 def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
     """Half with nnx's own loop, half with jaxche on one device, against nnx alone."""
-    from flax import nnx
-
     batches = [problem.data[i] for i in range(len(problem.data))]
     half = len(batches) // 2
 
@@ -208,7 +204,7 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
         nnx_step(model, optimizer, batch)
     loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
     trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:1])
-    state = trainer.init(loss.params, loss.model_state)
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
     state, history = trainer.fit(state, batches[half:], progress=False)
     loss.update(trainer, state, history)
 
@@ -218,8 +214,6 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
 
 
 def test_an_optimizer_of_a_part_of_the_model_is_refused():
-    from flax import nnx
-
     model, _ = nnx_parts()
     with pytest.raises(ValueError, match=r"wrt=nnx\.Param"):
         jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.BatchStat))
@@ -229,6 +223,18 @@ def test_a_scaled_optimizer_state_is_not_forced_into_the_optimizer(problem, devi
     model, optimizer = nnx_parts()
     loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
     trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:2], scaling=jaxche.AdaScale())
-    state, history = trainer.fit(trainer.init(loss.params, loss.model_state), problem.data, progress=False)
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    state, history = trainer.fit(state, problem.data, progress=False)
     with pytest.raises(ValueError, match="take the model alone"):
         loss.update(trainer, state, history)
+
+
+def test_an_optimizer_that_is_reset_starts_anew_wherever_it_was(problem, devices):
+    model, optimizer = nnx_parts()
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    loss = jaxche.NNXLoss(model, nnx_mse, optimizer)
+    trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:2], opt_state="reset")
+    state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+    assert all(x.any() for x in jax.tree.leaves(state.opt_state))
+    state, _ = trainer.round(state, problem.data)
+    assert not any(x.any() for x in jax.tree.leaves(state.opt_state))

@@ -180,6 +180,10 @@ def test_lines_for_fewer_replicas_and_for_single_steps():
         ({"base_batch_size": 0}, "base_batch_size=0"),
         ({"ms_per_batch": [10.0, 0.0]}, r"ms_per_batch\[1\]=0.0"),
         ({"max_anchor": 0}, "max_anchor=0"),
+        ({"ms_per_batch": []}, r"ms_per_batch=\[\] and now=.* have an entry a replica"),
+        ({"now": (1,)}, r"now=\(1,\) have an entry a replica"),
+        ({"average": "gradient"}, "average='gradient' is unknown"),
+        ({"merge": "mean"}, "merge='mean' is unknown"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(change, named):

@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 
+import numpy as np
 import optax
 import pytest
 
@@ -67,6 +68,29 @@ def test_rounds_are_profiled(fit, tmp_path):
     fit(recorder, policy="sync")
     trace = json.loads(gzip.decompress(recorder.path.read_bytes()))
     assert trace["traceEvents"]
+
+
+def test_a_recording_ends_with_its_block(fit, tmp_path):
+    with jaxche.profile(tmp_path / "first", rounds=range(1, 99)) as recorder:
+        fit(recorder, policy="sync")
+    assert recorder.path is not None
+    again = jaxche.profile(tmp_path / "second", rounds=range(1, 2))  # JAX refuses two recordings at a time
+    fit(again, policy="sync")
+    assert again.path is not None
+
+
+def test_steps_go_on_where_a_resumed_run_goes_on(problem, devices, tmp_path):
+    seen = []
+
+    def train(epochs):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync")
+        state = trainer.init(problem.params)
+        callbacks = [lambda state, info: seen.append(state.examples) or None]
+        return trainer.fit(state, problem.data, epochs, callbacks, progress=False, checkpoints=tmp_path)[1]
+
+    train(1)
+    history = train(2)
+    assert seen == list(np.cumsum([info.examples for info in history]))
 
 
 @pytest.mark.parametrize("rounds", [range(2), [], [3, 5]])

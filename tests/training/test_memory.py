@@ -1,6 +1,5 @@
 """What a round needs, counted by hand where that can be done."""
 
-import jax
 import optax
 
 import jaxche
@@ -16,18 +15,31 @@ def test_bytes_of_a_round(problem, devices):
     row, whole = rows[0], 4 * (5 * 2 + 2)
     assert row["parameters"] == whole
     assert row["optimizer state"] == 2 * whole + 4  # two moments and the count
-    assert row["working copy"] >= 3 * whole
+    assert row["working copy"] == 3 * whole + 4 + 4 + 4 * 3  # with Adam's count, the index and three sums
     assert row["8 batches ahead"] == 8 * 8 * (5 + 2) * 4
     assert row["in all"] == sum(size for name, size in row.items() if name not in ("rank", "in all"))
     assert list(history.memory) == rows
 
 
+def test_what_a_step_reads_of_the_start_is_not_counted_again(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], average="gradients")
+    state, _ = trainer.fit(trainer.init(problem.params), problem.data, dry_run=True)
+    row, whole = trainer.memory(state)[0], 4 * (5 * 2 + 2)
+    assert row["parameters"] == whole
+    assert row["working copy"] == whole + 4 + 4 * 3  # the accumulator, the index and three sums
+
+
 def test_an_island_shares_it(problem, devices):
-    island = jaxche.FullShard().mesh(devices[:2])
+    strategy = jaxche.FullShard(min_size=1)
+    island = strategy.mesh(devices[:2])
     alone = jaxche.Trainer(problem.loss, optax.sgd(1e-2, momentum=0.9), replicas=[devices[0]])
-    shared = jaxche.Trainer(problem.loss, optax.sgd(1e-2, momentum=0.9), replicas=[island], strategy=jaxche.FullShard())
-    kept = []
+    shared = jaxche.Trainer(problem.loss, optax.sgd(1e-2, momentum=0.9), replicas=[island], strategy=strategy)
+    rows = []
     for trainer in (alone, shared):
         state, _ = trainer.fit(trainer.init(problem.params), problem.data, dry_run=True)
-        kept.append(trainer.memory(state)[0]["optimizer state"])
-    assert jax.tree.leaves(kept) == [kept[0], kept[0] / 2]
+        rows.append(trainer.memory(state)[0])
+    whole, half = rows
+    for name in ("parameters", "optimizer state", "8 batches ahead"):
+        assert half[name] == whole[name] / 2
+    small = 4 + 4 * 3  # the index and three sums, whole on both
+    assert half["working copy"] - small == (whole["working copy"] - small) / 2

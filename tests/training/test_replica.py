@@ -11,7 +11,8 @@ import pytest
 from jaxche.sharding import as_loss
 from jaxche.training import PaceError
 from jaxche.training._place import OneDevice, first, lift
-from jaxche.training._replica import Local, LocalPrograms, Replica
+from jaxche.training._programs import Local, LocalPrograms
+from jaxche.training._replica import Replica
 
 
 @pytest.fixture
@@ -75,6 +76,28 @@ def test_an_error_becomes_part_of_the_outcome(make):
     outcome = replica.run(local, batches(), 0)
     assert isinstance(outcome.error, OSError)
     assert float(outcome.carry["params"][0]) == 0.0  # as if no step had been taken
+
+
+def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monkeypatch):
+    replica, local = make()
+    opened, failures = replica._opened, [MemoryError("full")]
+
+    def full_once(*args):
+        if failures:
+            raise failures.pop()
+        return opened(*args)
+
+    monkeypatch.setattr(replica, "_opened", full_once)
+    outcome = replica.run(local, [np.ones(2, np.float32)], 0)
+    assert isinstance(outcome.error, MemoryError)
+    assert outcome.steps == 0
+
+
+def test_compiling_again_copies_nothing(make, monkeypatch):
+    replica, local = make()
+    assert replica.compile(local, np.ones(2, np.float32))
+    monkeypatch.setattr(replica, "_opened", lambda *_: pytest.fail("a copy of the state"))
+    assert not replica.compile(local, np.ones(2, np.float32))
 
 
 def test_a_step_slower_than_its_pace_is_refused(make):

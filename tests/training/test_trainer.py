@@ -467,3 +467,45 @@ def test_state_is_a_value(problem, devices):
     assert "parameters=12" in repr(state)
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.round = 3
+
+
+def test_a_function_makes_one_set_of_parameters_for_all_replicas(problem, devices):
+    rng = np.random.default_rng(0)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    made = trainer.init(lambda: jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), problem.params))
+    for rows in jax.tree.leaves(made.params):
+        np.testing.assert_array_equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("scaling", [None, jaxche.AdaScale()])
+@pytest.mark.parametrize("island", [False, True])
+def test_replicas_go_on_from_an_optimizer_state(problem, devices, close, scaling, island):
+    tx = optax.adam(1e-2)
+    grads = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), problem.params)
+    _, reached = tx.update(grads, tx.init(problem.params), problem.params)
+    strategy = jaxche.FullShard(min_size=1)
+    places = [strategy.mesh(devices[:2])] if island else devices[:2]
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=places, strategy=strategy if island else None, scaling=scaling)
+    found = trainer.init(problem.params, opt_state=reached).opt_state
+    inner = found if scaling is None else found.inner_state
+    for rows, one in zip(jax.tree.leaves(inner), jax.tree.leaves(reached), strict=True):
+        np.testing.assert_allclose(rows, np.broadcast_to(one, rows.shape))
+
+
+def test_an_optimizer_state_of_another_optimizer_is_refused(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(1e-2), replicas=devices[:2])
+    with pytest.raises(ValueError, match="opt_state is not one of this tx"):
+        trainer.init(problem.params, opt_state=optax.sgd(0.1, momentum=0.9).init(problem.params))
+
+
+def test_a_stop_that_came_too_late_is_not_for_the_next_fit(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync")
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, progress=False)
+
+    def stop_in_the_last(state, info):
+        if info.round == len(history) - 1:
+            trainer.request_stop()
+
+    state, first = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[stop_in_the_last], progress=False)
+    _, again = trainer.fit(state, problem.data, progress=False)
+    assert len(again) == len(first)

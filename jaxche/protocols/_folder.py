@@ -1,0 +1,98 @@
+"""Objects in a folder, by plain system calls: whole or not at all, and read to where their arrays are to lie.
+
+obstore does the same calls in threads of its own, and reads in small pieces which it joins: for a small object the
+way there and back takes longer than the file, for a large one reading takes several times as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# What begins at a multiple of it becomes an array of the CPU backend without another copy.
+_ALIGNMENT = 64
+_MOST_PARTS = 512  # a system takes 1024 at most
+
+
+class Folder:
+    """The files of one run.
+
+    Half a file is called as obstore calls it, ``key#1``, ``key#2``, ..., which no listing shows.
+
+    Args:
+      path: the folder.
+    """
+
+    def __init__(self, path: Path):
+        self._path = os.fspath(path)
+
+    def create(self, key: str, buffers: Sequence[Any]) -> None:
+        """Write a file that is not there.
+
+        Raises:
+          FileExistsError: there is one of this name.
+          OSError: it cannot be written.
+        """
+        path = f"{self._path}/{key}"
+        # A number of its own, whoever else writes the same key: another machine, or a process that was killed.
+        half = f"{path}#{secrets.randbits(64)}"
+        try:
+            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with contextlib.closing(os.fdopen(file, "wb", buffering=0)):
+                _write(file, buffers)
+            os.link(half, path)  # fails where there is such a file, and shows it whole where there is none
+        finally:
+            os.unlink(half)
+
+    def read(self, key: str, limit: int) -> tuple[Any, int] | None:
+        """A file's bytes, or the first ``limit`` of them, and its size; None where there is no such file."""
+        try:
+            file = os.open(f"{self._path}/{key}", os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            size = os.fstat(file).st_size
+            length = min(size, limit)
+            room = np.empty(length + _ALIGNMENT, np.uint8)
+            start = -room.ctypes.data % _ALIGNMENT
+            data = room.data[start : start + length]
+            done = 0
+            while count := os.readv(file, [data[done:]]):
+                done += count
+            return data[:done].toreadonly(), size
+        finally:
+            os.close(file)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Take files away; those that are gone already are no error."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._path}/{key}")
+
+    def remove_torn(self, mine: Callable[[str], bool]) -> None:
+        """Delete halves of files whose names are the caller's alone."""
+        folder = Path(self._path)
+        for path in folder.rglob("*#*"):
+            key, _, number = path.relative_to(folder).as_posix().rpartition("#")
+            if number.isdecimal() and mine(key):
+                path.unlink(missing_ok=True)
+
+
+def _write(file: int, buffers: Sequence[Any]) -> None:
+    left = [memoryview(part).cast("B") for part in buffers if len(part)]
+    while left:
+        done = os.writev(file, left[:_MOST_PARTS])
+        while left and done >= len(left[0]):
+            done -= len(left.pop(0))
+        if left:
+            left[0] = left[0][done:]

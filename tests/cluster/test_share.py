@@ -1,0 +1,21 @@
+"""What one process says is heard by all, in time."""
+
+import pytest
+
+from jaxche.cluster import share
+
+
+def test_the_time_out_is_the_callers(service):
+    client = service("hosts", {0: "n0"})
+    assert share("hosts", 1, 2, "n1", 7.5, client) == ["n0", "n1"]
+    assert client.waits == [7500, 7500]
+
+
+def test_who_does_not_speak_is_named(service):
+    deaf = service("hosts", {0: "n0"}, RuntimeError("DEADLINE_EXCEEDED"))
+    with pytest.raises(TimeoutError, match="process 2 joined, but did not say within 0 s what it has under 'hosts'"):
+        share("hosts", 1, 3, "n1", 0.1, deaf)
+
+
+def test_names_do_not_mix(service):
+    assert share("hosts", 0, 1, "n0", 1.0, service("hosts/of", {0: "other"})) == ["n0"]

@@ -1,0 +1,159 @@
+"""Long rounds, of which scaling measures the first steps only: against twins that skip the same ones, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.scaling import effective_replicas, noise_scale, scale_learning_rate
+
+RULES = [jaxche.AdaScale(), jaxche.AdamScale()]
+IDS = ["AdaScale", "AdamScale"]
+ALONE, TOGETHER = 12, 8  # steps of a round that are measured
+
+
+@pytest.fixture
+def long(make_problem):
+    """Twenty batches an epoch."""
+    return make_problem(examples=160)
+
+
+def batches(problem, cursor, n):
+    size = len(problem.data)
+    return [problem.data.epoch(i // size)[i % size] for i in range(cursor, cursor + n)]
+
+
+def gradient(problem, params, batch):
+    return jax.grad(lambda p: problem.loss(p, batch)[0])(params)
+
+
+def preconditioner(rule, opt_state):
+    return opt_state if isinstance(rule, jaxche.AdamScale) else None
+
+
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_one_replica_equals_the_twin(long, devices, close, rule):
+    trainer = jaxche.Trainer(long.loss, optax.adam(0.05), replicas=devices[:1], scaling=rule, base_batch_size=2)
+    state, history = trainer.fit(trainer.init(long.params), long.data, epochs=3, progress=False)
+    assert [info.counts for info in history] == [(20,)] * 3
+
+    params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(optax.adam(0.05), rule)
+    opt_state, noise = tx.init(params), noise_scale.init(params, base_batch_size=2, differenced=True)
+    for k, batch in enumerate(batches(long, 0, 60)):
+        grads = gradient(long, params, batch)
+        if k % 20 == 0:
+            seen = preconditioner(rule, opt_state)
+        if k % 20 < ALONE:
+            noise = noise_scale.update(noise, jax.tree.map(lambda g: g[None], grads), [8], opt_state=seen)
+        else:
+            noise = noise_scale.skip(noise, 8)
+        updates, opt_state = tx.update(grads, opt_state, params, scale=4, noise=noise)
+        params = optax.apply_updates(params, updates)
+    close(trainer.params(state), params, rtol=1e-3, atol=1e-5)
+    assert history[-1].progress == pytest.approx(float(opt_state.progress), rel=1e-4)
+    assert history[-1].noise == pytest.approx(float(noise.critical_batch_size), rel=1e-3)
+    assert float(trainer.noise(state).unbias) == pytest.approx(float(noise.unbias), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_averaged_parameters_equal_the_twin(long, devices, close, rule):
+    rounds, tx = [(13, 7), (1, 19), (8, 12)], optax.adam(0.01)
+    trainer = jaxche.Trainer(long.loss, tx, replicas=devices[:2], scaling=rule)
+    state, infos = trainer.init(long.params), []
+    for counts in rounds:
+        state, info = trainer.round(state, long.data, counts=counts)
+        infos.append(info)
+
+    x0, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(tx, rule)
+    states = [tx.init(x0) for _ in rounds[0]]
+    noise, progress = noise_scale.init(x0, base_batch_size=8), jnp.float32(0)
+    for number, counts in enumerate(rounds):
+        weights = [n / sum(counts) for n in counts]
+        scale, ends, parts, skipped, cursor = effective_replicas(weights, counts), [], [], 0, 20 * number
+        gain = noise.gain(scale)
+        for rank, n in enumerate(counts):
+            params, grads, seen = x0, [], preconditioner(rule, states[rank])
+            for k, batch in enumerate(batches(long, cursor, n)):
+                grads.append(gradient(long, params, batch))
+                told = {"scale": scale, "noise": noise, "progress": progress + k * gain}
+                updates, states[rank] = tx.update(grads[-1], states[rank], params, **told)
+                params = optax.apply_updates(params, updates)
+            measured = grads[:TOGETHER]
+            skipped += 8 * (n - len(measured))
+            if n > 1:
+                own = [noise_scale.local_sums(noise, g, 8, opt_state=seen) for g in measured]
+                mean = jax.tree.map(lambda *g: sum(g) / len(g), *measured)
+                total = jax.tree.map(lambda *x: sum(x), *own)
+                parts.append(noise_scale.local_estimates(noise, total, mean, opt_state=seen))
+            ends.append(params)
+            cursor += n
+        x0 = jax.tree.map(lambda *x, w=weights: sum(a * b for a, b in zip(w, x, strict=True)), *ends)
+        progress += gain * sum(w * n for w, n in zip(weights, counts, strict=True))
+        noise = noise_scale.update_from_estimates(
+            noise_scale.skip(noise, skipped), jax.tree.map(lambda *x: sum(x), *parts)
+        )
+        assert infos[number].noise == pytest.approx(float(noise.critical_batch_size), rel=1e-3)
+        assert infos[number].progress == pytest.approx(float(progress), rel=1e-4)
+    close(trainer.params(state), x0, rtol=1e-3, atol=1e-5)
+    assert float(trainer.noise(state).unbias) == pytest.approx(float(noise.unbias), rel=1e-5)
+
+
+def loss(w, batch):
+    return jnp.mean(jnp.sum((w - batch) ** 2, axis=(1, 2)))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, replicas, rule):
+    """By the compiler's own count, on parameters so large that numbers of the rule's own do not show."""
+    w, data = np.zeros((64, 64), np.float32), [np.ones((2, 64, 64), np.float32)] * 20
+    work = {}
+    for scaling in (None, rule):
+        trainer = jaxche.Trainer(loss, optax.adam(1e-3), replicas=devices[:replicas], scaling=scaling)
+        state, _ = trainer.round(trainer.init(w), data, counts=(20, 0)[:replicas])
+        (steps,) = trainer._engine._replicas[0]._executables.values()
+        costs = [step.cost_analysis() for step in (steps.opening, getattr(steps.later, "args", [steps.later])[0])]
+        work[scaling] = [(cost["flops"], cost["bytes accessed"]) for cost in costs]
+        if scaling is not None and replicas == 2:
+            carry = trainer._engine._replicas[0].run(state.locals[0], data, 0).carry
+            assert float(carry["tracked"]["sums"].contributors[0]) == TOGETHER
+    (plain, _), (measured, later) = work[None], work[rule]
+    # A factor on each update, and a few dozen numbers more; measuring takes a product and a sum of each at least.
+    assert later[0] - plain[0] < w.size + 500
+    assert later[1] - plain[1] < w.size
+    assert measured[0] - plain[0] >= 2 * w.size
+    assert measured[1] - plain[1] >= 2 * w.nbytes
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_a_run_goes_on_and_is_replayed_bit_for_bit(long, devices, same, tmp_path, replicas, rule):
+    """From between rounds that are longer than what is measured of them."""
+
+    def make():
+        che = None if replicas == 1 else jaxche.ElChe(world_size=2, anchor=10, max_anchor=10, max_batch_diff=0)
+        return jaxche.Trainer(long.loss, optax.adam(0.05), che=che, replicas=devices[:replicas], scaling=rule)
+
+    trainer, start = make(), make().init(long.params)
+    whole, history = trainer.fit(start, long.data, epochs=3, progress=False)
+    assert [sum(info.counts) for info in history] == [20] * 3
+    first, second = make(), make()
+    first.fit(start, long.data, epochs=1, progress=False, checkpoints=tmp_path)
+    resumed, _ = second.fit(second.init(long.params), long.data, epochs=3, progress=False, checkpoints=tmp_path)
+    again, _ = make().replay(start, long.data, history)
+    for other in (resumed, again):
+        assert other.round == whole.round
+        same((other.params, other.opt_state), (whole.params, whole.opt_state))
+        same([local.noise for local in other.locals], [local.noise for local in whole.locals])
+
+
+def test_an_island_measures_the_same_steps(long, devices, close):
+    ends = []
+    for replica, strategy in ((devices[0], None), (jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard())):
+        arguments = {"replicas": [replica], "strategy": strategy, "scaling": jaxche.AdamScale(), "base_batch_size": 2}
+        trainer = jaxche.Trainer(long.loss, optax.adam(0.05), **arguments)
+        state, history = trainer.fit(trainer.init(long.params), long.data, epochs=2, progress=False)
+        ends.append((trainer.params(state), history[-1].noise, history[-1].progress))
+    close(ends[0], ends[1], rtol=1e-3, atol=1e-5)
