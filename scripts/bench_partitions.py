@@ -504,12 +504,11 @@ def one_program(n_stages: int, micro_batches: int, params: Any) -> tuple[Any, An
 
 
 def print_spmd(rows: list[dict[str, Any]]) -> None:
-    print(
-        "\nEqual stages on equal devices of one process, unpaced, with recomputation: a program for each stage and task,"
-    )
+    print("\nEqual stages on equal devices of one process, unpaced, with recomputation: a program a stage and task,")
     print("one program that goes through the schedule, and GPipe as jax.grad makes it of a scan with ppermute")
     print(
-        f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}  {'schedule':<9}{'own':>9}{'one':>12}{'own/one':>9}{'jax.grad':>12}  chosen"
+        f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}  {'schedule':<9}"
+        f"{'own':>9}{'one':>12}{'own/one':>9}{'jax.grad':>12}  chosen"
     )
     for row in rows:
         print(

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxche.cluster import PROXIES
+from jaxche.cluster import versions as package_versions
+
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
-_PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 _STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
 
 
@@ -27,10 +29,7 @@ class Finding(NamedTuple):
 
 def versions() -> Finding:
     """Of all that a run depends on; the CUDA plugin has to fit jaxlib."""
-    import jaxche
-
-    found = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")}
-    found = {"python": platform.python_version(), **found, "jaxche": jaxche.__version__}
+    found = package_versions() | {"python": platform.python_version()}
     text = ", ".join(f"{package} {version}" for package, version in found.items())
     for cuda in (12, 13):
         try:
@@ -95,7 +94,7 @@ def variables(environ: Mapping[str, str]) -> Finding:
 
 def proxies(environ: Mapping[str, str]) -> Finding:
     """Named without their values, which may hold passwords."""
-    found = [name for name in sorted(environ) if name.lower() in _PROXIES]
+    found = [name for name in sorted(environ) if name.lower() in PROXIES]
     if not found:
         return Finding("proxies", "none")
     return Finding(

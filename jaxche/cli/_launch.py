@@ -79,7 +79,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--hang-timeout",
         type=number("--hang-timeout 600", above=True),
         metavar="S",
-        help="seconds without a heartbeat of any process that are a failure (default: none)",
+        help="seconds without a heartbeat of any process that are a failure (default: none); with --elastic also of "
+        "one process while others give theirs (default: 120)",
     )
     group.add_argument(
         "--term-grace",

@@ -17,7 +17,7 @@ from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
 from jaxche.cli._watch import barrier, say
 from jaxche.cli._write import read_params
-from jaxche.training import History, Trainer
+from jaxche.training import PACE_MS, History, Trainer
 
 # What is of this call, whatever the recorded one had.
 _OWN = ("words", "replay", "name", "out")
@@ -55,7 +55,7 @@ def replay(args: argparse.Namespace) -> None:
       SystemExit: with code 1, on rank 0: another result than the recorded one.
     """
     folder = Path(args.replay)
-    os.environ.pop("JAXCHE_PACE_MS", None)
+    os.environ.pop(PACE_MS, None)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     record = History.from_json(folder / "history.jsonl")
     (policy,) = policies(args)

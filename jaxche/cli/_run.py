@@ -20,9 +20,8 @@ from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
 from jaxche.cli._write import write_policy, write_result
 from jaxche.drawing import per_rank
-from jaxche.training import Advice, Checkpoints, History, ReplicaState, Trainer
+from jaxche.training import PACE_MS, Advice, Checkpoints, History, ReplicaState, Trainer
 
-_PACE_MS = "JAXCHE_PACE_MS"
 _PROBE_S, _MEASURE_S = 0.7, 2.0
 
 
@@ -91,9 +90,9 @@ def refuse_finished(args: argparse.Namespace, folder: Path) -> None:
 def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
     """The pace of each rank, or None, and what a step took unpaced, where that had to be known."""
     asked = args.pace
-    if asked is None and _PACE_MS in os.environ:
+    if asked is None and PACE_MS in os.environ:
         return None, ()
-    os.environ.pop(_PACE_MS, None)
+    os.environ.pop(PACE_MS, None)
     if asked is None:
         asked = "auto" if args.ratios or (world > 1 and jax.default_backend() == "cpu") else "none"
     if asked == "none":
@@ -114,8 +113,8 @@ def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None,
     pace = ""
     if paces is not None:
         pace = f", paced to {per_rank(paces, '{:g}')} ms a step ({step_text(step_ms)})"
-    elif _PACE_MS in os.environ:
-        pace = f", paced by {_PACE_MS}"
+    elif PACE_MS in os.environ:
+        pace = f", paced by {PACE_MS}"
     return "\n".join(
         [
             f"task {task.name}: {TASKS[task.name][0]}",

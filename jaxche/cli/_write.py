@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.cluster import versions
 from jaxche.training import History
 
 
@@ -27,20 +28,10 @@ def write_policy(folder: Path, history: History, params: Any) -> None:
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Writes ``result.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result | {"versions": versions()}, indent=2, default=str)
+    # All that the numbers depend on.
+    used = versions() | {"numpy": np.__version__, "python": platform.python_version()}
+    text = json.dumps(result | {"versions": used}, indent=2, default=str)
     (folder / "result.json").write_text(text + "\n", encoding="utf8")
-
-
-def versions() -> dict[str, str]:
-    """Of everything the numbers depend on."""
-    import flax
-    import jaxlib
-    import optax
-
-    import jaxche
-
-    packages = {module.__name__: module.__version__ for module in (jaxche, jax, jaxlib, flax, optax, np)}
-    return packages | {"python": platform.python_version()}
 
 
 def _save(path: Path, params: Any) -> None:

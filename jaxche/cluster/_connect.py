@@ -21,6 +21,8 @@ from jaxche.cluster._gpus import gpu_ids
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
+# What gRPC reads, in small letters or large.
+PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 # Set by ``jaxche launch --elastic``.
 ELASTIC = "JAXCHE_ELASTIC"
 # Silence of a process that means its death. Where it ends the run, a machine may stutter for longer.
@@ -119,7 +121,7 @@ def _say_who_waits(found: Found, timeout_s: float) -> None:
 
 def _bypass_proxy(host: str) -> None:
     # gRPC sends even loopback through a proxy named in the environment, and hangs there.
-    if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy") for name in os.environ):
+    if any(name.lower() in PROXIES for name in os.environ):
         for name in ("no_proxy", "no_grpc_proxy"):
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
 

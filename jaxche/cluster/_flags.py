@@ -20,7 +20,13 @@ PROCESS_FLAGS: Mapping[str, str] = {
     "xla_cpu_collective_timeout_seconds": str(_PATIENCE_S),
     "xla_cpu_collective_call_terminate_timeout_seconds": str(_PATIENCE_S),
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": str(_WARN_S),
+    # By default a GPU waits for ever for a peer that hangs. This ends the process, and the launcher the others.
+    "xla_gpu_execution_terminate_timeout": f"{_PATIENCE_S}s",
 }
+
+# An elastic run meets outside of collectives first, so nobody is late inside. In a ring only the neighbours of the dead
+# see a socket close; those further away wait for them until their patience ends.
+ELASTIC_FLAGS: Mapping[str, str] = {"xla_cpu_collective_timeout_seconds": "30"}
 
 # Sharded autotuning waits for a peer that compiles the same program for the same kind of GPU.
 MIXED_FLAGS: Mapping[str, str] = {"xla_gpu_shard_autotuning": "false"}

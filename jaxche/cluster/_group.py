@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import queue
 import signal
@@ -65,7 +66,7 @@ class Group:
         self._around, self._restart, self._spares = around, restart, spares
         self._starts: list[tuple[Sequence[str], Mapping[str, str], Place]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
-        # Ranks that took the place of another, and how often one did.
+        # Ranks that took the place of another or were hung, and how often one was replaced.
         self._late: set[int] = set()
         self.replaced = 0
         self._readers: list[tuple[Reader, Reader]] = []
@@ -125,9 +126,10 @@ class Group:
     def wait(self, heartbeats: Heartbeats | None = None) -> Ended:
         """Waits until all ranks ended well, one failed, all fell silent, or the launcher is told to stop."""
         around, running = self._around, set(range(len(self._ranks)))
-        over = float("inf")
+        # When the run has ended, and whose death is then no failure.
+        over, excused = math.inf, self._late
         while running:
-            if time.monotonic() > over and running <= self._late:
+            if time.monotonic() > over and running <= excused:
                 # They came when the run had ended, and have nobody to join.
                 self._stop(signal.SIGTERM, around.grace_s)
                 break
@@ -136,13 +138,22 @@ class Group:
                 around.say(f"{signal.Signals(number).name}: stopping {len(running)} process(es)")
                 self._stop(number, around.term_grace_s if number == signal.SIGTERM else around.grace_s)
                 return Ended(128 + number, told_to=True)
-            silence = heartbeats.silence() if heartbeats is not None else None
+            silence = heartbeats.silence() if heartbeats is not None and over == math.inf else None
             if silence is not None:
                 around.say(f"no heartbeat, last heard of {silence}; stopping all")
                 around.log.write("hang", restart=self._restart, heard=silence)
                 # A process that is stopped or stuck in a collective has no use for a grace.
                 self._stop(signal.SIGKILL, 0.0)
                 return Ended(HUNG)
+            for rank in heartbeats.hung(over < math.inf) if heartbeats is not None else []:
+                assert heartbeats is not None
+                if rank not in running:
+                    continue
+                around.say(f"rank {rank} gives no heartbeat, while others do: SIGKILL")
+                around.log.write("hang", restart=self._restart, rank=rank)
+                heartbeats.forget(rank)
+                excused.add(rank)
+                _signal_group(self._ranks[rank], signal.SIGKILL)
             try:
                 # Time-out: a signal that lands in another thread does not wake this one, which runs its handler.
                 rank, code = self._exits.get(timeout=0.1)
@@ -150,13 +161,15 @@ class Group:
                 continue
             self._log_exit(rank, code)
             running.discard(rank)
-            if rank == 0 and code == 0:
+            if rank == 0 and code == 0 and around.elastic:
                 over = time.monotonic() + around.grace_s
-            if code != 0 and around.elastic and rank != 0 and (running or rank in self._late):
+            if code != 0 and around.elastic and rank != 0 and (running or rank in excused):
                 around.say(f"rank {rank} {describe(code)}; the others go on")
                 if self._spares and 0 in running:
                     self._replace(rank)
                     running.add(rank)
+                    if heartbeats is not None:
+                        heartbeats.forget(rank)
                 continue
             if code != 0:
                 around.say(f"rank {rank} {describe(code)}; stopping the others")

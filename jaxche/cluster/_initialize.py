@@ -20,14 +20,12 @@ from jax._src import xla_bridge as _xla_bridge
 
 from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
-from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
+from jaxche.cluster._flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
-from jaxche.training import stand_by, watch_lives
+from jaxche.training import farewell, stand_by, watch_lives
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0
-# Others may still write their last files; one that died will not come.
-_FAREWELL_MS = 3000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +70,11 @@ def initialize(
     jaxche or Python, or different numbers of processes, are refused with a table of who differs. A process that sees
     GPUs of several kinds is refused too; kinds may differ between processes.
 
-    Flags that ranks of different speeds need are added to ``XLA_FLAGS`` unless they are there: two hours of
-    patience in CPU collectives, and where device kinds differ no sharded GPU autotuning and, in the compilation
-    cache that is configured, a folder a kind. A rank that ends by an exception leaves at once;
-    by default JAX makes it wait at exit, up to 300 s, for the very ranks that wait for it. It still does after
-    ``sys.exit(1)``, which Python shows to nobody: raise an exception instead.
+    Flags that ranks of different speeds need are added to ``XLA_FLAGS`` unless they are there: two hours of patience in
+    CPU collectives (half a minute in an elastic run, which meets outside of them first) and in a GPU program, and where
+    device kinds differ no sharded GPU autotuning and, in the compilation cache that is configured, a folder a kind. A
+    rank that ends by an exception leaves at once; by default JAX makes it wait at exit, up to 300 s, for the very ranks
+    that wait for it. It still does after ``sys.exit(1)``, which Python shows to nobody: raise an exception instead.
 
     Args:
       coordinator_address: ``host:port`` of process 0, which opens that port. Give all three or none.
@@ -135,7 +133,8 @@ def initialize(
     elastic = ELASTIC in os.environ if elastic is None else elastic
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
-    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), PROCESS_FLAGS)
+    flags = {**PROCESS_FLAGS, **(ELASTIC_FLAGS if elastic else {})}
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), flags)
     # By default CUDA puts the fastest card first, while the numbers of schedulers and of the driver go by slot.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
@@ -143,7 +142,7 @@ def initialize(
     connect(found, local_ids, timeout_s, deadline, elastic)
     _leave_at_once_after_an_exception()
     if elastic:
-        _leave_last()
+        atexit.register(farewell)
     state = _jax_distributed.global_state
     assert state.client is not None
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
@@ -196,21 +195,6 @@ def _one_kind(kinds: Sequence[str]) -> str:
         f"process a GPU: jaxche launch -n {len(kinds)} train.py, or choose: CUDA_DEVICE_ORDER=PCI_BUS_ID "
         "CUDA_VISIBLE_DEVICES=0 python train.py"
     )
-
-
-def _leave_last() -> None:
-    """Process 0 is where the others meet, and nothing else keeps it there until they have left."""
-
-    def wait() -> None:
-        state = _jax_distributed.global_state
-        if state.client is None:
-            return
-        state.client.key_value_set(f"jaxche/left/{state.process_id}", "", allow_overwrite=True)
-        for other in range(state.num_processes if state.process_id == 0 else 0):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it died long ago
-                state.client.blocking_key_value_get(f"jaxche/left/{other}", _FAREWELL_MS)
-
-    atexit.register(wait)
 
 
 def _leave_at_once_after_an_exception() -> None:

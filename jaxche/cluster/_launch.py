@@ -67,6 +67,8 @@ def launch(
         process; the others are numbered anew.
       hang_timeout_s: seconds without any rank touching the file named in its ``JAXCHE_HEARTBEAT`` after which all
         are killed, as a failure of no rank in particular. It has to cover start, compilation and the longest round.
+        With ``elastic`` a single rank is killed that after its first round is silent for so long while others are not
+        (those that wait for it touch their files too); there 120 by default.
       term_grace_s: seconds for the ranks to write a checkpoint where SIGTERM to the launcher is passed on to them.
       events: file to which a line of JSON is appended for each start, exit, hang, restart and end, and by the
         trainer for each round of each rank: steps, times, bytes merged.

@@ -37,7 +37,10 @@ def own(num_processes: int, kind: str) -> Member:
 
 
 def versions() -> dict[str, str]:
-    """The versions that have to be the same everywhere; of Python the minor one.
+    """The versions that have to be the same in all processes of a run; of Python the minor one.
+
+    Returns:
+      Names of packages, and "python", with their versions.
 
     Example:
       >>> sorted(versions())

@@ -39,9 +39,9 @@ def share(
         return [text]
     place, wait_ms = f"jaxche/share/{name}", max(1, int(1e3 * timeout_s))
     deadline = time.monotonic() + timeout_s
-    client.key_value_set(f"{place}/{process_id}", text, allow_overwrite=late)
     if late:
-        return [told for _, told in sorted(_said(client, place).items())]
+        return [told for _, told in sorted((_said(client, place) | {process_id: text}).items())]
+    client.key_value_set(f"{place}/{process_id}", text)
     try:
         # One barrier and one reading: waiting for each key in turn would cost 10,000 processes 10⁸ messages.
         client.wait_at_barrier(place, wait_ms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,10 @@ from jaxche.cluster._group import Ended, Group, Surroundings
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._placement import Place, rank_environment
 from jaxche.training import HEARTBEAT, RESTART
+
+# Silence of one rank that means it hangs, where nothing else was said: more than the step of a large model takes to
+# compile anew, for the last batch of an epoch.
+_ALONE_S = 120.0
 
 # Bad input is refused in the same words every time.
 _REFUSED = 2
@@ -44,7 +49,8 @@ def supervise(
       around: what the groups share.
       max_restarts: how often to start again after a failure, a single rank that is replaced included.
       survivors: whether a berth whose rank is the first to fail twice in a row is given up.
-      hang_timeout_s: the silence of all heartbeats that is a failure, or None.
+      hang_timeout_s: the silence of all heartbeats that is a failure, or None. In an elastic run also that of a single
+        rank while others are heard; there None means two minutes of it.
 
     Returns:
       The exit code of the last group.
@@ -104,7 +110,7 @@ def _run(
     coordinator = f"127.0.0.1:{_free_port()}"
     with contextlib.ExitStack() as stack:
         beats = None
-        if hang_timeout_s is not None:
+        if hang_timeout_s is not None or around.elastic:
             beats = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxche-heartbeat-")))
         # After the folder: the ranks are gone before it is.
         stack.callback(group.end)
@@ -115,8 +121,9 @@ def _run(
                 env[HEARTBEAT] = str(beats / str(rank))
             group.start(command, env, berth.place)
         watch = None
-        if beats is not None and hang_timeout_s is not None:
-            watch = Heartbeats([beats / str(rank) for rank in range(len(berths))], hang_timeout_s)
+        if beats is not None:
+            alone_s = (hang_timeout_s or _ALONE_S) if around.elastic else None
+            watch = Heartbeats([beats / str(rank) for rank in range(len(berths))], hang_timeout_s or math.inf, alone_s)
         return group.wait(watch)
 
 

@@ -1,8 +1,9 @@
 """Layer 4, training: rounds. Local steps on every replica, one merge, one next plan."""
 
 from jaxche.training._advice import Advice
-from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, RankError
+from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, RankError, farewell
 from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._checks import PACE_MS
 from jaxche.training._data import Batches
 from jaxche.training._doors import NNXLoss, linen_loss
 from jaxche.training._fit import fit
@@ -21,6 +22,7 @@ __all__ = [
     "DEFAULT_CADENCE",
     "EVENTS",
     "HEARTBEAT",
+    "PACE_MS",
     "RESTART",
     "Advice",
     "Batches",
@@ -39,6 +41,7 @@ __all__ = [
     "Trainer",
     "WandbLogger",
     "advise",
+    "farewell",
     "fit",
     "linen_loss",
     "profile",

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import re
+import time
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +17,13 @@ import optax
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.training._lives import awaited, lives
+from jaxche.training._lives import awaited, lives, lost
+from jaxche.training._watched import beat
 
 # Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
 _PATIENCE_MS = 3_600_000
+# How long others may take over their last files before process 0 leaves, and the service ends them.
+_FAREWELL_S, _LOOK_S = 120.0, 0.2
 _turns = itertools.count()
 # The processes that take part and their lives, or None for all from the start; and how often that changed.
 _members: dict[int, int] | None = None
@@ -133,6 +137,25 @@ def regroup(taking_part: Mapping[int, int], generation: int | str) -> None:
     global _members, _generation, _turns
     # Somebody may have been in the middle of a turn: turns are counted anew, in a place of their own.
     _members, _generation, _turns = dict(sorted(taking_part.items())), generation, itertools.count()
+
+
+def farewell() -> None:
+    """Wait, on process 0, until the others have left or died; without it jaxlib ends those that are left.
+
+    An elastic run calls it at exit: nothing else keeps its processes together there.
+
+    Example:
+      >>> farewell()  # alone, there is nobody to wait for
+    """
+    state = _jax_distributed.global_state
+    if state.client is None or state.process_id != 0:
+        return
+    # One that has not come in is not waited for: it is told that the run is over.
+    others = {process: life for process, life in (_members or lives()).items() if process != 0}
+    deadline = time.monotonic() + _FAREWELL_S
+    while len(lost(others)) < len(others) and time.monotonic() < deadline:
+        beat()
+        time.sleep(_LOOK_S)
 
 
 def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:

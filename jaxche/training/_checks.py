@@ -27,6 +27,9 @@ from jaxche.sharding import (
 from jaxche.training._island import Island
 from jaxche.training._place import OneDevice, Place, devices_by_process, spans_processes
 
+# Set by ``jaxche launch --pace``.
+PACE_MS = "JAXCHE_PACE_MS"
+
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
     """Refuse a word that is not one of those allowed."""
@@ -112,9 +115,9 @@ def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:
-    """A pace in ms per replica, from the argument or from the launcher's ``JAXCHE_PACE_MS``."""
-    if pace_ms is None and "JAXCHE_PACE_MS" in os.environ:
-        pace_ms = float(os.environ["JAXCHE_PACE_MS"])
+    """A pace in ms per replica, from the argument or from the launcher's variable."""
+    if pace_ms is None and PACE_MS in os.environ:
+        pace_ms = float(os.environ[PACE_MS])
     paces: list[float | None] = list(pace_ms) if isinstance(pace_ms, Sequence) else [pace_ms] * world_size
     if len(paces) != world_size or any(p is not None and not (math.isfinite(p) and p > 0) for p in paces):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")

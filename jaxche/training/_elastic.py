@@ -65,7 +65,7 @@ def _fall_back(trainer: Trainer, state: ReplicaState, before: ReplicaState | Non
         client: Any = _jax_distributed.global_state.client
         client.key_value_set(key, said)
     said = json.loads(awaited(key, {0: expected[0]}))
-    if not said["lost"]:
+    if not said["lost"] or jax.process_index() in said["lost"]:  # this one was stopped, and taken for dead
         raise error
     lost, order = ", ".join(map(str, said["lost"])), said["order"]
     regroup({p: life for p, life in expected.items() if p not in said["lost"]}, f"{generation()}-{lost}")

@@ -370,7 +370,7 @@ class Engine:
 
     @property
     def compilations(self) -> int:
-        """How many step programs were compiled, over all local replicas."""
+        """For how many shapes of batches steps were compiled, over all local replicas."""
         return sum(replica.compilations for replica in self._replicas)
 
 

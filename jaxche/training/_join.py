@@ -38,7 +38,17 @@ _stands_by: int | None = None
 
 
 def stand_by(process: int, life: int) -> None:
-    """This process takes the place of one that died, the ``life``-th in it: alone until it has joined the others."""
+    """This process takes the place of one that died: it is alone until it has joined the others.
+
+    Args:
+      process: the number of both.
+      life: the how-manieth it is in that place.
+
+    Example:
+      >>> life = 1  # of one that was there from the start
+      >>> if life > 1:
+      ...     stand_by(process=2, life=life)
+    """
     global _stands_by
     _stands_by = life
     regroup({process: lives()[process]}, f"waiting/{process}/{life}")

@@ -67,7 +67,13 @@ _watch: _Watch | None = None
 
 
 def watch_lives() -> None:
-    """Begin to ask who lives; each process of an elastic run does so right after joining."""
+    """Begin to ask who lives; each process of an elastic run does so right after joining.
+
+    Example:
+      >>> import jaxche
+      >>> if jaxche.initialize(elastic=True).num_processes > 1:  # which does it
+      ...     watch_lives()
+    """
     global _watch
     if _watch is None:
         _watch = _Watch()

@@ -21,6 +21,7 @@ from jaxche.averaging import (
     sum_dtype,
     to_moments,
 )
+from jaxche.training._agree import gather_json, is_elastic
 from jaxche.training._lives import PeerLostError
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._place import first, lift
@@ -71,7 +72,7 @@ class Merge:
         scaling: Scaling | None,
         local: Local,
     ):
-        self._scaling, self._meeting = scaling, meeting
+        self._scaling, self._meeting, self._compiled = scaling, meeting, False
         self._rule, self._opt_mode, self._outer = rule, opt_state, outer
         self._tx: Any = optax.with_extra_args_support(tx)
         self._columns = len(HOST_COLUMNS) + 2 + metrics
@@ -122,8 +123,14 @@ class Merge:
           carries: each local replica's carry at its end.
           rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
         """
+        arguments = self.arguments(starts, carries, rows)
+        if is_elastic() and not self._compiled:
+            # So that nobody waits in a collective while others compile: its patience is short there.
+            self._program.lower(*arguments).compile()
+            gather_json(None)
+            self._compiled = True
         try:
-            merged, table, report = self._program(*self.arguments(starts, carries, rows))
+            merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -261,7 +268,7 @@ class Merge:
             "table": self._table(host, sums),
         }
         if self._scaling is not None:
-            payload["noise"] = first(measured["tracked"])
+            payload["noise"] = self._scaling.sent(first(measured["tracked"]), None, None, sums[0, 0])
         total = self._sum(payload)
         examples = total["sums"][0]
         grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)

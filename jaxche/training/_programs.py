@@ -185,9 +185,8 @@ class LocalPrograms:
     def _accumulate(
         self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
     ) -> tuple[dict[str, Any], Any]:
-        del measures  # of a merged gradient all batches are measured, which here costs a norm of each
         loss, grads, examples, carry_next = self._value_and_grad(first(start["params"]), carry, batch)
-        if self._scaling is not None:
+        if self._scaling is not None and measures:
             tracked, noise = first(carry["tracked"]), first(start["noise"])
             carry_next["tracked"] = lift(self._scaling.track(tracked, noise, grads, examples, first(start["seen"])))
         summed = {"grads": add_weighted(carry["grads"], lift(grads), examples)}

@@ -58,12 +58,14 @@ class Scaling:
       base_batch_size: examples in the batch the learning rate was tuned for; None until the data is seen.
       average: ``"parameters"`` or ``"gradients"``.
       solo: whether there is a single replica, whose noise shows in the difference of successive gradients only.
+      sync: whether replicas meet after every batch.
     """
 
     rule: ScalingRule
     base_batch_size: float | None
     average: str
     solo: bool
+    sync: bool
 
     @property
     def preconditioned(self) -> bool:
@@ -72,8 +74,8 @@ class Scaling:
 
     @property
     def measured_steps(self) -> int | None:
-        """How many of a round's first steps are measured, None for all: those that add up to one gradient."""
-        if self.average == "gradients":
+        """How many of a round's first steps are measured; None for all, where there is one a round."""
+        if self.sync and not self.solo:
             return None
         return _MEASURED_ALONE if self.solo else _MEASURED
 
@@ -136,9 +138,14 @@ class Scaling:
         return {"scale": scale, "noise": noise, "progress": progress}
 
     def sent(self, tracked: Any, noise: Any, opt_state: Any, examples: Any) -> Any:
-        """What a replica that averages parameters puts into the all-reduce: its estimates, and the examples it took
-        without measuring.
+        """What a replica puts into the all-reduce for the estimate: a few numbers, nothing model-sized.
+
+        Where parameters are averaged, its own estimates and the examples it took without measuring. Where gradients
+        are, sums in which the batches that were measured stand for all: the mean that they are compared with is of all.
         """
+        if self.average == "gradients":
+            measured = jnp.where(tracked.examples > 0, tracked.examples, jnp.float32(1))
+            return jax.tree.map(lambda x: examples / measured * x, tracked)
         measured = tracked["sums"].examples
         mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
         own = noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))

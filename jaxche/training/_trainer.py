@@ -91,7 +91,9 @@ class Trainer:
         averaging parameters, each local step counts for the merge's
         :func:`~jaxche.scaling.effective_replicas`, and the noise is estimated by replicas with two steps or more
         in a round, from their own batches (one more gradient in memory). A single replica compares successive
-        gradients (likewise).
+        gradients (likewise). Measured are the first steps of a round, 8 of each replica or 12 of a single one; those
+        after them run a program of their own that costs what a step without a rule does, and age the noise scale's
+        averages as the others do (:func:`~jaxche.scaling.noise_scale.skip`).
       base_batch_size: examples in the batch the learning rate was tuned for; by default those of one batch of the
         data.
 
@@ -156,7 +158,8 @@ class Trainer:
         self.average, self.merge, self.scaling = average, merge, scaling
         self._tx, self._che = tx, che
         paces = checked_paces(pace_ms, self.world_size)
-        scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, solo=self.world_size == 1)
+        meets = (self.world_size == 1, self.policy is ApplyPolicy.SYNC)
+        scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, *meets)
         host = backend == "host" or (
             backend == "auto" and len({d.device_kind for p in places for d in p.devices.flat}) > 1
         )
@@ -338,7 +341,9 @@ class Trainer:
 
     @property
     def compilations(self) -> int:
-        """Step programs compiled so far in this process; changing counts never adds one."""
+        """Shapes of batches that steps were compiled for so far in this process, over its replicas; changing counts
+        never adds one.
+        """
         return self._engine.compilations
 
     def _plan(

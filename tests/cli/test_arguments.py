@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -26,10 +25,7 @@ def parse(*words):
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_")):
-            monkeypatch.delenv(name)
+def _own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.chdir(tmp_path)
 

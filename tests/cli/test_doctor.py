@@ -1,6 +1,5 @@
 """`jaxche doctor` in one process: what is wrong is named with the line to write, and decides the exit code."""
 
-import os
 import socket
 
 import jax
@@ -8,13 +7,6 @@ import pytest
 
 from jaxche.cli import _doctor, _health, main
 from jaxche.cli._health import Finding
-
-
-@pytest.fixture(autouse=True)
-def _on_its_own(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_")):
-            monkeypatch.delenv(name)
 
 
 def test_a_healthy_machine(capsys, tmp_path):

@@ -1,7 +1,5 @@
 """`jaxche train --protocol`: what is refused, and a step under each protocol."""
 
-import os
-
 import jax
 import numpy as np
 import pytest
@@ -17,13 +15,6 @@ def parse(*words):
     args = make_parser().parse_args(["train", "--task", "text", *words])
     args.words = ["train", "--task", "text", *words]
     return args
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_")):
-            monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(

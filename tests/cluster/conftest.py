@@ -16,7 +16,8 @@ class Service:
         self.keys = {f"jaxche/share/{name}/{rank}": text for rank, text in texts.items()}
         self.broken, self.waits = broken, []
 
-    def key_value_set(self, key, value):
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.keys, "as the real one refuses it"
         self.keys[key] = value
 
     def key_value_dir_get(self, folder):

@@ -38,3 +38,27 @@ def test_a_start_that_never_beats_is_a_hang(tmp_path, clock):
     beats = Heartbeats([tmp_path / "0"], timeout_s=10.0)
     clock[0] += 10
     assert beats.silence() == "rank 0 never"
+
+
+def test_a_rank_that_is_silent_alone_hangs_once_it_was_heard_of(tmp_path, clock):
+    paths = [tmp_path / name for name in "012"]
+    beats = Heartbeats(paths, timeout_s=1e9, alone_s=10.0)
+    for _ in range(3):  # the last never speaks: it may still compile
+        for path in paths[:2]:
+            path.unlink(missing_ok=True)
+            path.touch()
+        assert beats.hung() == []
+        clock[0] += 5
+    clock[0] += 50
+    assert beats.hung() == []  # all are silent
+    paths[1].unlink()
+    paths[1].touch()
+    assert beats.hung() == [0]
+    assert beats.hung(run_over=True) == [0]
+    clock[0] += 11
+    assert beats.hung(run_over=True) == [0, 1]
+    beats.forget(0)  # another starts in its place
+    clock[0] += 50
+    paths[1].unlink()
+    paths[1].touch()
+    assert beats.hung() == []

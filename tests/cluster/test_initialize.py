@@ -19,9 +19,6 @@ ALONE = ClusterInfo(0, 1, "none")
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("JAXCHE_", "SLURM_", "OMPI_", "KUBERNETES_")):
-            monkeypatch.delenv(name)
     monkeypatch.setattr(module, "_joined", None)
 
 

@@ -37,7 +37,7 @@ def test_a_package_that_is_missing_differs():
 
 def test_all_are_heard_in_order(service):
     mine = own(11, "cpu")
-    texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10))}
+    texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10)) if i != 3}
     heard = roll_call(service("roll_call", texts), 3, mine, 1.0)
     assert [member.host for member in heard] == ["n0", "n1", "n2", mine.host, *(f"n{i}" for i in range(4, 11))]
 

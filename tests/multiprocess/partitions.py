@@ -1,7 +1,7 @@
 """What each process of test_partitions does; run by ``jaxche launch``. Each writes one JSON file."""
 
-import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,23 +11,16 @@ import optax
 
 import jaxche
 
+# Those of the tests in one process.
+MODELS = runpy.run_path(str(Path(__file__).parents[1] / "protocols" / "conftest.py"))["MODELS"]
 PROTOCOLS = {
-    "direct": lambda folder: jaxche.Direct(timeout_s=60),
-    "1f1b": lambda folder: jaxche.Pipeline(micro_batch_size=3, timeout_s=60),
-    "gpipe": lambda folder: jaxche.Pipeline(micro_batch_size=3, schedule="gpipe", timeout_s=60),
+    "direct": lambda: jaxche.Direct(timeout_s=60),
+    "1f1b": lambda: jaxche.Pipeline(micro_batch_size=3, timeout_s=60),
+    "gpipe": lambda: jaxche.Pipeline(micro_batch_size=3, schedule="gpipe", timeout_s=60),
 }
 # processes: (stages of the model, stages of each process); with two, one holds neighbours and one is in between.
 PLACES = {2: (4, [[0, 1, 3], [2]]), 3: (3, [[2], [0], [1]])}
 STEPS = 2
-
-
-def load_models():
-    """The models of the tests in one process."""
-    path = Path(__file__).parents[1] / "protocols" / "conftest.py"
-    specification = importlib.util.spec_from_file_location("models", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def train(model, protocol, local_stages=None, remat=False):
@@ -52,17 +45,17 @@ def train(model, protocol, local_stages=None, remat=False):
     return {"grads": trees[0], "params": trees[1], "losses": losses, "peaks": peaks, "step": state.step}
 
 
-def results(models, folder):
+def results():
     n_stages, places = PLACES[jax.process_count()]
     local = places[jax.process_index()]
     told = {}
     for name, protocol in PROTOCOLS.items():
-        told[name] = train(make_model(models, name, n_stages), protocol(folder), local, remat=name == "gpipe")
+        told[name] = train(make_model(name, n_stages), protocol(), local, remat=name == "gpipe")
     return told
 
 
-def make_model(models, name, n_stages):
-    return models.MODELS["dropout" if name == "1f1b" else "trees"](n_stages, True)
+def make_model(name, n_stages):
+    return MODELS["dropout" if name == "1f1b" else "trees"](n_stages, True)
 
 
 def error_of(action):
@@ -73,11 +66,10 @@ def error_of(action):
     return None
 
 
-def faults(models, folder):
+def faults():
     """Everything that goes wrong between processes, one after the other."""
-    del folder
     me = jax.process_index()
-    model = models.MODELS["plain"](2, False)
+    model = MODELS["plain"](2, False)
 
     def make(**options):
         return jaxche.Partitioned(
@@ -109,8 +101,7 @@ def faults(models, folder):
 
 def main(what, folder):
     jaxche.initialize(timeout_s=60)
-    models = load_models()
-    result = {"results": results, "faults": faults}[what](models, folder)
+    result = {"results": results, "faults": faults}[what]()
     (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(result))
 
 

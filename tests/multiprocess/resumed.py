@@ -47,10 +47,9 @@ def callback(what, round):
             time.sleep(0.7)  # the run is not to end before a third has started
         if info.round != round or jax.process_index() != 1 or int(os.environ.get("JAXCHE_RESTART", 0)):
             return False
-        if what in ("KILL", "LOST", "TERM", "STOP", "JOIN", "JOIN saved"):
-            name = "TERM" if what == "TERM" else "STOP" if what == "STOP" else "KILL"
-            os.kill(os.getpid(), getattr(signal, f"SIG{name}"))
-            time.sleep(0.1)  # until it arrives
+        name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL")
+        if name in ("KILL", "TERM", "STOP"):
+            signal.raise_signal(getattr(signal, f"SIG{name}"))
         elif what == "error":
             raise OSError("disk on fire")
         return what == "stop"
@@ -68,7 +67,7 @@ def main(what, round, folder):
         epochs=MANY_EPOCHS if what.startswith("JOIN") else EPOCHS,
         callbacks=[callback(what, int(round))],
         progress=False,
-        checkpoints=None if what in ("LOST", "JOIN") else Path(folder) / "checkpoints",
+        checkpoints=None if what in ("LOST", "JOIN", "STOP unsaved") else Path(folder) / "checkpoints",
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),

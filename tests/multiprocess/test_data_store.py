@@ -1,7 +1,6 @@
 """Stages in real processes that share a store and nothing else; some of them are killed."""
 
 import functools
-import importlib.util
 import json
 import os
 import signal
@@ -20,22 +19,18 @@ import pytest
 
 import jaxche
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("store_program.py")
 DEADLINE_S = 240
 STATES = ("state/step-0000000003", "state/step-0000000004")
 
 
 @pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("store_program", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def program(load):
+    return load("store_program")
 
 
 def start(url, folder, stage, n_stages, options, death=""):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    environment = os.environ | {"PYTHONWARNINGS": "error"}
     arguments = [url, folder / f"{stage}.json", stage, n_stages, json.dumps(options), death]
     return subprocess.Popen([sys.executable, PROGRAM, *map(str, arguments)], env=environment)
 

@@ -1,40 +1,13 @@
 """Real processes: they find each other, and end together."""
 
 import os
-import pathlib
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
 
 from jaxche.cluster import launch
-
-CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        path.write_text("import os, signal, sys, time\n" + textwrap.dedent(text))
-        return [sys.executable, str(path)]
-
-    return write
-
-
-def _gone(pid, within_s=3.0):
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_two_processes_find_each_other_and_add_up(script, capfd):
@@ -51,7 +24,7 @@ def test_two_processes_find_each_other_and_add_up(script, capfd):
         add = jax.shard_map(lambda x: jax.lax.psum(x, "replica"), mesh=mesh, in_specs=P("replica"), out_specs=P())
         print(info.launcher, info.num_processes, float(jax.jit(add)(x).addressable_data(0)[0]))
     """)
-    assert launch(command, 2, env=CPU) == 0
+    assert launch(command, 2) == 0
     lines = capfd.readouterr().out.splitlines()
     assert {"[0] jaxche 2 3.0", "[1] jaxche 2 3.0"} <= set(lines)
 
@@ -59,7 +32,7 @@ def test_two_processes_find_each_other_and_add_up(script, capfd):
 def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capfd):
     command = script("""
         from jaxche.cluster import _roll_call, initialize
-        if os.environ["JAXCHE_PROCESS_ID"] == "1":
+        if rank == 1:
             installed = _roll_call.versions()
             _roll_call.versions = lambda: installed | {"optax": "0.1.0"}
         try:
@@ -70,7 +43,7 @@ def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capf
             import jax.numpy as jnp
             print("alone", jnp.ones(2).sum())
     """)
-    assert launch(command, 2, env=CPU) == 0
+    assert launch(command, 2) == 0
     lines = capfd.readouterr().out.splitlines()
     for rank in (0, 1):
         mine = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
@@ -82,10 +55,9 @@ def test_processes_of_other_versions_refuse_each_other_with_a_table(script, capf
 def test_processes_that_expect_different_worlds_are_named(script, capfd):
     command = script("""
         from jaxche.cluster import initialize
-        rank = int(os.environ["JAXCHE_PROCESS_ID"])
         initialize(os.environ["JAXCHE_COORDINATOR"], 2 + rank, rank, timeout_s=60)
     """)
-    assert launch(command, 2, env=CPU, grace_s=2.0) == 1
+    assert launch(command, 2, grace_s=2.0) == 1
     err = capfd.readouterr().err
     assert "num_processes=2 on process 0; num_processes=3 on process 1" in err
 
@@ -103,18 +75,34 @@ def test_an_exception_after_joining_ends_both_at_once(script, capfd):
         time.sleep(100)
     """)
     start = time.monotonic()
-    assert launch(command, 2, env=CPU, grace_s=0.3) == 1
+    assert launch(command, 2, grace_s=0.3) == 1
     assert time.monotonic() - start < 40
     err = capfd.readouterr().err
     assert "rank 1 failed with exit code 1" in err
     assert "    KeyError: 'the data is missing'" in err
 
 
-def test_a_failing_rank_stops_one_that_ignores_sigterm_and_its_children(script, capfd, tmp_path):
+def test_process_0_stays_until_others_have_written_their_last_file(script, capfd, tmp_path):
+    # The others meet at process 0, and where it has gone jaxlib ends them.
+    command = script(f"""
+        from jaxche.cluster import initialize
+        info = initialize(timeout_s=60)
+        if info.process_id == 1:
+            time.sleep(5)
+            open({str(tmp_path)!r} + "/written", "w").close()
+    """)
+    assert launch(command, 2, elastic=True) == 0
+    err = capfd.readouterr().err
+    assert (tmp_path / "written").exists()
+    assert "rank 1" not in err, err
+    assert "Traceback" not in err, err
+
+
+def test_a_failing_rank_stops_one_that_ignores_sigterm_and_its_children(script, capfd, tmp_path, gone):
     command = script(f"""
         import pathlib, subprocess
         there = pathlib.Path({str(tmp_path)!r}) / "pids"
-        if os.environ["JAXCHE_PROCESS_ID"] == "0":
+        if rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             child = subprocess.Popen(["sleep", "100"])
             there.with_suffix(".new").write_text(f"{{os.getpid()}} {{child.pid}}")
@@ -126,31 +114,30 @@ def test_a_failing_rank_stops_one_that_ignores_sigterm_and_its_children(script, 
         sys.exit(3)
     """)
     start = time.monotonic()
-    assert launch(command, 2, env=CPU, grace_s=0.5) == 3
+    assert launch(command, 2, grace_s=0.5) == 3
     assert time.monotonic() - start < 10
     err = capfd.readouterr().err
     assert "[1] broken" in err
     assert "rank 0 still runs: SIGKILL" in err
     assert err.index("rank 1 failed with exit code 3. Its last lines") < err.index("    broken")
     for pid in (tmp_path / "pids").read_text().split():
-        assert _gone(int(pid))
+        assert gone(int(pid))
 
 
 def test_a_rank_ended_by_a_signal_gives_128_and_the_signal(script, capfd):
-    assert launch(script("os.kill(os.getpid(), signal.SIGKILL)"), 1, env=CPU) == 128 + 9
+    assert launch(script("os.kill(os.getpid(), signal.SIGKILL)"), 1) == 128 + 9
     assert "rank 0 was ended by SIGKILL (out of memory?)" in capfd.readouterr().err
 
 
 def test_lines_paces_and_pins(script, capfd):
     command = script("""
-        rank = os.environ["JAXCHE_PROCESS_ID"]
         for i in range(200):
-            print(rank * 300)
+            print(str(rank) * 300)
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         print("pace", os.environ["JAXCHE_PACE_MS"], "cores", cores)
     """)
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    assert launch(command, 3, pace_ms=[20, 50, 7.5], env=CPU) == 0
+    assert launch(command, 3, pace_ms=[20, 50, 7.5]) == 0
     lines = capfd.readouterr().out.splitlines()
     for rank, pace in enumerate(["20", "50", "7.5"]):
         assert lines.count(f"[{rank}] " + str(rank) * 300) == 200
@@ -163,40 +150,27 @@ def test_lines_paces_and_pins(script, capfd):
 
 def test_one_voice(script, capfd):
     command = script("""
-        print("out"); print("err", os.environ["JAXCHE_PROCESS_ID"], file=sys.stderr)
+        print("out"); print("err", rank, file=sys.stderr)
     """)
-    assert launch(command, 2, env=CPU, only_rank0=True, prefix=False) == 0
+    assert launch(command, 2, only_rank0=True, prefix=False) == 0
     out, err = capfd.readouterr()
     assert out == "out\n"
     assert {"err 0", "err 1"} <= set(err.splitlines())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_ends_the_ranks(script, number):
+def test_a_signal_to_the_launcher_ends_the_ranks(script, launcher, gone, number):
     ranks = script("""
-        if os.environ["JAXCHE_PROCESS_ID"] == "1":
+        if rank == 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("pid", os.getpid(), flush=True)
         time.sleep(100)
     """)
-    program = (
-        f"import sys; from jaxche.cluster import launch; sys.exit(launch({ranks!r}, 2, grace_s=0.3, term_grace_s=0.3))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, **CPU},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
-        try:
-            assert launcher.stdout is not None
-            pids = [int(re.findall(r"pid (\d+)", launcher.stdout.readline())[0]) for _ in range(2)]
-            launcher.send_signal(number)
-            _, err = launcher.communicate(timeout=20)
-        finally:
-            launcher.kill()
-    assert launcher.returncode == 128 + number
+    run = launcher(ranks, "grace_s=0.3", "term_grace_s=0.3")
+    pids = [int(re.findall(r"pid (\d+)", run.stdout.readline())[0]) for _ in range(2)]
+    run.send_signal(number)
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 128 + number
     assert f"{number.name}: stopping 2 process(es)" in err
-    assert all(_gone(pid) for pid in pids)
+    assert all(gone(pid) for pid in pids)

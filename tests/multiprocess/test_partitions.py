@@ -1,6 +1,5 @@
 """Stages in processes of their own: the numbers of one process, and errors that say who is missing."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,14 +9,8 @@ import pytest
 
 from jaxche.cluster import launch
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("partitions.py")
-ENV = {
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(ROOT),
-    "PYTHONWARNINGS": "error",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-}
+ENV = {"PYTHONWARNINGS": "error", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def run(what, folder, processes):
@@ -26,11 +19,8 @@ def run(what, folder, processes):
 
 
 @pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("partitions", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def program(load):
+    return load("partitions")
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -38,10 +28,9 @@ def test_stages_in_processes_compute_what_stages_in_one_process_do(processes, pr
     code, told = run("results", tmp_path, processes)
     assert code == 0
     n_stages, places = program.PLACES[processes]
-    models = program.load_models()
     for name, there in told[0].items():
-        model = program.make_model(models, name, n_stages)
-        here = program.train(model, program.PROTOCOLS[name](None), remat=name == "gpipe")
+        model = program.make_model(name, n_stages)
+        here = program.train(model, program.PROTOCOLS[name](), remat=name == "gpipe")
         here = json.loads(json.dumps(here))
         assert all(one[name]["losses"] == there["losses"] for one in told)
         np.testing.assert_allclose(there["losses"], here["losses"], rtol=1e-5)

@@ -1,48 +1,22 @@
 """Real processes that die, hang or are told to stop: what the launcher makes of them. No JAX in here."""
 
 import json
-import os
-import pathlib
 import re
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 
 import pytest
 
 from jaxche.cluster import launch
 
-CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-
 
 @pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "script.py"
-        start = "import os, signal, sys, time\nrank, restart = (int(os.environ[f'JAXCHE_{n}']) for n in %r)\n"
-        path.write_text(start % (("PROCESS_ID", "RESTART"),) + textwrap.dedent(text))
-        return [sys.executable, "-S", str(path)]
-
-    return write
+def script(script):
+    """Without what is installed these start in no time."""
+    return lambda text: script(text, "-S")
 
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def gone(pid, within_s=5.0):
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":  # nobody waits for an orphan where no init process does
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_a_rank_that_dies_is_started_again_with_all_the_others(script, capfd, tmp_path):
@@ -54,7 +28,7 @@ def test_a_rank_that_dies_is_started_again_with_all_the_others(script, capfd, tm
             time.sleep(100)
     """)
     events = tmp_path / "events.jsonl"
-    assert launch(command, 2, env=CPU, max_restarts=3, grace_s=1.0, events=events) == 0
+    assert launch(command, 2, max_restarts=3, grace_s=1.0, events=events) == 0
     out, err = capfd.readouterr()
     ports = dict(re.findall(r"start (\d) 127.0.0.1:(\d+)", out))
     assert ports.keys() == {"0", "1"}
@@ -77,9 +51,9 @@ def test_a_rank_that_dies_is_started_again_with_all_the_others(script, capfd, tm
 
 
 def test_restarts_are_used_up_and_bad_input_uses_none(script, capfd):
-    assert launch(script("sys.exit(7)"), 1, env=CPU, max_restarts=2) == 7
+    assert launch(script("sys.exit(7)"), 1, max_restarts=2) == 7
     assert "restart 2 of 2" in capfd.readouterr().err
-    assert launch(script("sys.exit(2)"), 1, env=CPU, max_restarts=2) == 2
+    assert launch(script("sys.exit(2)"), 1, max_restarts=2) == 2
     assert "restart" not in capfd.readouterr().err
 
 
@@ -91,7 +65,7 @@ def test_a_rank_that_fails_twice_in_a_row_is_left_behind(script, capfd):
             sys.exit(3)
         time.sleep(0 if world == "2" else 100)
     """)
-    code = launch(command, 3, pace_ms=[20, 50, 30], env=CPU, max_restarts=3, survivors=True, grace_s=1.0)
+    code = launch(command, 3, pace_ms=[20, 50, 30], max_restarts=3, survivors=True, grace_s=1.0)
     assert code == 0
     out = capfd.readouterr().out
     assert out.count("pace 50") == 2
@@ -108,25 +82,15 @@ def test_a_run_that_falls_silent_is_killed_and_started_again(script, capfd, tmp_
             os.kill(os.getpid(), signal.SIGSTOP)
     """)
     events = tmp_path / "events.jsonl"
-    assert launch(command, 2, env=CPU, max_restarts=1, hang_timeout_s=2.0, events=events) == 0
-    assert "no heartbeat, last heard of rank 0 2 s ago, rank 1 2 s ago" in capfd.readouterr().err
+    assert launch(command, 2, max_restarts=1, hang_timeout_s=6.0, events=events) == 0
+    err = capfd.readouterr().err
+    assert re.search(r"no heartbeat, last heard of rank 0 \d+ s ago, rank 1 \d+ s ago", err), err
     assert [event["event"] for event in read(events)].count("hang") == 1
     hang = script("time.sleep(100)")
-    assert launch(hang, 1, env=CPU, hang_timeout_s=0.5) == 124
+    assert launch(hang, 1, hang_timeout_s=0.5) == 124
 
 
-def _launcher(ranks, *more):
-    program = f"import sys; from jaxche.cluster import launch; sys.exit(launch({ranks!r}, 2, {', '.join(more)}))"
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, **CPU},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_sigterm_leaves_time_for_a_checkpoint_and_is_no_reason_to_restart(script, tmp_path):
+def test_sigterm_leaves_time_for_a_checkpoint_and_is_no_reason_to_restart(script, launcher, tmp_path):
     ranks = script(f"""
         def checkpoint(number, frame):
             time.sleep(0.5)
@@ -136,22 +100,17 @@ def test_sigterm_leaves_time_for_a_checkpoint_and_is_no_reason_to_restart(script
         print("ready", flush=True)
         time.sleep(100)
     """)
-    with _launcher(ranks, "grace_s=0.0", "max_restarts=5") as launcher:
-        try:
-            assert launcher.stdout is not None
-            assert [launcher.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
-            launcher.send_signal(signal.SIGTERM)
-            _, err = launcher.communicate(timeout=20)
-        finally:
-            launcher.kill()
-    assert launcher.returncode == 143
+    run = launcher(ranks, "grace_s=0.0", "max_restarts=5")
+    assert [run.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 143
     assert "SIGKILL" not in err
     assert "restart" not in err
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-0", "checkpoint-1"}
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/stat").exists(), reason="reads /proc")
-def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, tmp_path):
+def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, launcher, gone):
     ranks = script("""
         import subprocess
         if rank == 1:
@@ -159,11 +118,8 @@ def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, tm
         print("pid", os.getpid(), subprocess.Popen(["sleep", "100"]).pid, flush=True)
         time.sleep(100)
     """)
-    with _launcher(ranks, "term_grace_s=1.0") as launcher:
-        assert launcher.stdout is not None
-        pids = [
-            int(pid) for _ in range(2) for pid in re.findall(r"\d+", launcher.stdout.readline().partition("pid")[2])
-        ]
-        launcher.kill()
+    run = launcher(ranks, "term_grace_s=1.0")
+    pids = [int(pid) for _ in range(2) for pid in re.findall(r"\d+", run.stdout.readline().partition("pid")[2])]
+    run.kill()
     assert len(pids) == 4
     assert all(gone(pid) for pid in pids)

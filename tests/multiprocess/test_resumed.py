@@ -1,7 +1,6 @@
 """Runs of real processes that stop, die, hang or are preempted, and go on from their checkpoints."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,22 +12,18 @@ import pytest
 from jaxche.cluster import launch
 
 PROGRAM = Path(__file__).with_name("resumed.py")
-CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def run(folder, what="nothing", round=0, processes=2, **options):
     folder.mkdir(exist_ok=True)
     command = [sys.executable, str(PROGRAM), what, str(round), str(folder)]
-    code = launch(command, processes, env=CPU, grace_s=2.0, **options)
+    code = launch(command, processes, grace_s=2.0, **options)
     return code, [json.loads(p.read_text()) for p in sorted(folder.glob("[0-9].json"))]
 
 
 @pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("resumed", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def program(load):
+    return load("resumed")
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +156,23 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, cap
     trainer = problem.trainer(3, replicas=devices[:3])
     _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=program.MANY_EPOCHS, progress=False)
     assert rounds[-1][-1] == pytest.approx(history[-1].loss, rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
+    events = tmp_path / "events.jsonl"
+    options = {"elastic": True, "hang_timeout_s": 20.0, "events": events}
+    code, results = run(tmp_path / "run", "STOP unsaved", 3, processes=3, **options)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert len(results) == 2
+    assert results[0] == results[1]
+    rounds = results[0]["rounds"]
+    assert [len(counts) for _, _, _, counts, _ in rounds] == [3] * 4 + [2] * (len(rounds) - 4)
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    # The others did not wait for the launcher, which puts an end to the stopped one after its silence.
+    assert [event["rank"] for event in told if event["event"] == "hang"] == [1]
+    hang = next(event["time"] for event in told if event["event"] == "hang")
+    rounds_of_two = [event["time"] for event in told if event["event"] == "round" and event["round"] >= 4]
+    assert rounds_of_two
+    assert max(rounds_of_two) < hang

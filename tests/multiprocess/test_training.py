@@ -1,6 +1,5 @@
 """Training over real processes: the same numbers as one process, the same errors everywhere."""
 
-import importlib.util
 import json
 import sys
 import time
@@ -14,22 +13,19 @@ import pytest
 import jaxche
 from jaxche.cluster import launch
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
-CPU = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
 
 
 def run(what, folder, processes=2, **options):
-    code = launch([sys.executable, str(PROGRAM), what, str(folder)], processes, env=CPU, **options)
+    code = launch(
+        [sys.executable, str(PROGRAM), what, str(folder)], processes, env={"PYTHONWARNINGS": "error"}, **options
+    )
     return code, [json.loads(p.read_text()) for p in sorted(Path(folder).glob("*.json"))]
 
 
 @pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("program", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def program(load):
+    return load("program")
 
 
 def test_two_processes_compute_what_one_process_with_two_devices_does(program, tmp_path, devices):

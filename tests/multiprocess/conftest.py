@@ -1,0 +1,89 @@
+"""Real processes, on CPU devices: how they are started, and whether they have ended."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# Every script knows these.
+START = """
+import os, signal, sys, time
+rank, restart = (int(os.environ["JAXCHE_" + name]) for name in ("PROCESS_ID", "RESTART"))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_cpu():
+    """For all processes that a test starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("PYTHONPATH", str(HERE.parents[1]))
+        yield
+
+
+@pytest.fixture(scope="session")
+def load():
+    """Imports a program of this folder, to compute in the test what its processes do."""
+
+    def loading(name):
+        spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return loading
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes what every rank runs, and gives its command."""
+
+    def write(text, *options):
+        path = tmp_path / "script.py"
+        path.write_text(START + textwrap.dedent(text))
+        return [sys.executable, *options, str(path)]
+
+    return write
+
+
+@pytest.fixture
+def launcher():
+    """Starts two ranks under a launcher that is a process of its own."""
+    started = []
+
+    def start(ranks, *arguments):
+        call = f"launch({ranks!r}, 2, {', '.join(arguments)})"
+        command = [sys.executable, "-c", f"import sys; from jaxche.cluster import launch; sys.exit({call})"]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+@pytest.fixture
+def gone():
+    """Whether a process ends in time; one whose end nobody asked for yet has ended."""
+
+    def ended(pid, within_s=5.0):
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            try:
+                os.kill(pid, 0)
+                stat = Path(f"/proc/{pid}/stat")
+                if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                    return True
+            except (ProcessLookupError, FileNotFoundError):
+                return True
+            time.sleep(0.05)
+        return False
+
+    return ended
