@@ -15,6 +15,7 @@ import jax
 from jaxche.training._agree import gather_json, generation, is_elastic, members, raise_everywhere
 from jaxche.training._history import History
 from jaxche.training._lives import PeerLostError
+from jaxche.training._packing import Packing
 from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
 from jaxche.training._state import ReplicaState, RoundInfo
 
@@ -211,7 +212,7 @@ class Keeper:
                 f"{where} was written by jaxche {meta['jaxche']} in another format, and this is {version}; "
                 f"write pip install jaxche=={meta['jaxche']}, or give another folder"
             )
-        wanted = shapes(self._trainer._engine.saved_as(state.locals, meta["rows"]))
+        wanted = shapes(self._packing(state).saved_as(meta["rows"]))
         for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
             have, want = meta["leaves"].get(path, "missing"), wanted.get(path, "not there")
             if have != want:
@@ -227,13 +228,16 @@ class Keeper:
                 )
 
     def _read(self, step: int, meta: Any, state: ReplicaState) -> ReplicaState:
-        args, engine = self._ocp.args, self._trainer._engine
-        wanted = engine.saved_as(state.locals, meta["rows"])
+        args, packing = self._ocp.args, self._packing(state)
+        wanted = packing.saved_as(meta["rows"])
         items = {name: args.StandardRestore(item) for name, item in _items(wanted).items()}
         found = self._manager.restore(step, args=args.Composite(**items))
         trees = {"params": found.params} | (found.state if "state" in items else {})
         named = {name: unnested(tree, trees[name]) for name, tree in wanted.items()}
-        return with_numbers(replace(state, locals=engine.unpack(named, state.locals, meta["rows"])), meta)
+        return with_numbers(replace(state, locals=packing.unpack(named, meta["rows"])), meta)
+
+    def _packing(self, state: ReplicaState) -> Packing:
+        return self._trainer._engine.packing(state.locals)
 
     def add(self, info: RoundInfo) -> None:
         """Write a round's line to the record."""
@@ -250,13 +254,12 @@ class Keeper:
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._begun = state.round
-        args, engine = self._ocp.args, self._trainer._engine
-        trees = engine.pack(state.locals)
-        rows = {name: engine.world_size for name in engine.own if name in trees}
+        args, packing = self._ocp.args, self._packing(state)
+        trees = packing.pack()
         meta = numbers(state) | {
             "format": _FORMAT,
             "jaxche": importlib.metadata.version("jaxche"),
-            "rows": rows,
+            "rows": packing.rows,
             "leaves": shapes(trees),
             "batches": self._batches,
             "seed": self._trainer.seed,

@@ -15,23 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import is_float, sum_dtype
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size, nbytes
 from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse_differences, update_digest
 from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
-from jaxche.training._place import Place, first, is_local, lift, spans_processes
+from jaxche.training._packing import Packing
+from jaxche.training._place import Place, first, is_local, lift, spans_processes, without_replica_axis
 from jaxche.training._programs import Local, LocalPrograms
 from jaxche.training._replica import Outcome, Replica
 from jaxche.training._scaling import Scaled, Scaling, Worth
-
-# What replicas that average parameters keep to themselves.
-_OWN = ("model_state", "opt_state")
 
 
 class Engine:
@@ -131,7 +126,7 @@ class Engine:
         self._paces = [self._all_paces[rank] for rank in order]
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self._shapes = None
-        self._lay_out(_without_replica_axis(locals_[0].params))
+        self._lay_out(without_replica_axis(locals_[0].params))
         self._replicas = [replicas[order[rank]] for rank in self.ranks] if replicas else []
         for rank, replica in zip(self.ranks, self._replicas, strict=False):
             replica.rank = rank
@@ -148,47 +143,12 @@ class Engine:
         """What each replica puts into a merge, besides a row of numbers."""
         return 0 if self.world_size == 1 else nbytes(self._shapes)
 
-    @property
-    def own(self) -> tuple[str, ...]:
-        """Trees of which each replica has its own; all others are equal after a merge."""
-        return ("model_state",) if self._average == "gradients" or self._opt_mode != "local" else _OWN
-
-    def pack(self, locals_: Sequence[Local]) -> dict[str, Any]:
-        """The named trees of a state to save: what each replica has its own of as ``[R, ...]``, the rest once."""
-        self._lay_out(_without_replica_axis(locals_[0].params))
-        views = self._meeting.stack([_present(local) for local in locals_])
-        return {name: x if name in self.own else self._meeting.once(name, x) for name, x in views.items()}
-
-    def saved_as(self, locals_: Sequence[Local], rows: dict[str, int]) -> dict[str, Any]:
-        """What to read from a checkpoint in which these trees have so many rows, and the others are there once."""
-        self._lay_out(_without_replica_axis(locals_[0].params))
-        like = _present(locals_[0])
-        return {
-            name: self._meeting.saved_as(name, tree, rows.get(name), self._keeps(name, rows))
-            for name, tree in like.items()
-        }
-
-    def _keeps(self, name: str, rows: dict[str, int]) -> bool:
-        """Whether each replica goes on with a saved row of its own."""
-        return name in self.own and rows.get(name) == self.world_size
-
-    def unpack(self, saved: dict[str, Any], locals_: Sequence[Local], rows: dict[str, int]) -> tuple[Local, ...]:
-        """The state of which :meth:`pack` made ``saved``, in the place of ``locals_``.
-
-        Where there are not as many replicas as were saved, each gets the mean of the saved rows: of what is not a
-        float, the first.
-        """
-        like, views = _present(locals_[0]), {}
-        for name, tree in saved.items():
-            if not self._keeps(name, rows):
-                one = _pooled(tree) if name in rows else tree
-                tree = self._meeting.everywhere(name, one, like[name])
-            views[name] = tree
-        return tuple(local._replace(**part) for local, part in zip(locals_, self._meeting.unstack(views), strict=True))
-
-    def handed_over(self, locals_: Sequence[Local]) -> dict[str, Any]:
-        """What a replica that joins begins with, as :meth:`unpack` takes it where no rows were saved."""
-        return {name: _pooled(x) if name in self.own else x for name, x in self.pack(locals_).items()}
+    def packing(self, locals_: Sequence[Local]) -> Packing:
+        """The form in which these replicas' state is saved and handed over."""
+        self._lay_out(without_replica_axis(locals_[0].params))
+        alike = self._average == "gradients" or self._opt_mode != "local"
+        own = ("model_state",) if alike else ("model_state", "opt_state")
+        return Packing(self._meeting, own, self.world_size, locals_)
 
     def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
         """Compile and warm up everything a round runs, and check that all processes agree; once.
@@ -201,7 +161,7 @@ class Engine:
             return
         error = None
         try:
-            self._lay_out(_without_replica_axis(locals_[0].params))
+            self._lay_out(without_replica_axis(locals_[0].params))
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
             whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
@@ -237,7 +197,7 @@ class Engine:
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
                 "trainer's own: state = trainer.init(params)"
             )
-        one = _without_replica_axis((local.params, local.model_state))
+        one = without_replica_axis((local.params, local.model_state))
         code, shapes = jax.make_jaxpr(self._loss, return_shape=True)(*one, batch, jax.random.key(0))
         self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._plain_tx, one[0])}
         self.metrics = tuple(sorted(shapes[1][0]))
@@ -383,21 +343,3 @@ def _told(noise: Any, progress: Any, scaled: Any, steps: Any) -> tuple[Any, Any]
     progress = progress + scaled[:, 0]
     noise = first(noise)
     return progress, jnp.stack([noise.critical_batch_size, *(scaled[0] / steps), progress[0], noise.base_batch_size])
-
-
-def _present(local: Local) -> dict[str, Any]:
-    return {name: tree for name, tree in local._asdict().items() if jax.tree.leaves(tree)}
-
-
-def _pooled(rows: Any) -> Any:
-    """One row of ``[n, ...]`` arrays that are whole along ``n`` everywhere."""
-
-    def pooled(x: Any) -> Any:
-        return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype) if is_float(x) else x[0]
-
-    shardings = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), rows)
-    return jax.jit(lambda tree: jax.tree.map(pooled, tree), out_shardings=shardings)(rows)
-
-
-def _without_replica_axis(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)

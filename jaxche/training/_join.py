@@ -113,7 +113,7 @@ def admit(trainer: Trainer, state: ReplicaState, history: History, keeper: Keepe
     said, engine = trainer._newcomers, trainer._engine
     assert said is not None
     joined = {int(process): life for process, life in said["joined"].items()}
-    given = engine.handed_over(state.locals)
+    given = engine.packing(state.locals).handed_over()
     if keeper:
         keeper.settle()
     state = replace(state, che=rearranged(trainer, state.che, said["order"]))
@@ -181,7 +181,8 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     if "over" in answer:
         _log.warning("process %s came when the run had ended", process)
         raise SystemExit(0)
-    locals_ = engine.unpack(_received(engine.saved_as(state.locals, {}), answer), state.locals, {})
+    packing = engine.packing(state.locals)
+    locals_ = packing.unpack(_received(packing.saved_as({}), answer), {})
     regroup({int(p): life for p, life in answer["taking_part"].items()}, answer["generation"])
     _stands_by = None
     gather_json(None)

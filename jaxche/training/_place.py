@@ -111,6 +111,11 @@ def lift(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
+def without_replica_axis(tree: Any) -> Any:
+    """Shapes and dtypes of one replica's arrays, without their leading axis of 1."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
 class OneDevice:
     """A replica on one device: programs as they are, arrays where they are."""
 
