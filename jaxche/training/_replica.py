@@ -14,6 +14,7 @@ import optax
 
 from jaxche.averaging import sum_dtype
 from jaxche.sharding import Loss, batch_size
+from jaxche.training._agree import InStep
 from jaxche.training._data import Feed
 from jaxche.training._memory import round_memory
 from jaxche.training._place import Home, Place, first, lift, spans_processes
@@ -251,19 +252,27 @@ class Replica:
     ) -> Outcome:
         """Take one step on each batch of ``feed``, or as many as begin within ``limit_ms``, at least one.
 
+        Where several processes drive this replica, the first of them looks at the clock, and all take the same steps.
         Never raises, so that a failing replica still meets the others.
         """
         carry = self.begin(local, index, worth)
         constants = self._programs.constants(local)
         losses: list[Any] = []
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
-        # The processes of one island take the same steps.
-        if limit_ms is not None and isinstance(feed, Feed) and not spans_processes(self.place):
+        together = None
+        if limit_ms is not None and isinstance(feed, Feed):
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
+            if spans_processes(self.place):
+                processes = sorted({device.process_index for device in self.place.devices.flat})
+                together = InStep(tuple(processes), f"rank {self.rank}")
         start = due = time.perf_counter()
         try:
             for batch in self._gapless(feed):
-                if steps and time.perf_counter() - start > limit_s:
+                late = steps > 0 and time.perf_counter() - start > limit_s
+                if together is not None:
+                    # Not before every step: what the first one says takes a millisecond to the others.
+                    late = steps > 0 and steps % in_flight == 0 and together.stop(late)
+                if late:
                     break
                 before, clock = self.compilations, time.perf_counter()
                 step, batch = self._executable(local, carry, batch)
