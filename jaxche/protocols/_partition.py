@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from jaxche.protocols._base import Device, Protocol_
 from jaxche.protocols._checks import check_protocol, checked_devices, checked_stages
@@ -248,6 +249,25 @@ class Partitioned:
           ValueError: parameters or a batch that do not fit.
         """
         return self._runner.prepare(params, batch)[0].path
+
+    def trace(self, params: Sequence[Any], batch: Any) -> ClosedJaxpr:
+        """The code of all stages and the loss as one function, e.g. to compare what processes run.
+
+        Args:
+          params: one entry a stage: arrays, or their shapes and dtypes.
+          batch: pytree of arrays, or their shapes and dtypes.
+
+        Returns:
+          The jaxpr of ``(params, batch, key) -> loss``.
+        """
+
+        def whole(params: Sequence[Any], batch: Any, key: Any) -> Any:
+            x = batch
+            for stage, tree in zip(self._stages, params, strict=True):
+                x = stage(tree, x, key)
+            return self.loss(x, batch)
+
+        return jax.make_jaxpr(whole)(tuple(params), batch, jax.random.key(0))
 
     def __repr__(self) -> str:
         return f"Partitioned({len(self._stages)} stages, {self.protocol!r})"

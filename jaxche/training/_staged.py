@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import measure_drift
 from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
+from jaxche.training._agree import digest, update_digest
 from jaxche.training._checks import refuse_foreign_devices
 from jaxche.training._engine import Engine
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
-from jaxche.training._place import devices_by_process, is_local
+from jaxche.training._place import devices_by_process, is_local, without_replica_axis
 from jaxche.training._programs import Local
 from jaxche.training._replica import Replica
 from jaxche.training._stages import StagedPrograms, Stages
@@ -207,6 +208,10 @@ class StagedEngine(Engine):
             Replica(rank, places[rank], StagedPrograms(places[rank], *settings), self._paces[rank])
             for rank in self.ranks
         ]
+        one = without_replica_axis(local.params)
+        code_of_tx = digest([update_digest(self._plain_tx, params) for params in one])
+        model = places[self.ranks[0]].model
+        self._code = {"code of stages": digest(model.trace(one, batch)), "code of tx": code_of_tx}
         self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, 0, None)
         self._merge = self._make_merge(local)
 
