@@ -67,7 +67,13 @@ _watch: _Watch | None = None
 
 
 def watch_lives() -> None:
-    """Begin to ask who lives; each process of an elastic run does so right after joining."""
+    """Begin to ask who lives; each process of an elastic run does so right after joining.
+
+    Example:
+      >>> import jax
+      >>> if jax.process_count() > 1 and jax.config.values["jax_enable_recoverability"]:
+      ...     watch_lives()
+    """
     global _watch
     if _watch is None:
         _watch = _Watch()
