@@ -67,7 +67,8 @@ def fit(
     Raises:
       ValueError: ``epochs`` below 1, checkpoints that cannot be written or are of another run, or whatever
         :meth:`Trainer.round` refuses.
-      SystemExit: with code 143, preempted.
+      RuntimeError: this process takes the place of one that died, and the others cannot let it in; says why.
+      SystemExit: with code 143, preempted; with code 0 where it takes such a place and the run has ended.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax

@@ -38,16 +38,17 @@ _stands_by: int | None = None
 
 
 def stand_by(process: int, life: int) -> None:
-    """This process takes the place of one that died: it is alone until it has joined the others.
+    """Take the place of a process that died: alone, until ``Trainer.fit`` joins the others at the end of a round.
 
     Args:
-      process: the number of both.
-      life: the how-manieth it is in that place.
+      process: the number of this process.
+      life: which one this is in that place, from 1.
 
     Example:
-      >>> life = 1  # of one that was there from the start
+      >>> import jax
+      >>> life = 1  # as the store of the run counts them
       >>> if life > 1:
-      ...     stand_by(process=2, life=life)
+      ...     stand_by(jax.process_index(), life)
     """
     global _stands_by
     _stands_by = life

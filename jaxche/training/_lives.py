@@ -70,8 +70,8 @@ def watch_lives() -> None:
     """Begin to ask who lives; each process of an elastic run does so right after joining.
 
     Example:
-      >>> import jaxche
-      >>> if jaxche.initialize(elastic=True).num_processes > 1:  # which does it
+      >>> import jax
+      >>> if jax.process_count() > 1 and jax.config.values["jax_enable_recoverability"]:
       ...     watch_lives()
     """
     global _watch
