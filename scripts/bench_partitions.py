@@ -14,6 +14,7 @@ no arrays. The third: equal stages on equal devices as one SPMD program, against
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -458,7 +459,7 @@ def spmd(args: argparse.Namespace) -> list[dict[str, Any]]:
                 value, grads = action()
                 np.testing.assert_allclose(value, theirs, rtol=1e-4)
                 np.testing.assert_allclose(grads[0]["w"], theirs_grads[0], rtol=1e-3, atol=1e-6)
-            actions["grad"] = lambda f=program, p=stacked, b=batch: f(p, b)
+            actions["grad"] = functools.partial(program, stacked, batch)
             times: dict[str, list[float]] = {name: [] for name in actions}
             for _ in range(args.turns):
                 for name, action in actions.items():
@@ -504,12 +505,10 @@ def one_program(n_stages: int, micro_batches: int, params: Any) -> tuple[Any, An
 
 
 def print_spmd(rows: list[dict[str, Any]]) -> None:
-    print("\nEqual stages on equal devices of one process, unpaced, with recomputation: a program a stage and task,")
-    print("one program that goes through the schedule, and GPipe as jax.grad makes it of a scan with ppermute")
-    print(
-        f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}  {'schedule':<9}"
-        f"{'own':>9}{'one':>12}{'own/one':>9}{'jax.grad':>12}  chosen"
-    )
+    print("\nEqual stages on equal devices of one process, unpaced, with recomputation: a program for each task of a")
+    print("stage, one program that goes through the schedule, and GPipe as jax.grad makes it of a scan with ppermute")
+    head = f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}  {'schedule':<9}"
+    print(f"{head}{'own':>9}{'one':>12}{'own/one':>9}{'jax.grad':>12}  chosen")
     for row in rows:
         print(
             f"{row['stages']:>3}{row['micro_batches']:>4}{row['rows']:>6}{row['width']:>7}  {row['schedule']:<9}"

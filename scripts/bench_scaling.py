@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=10, help="epochs at scale 1 (default 10)")
     parser.add_argument("--optimizer", choices=tuple(SWEEPS), help="only this one")
     parser.add_argument("--picture", type=Path, default=Path("runs/scaling.png"), help="default: %(default)s")
-    parser.add_argument("--overhead", nargs="+", metavar="TASK", help="measure the cost of tracking instead")
+    parser.add_argument("--overhead", nargs="+", choices=("mnist", "text"), help="measure the cost of tracking instead")
     parser.add_argument("--makes", type=int, default=8, help="times each trainer is made for --overhead (default 8)")
     parser.add_argument("--turns", type=int, default=12, help="rounds of each of them (default 12)")
     parser.add_argument("--json", type=Path, help="write all numbers there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -174,7 +175,7 @@ def store(url: str) -> Finding:
     except ImportError:
         return Finding("store", "obstore is not installed", "pip install 'jaxche[store]'")
     key = f"jaxche-doctor-{socket.gethostname()}-{os.getpid()}"
-    tried, times = "opening", []
+    tried, times, place = "opening", [], None
     try:
         place = _open(url)
         for size in _STORE_SIZES:
@@ -192,8 +193,13 @@ def store(url: str) -> Finding:
             conditional = True
         tried = f"deleting {key}"
         obstore.delete(place, key)
+        place = None
     except (BaseError, OSError, ValueError, NotImplementedError) as error:
         return Finding("store", f"{url}: {tried} failed: {str(error).splitlines()[0]}", "check the URL and credentials")
+    finally:
+        if place is not None:
+            with contextlib.suppress(BaseError, OSError):  # it may not be there, and what failed is said
+                obstore.delete(place, key)
     (_, put, get), (size, big_put, big_get) = times
     text = (
         f"{url}: 4 KiB written in {1e3 * put:.1f} ms, read in {1e3 * get:.1f} ms; "

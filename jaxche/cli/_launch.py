@@ -20,7 +20,7 @@ examples:
   jaxche launch -n 2 -m my_package.train --epochs 3  a module
   jaxche launch -n 2 -- python -O train.py           any command
   jaxche launch -n 4 --max-restarts 3 --hang-timeout 600 --events run.jsonl train.py
-  jaxche launch -n 4 --elastic --max-restarts 3 train.py    a replacement joins the others
+  jaxche launch -n 4 --elastic --max-restarts 3 train.py   survivors go on, a replacement joins
   jaxche launch --emit slurm --nodes 2x8 train.py >train.sbatch
   jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 train.py >train.sbatch    two kinds in one job
   jaxche launch --emit jobset --nodes 2x8 --image registry/me/train:1 train.py | kubectl apply -f -

@@ -14,7 +14,9 @@ from typing import Any
 
 from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
-from jaxche.cli._report import Result, per_rank, result_rows
+from jaxche.cli._outcome import last_ranks
+from jaxche.cli._report import Result, result_rows
+from jaxche.drawing import per_rank
 from jaxche.training import History
 
 _EXAMPLES = """\
@@ -105,7 +107,7 @@ def _histories(folder: Path) -> dict[str, History]:
     policies = list(json.loads(result.read_text("utf8"))["results"]) if result.exists() else []
     found = [folder / "history.jsonl"] if (folder / "history.jsonl").exists() else list(folder.glob("*/history.jsonl"))
     found.sort(key=lambda path: (policies.index(path.parent.name) if path.parent.name in policies else -1, path))
-    histories = {path.parent.name: History.from_json(path) for path in found}
+    histories = {path.parent.name: _read(path) for path in found}
     histories = {name: history for name, history in histories.items() if history}
     if not histories:
         raise ValueError(
@@ -114,6 +116,11 @@ def _histories(folder: Path) -> dict[str, History]:
     if len(histories) == len(policies) == 1:
         return dict(zip(policies, histories.values(), strict=True))
     return histories
+
+
+def _read(path: Path) -> History:
+    text = path.read_text(encoding="utf8")
+    return History.from_json(text[: text.rfind("\n") + 1])  # the last line may be half written
 
 
 def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
@@ -154,7 +161,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _svg(history: History) -> str:
     """The picture as an element of the page."""
     drawn = io.StringIO()
-    history.plot().savefig(drawn, format="svg")
+    last_ranks(history).plot().savefig(drawn, format="svg")
     text = drawn.getvalue()
     # The head names a document type, which only a file of its own may have; who made it is of no use to the reader.
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)

@@ -21,7 +21,7 @@ class Result:
     Args:
       policy: its name.
       test: the held-out metrics at the end.
-      curve: the same at the end of each epoch, with ``epoch`` and ``seconds`` of training.
+      curve: the same at the end of each epoch since the last start, with ``epoch`` and ``seconds``.
       seconds: training time, without evaluation and compilation.
       examples: trained on.
       batches: trained on.
@@ -30,7 +30,7 @@ class Result:
       sync_ms: what merges cost beyond waiting, in all.
       rounds: how many.
       merges: how many (none with one replica).
-      memory: bytes a device needs for a round, of each replica of rank 0's process.
+      memory: bytes a device needs for a round, of each replica.
     """
 
     policy: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -13,16 +14,21 @@ from typing import Any
 import jax
 
 from jaxche.cli import _pace
+from jaxche.cli._outcome import last_ranks, outcome
 from jaxche.cli._replay import replay
 from jaxche.cli._report import Result, round_header, step_text, table
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
-from jaxche.cli._write import write_policy, write_result
+from jaxche.cli._write import write_policy, write_result, write_whole
+from jaxche.cluster import share
 from jaxche.drawing import per_rank
 from jaxche.training import PACE_MS, Advice, Checkpoints, History, ReplicaState, Trainer
 
 _PROBE_S, _MEASURE_S = 0.7, 2.0
+# Of a policy in a comparison: what it reached, written last.
+_DONE = "done.json"
+_PATIENCE_S = 300.0
 
 
 class Refused(ValueError):
@@ -66,14 +72,21 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             say(f"dry run: one batch on every replica and one merge went well; loss {history[0].loss:.4f}")
             continue
         part = folder / chosen["policy"] if args.compare else folder
-        kept = Checkpoints(part / "checkpoints", every) if every else None
-        state, result, history = _fit(trainer, task, state, epochs, kept)
+        result = _done(part, chosen["policy"]) if args.compare and every else None
+        if result is not None:
+            say(f"done by an earlier start, in {result.seconds:.1f} s")
+            history = History.from_json(part / "history.jsonl") if jax.process_index() == 0 else History()
+        else:
+            kept = Checkpoints(part / "checkpoints", every) if every else None
+            state, result, history = _fit(trainer, task, state, epochs, kept, part)
+            if jax.process_index() == 0:
+                write_policy(part, history, trainer.params(state))
+                if args.compare and every:
+                    write_whole(part / _DONE, json.dumps(result.to_dict()))
+            barrier("written")
         results.append(result)
         if history and math.isfinite(history[-1].noise):
-            advice.append((result.policy, history.advice()))
-        if jax.process_index() == 0:
-            write_policy(part, history, trainer.params(state))
-        barrier("written")
+            advice.append((result.policy, last_ranks(history).advice()))
     if args.dry_run:
         say("nothing was written")
     elif jax.process_index() == 0:
@@ -85,6 +98,15 @@ def refuse_finished(args: argparse.Namespace, folder: Path) -> None:
     ended = (folder / "result.json").exists()
     if folder.exists() and (ended or not (args.checkpoint_every or args.max_restarts)):
         raise ValueError(f"{folder} is there already; choose another --name")
+
+
+def _done(folder: Path, policy: str) -> Result | None:
+    """What a policy reached, where an earlier start of this comparison came to its end; the same on every process."""
+    found = ""
+    if jax.process_index() == 0 and (folder / _DONE).exists():
+        found = (folder / _DONE).read_text(encoding="utf8")
+    found = share(f"done {policy}", jax.process_index(), jax.process_count(), found, _PATIENCE_S)[0]
+    return Result.from_dict(json.loads(found)) if found else None
 
 
 def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
@@ -125,28 +147,15 @@ def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None,
 
 
 def _fit(
-    trainer: Trainer, task: Task, state: ReplicaState, epochs: int, checkpoints: Checkpoints | None
+    trainer: Trainer, task: Task, state: ReplicaState, epochs: int, checkpoints: Checkpoints | None, folder: Path
 ) -> tuple[ReplicaState, Result, History]:
     rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
     _compile_last_batch(trainer, task, state)
     say(round_header(trainer.world_size))
-    watch = Watch(trainer, task, epochs)
+    watch = Watch(trainer, task, epochs, folder, goes_on=checkpoints is not None)
     state, history = trainer.fit(state, task.data, epochs, callbacks=[watch], progress=False, checkpoints=checkpoints)
-    seconds = watch.seconds
-    result = Result(
-        policy=trainer.policy.value,
-        test={name: value for name, value in (watch.curve or [{}])[-1].items() if name not in ("epoch", "seconds")},
-        curve=tuple(watch.curve),
-        seconds=seconds,
-        examples=sum(info.examples for info in history),
-        batches=sum(sum(info.counts) for info in history),
-        rates=rates,
-        wait_ms=tuple(sum(waits) for waits in zip(*(info.wait_ms for info in history), strict=True)),
-        sync_ms=sum(info.sync_ms for info in history),
-        rounds=len(history),
-        merges=len(history) if trainer.world_size > 1 else 0,
-        memory=history.memory,
-    )
+    watch.finish(state)
+    result = outcome(trainer.policy.value, history, rates, watch.seconds, watch.test, watch.curve)
     return state, result, history
 
 
@@ -169,6 +178,9 @@ def _end(
     paces: Sequence[float] | None,
     step_ms: Sequence[float],
 ) -> None:
+    say("\n" + table(results, task.metric))
+    for policy, found in advice:
+        say(f"\n{policy if args.compare else 'advice'}: {found.summary}" + (f"\n  {found.line}" if found.line else ""))
     write_result(
         folder,
         {
@@ -184,9 +196,6 @@ def _end(
             "command": ["jaxche", *args.words],
         },
     )
-    say("\n" + table(results, task.metric))
-    for policy, found in advice:
-        say(f"\n{policy if args.compare else 'advice'}: {found.summary}" + (f"\n  {found.line}" if found.line else ""))
     files = "result.json, and a folder a policy with" if args.compare else "result.json,"
     say(f"\nwritten to {folder}:\n  {files} history.jsonl, history.png, params (an Orbax checkpoint)")
     if args.compare or jax.device_count() == 1:

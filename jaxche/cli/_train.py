@@ -39,6 +39,7 @@ examples:
   jaxche train --name long --max-restarts 3        saved every round, started again if it dies
   jaxche train --replay runs/long                  the same run again, bit for bit
   srun -n 8 jaxche train                           as one of the processes of Slurm or mpirun
+  srun -n 8 jaxche train --name long --checkpoint-every 10     goes on where a job was requeued
 
 Without GPUs each process has a CPU core and is paced: its steps are padded to a wall time, so that
 equal cores act as devices of different speeds. With GPUs each process has one, at its own speed.
@@ -88,7 +89,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("files")
     add = group.add_argument
-    add("--name", help="of the run (default: task-policy-date-time)")
+    add("--name", help="of the run (default: task-policy-date-time); needed to save one that srun or mpirun starts")
     add("--out", type=folder, default="runs", help="folder of the runs (default: %(default)s)")
     add(
         "--checkpoint-every",
@@ -116,6 +117,7 @@ def _run(args: argparse.Namespace) -> int:
         return run_stages(args, _gpus()[1])
     require(args.task)
     if launcher() != "none":
+        _check_name(args)
         joined()
         from jaxche.cli._worker import work
 
@@ -123,6 +125,15 @@ def _run(args: argparse.Namespace) -> int:
     processes, platform = _processes(args)
     _check(args, processes, Path(args.out) / name)
     return _start(args, name, processes, platform)
+
+
+def _check_name(args: argparse.Namespace) -> None:
+    """Each process of a launcher, and each start of a job, would make up another name from its own clock."""
+    saves = [flag(name) for name in ("checkpoint_every", "max_restarts") if getattr(args, name)]
+    if saves and not args.name:
+        raise ValueError(
+            f"{saves[0]} needs a name that all {launcher()} processes have, in every start; write --name mine"
+        )
 
 
 def _check_replay(args: argparse.Namespace) -> None:

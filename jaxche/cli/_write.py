@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.cli._outcome import last_ranks
 from jaxche.cluster import versions
 from jaxche.training import History
 
@@ -17,28 +18,36 @@ from jaxche.training import History
 def write_policy(folder: Path, history: History, params: Any) -> None:
     """Writes what one policy did: ``history.jsonl``, ``history.png`` and the parameters in ``params``.
 
-    For rank 0 alone: ``orbax.checkpoint.StandardCheckpointer().restore(folder / "params")`` reads them back.
+    Over what is there: a start after this one may have to write again. For rank 0 alone.
+    ``orbax.checkpoint.StandardCheckpointer().restore(folder / "params")`` reads them back.
     """
     folder.mkdir(parents=True, exist_ok=True)
     history.to_json(folder / "history.jsonl")
-    history.plot().savefig(folder / "history.png", dpi=110)
+    last_ranks(history).plot().savefig(folder / "history.png", dpi=110)
     _save(folder / "params", params)
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Writes ``result.json``."""
+    """Writes ``result.json``, whole or not at all: it says that all is done."""
     folder.mkdir(parents=True, exist_ok=True)
     # All that the numbers depend on.
     used = versions() | {"numpy": np.__version__, "python": platform.python_version()}
     text = json.dumps(result | {"versions": used}, indent=2, default=str)
-    (folder / "result.json").write_text(text + "\n", encoding="utf8")
+    write_whole(folder / "result.json", text + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all, whenever this process dies."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf8")
+    part.replace(path)
 
 
 def _save(path: Path, params: Any) -> None:
     import orbax.checkpoint as ocp
 
     with _alone() as checkpointer:
-        checkpointer.save(path.resolve(), args=ocp.args.StandardSave(jax.tree.map(np.asarray, params)))
+        checkpointer.save(path.resolve(), args=ocp.args.StandardSave(jax.tree.map(np.asarray, params)), force=True)
 
 
 def read_params(path: Path) -> Any:

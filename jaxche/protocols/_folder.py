@@ -17,7 +17,6 @@ import numpy as np
 
 # What begins at a multiple of it becomes an array of the CPU backend without another copy.
 _ALIGNMENT = 64
-_MOST_PARTS = 512  # a system takes 1024 at most
 
 
 class Folder:
@@ -43,35 +42,29 @@ class Folder:
         # A number of its own, whoever else writes the same key: another machine, or a process that was killed.
         half = f"{path}#{secrets.randbits(64)}"
         try:
-            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with contextlib.closing(os.fdopen(file, "wb", buffering=0)):
-                _write(file, buffers)
+            try:
+                _write(half, buffers)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                _write(half, buffers)
             os.link(half, path)  # fails where there is such a file, and shows it whole where there is none
         finally:
-            os.unlink(half)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(half)
 
     def read(self, key: str, limit: int) -> tuple[Any, int] | None:
         """A file's bytes, or the first ``limit`` of them, and its size; None where there is no such file."""
-        try:
-            file = os.open(f"{self._path}/{key}", os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        try:
-            size = os.fstat(file).st_size
+        with contextlib.suppress(FileNotFoundError), open(f"{self._path}/{key}", "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
             length = min(size, limit)
             room = np.empty(length + _ALIGNMENT, np.uint8)
             start = -room.ctypes.data % _ALIGNMENT
             data = room.data[start : start + length]
             done = 0
-            while count := os.readv(file, [data[done:]]):
+            while count := file.readinto(data[done:]):
                 done += count
             return data[:done].toreadonly(), size
-        finally:
-            os.close(file)
+        return None
 
     def delete(self, keys: Sequence[str]) -> None:
         """Take files away; those that are gone already are no error."""
@@ -88,11 +81,9 @@ class Folder:
                 path.unlink(missing_ok=True)
 
 
-def _write(file: int, buffers: Sequence[Any]) -> None:
-    left = [memoryview(part).cast("B") for part in buffers if len(part)]
-    while left:
-        done = os.writev(file, left[:_MOST_PARTS])
-        while left and done >= len(left[0]):
-            done -= len(left.pop(0))
-        if left:
-            left[0] = left[0][done:]
+def _write(path: str, buffers: Sequence[Any]) -> None:
+    with open(path, "xb", buffering=0) as file:
+        for part in buffers:
+            left = memoryview(part).cast("B") if len(part) else b""
+            while left:
+                left = left[file.write(left) :]

@@ -10,6 +10,8 @@ import jax
 
 from jaxche.protocols._base import Device, Tag, WireClosedError
 
+_NOTHING = object()
+
 
 class Mailbox:
     """Holds what has arrived until the stage it is for takes it."""
@@ -32,6 +34,9 @@ class Mailbox:
           TimeoutError: it did not come in time.
           Exception: what :meth:`fail` was given, if it did not come before.
         """
+        # What is there already is taken without the lock: a dict gives each entry out once.
+        if (tree := self._arrived.pop(tag, _NOTHING)) is not _NOTHING:
+            return tree
         with self._changed:
             in_time = self._changed.wait_for(lambda: tag in self._arrived or self._error is not None, timeout_s)
             if tag in self._arrived:

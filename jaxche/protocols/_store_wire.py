@@ -1,14 +1,5 @@
 """The wire of one process through a store, and what survives the process.
 
-What lies in a run's folder, and who takes it away:
-
-- ``stage-001-receives/...``: activations, gradients and losses. Their reader takes them away, but only once its own
-  state after their step is saved: a reader that dies before finds them again.
-- ``stage-001-state/step-...``: what stage 1 goes on from, the newest two. Stages are never more than one save apart,
-  so two are enough for a step that all of them have.
-- ``stage-001-finished``: the step stage 1 would go on from, for writers that come back.
-- ``plan``: how the batch is cut, so that processes started differently notice.
-
 A process that was started again computes its last steps once more and writes what it wrote before: objects that are
 still there are left alone, and those whose reader has finished with their step are taken away again by the writer. The
 reader writes its mark before it deletes, the writer writes its object before it reads the mark; so whatever the
@@ -18,7 +9,6 @@ order, one of the two deletes it.
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Sequence
 from concurrent import futures
@@ -28,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxche.protocols import _names as names
 from jaxche.protocols import _tensors as tensors
 from jaxche.protocols._base import Device, Tag, WireClosedError
 from jaxche.protocols._objects import Objects
 
-PLAN = "plan"
 _UPLOADS = 4  # transfers side by side; each reads its arrays, sums and writes them
 # What is ready and not larger goes into a folder from the caller's thread: sooner by the time it takes to wake another.
 _INLINE_BYTES = 1 << 20
@@ -40,35 +30,12 @@ _STATES = 2
 # A process that comes back repeats at most what lies between two saves, and one save more that was under way.
 _REPEATED_SAVES = 2
 _LOSS = jax.ShapeDtypeStruct((), np.float64)
-_STEP = re.compile(r"/step-(\d+)")
 
 
 class _Sent(NamedTuple):
     reader: int
     key: str
     done: Future
-
-
-def _folder(stage: int) -> str:
-    return f"stage-{stage:03d}-receives"
-
-
-def _key(tag: Tag) -> str:
-    name = f"step-{tag.step:010d}.micro-{tag.micro:05d}.{tag.direction}.from-stage-{tag.stage:03d}"
-    return f"{_folder(tag.target)}/{name}"
-
-
-def _loss_key(step: int, reader: int, writer: int) -> str:
-    return f"{_folder(reader)}/step-{step:010d}.loss.from-stage-{writer:03d}"
-
-
-def _finished_key(stage: int) -> str:
-    return f"stage-{stage:03d}-finished"
-
-
-def _step(key: str) -> int:
-    found = _STEP.search(key)
-    return int(found[1]) if found else -1
 
 
 def _is_small_and_ready(tree: Any) -> bool:
@@ -105,22 +72,22 @@ class StoreWire:
         self._saves = 0
 
     def send(self, tag: Tag, tree: Any) -> None:
-        self._write(tag.step, tag.target, _key(tag), tree)
+        self._write(tag.step, tag.target, names.key(tag), tree)
 
     def receive(self, tag: Tag, like: Any, device: Device) -> Any:
-        return jax.device_put(self._read(tag.step, _key(tag), like, str(tag), tag.stage), device)
+        return jax.device_put(self._read(tag.step, names.key(tag), like, str(tag), tag.stage), device)
 
     def publish(self, step: int, loss: Any) -> None:
         # One copy a reader: whoever reads an object takes it away, so no two may share one.
         for reader in set(range(self._n_stages)) - set(self._stages):
-            self._write(step, reader, _loss_key(step, reader, self._n_stages - 1), loss, np.float64)
+            self._write(step, reader, names.loss_key(step, reader, self._n_stages - 1), loss, np.float64)
 
     def read_loss(self, step: int) -> float:
         last = self._n_stages - 1
         if last in self._stages:
             raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
         what = f"the loss of step {step}"
-        copies = [self._read(step, _loss_key(step, stage, last), _LOSS, what, last) for stage in self._stages]
+        copies = [self._read(step, names.loss_key(step, stage, last), _LOSS, what, last) for stage in self._stages]
         return float(copies[0])
 
     def finish(self, step: int, state: Any = None) -> None:
@@ -146,7 +113,7 @@ class StoreWire:
         if not self._states:
             return None
         key = self._states[-1]
-        step, size = _step(key), tensors.object_size(like_state)
+        step, size = names.step(key), tensors.object_size(like_state)
         found = self._objects.read(key, max(size, tensors.HEAD_LIMIT))
         if found is None:
             raise ConnectionError(f"{key} in {self._objects} was there and is gone: do two processes hold one stage?")
@@ -161,7 +128,9 @@ class StoreWire:
             ) from error
         # What a death between the save and the deletes left behind.
         self._mark(step)
-        stale = [key for stage in self._stages for key in self._objects.names(_folder(stage)) if _step(key) < step]
+        stale = [
+            key for stage in self._stages for key in self._objects.names(names.folder(stage)) if names.step(key) < step
+        ]
         self._objects.delete(stale)
         self._forget_states()
         return step, state
@@ -171,7 +140,7 @@ class StoreWire:
         self._uploads.shutdown()
         self._keeper.shutdown()
         if self._forgetful and self._failure is None:
-            self._objects.delete([PLAN])  # nothing is left of this run: the next of its name may be cut otherwise
+            self._objects.delete([names.PLAN])  # nothing is left of this run: the next of its name may be cut otherwise
         if not self._told:
             self._raise()
 
@@ -267,21 +236,21 @@ class StoreWire:
     def _take_back(self, sent: list[_Sent]) -> None:
         """Delete what was written again for readers that had finished with it."""
         finished = {reader: self._finished(reader) for reader in {entry.reader for entry in sent}}
-        self._objects.delete([entry.key for entry in sent if _step(entry.key) < finished[entry.reader]])
+        self._objects.delete([entry.key for entry in sent if names.step(entry.key) < finished[entry.reader]])
 
     def _mark(self, step: int) -> None:
         for stage in self._stages:
-            self._objects.replace(_finished_key(stage), [str(step).encode()])
+            self._objects.replace(names.finished_key(stage), [str(step).encode()])
 
     def _finished(self, stage: int) -> int:
-        found = self._objects.read(_finished_key(stage), 20)
+        found = self._objects.read(names.finished_key(stage), 20)
         with contextlib.suppress(ValueError):
             return int(bytes(found[0])) if found else 0
         return 0
 
     def _writes(self, key: str) -> bool:
         ends = tuple(f".from-stage-{stage:03d}" for stage in self._stages)
-        own = (f"{self._state_folder()}/", *map(_finished_key, self._stages))
+        own = (f"{self._state_folder()}/", *map(names.finished_key, self._stages))
         return key.endswith(ends) or key.startswith(own)
 
     def _state_folder(self) -> str:

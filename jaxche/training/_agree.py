@@ -8,7 +8,7 @@ import json
 import re
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +25,8 @@ _PATIENCE_MS = 3_600_000
 # How long others may take over their last files before process 0 leaves, and the service ends them.
 _FAREWELL_S, _LOOK_S = 120.0, 0.2
 _turns = itertools.count()
+# How often those that keep in step have begun.
+_times: dict[str, Iterator[int]] = {}
 # The processes that take part and their lives, or None for all from the start; and how often that changed.
 _members: dict[int, int] | None = None
 _generation: int | str = 0
@@ -90,17 +92,50 @@ def gather_json(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    client: Any = _jax_distributed.global_state.client
+    client = _client()
     turn, own = next(_turns), jax.process_index()
     place = f"jaxche/agree/{_generation}"
     client.key_value_set(f"{place}/{turn}/{own}", json.dumps(value))
-    if is_elastic():
-        everyone = [awaited(f"{place}/{turn}/{process}", {process: life}) for process, life in member_lives().items()]
-    else:
-        everyone = [client.blocking_key_value_get(f"{place}/{turn}/{process}", _PATIENCE_MS) for process in members()]
+    everyone = [_heard(f"{place}/{turn}/{process}", process) for process in members()]
     if turn:  # whoever has begun this turn has read all of the last one
         client.key_value_delete(f"{place}/{turn - 1}/{own}")
     return [json.loads(text) for text in everyone]
+
+
+def _heard(key: str, process: int) -> str:
+    if is_elastic():
+        return awaited(key, {process: member_lives()[process]})
+    return _client().blocking_key_value_get(key, _PATIENCE_MS)
+
+
+def _client() -> Any:
+    return _jax_distributed.global_state.client
+
+
+class InStep:
+    """Some processes that do the same again and again, and stop together when the first of them says so.
+
+    Args:
+      processes: who, in the same order everywhere.
+      name: of what they do; they do it equally often.
+    """
+
+    def __init__(self, processes: tuple[int, ...], name: str):
+        self._leader, self._asked = processes[0], 0
+        place = f"jaxche/in_step/{_generation}/{'-'.join(map(str, processes))}/{name}"
+        time = next(_times.setdefault(place, itertools.count()))
+        self._place = f"{place}/{time}"
+        if time and jax.process_index() == self._leader:  # who does it again has heard all of the last time
+            _client().key_value_delete(f"{place}/{time - 1}")
+
+    def stop(self, wanted: bool) -> bool:
+        """Whether to stop now; all have to ask equally often, and only the first one's wish counts."""
+        key = f"{self._place}/{self._asked}"
+        self._asked += 1
+        if jax.process_index() == self._leader:
+            _client().key_value_set(key, str(int(wanted)))
+            return wanted
+        return _heard(key, self._leader) == "1"
 
 
 def is_elastic() -> bool:

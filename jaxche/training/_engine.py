@@ -78,6 +78,7 @@ class Engine:
         self._meeting: Any = None
         self._merge: Any = None
         self._replicas: list[Replica] = []
+        self._memory: dict[int, dict[str, int]] = {}
         self._reader: Reader | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
@@ -184,6 +185,8 @@ class Engine:
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
+        here = zip([self.order[rank] for rank in self.ranks], self._memory_here(locals_), strict=False)
+        self._memory = dict(itertools.chain.from_iterable(gather_json(list(here))))
         if self.world_size > 1:
             self._warm_up_merge(locals_)
 
@@ -324,9 +327,14 @@ class Engine:
         """A tree of one replica without its leading axis."""
         return _first_row(tree)
 
-    def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
-        """What a round needs of a device of each local replica; nothing before the first round."""
-        return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=False)]
+    @property
+    def memory(self) -> list[dict[str, int]]:
+        """What a round needs of a device of each replica that was there at the start; nothing before the first."""
+        known = {rank: self._memory[one] for rank, one in enumerate(self.order) if one in self._memory}
+        return [{"rank": rank} | row for rank, row in known.items()]
+
+    def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+        return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=True)]
 
     @property
     def compilations(self) -> int:

@@ -90,7 +90,7 @@ def fit(
             stack.push(keeper.close)
         if dry_run:
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
-            return state, History([info], trainer.memory(state))
+            return state, History([info], trainer.memory)
         if stands_by():
             state, history = join(trainer, state, data, size)
             if keeper:
@@ -147,7 +147,7 @@ def fit(
             trainer.last_good_state = state
             raise
         end_of_run()
-    history.memory = tuple(trainer.memory(state))
+    history.memory = tuple(trainer.memory)
     has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
     if has_momentum and len(history) < _FEW_ROUNDS:
         warnings.warn(

@@ -25,7 +25,7 @@ class History(list[RoundInfo]):
 
     Args:
       rounds: the rounds, in order.
-      memory: bytes a device needs for a round, a dict a replica of this process, see :attr:`Trainer.memory`.
+      memory: bytes a device needs for a round, a dict a replica, see :attr:`Trainer.memory`.
 
     Example:
       >>> history = History()

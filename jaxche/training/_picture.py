@@ -23,7 +23,7 @@ def draw(history: History) -> Any:
     if history.scaled:
         rows.append((["noise", "gain"], 1.9))
     if history.memory:
-        rows.append((["memory"], 0.5 + 0.22 * (1 + len(_memory_rows(history)))))
+        rows.append((["memory"], 0.5 + 0.22 * (1 + len(_memory_names(history)))))
     numbers = _Numbers(history)
     with figure_of([names for names, _ in rows], [height for _, height in rows]) as (figure, axes):
         for name, panel in axes.items():
@@ -179,8 +179,9 @@ def _gain(axes: Any, history: History, numbers: _Numbers) -> None:
 
 def _memory(axes: Any, history: History, numbers: _Numbers) -> None:
     axes.axis("off")
-    ranks = [f"rank {row['rank']}" for row in history.memory]
-    lines = [[name, *cells] for name, cells in _memory_rows(history)]
+    shown = [history.memory[i] for i in ranks_to_show([row["in all"] for row in history.memory])]
+    ranks = [f"rank {row['rank']}" for row in shown]
+    lines = [[name, *(f"{row[name] / 2**20:,.2f}" for row in shown)] for name in _memory_names(history)]
     axes.set_title("Memory of a device in a round (MiB)")
     table = axes.table(
         [["", *ranks], *lines],
@@ -198,10 +199,8 @@ def _memory(axes: Any, history: History, numbers: _Numbers) -> None:
             cell.get_text().set_fontweight("bold")
 
 
-def _memory_rows(history: History) -> list[tuple[str, list[str]]]:
-    """A line a kind of memory, a cell a replica of this process."""
-    names = [name for name in history.memory[0] if name != "rank"]
-    return [(name, [f"{row[name] / 2**20:,.2f}" for row in history.memory]) for name in names]
+def _memory_names(history: History) -> list[str]:
+    return [name for name in history.memory[0] if name != "rank"]
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxche.sharding import batch_size
+from jaxche.training._agree import InStep
 from jaxche.training._data import Feed
 from jaxche.training._memory import round_memory
 from jaxche.training._place import Home, spans_processes
@@ -110,20 +111,28 @@ class Replica:
     ) -> Outcome:
         """Take one step on each batch of ``feed``, or as many as begin within ``limit_ms``, at least one.
 
+        Where several processes drive this replica, the first of them looks at the clock, and all take the same steps.
         A failing replica still meets the others: what it raises is part of the outcome. Where there is no room even
         for the copy of the state that a merge needs, it cannot, and raises.
         """
         self._unread = None
         losses: list[Any] = []
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
-        # The processes of one island take the same steps.
-        if limit_ms is not None and isinstance(feed, Feed) and not spans_processes(self.place):
+        together = None
+        if limit_ms is not None and isinstance(feed, Feed):
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
+            if spans_processes(self.place):
+                processes = sorted({device.process_index for device in self.place.devices.flat})
+                together = InStep(tuple(processes), f"rank {self.rank}")
         try:
             constants, carry = self._opened(local, index, worth)
             start = due = time.perf_counter()
             for batch in self._gapless(feed):
-                if steps and time.perf_counter() - start > limit_s:
+                late = steps > 0 and time.perf_counter() - start > limit_s
+                if together is not None:
+                    # Not before every step: what the first one says takes a millisecond to the others.
+                    late = steps > 0 and steps % in_flight == 0 and together.stop(late)
+                if late:
                     break
                 before, clock = self.compilations, time.perf_counter()
                 programs, batch = self._executable(local, batch, (constants, carry))
@@ -150,7 +159,7 @@ class Replica:
     def memory(self, local: Local) -> dict[str, int]:
         """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
         found = (round_memory(local, steps.opening, _IN_FLIGHT) for steps in self._executables.values())
-        return {"rank": self.rank} | max(found, key=lambda parts: parts["in all"])
+        return max(found, key=lambda parts: parts["in all"])
 
     def idle(self, local: Local) -> Outcome:
         """The outcome of taking no step."""

@@ -13,9 +13,9 @@ import optax
 from jaxche.averaging import add_weighted, zero_sums
 from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
 
-# Local steps of a round in which gradients are measured, which costs up to a seventh of a small model's step: enough
-# for an estimate, and few of a round that is long enough to pay for its merge. Of a single replica more, because a
-# difference of two gradients says less than one of eight.
+# Steps of a round in which gradients are measured, which costs some percent of a small model's step: enough for an
+# estimate, and few of a round that is long enough to pay for its merge. Of a single replica more, because each of its
+# estimates is a difference of two gradients only.
 _MEASURED, _MEASURED_ALONE = 8, 12
 
 

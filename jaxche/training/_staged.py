@@ -213,7 +213,7 @@ class StagedEngine(Engine):
     def _make_merge(self, local: Local) -> Any:
         return StageMerge(self._meeting, self._rules, local)
 
-    def memory(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+    def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
         """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""
         return []
 

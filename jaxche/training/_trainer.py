@@ -323,16 +323,13 @@ class Trainer:
         self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
         return tuple(self._engine.free_run(state.locals, data, seconds))
 
-    def memory(self, state: ReplicaState) -> list[dict[str, int]]:
-        """Bytes a round needs of a device, for each replica of this process: what is kept, copied and computed.
+    @property
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes a round needs of a device, for each replica: what is kept, copied and computed.
 
-        Args:
-          state: from :meth:`init` or a round.
-
-        Returns:
-          A dict a replica, with its ``"rank"`` and ``"in all"``; empty before the first round has compiled.
+        A dict a replica, with its ``"rank"`` and ``"in all"``; empty before the first round has compiled.
         """
-        return self._engine.memory(state.locals)
+        return self._engine.memory
 
     @property
     def local_ranks(self) -> list[int]:

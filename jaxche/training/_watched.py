@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxche.training._state import RoundInfo
+if TYPE_CHECKING:
+    from jaxche.training._state import RoundInfo
 
 # Set by ``jaxche launch``: a file to touch after every round, one to tell of every round, how often it started anew.
 HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"

@@ -115,6 +115,23 @@ def test_gpus_of_several_kinds_get_a_process_each(launched, monkeypatch):
     assert launched[0][1] == 2
 
 
+@pytest.mark.parametrize("words", [["--checkpoint-every", "2"], ["--max-restarts", "2"]])
+def test_processes_of_a_scheduler_need_one_name_to_save_under(words, monkeypatch, capsys):
+    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+    def join(**_):
+        raise ConnectionError("this is where it joins")
+
+    monkeypatch.setattr("jaxche.cli._joined.initialize", join)
+    assert main(["train", "--task", "digits", *words]) == 2
+    assert f"{words[0]} needs a name that all slurm processes have, in every start" in capsys.readouterr().err
+    assert main(["train", "--task", "digits", *words, "--name", "mine"]) == 2
+    assert "this is where it joins" in capsys.readouterr().err
+    assert main(["train", "--task", "digits"]) == 2
+    assert "this is where it joins" in capsys.readouterr().err
+
+
 def record(folder, **arguments):
     folder.mkdir(parents=True)
     made_with = vars(parse("--task", "digits", *(w for name, value in arguments.items() for w in (name, value))))

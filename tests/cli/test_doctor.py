@@ -141,3 +141,13 @@ def test_a_store_that_forgets_and_one_without_conditional_writes(tmp_path, monke
     found = _health.store(str(tmp_path))
     assert "other bytes came back" in found.text
     assert found.mend
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+def test_a_store_that_cannot_be_read_is_left_empty(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no right to read")
+
+    monkeypatch.setattr("obstore.get", refuse)
+    assert "reading" in _health.store(str(tmp_path)).text
+    assert list(tmp_path.iterdir()) == []

@@ -154,7 +154,8 @@ def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
 
 def test_the_script_in_the_repository_is_what_is_printed(capsys):
     there = (ROOT / "scripts" / "slurm" / "train.sbatch").read_text(encoding="utf8")
-    made_by = "jaxche launch --emit slurm --nodes 2 --max-restarts 3 -- jaxche train --task digits"
+    command = "jaxche train --task digits --name digits --checkpoint-every 10"
+    made_by = f"jaxche launch --emit slurm --nodes 2 --max-restarts 3 -- {command}"
     words = made_by.split()[1:]
     assert main(words) == 0
     assert capsys.readouterr().out == there

@@ -210,6 +210,23 @@ def islands(problem, groups, host):
     }
 
 
+def late(problem):
+    """An island of two processes that takes four times as long as planned, and a replica in a third process."""
+    strategy = jaxche.FullShard()
+    groups = [[d for d in jax.devices() if d.process_index in group] for group in ((0, 1), (2,))]
+    che = jaxche.ElChe(2, anchor=6, max_anchor=6, tuner="steady").report_timing([600.0, 600.0], [6, 6], 0.0)
+    trainer = jaxche.Trainer(
+        Sums.loss,
+        optax.adam(0.05),
+        che=che,
+        replicas=[strategy.mesh(devices) for devices in groups],
+        strategy=strategy,
+        pace_ms=(400, 100),
+    )
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=2, progress=False)
+    return [[info.epoch, info.cursor, info.planned, info.counts] for info in history]
+
+
 def _mesh_of(state):
     return jax.tree.leaves(state.locals[0].params)[0].sharding.mesh
 
@@ -249,6 +266,8 @@ class Sums:
 def main(what, folder):
     if what in ISLANDS:
         jax.config.update("jax_num_cpu_devices", ISLANDS[what][0][int(os.environ["JAXCHE_PROCESS_ID"])])
+    elif what == "late":
+        jax.config.update("jax_num_cpu_devices", (1, 1, 2)[int(os.environ["JAXCHE_PROCESS_ID"])])
     elif what == "pipelines":
         jax.config.update("jax_num_cpu_devices", PIPELINES[int(os.environ["JAXCHE_PROCESS_ID"])])
     jaxche.initialize(timeout_s=60)
@@ -258,6 +277,8 @@ def main(what, folder):
         result["published"] = published(jax.devices())
     elif what in ISLANDS:
         result = islands(problem, ISLANDS[what][1], host=what == "host")
+    elif what == "late":
+        result = late(problem)
     elif what == "pipelines":
         result = pipelines(problem)
     elif what == "faults":

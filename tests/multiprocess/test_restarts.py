@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 
 import pytest
 
@@ -123,3 +124,61 @@ def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, la
     run.kill()
     assert len(pids) == 4
     assert all(gone(pid) for pid in pids)
+
+
+def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(script, capfd, tmp_path):
+    command = script(f"""
+        from pathlib import Path
+        come = Path({str(tmp_path)!r}) / "come"
+        if rank == 1 and restart < 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("rank", rank, "start", restart, os.environ["JAXCHE_COORDINATOR"])
+        if rank == 1:
+            come.touch()
+        while not come.exists():
+            time.sleep(0.05)
+    """)
+    events = tmp_path / "events.jsonl"
+    assert launch(command, 2, elastic=True, max_restarts=3, grace_s=1.0, events=events) == 0
+    out, err = capfd.readouterr()
+    starts = re.findall(r"rank (\d) start (\d) (\S+)", out)
+    assert sorted(start[:2] for start in starts) == [("0", "0"), ("1", "2")]
+    assert starts[0][2] == starts[1][2]  # where the others are
+    assert err.count("the others go on") == 2
+    told = [(event["event"], event.get("restart"), event.get("rank")) for event in read(events)]
+    assert [one for one in told if one[0] == "replace"] == [("replace", 1, 1), ("replace", 2, 1)]
+    assert told[-1][:2] == ("end", 2)
+
+
+def test_replacements_are_used_up_and_one_that_comes_too_late_is_stopped(script, capfd):
+    dies = script("""
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2)
+    """)
+    assert launch(dies, 2, elastic=True, max_restarts=2, grace_s=0.5) == 0
+    assert capfd.readouterr().err.count("rank 1 was ended by SIGKILL") == 3
+    late = script("""
+        if rank == 1 and restart == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100 if rank else 1)
+    """)
+    start = time.monotonic()
+    assert launch(late, 2, elastic=True, max_restarts=1, grace_s=0.5) == 0
+    assert time.monotonic() - start < 50
+
+
+def test_in_an_elastic_run_a_rank_that_alone_is_silent_is_killed(script, capfd):
+    command = script("""
+        for _ in range(60):
+            if rank != 1 or _ < 3:
+                open(os.environ["JAXCHE_HEARTBEAT"], "w").close()
+            time.sleep(0.1)
+        if rank == 1:
+            time.sleep(100)
+    """)
+    assert launch(command, 3, elastic=True, hang_timeout_s=2.0, grace_s=0.5) == 0
+    err = capfd.readouterr().err
+    assert "rank 1 gives no heartbeat, while others do" in err
+    assert "rank 1 was ended by SIGKILL" in err
+    assert "stopping all" not in err

@@ -70,6 +70,22 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(program, tm
         assert result["cut"] == (1 if what == "host" else sum(sizes[p] for p in mine))
 
 
+@pytest.mark.slow
+def test_an_island_of_several_processes_that_is_late_stops_after_the_same_step_in_all(tmp_path):
+    code, results = run("late", tmp_path, processes=3)
+    assert code == 0
+    rounds = results[0]
+    assert results == [rounds] * 3
+    _, _, planned, counts = rounds[0]
+    assert planned == [6, 6]
+    assert counts[0] in (2, 4)  # of 0.4 s each, in 1.2 s
+    read = []
+    for epoch, cursor, planned, counts in rounds:
+        starts = (cursor, cursor + planned[0])
+        read += [(epoch, start + i) for start, n in zip(starts, counts, strict=True) for i in range(n)]
+    assert sorted(read) == [(epoch, i) for epoch in range(2) for i in range(13)]
+
+
 def test_pipelines_in_processes_of_their_own_train_as_in_one(program, tmp_path, devices):
     code, (zero, one) = run("pipelines", tmp_path)
     assert code == 0

@@ -6,7 +6,8 @@ import time
 import obstore.store
 import pytest
 
-from jaxche.protocols._objects import Objects, open_objects
+from jaxche.protocols._objects import Objects
+from jaxche.protocols._opening import open_objects
 
 
 @pytest.fixture(params=["memory", "folder", "file url", "bucket"])

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxche
@@ -110,6 +111,18 @@ def test_loss_and_gradients_are_those_of_the_general_way_and_of_the_whole_model(
             return loss_fn(x, batch)
 
         close(one[0], jax.value_and_grad(lambda p: whole(list(p)))(tuple(params)))
+
+
+def test_training_is_that_of_the_general_way(close):
+    stages, loss_fn, batch = kind_of("dropout", 2)
+    ends = []
+    for one_program in (True, False):
+        model = jaxche.Partitioned(stages, loss_fn, jaxche.Pipeline(MICRO, one_program=one_program), seed=2)
+        state = model.init(make_params(2), optax.adam(0.05))
+        for _ in range(3):
+            state, last = model.step(state, batch)
+        ends.append((state.params, last))
+    close(*ends)
 
 
 def test_idle_ticks_compute_nothing():

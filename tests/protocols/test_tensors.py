@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxche.protocols import DamagedObjectError
+from jaxche.protocols import _checksum as checksums
 from jaxche.protocols import _tensors as tensors
 
 DTYPES = ["bool", "int8", "uint16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
@@ -130,7 +131,7 @@ json_values = st.recursive(
 
 def forged(header, payload, announce=None):
     """An object with right checksums and a header of somebody else's."""
-    check = tensors.checksum(np.frombuffer(payload, np.uint8))
+    check = checksums.checksum(np.frombuffer(payload, np.uint8))
     prefix = struct.pack("<8sIIQI", b"jaxchetr", 1, len(header), announce or len(payload), check)
     return prefix + struct.pack("<I", zlib.crc32(header, zlib.crc32(prefix))) + header + payload
 
@@ -182,18 +183,18 @@ def test_the_checksum_is_that_of_a_slow_twin_and_sees_every_changed_byte(data):
     array = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     padded = bytes(array) + bytes(-size % 64)
     words = [int.from_bytes(padded[i : i + 8], "little") for i in range(0, len(padded), 8)]
-    weights = list(map(int, tensors._WEIGHTS))
+    weights = list(map(int, checksums._WEIGHTS))
     chunks = [words[i : i + 4096] for i in range(0, len(words), 4096)]
     sums = [sum(w * x for w, x in zip(weights, chunk, strict=False)) % 2**64 for chunk in chunks]
     wanted = zlib.crc32(b"".join(s.to_bytes(8, "little") for s in sums), 7)
-    assert tensors.checksum(array, 7) == wanted
-    assert tensors.checksum(np.frombuffer(padded, np.uint8), 7) == wanted
+    assert checksums.checksum(array, 7) == wanted
+    assert checksums.checksum(np.frombuffer(padded, np.uint8), 7) == wanted
     if size:
         array[data.draw(st.integers(0, size - 1))] ^= data.draw(st.integers(1, 255))
-        assert tensors.checksum(array, 7) != wanted
+        assert checksums.checksum(array, 7) != wanted
 
 
 def test_the_weights_are_part_of_the_format():
-    assert [hex(w) for w in map(int, tensors._WEIGHTS[:2])] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f5"]
-    assert all(w % 2 == 1 for w in map(int, tensors._WEIGHTS))
-    assert len(set(map(int, tensors._WEIGHTS))) == 4096
+    assert [hex(w) for w in map(int, checksums._WEIGHTS[:2])] == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f5"]
+    assert all(w % 2 == 1 for w in map(int, checksums._WEIGHTS))
+    assert len(set(map(int, checksums._WEIGHTS))) == 4096

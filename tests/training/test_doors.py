@@ -178,11 +178,9 @@ def test_a_loss_with_model_state_must_return_it(data, devices):
         trainer.round(trainer.init(jnp.ones(2), model_state={}), data)
 
 
-def nnx_parts(momentum=0.9):
-    from flax import nnx
-
+def nnx_parts():
     model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=momentum), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
 
 
 def nnx_mse(model, batch):
@@ -191,8 +189,6 @@ def nnx_mse(model, batch):
 
 def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
     """Half with nnx's own loop, half with jaxche on one device, against nnx alone."""
-    from flax import nnx
-
     batches = [problem.data[i] for i in range(len(problem.data))]
     half = len(batches) // 2
 
@@ -218,8 +214,6 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
 
 
 def test_an_optimizer_of_a_part_of_the_model_is_refused():
-    from flax import nnx
-
     model, _ = nnx_parts()
     with pytest.raises(ValueError, match=r"wrt=nnx\.Param"):
         jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.BatchStat))

@@ -8,9 +8,9 @@ import jaxche
 def test_bytes_of_a_round(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.adam(1e-2), replicas=devices[:2])
     state = trainer.init(problem.params)
-    assert trainer.memory(state) == []
+    assert trainer.memory == []
     state, history = trainer.fit(state, problem.data, progress=False)
-    rows = trainer.memory(state)
+    rows = trainer.memory
     assert [row["rank"] for row in rows] == [0, 1]
     row, whole = rows[0], 4 * (5 * 2 + 2)
     assert row["parameters"] == whole
@@ -23,8 +23,8 @@ def test_bytes_of_a_round(problem, devices):
 
 def test_what_a_step_reads_of_the_start_is_not_counted_again(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], average="gradients")
-    state, _ = trainer.fit(trainer.init(problem.params), problem.data, dry_run=True)
-    row, whole = trainer.memory(state)[0], 4 * (5 * 2 + 2)
+    trainer.fit(trainer.init(problem.params), problem.data, dry_run=True)
+    row, whole = trainer.memory[0], 4 * (5 * 2 + 2)
     assert row["parameters"] == whole
     assert row["working copy"] == whole + 4 + 4 * 3  # the accumulator, the index and three sums
 
@@ -36,8 +36,8 @@ def test_an_island_shares_it(problem, devices):
     shared = jaxche.Trainer(problem.loss, optax.sgd(1e-2, momentum=0.9), replicas=[island], strategy=strategy)
     rows = []
     for trainer in (alone, shared):
-        state, _ = trainer.fit(trainer.init(problem.params), problem.data, dry_run=True)
-        rows.append(trainer.memory(state)[0])
+        trainer.fit(trainer.init(problem.params), problem.data, dry_run=True)
+        rows.append(trainer.memory[0])
     whole, half = rows
     for name in ("parameters", "optimizer state", "8 batches ahead"):
         assert half[name] == whole[name] / 2

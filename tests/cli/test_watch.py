@@ -1,0 +1,145 @@
+"""The record and the clock of a run as it goes, over several starts; and what is made of them."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from jaxche.cli import main
+from jaxche.cli._outcome import last_ranks, outcome
+from jaxche.cli._run import _DONE, _done
+from jaxche.cli._watch import Watch
+from jaxche.cli._write import read_params, write_policy, write_whole
+from jaxche.training import History, RoundInfo
+
+ROUND = RoundInfo(
+    round=0,
+    epoch=0,
+    cursor=0,
+    counts=(10, 4),
+    planned=(10, 4),
+    weights=(0.7, 0.3),
+    wall_ms=(200.0, 190.0),
+    sync_ms=10.0,
+    loss=1.0,
+    metrics={"accuracy": 0.5},
+    drift=0.01,
+    drift_dir=0.2,
+    losses=(1.0, 2.0),
+    examples=100,
+    anchor=4,
+    verdict="calm",
+)
+
+
+def infos(*numbers, **changes):
+    return [dataclasses.replace(ROUND, round=number, epoch=number // 2, **changes) for number in numbers]
+
+
+class Start:
+    """One start of a run whose epochs have two rounds."""
+
+    def __init__(self, folder, goes_on=True):
+        self.judged = []
+        task = SimpleNamespace(metric="accuracy", evaluate=self.evaluate)
+        trainer = SimpleNamespace(
+            policy="cadence", world_size=2, params=lambda state: state, model_state=lambda _: None
+        )
+        self.watch = Watch(trainer, task, 3, folder, goes_on)
+
+    def evaluate(self, params, _):
+        self.judged.append(params.round)
+        return {"accuracy": 0.1 * params.round}
+
+    @staticmethod
+    def state(rounds):
+        return SimpleNamespace(round=rounds, epoch=rounds // 2)
+
+    def rounds(self, *numbers):
+        for info in infos(*numbers):
+            self.watch(self.state(info.round + 1), info)
+
+
+def record(folder):
+    return [info.round for info in History.from_json(folder / "history.jsonl")]
+
+
+def test_each_round_is_on_file_when_it_is_over_and_can_be_reported(tmp_path):
+    Start(tmp_path, goes_on=False).rounds(0, 1, 2)
+    assert record(tmp_path) == [0, 1, 2]
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"round": 3, "ep')  # cut off
+    assert main(["report", str(tmp_path)]) == 0
+    assert "the last 3 of 3 rounds" in (tmp_path / "report.html").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"history.jsonl", "report.html"}
+
+
+def test_rounds_that_are_made_again_are_there_once(tmp_path):
+    first = Start(tmp_path)
+    first.rounds(0, 1, 2, 3)
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"round": 4, "ep')
+    second = Start(tmp_path)
+    second.rounds(3, 4)
+    assert record(tmp_path) == [0, 1, 2, 3, 4]
+    assert [second.watch.seconds[i] for i in range(3)] == [first.watch.seconds[i] for i in range(3)]
+    # Before the first of them a checkpoint was read.
+    assert second.watch.seconds[3] == pytest.approx(0.21)
+    assert list(Start(tmp_path).watch.seconds.values()) == [second.watch.seconds[i] for i in range(5)]
+    second.rounds(2, 3)  # back, after the death of a process
+    assert record(tmp_path) == [0, 1, 2, 3]
+    Start(tmp_path).rounds(0)  # no checkpoint could be read
+    assert record(tmp_path) == [0]
+
+
+def test_the_last_state_is_evaluated_once_whatever_the_start_had_to_do(tmp_path):
+    start = Start(tmp_path)
+    start.rounds(0, 1, 2, 3)
+    start.watch.finish(start.state(4))
+    assert start.judged == [2, 4]
+    later = Start(tmp_path)  # goes on within epoch 1: not its end
+    later.rounds(3)
+    assert later.judged == [4]
+    later = Start(tmp_path)  # all was done
+    later.watch.finish(later.state(4))
+    assert later.judged == [4]
+    assert later.watch.test == {"accuracy": 0.4}
+    assert later.watch.curve[0]["seconds"] == sum(later.watch.seconds.values()) > 0
+
+
+def test_numbers_are_of_all_starts():
+    history = History(infos(0, 1, 2, 3))
+    result = outcome("cadence", history, (50.0, 20.0), {0: 0.3, 1: 0.3, 2: 0.2, 3: 0.2}, {"accuracy": 0.9})
+    assert result.seconds == pytest.approx(1.0)
+    assert result.examples_per_second == pytest.approx(400)
+    assert result.efficiency == pytest.approx(56 / 70)
+    assert result.wait_share == pytest.approx((0.0, 0.04))
+    assert result.sync_share == pytest.approx(0.04)
+    # Without a clock rounds count with their own time.
+    assert outcome("cadence", history, (50.0, 20.0), {3: 0.2}, {}).seconds == pytest.approx(3 * 0.21 + 0.2)
+
+
+def test_with_another_number_of_ranks_the_rounds_since_then_count(tmp_path):
+    alone = {"counts": (7,), "planned": (7,), "weights": (1.0,), "wall_ms": (140.0,), "losses": (1.0,)}
+    history = History([*infos(0, 1), *infos(2, **alone), *infos(3, 4)])
+    assert [info.round for info in last_ranks(history)] == [3, 4]
+    assert last_ranks(history[:2]) == history[:2]
+    result = outcome("cadence", history, (50.0, 20.0), {}, {})
+    assert (result.rounds, result.batches, len(result.wait_ms)) == (2, 28, 2)
+    history.to_json(tmp_path / "history.jsonl")
+    assert main(["report", str(tmp_path)]) == 0
+
+
+def test_a_later_start_writes_over_what_is_there(tmp_path):
+    for value in (1.0, 2.0):
+        write_policy(tmp_path, History(infos(0)), {"w": value})
+    assert read_params(tmp_path / "params")["w"] == 2.0
+
+
+def test_a_policy_that_is_done_is_known_by_the_file_that_is_written_last(tmp_path):
+    assert _done(tmp_path, "sync") is None
+    result = outcome("sync", History(infos(0)), (50.0, 20.0), {0: 0.3}, {"accuracy": 0.9})
+    write_whole(tmp_path / _DONE, json.dumps(result.to_dict()))
+    assert json.dumps(_done(tmp_path, "sync").to_dict()) == json.dumps(result.to_dict())
+    assert [path.name for path in tmp_path.iterdir()] == [_DONE]
