@@ -1,7 +1,7 @@
 """Layer 3, wires: a model cut into stages, and how their activations and gradients travel."""
 
 from jaxche.protocols._balance import balance_stages, measure_costs
-from jaxche.protocols._base import Device, Protocol_, Tag, Wire, WireClosedError
+from jaxche.protocols._base import Protocol_, Tag, Wire, WireClosedError
 from jaxche.protocols._checks import check_stage_params
 from jaxche.protocols._data_store import DataStore
 from jaxche.protocols._direct import Direct, Pipeline
@@ -22,7 +22,6 @@ __all__ = [
     "SCHEDULES",
     "DamagedObjectError",
     "DataStore",
-    "Device",
     "Direct",
     "Pace",
     "Partitioned",

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxche.protocols._base import Device
 from jaxche.protocols._trace import Stage, cotangents
+from jaxche.sharding import Device
 
 # Parameters that say nothing about values: what an inner function is called, and how it would be differentiated, which
 # here has happened already.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
-Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+from jaxche.sharding import Device
 
 
 class Tag(NamedTuple):

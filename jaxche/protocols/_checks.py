@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxche.averaging import is_float
-from jaxche.protocols._base import Device
 from jaxche.protocols._schedule import SCHEDULES
+from jaxche.sharding import Device
 
 
 def check_micro_batching(micro_batch_size: Any, schedule: Any) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxche.protocols._base import Device
 from jaxche.protocols._checks import check_micro_batching
 from jaxche.protocols._names import PLAN
 from jaxche.protocols._opening import open_objects
 from jaxche.protocols._store_wire import StoreWire
+from jaxche.sharding import Device
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jaxche.protocols._base import Device, Wire
+from jaxche.protocols._base import Wire
 from jaxche.protocols._checks import check_micro_batching, check_timeout
 from jaxche.protocols._local import LocalWire
 from jaxche.protocols._peer import PeerWire
+from jaxche.sharding import Device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxche.protocols._base import Device, Tag, WireClosedError
+from jaxche.protocols._base import Tag, WireClosedError
+from jaxche.sharding import Device
 
 _NOTHING = object()
 

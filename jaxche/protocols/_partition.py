@@ -9,12 +9,13 @@ import jax
 import optax
 from jax.extend.core import ClosedJaxpr
 
-from jaxche.protocols._base import Device, Protocol_
+from jaxche.protocols._base import Protocol_
 from jaxche.protocols._checks import check_protocol, checked_devices, checked_stages
 from jaxche.protocols._execute import Pace
 from jaxche.protocols._program import stage_key
 from jaxche.protocols._runner import Runner
 from jaxche.protocols._trace import as_stage, spec
+from jaxche.sharding import Device
 
 
 class PartitionedState(NamedTuple):

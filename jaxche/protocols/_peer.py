@@ -16,10 +16,11 @@ import jax
 # The client of the coordination service has no public name.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.protocols._base import Device, Tag, WireClosedError
+from jaxche.protocols._base import Tag, WireClosedError
 from jaxche.protocols._local import Mailbox
 from jaxche.protocols._socket import Outgoing, read_arrays, read_json, write_json
 from jaxche.protocols._trace import describe
+from jaxche.sharding import Device
 
 # Processes open their wires in the same order, so the number of a wire is its name in all of them.
 _NUMBER = itertools.count()

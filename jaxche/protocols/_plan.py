@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxche.protocols._alike import Unlike, check_places, entry_of
-from jaxche.protocols._base import Device, Protocol_
+from jaxche.protocols._base import Protocol_
 from jaxche.protocols._checks import check_cut
 from jaxche.protocols._program import Cut, StageProgram, StageSpec
 from jaxche.protocols._schedule import SCHEDULES, Schedule
 from jaxche.protocols._spmd import OneProgram
 from jaxche.protocols._trace import Stage, micro_spec, trace_stages
-from jaxche.sharding import batch_size
+from jaxche.sharding import Device, batch_size
 
 # Where a forward takes more, programs of their own were as fast or faster: scripts/bench_partitions.py --only spmd.
 _MOST_FLOPS = 5e6

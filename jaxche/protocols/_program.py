@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxche.averaging import sum_dtype
-from jaxche.protocols._base import Device
 from jaxche.protocols._residuals import Residuals
 from jaxche.protocols._trace import Stage, cotangents
+from jaxche.sharding import Device
 
 
 class Cut(NamedTuple):

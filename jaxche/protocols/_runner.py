@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxche.protocols._base import Device, Protocol_, Wire
+from jaxche.protocols._base import Protocol_, Wire
 from jaxche.protocols._checks import check_stage_params
 from jaxche.protocols._execute import Pace, StageResult, run_stage, run_together
 from jaxche.protocols._plan import Plan, make_plan
 from jaxche.protocols._trace import Stage, spec
+from jaxche.sharding import Device
 
 
 class Runner:

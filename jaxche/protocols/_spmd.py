@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import sum_dtype
-from jaxche.protocols._base import Device
 from jaxche.protocols._execute import StageResult
 from jaxche.protocols._program import Cut, full_cotangent, stage_key
 from jaxche.protocols._residuals import Residuals
 from jaxche.protocols._schedule import Schedule
 from jaxche.protocols._ticks import IDLE, Ticks, make_ticks
 from jaxche.protocols._trace import Stage, cotangents
+from jaxche.sharding import Device
 
 _AXIS = "stage"
 

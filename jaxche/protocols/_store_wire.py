@@ -20,8 +20,9 @@ import numpy as np
 
 from jaxche.protocols import _names as names
 from jaxche.protocols import _tensors as tensors
-from jaxche.protocols._base import Device, Tag, WireClosedError
+from jaxche.protocols._base import Tag, WireClosedError
 from jaxche.protocols._objects import Objects
+from jaxche.sharding import Device
 
 _UPLOADS = 4  # transfers side by side; each reads its arrays, sums and writes them
 # What is ready and not larger goes into a folder from the caller's thread: sooner by the time it takes to wake another.

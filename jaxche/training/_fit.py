@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from tqdm import tqdm
 
-from jaxche.drawing import per_rank
 from jaxche.training._agree import is_elastic
 from jaxche.training._checkpoints import Checkpoints, Keeper
 from jaxche.training._checks import checked_length
@@ -21,6 +17,7 @@ from jaxche.training._elastic import go_on_without
 from jaxche.training._history import History
 from jaxche.training._join import admit, end_of_run, join, stands_by
 from jaxche.training._lives import PeerLostError
+from jaxche.training._progress import Progress
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._watched import PREEMPTED_CODE, on_sigterm
 
@@ -100,7 +97,7 @@ def fit(
             state, history = keeper.resume(state)
         if keeper:
             stack.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
-        bar = _Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
+        bar = Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
         stack.callback(bar.close)
         before = None
         try:
@@ -157,37 +154,3 @@ def fit(
             stacklevel=3,
         )
     return state, history
-
-
-class _Progress:
-    """A bar on terminals, a line every ten seconds elsewhere, nothing off rank 0."""
-
-    def __init__(self, trainer: Trainer, size: int, begin: tuple[int, int], last_epoch: int, enabled: bool):
-        total = (last_epoch - begin[0]) * size - begin[1]
-        self._world_size = trainer.world_size
-        enabled = enabled and jax.process_index() == 0
-        terminal = enabled and sys.stderr.isatty()
-        self._bar = tqdm(total=total, unit="batch", disable=not terminal, dynamic_ncols=True)
-        self._lines = enabled and not terminal
-        self._done, self._total, self._start = 0, total, time.perf_counter()
-        self._spoke = self._start
-
-    def update(self, info: RoundInfo) -> None:
-        self._done += sum(info.counts)
-        text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
-        if self._world_size > 1:
-            text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(sum(info.counts))
-        now = time.perf_counter()
-        if self._lines and (now - self._spoke > 10 or self._done == self._total):
-            self._spoke = now
-            left = (now - self._start) / self._done * (self._total - self._done)
-            self.say(f"{text} ({self._done}/{self._total} batches, {left:.0f} s left)")
-
-    def say(self, text: str) -> None:
-        if self._lines or not self._bar.disable:
-            tqdm.write(text, file=sys.stderr)
-
-    def close(self) -> None:
-        self._bar.close()

@@ -165,16 +165,6 @@ def close():
     return check
 
 
-@pytest.fixture
-def same():
-    """Two trees are equal bit for bit."""
-
-    def check(a, b):
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
-
-    return check
-
-
 @pytest.fixture(scope="session")
 def bucket():
     """A bucket of a real S3 protocol server in this process, and what obstore needs to reach it."""

@@ -1,0 +1,50 @@
+"""How far a training is: a bar, or lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import jax
+from tqdm import tqdm
+
+from jaxche.drawing import per_rank
+from jaxche.training._state import RoundInfo
+
+if TYPE_CHECKING:
+    from jaxche.training._trainer import Trainer
+
+
+class Progress:
+    """A bar on terminals, a line every ten seconds elsewhere, nothing off rank 0."""
+
+    def __init__(self, trainer: Trainer, size: int, begin: tuple[int, int], last_epoch: int, enabled: bool):
+        total = (last_epoch - begin[0]) * size - begin[1]
+        self._world_size = trainer.world_size
+        enabled = enabled and jax.process_index() == 0
+        terminal = enabled and sys.stderr.isatty()
+        self._bar = tqdm(total=total, unit="batch", disable=not terminal, dynamic_ncols=True)
+        self._lines = enabled and not terminal
+        self._done, self._total, self._start = 0, total, time.perf_counter()
+        self._spoke = self._start
+
+    def update(self, info: RoundInfo) -> None:
+        self._done += sum(info.counts)
+        text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
+        if self._world_size > 1:
+            text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(sum(info.counts))
+        now = time.perf_counter()
+        if self._lines and (now - self._spoke > 10 or self._done == self._total):
+            self._spoke = now
+            left = (now - self._start) / self._done * (self._total - self._done)
+            self.say(f"{text} ({self._done}/{self._total} batches, {left:.0f} s left)")
+
+    def say(self, text: str) -> None:
+        if self._lines or not self._bar.disable:
+            tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
