@@ -21,7 +21,8 @@ from jaxche.sharding import Loss, batch_size, nbytes
 from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse_differences, update_digest
 from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
-from jaxche.training._merge import HOST_COLUMNS, Merge, Merged
+from jaxche.training._merge import Merge, Merged
+from jaxche.training._merging import HOST_COLUMNS
 from jaxche.training._packing import Packing
 from jaxche.training._place import Place, first, is_local, lift, spans_processes, without_replica_axis
 from jaxche.training._programs import Local, LocalPrograms
@@ -216,7 +217,7 @@ class Engine:
             Replica(rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
             for rank in self.ranks
         ]
-        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, len(self.metrics), scaling)
+        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, scaling)
         self._merge = self._make_merge(local)
 
     def _make_merge(self, local: Local) -> Any:

@@ -5,31 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import (
-    from_moments,
-    is_float,
-    measure_drift,
-    outer_step,
-    psum_buckets,
-    sum_dtype,
-    to_moments,
-)
 from jaxche.training._agree import gather_json, is_elastic
 from jaxche.training._lives import PeerLostError
 from jaxche.training._meeting import AXIS, Meeting
-from jaxche.training._place import first, lift
+from jaxche.training._merging import HOST_COLUMNS, Merging
 from jaxche.training._programs import Local
 from jaxche.training._scaling import Scaled, Scaling
-
-# What each replica tells the others in a round, next to its tree. All are exact in float32.
-HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "plan_high", "plan_low")
 
 
 class Merged(NamedTuple):
@@ -55,7 +41,6 @@ class Merge:
       opt_state: ``"local"``, ``"average"`` or ``"reset"``: what becomes of each replica's optimizer state.
       tx: the optimizer (steps on merged gradients; re-initialises on reset).
       outer: optax transform on the pseudo-gradient, or None for plain averaging.
-      metrics: number of metric columns.
       scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
       local: one replica's :class:`Local`, for its shapes.
     """
@@ -68,15 +53,11 @@ class Merge:
         opt_state: str,
         tx: optax.GradientTransformation,
         outer: optax.GradientTransformation | None,
-        metrics: int,
         scaling: Scaling | None,
         local: Local,
     ):
-        self._scaling, self._meeting, self._compiled = scaling, meeting, False
-        self._rule, self._opt_mode, self._outer = rule, opt_state, outer
-        self._tx: Any = optax.with_extra_args_support(tx)
-        self._columns = len(HOST_COLUMNS) + 2 + metrics
-        body = self._parameters if average == "parameters" else self._gradients
+        self._meeting, self._compiled = meeting, False
+        within = Merging(meeting, rule, opt_state, tx, outer, scaling, local)
         # Optimizer states that stay with their replica never enter the global program.
         if average == "parameters":
             self._common = ("params", "model_state", "outer_state")
@@ -90,15 +71,9 @@ class Merge:
             compared = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
             self._common = (*self._common, "noise", "progress", *compared)
             made = (*made, "noise", "progress")
-        # Gradients are cut at least as finely as parameters, so what is summed is cut like them.
-        self._cut = {
-            "delta": meeting.specs("grads", local.params),
-            "grads": meeting.specs("grads", local.params),
-            "opt_state": meeting.specs("opt_state", local.opt_state),
-        }
         specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS))
         mapped = jax.shard_map(
-            body,
+            within.parameters if average == "parameters" else within.gradients,
             mesh=meeting.mesh,
             in_specs=specs,
             out_specs=(P(AXIS), P(), P()),
@@ -156,152 +131,6 @@ class Merge:
             stack(measured),
             self._meeting.rows(rows),
         )
-
-    def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Sum over replicas, each device its own pieces: the all-reduce of the round."""
-        if not self._meeting.inner:
-            return psum_buckets(payload, AXIS)
-        cut = {name: self._cut.get(name, P()) for name in payload}
-        if "opt_state" in payload:
-            specs = jax.tree.leaves(self._cut["opt_state"], is_leaf=lambda x: isinstance(x, P))
-            cut["opt_state"] = {i: specs[i] for i in payload["opt_state"]}
-        inner = set(self._meeting.inner)
-        by_piece = jax.shard_map(
-            lambda pieces: psum_buckets(pieces, AXIS),
-            in_specs=(cut,),
-            out_specs=cut,
-            axis_names=inner,
-            check_vma=False,
-        )
-        return by_piece(payload)
-
-    def _table(self, host: Any, sums: Any) -> Any:
-        """This replica's rows in an otherwise empty table; the sum over replicas is the whole table."""
-        rows = jnp.concatenate([host[0], jnp.broadcast_to(sums, (host.shape[1], sums.shape[1]))], axis=1)
-        table = jnp.zeros((self._meeting.mesh.shape[AXIS], *rows.shape), jnp.float32)
-        return table.at[lax.axis_index(AXIS)].set(rows)
-
-    def _statistics(self, start: Any, end: Any, examples: Any) -> tuple[Any, Any]:
-        """Model state as weighted moments, and how to finish once they are summed."""
-        origin = first(start["model_state"])
-        state = first(end["model_state"])
-        leaves, treedef = jax.tree.flatten(to_moments(state, origin))
-        averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
-        weighted = [leaves[i].astype(sum_dtype(leaves[i].dtype)) * examples for i in averaged]
-
-        def finish(sums: list[Any], total: Any) -> Any:
-            for i, s in zip(averaged, sums, strict=True):
-                leaves[i] = s / total
-            pooled = from_moments(jax.tree.unflatten(treedef, leaves), origin)
-            return jax.tree.map(lambda new, old: new.astype(old.dtype) if is_float(old) else new, pooled, state)
-
-        return weighted, finish
-
-    def _parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
-        sums = measured["sums"]
-        x0, x = first(start["params"]), first(end["params"])
-        count, examples = host[0, 0, 0], sums[0, 0]
-        # Not normalised: the sum of the weights travels in the same all-reduce.
-        weight = {
-            "steps": count,
-            "batch": examples / jnp.maximum(count, 1.0),
-            "fednova": (count > 0).astype(jnp.float32),
-        }[self._rule]
-        delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
-        statistics, finish = self._statistics(start, end, examples)
-        payload = {
-            "delta": jax.tree.map(lambda d: d * weight.astype(d.dtype), delta),
-            "weight": weight,
-            "squares": weight * _square_norm(delta),
-            "statistics": statistics,
-            "examples": examples,
-            "table": self._table(host, sums),
-        }
-        if self._opt_mode == "average":
-            opt_leaves, opt_def = jax.tree.flatten(first(end["opt_state"]))
-            floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
-            payload["opt_state"] = {i: opt_leaves[i].astype(sum_dtype(opt_leaves[i].dtype)) * weight for i in floats}
-        if self._scaling is not None:
-            noise, gains = first(start["noise"]), first(measured["scaled"])
-            seen = first(start["opt_state"]) if self._scaling.preconditioned else None
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen, examples)
-            payload["gains"] = jnp.append(gains, weight * gains[0])
-        total = self._sum(payload)
-        # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
-        counts = total["table"][:, 0, HOST_COLUMNS.index("count")]
-        alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
-        mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
-        progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
-        outer_state = first(start["outer_state"])
-        if self._outer is None:
-            params = jax.tree.map(lambda a, g: (a.astype(g.dtype) - g).astype(a.dtype), x0, progress)
-        else:
-            params, outer_state = outer_step(self._outer, x0, progress, outer_state)
-        merged = {"params": lift(params), "outer_state": lift(outer_state)}
-        merged["model_state"] = lift(finish(total["statistics"], total["examples"]))
-        if self._opt_mode == "average":
-            for i, s in total["opt_state"].items():
-                opt_leaves[i] = (s / total["weight"]).astype(opt_leaves[i].dtype)
-            merged["opt_state"] = lift(jax.tree.unflatten(opt_def, opt_leaves))
-        elif self._opt_mode == "reset":
-            merged["opt_state"] = lift(self._tx.init(params))
-        squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        report = [*measure_drift(*squares), *squares]
-        if self._scaling is not None:
-            noise = self._scaling.learnt(noise, total["noise"])
-            # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
-            progress = first(start["progress"]) + alpha * total["gains"][2] / total["weight"]
-            merged |= {"noise": lift(noise), "progress": lift(progress)}
-            steps = counts.sum()
-            report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
-            report.append(noise.base_batch_size)
-        return merged, total["table"], jnp.stack(report)
-
-    def _gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
-        sums = measured["sums"]
-        params = first(start["params"])
-        statistics, finish = self._statistics(start, end, sums[0, 0])
-        payload = {
-            "grads": first(end["grads"]),
-            "sums": sums[0],
-            "statistics": statistics,
-            "table": self._table(host, sums),
-        }
-        if self._scaling is not None:
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), None, None, sums[0, 0])
-        total = self._sum(payload)
-        examples = total["sums"][0]
-        grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)
-        loss = total["sums"][1] / examples
-        before, scaled = first(start["opt_state"]), {}
-        if self._scaling is not None:
-            exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
-            noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before)
-            scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
-        updates, opt_state = self._tx.update(grads, before, params, value=loss, **scaled)
-        merged = {
-            "params": lift(optax.apply_updates(params, updates)),
-            "opt_state": lift(opt_state),
-            "model_state": lift(finish(total["statistics"], examples)),
-            "outer_state": start["outer_state"],
-        }
-        report = jnp.zeros(5, jnp.float32)
-        if scaled:
-            progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
-            merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}
-            told = [scaled["noise"].critical_batch_size, gain, opt_state.factor, progress]
-            report = jnp.concatenate([report, jnp.stack([*told, scaled["noise"].base_batch_size])])
-        return merged, total["table"], report
-
-
-def _square_norm(tree: Any) -> Any:
-    squares = [jnp.sum(jnp.square(jnp.abs(x)), dtype=jnp.float32) for x in jax.tree.leaves(tree) if is_float(x)]
-    return jnp.sum(jnp.stack(squares))
-
-
-def _fednova_step(counts: Any) -> Any:
-    """The step length of :func:`~jaxche.merge_weights`, each replica with the share of its steps."""
-    return (counts > 0).sum() * jnp.square(counts).sum() / jnp.square(counts.sum())
 
 
 def _one_row_each(table: np.ndarray) -> np.ndarray:

@@ -212,7 +212,7 @@ class StagedEngine(Engine):
         code_of_tx = digest([update_digest(self._plain_tx, params) for params in one])
         model = places[self.ranks[0]].model
         self._code = {"code of stages": digest(model.trace(one, batch)), "code of tx": code_of_tx}
-        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, 0, None)
+        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, None)
         self._merge = self._make_merge(local)
 
     def _make_merge(self, local: Local) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxche.cadence import RoundPlan
 from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, raise_everywhere
-from jaxche.training._merge import HOST_COLUMNS
+from jaxche.training._merging import HOST_COLUMNS
 from jaxche.training._replica import Outcome
 from jaxche.training._state import ReplicaState
 
