@@ -14,7 +14,7 @@ from jaxche.protocols._checks import check_protocol, checked_devices, checked_st
 from jaxche.protocols._execute import Pace
 from jaxche.protocols._program import stage_key
 from jaxche.protocols._runner import Runner
-from jaxche.protocols._trace import as_stage, spec
+from jaxche.protocols._trace import as_stage, spec, trace_stages
 from jaxche.sharding import Device
 
 
@@ -260,7 +260,11 @@ class Partitioned:
 
         Returns:
           The jaxpr of ``(params, batch, key) -> loss``.
+
+        Raises:
+          ValueError: a stage does not accept what it is given.
         """
+        trace_stages(self._stages, self.loss, tuple(map(spec, params)), spec(batch))
 
         def whole(params: Sequence[Any], batch: Any, key: Any) -> Any:
             x = batch

@@ -59,7 +59,9 @@ def launcher():
 
     def start(ranks, *arguments):
         call = f"launch({ranks!r}, 2, {', '.join(arguments)})"
-        command = [sys.executable, "-c", f"import sys; from jaxche.cluster import launch; sys.exit({call})"]
+        # In the background of a shell that is no terminal Ctrl-C is ignored, and what ignores it passes that on.
+        heard = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        command = [sys.executable, "-c", f"{heard}; from jaxche.cluster import launch; sys.exit({call})"]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
