@@ -60,7 +60,7 @@ def local_sums(
       1.0
     """
     refuse_unless_positive("batch_size", batch_size, "batch_size=32")
-    factors = preconditioner(opt_state, grads, b2, eps).factors if opt_state is not None else None
+    factors = preconditioner(opt_state, grads, b2, eps).of(grads) if opt_state is not None else None
     return make_sums(group_squares(noise.groups, jax.tree.leaves(grads), factors), batch_size, weight)
 
 
@@ -104,7 +104,7 @@ def update_from_sums(
         refuse_one(noise, int(sums.contributors))
     leaves = jax.tree.leaves(mean_grads)
     pre = preconditioner(opt_state, mean_grads, b2, eps) if opt_state is not None else None
-    factors = pre.factors if pre else None
+    factors = pre.of(mean_grads) if pre else None
     mean_squares = group_squares(noise.groups, leaves, factors)
     several = sums.contributors >= 2
     sqr, trace = estimate(sums, mean_squares)
@@ -178,7 +178,7 @@ def update_from_one(
     refuse_one(noise, 1)
     examples = jnp.asarray(batch_size).astype(jnp.float32)
     pre = preconditioner(opt_state, grads, b2, eps) if opt_state is not None else None
-    sqr, trace = _differenced(noise, jax.tree.leaves(grads), pre.factors if pre else None, examples)
+    sqr, trace = _differenced(noise, jax.tree.leaves(grads), pre.of(grads) if pre else None, examples)
     finite = jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace))
     write = finite & noise.has_previous
     base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, examples)

@@ -84,7 +84,7 @@ def local_estimates(
       (1.0, 8.0)
     """
     pre = preconditioner(opt_state, mean_grads, b2, eps) if opt_state is not None else None
-    squares = group_squares(noise.groups, jax.tree.leaves(mean_grads), pre and pre.factors)
+    squares = group_squares(noise.groups, jax.tree.leaves(mean_grads), pre and pre.of(mean_grads))
     sqr, trace = estimate(sums, squares)
     several = sums.contributors >= 2
     weight = jnp.where(several, sums.contributors - 1, jnp.zeros_like(sums.contributors))

@@ -15,7 +15,8 @@ class Preconditioner(NamedTuple):
     """What to multiply gradients by to see them as an Adam-type optimizer does.
 
     Attributes:
-      factors: one array like the leaf, or None, per leaf of the gradients.
+      factors: pytree structured as the gradients, whose arrays it divides among devices as they are: an array like
+        the leaf, or None where there are no second moments.
       active: whether the optimizer has taken enough steps; until then all factors are ones.
 
     Example:
@@ -26,8 +27,12 @@ class Preconditioner(NamedTuple):
       True
     """
 
-    factors: list[Any]
+    factors: Any
     active: jax.Array
+
+    def of(self, grads: Any) -> list[Any]:
+        """The factors in the order of the leaves of these gradients."""
+        return jax.tree.structure(grads).flatten_up_to(self.factors)
 
 
 class _Moments(NamedTuple):
@@ -65,7 +70,7 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
       >>> import jax.numpy as jnp, optax
       >>> from jaxche.scaling import noise_scale
       >>> state = optax.ScaleByAdamState(jnp.int32(1000), jnp.zeros(2), jnp.array([4.0, 0.25]))
-      >>> jnp.round(noise_scale.preconditioner(state, jnp.zeros(2)).factors[0], 2).tolist()
+      >>> jnp.round(noise_scale.preconditioner(state, jnp.zeros(2)).factors, 2).tolist()
       [0.39..., 1.58...]
     """
     if isinstance(opt_state, Preconditioner):
@@ -97,7 +102,8 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
         inverse = jnp.where(v > 0, 1 / (jnp.sqrt(v) + jnp.asarray(moments.eps, jnp.float32)), jnp.zeros_like(v))
         return jnp.where(active, inverse, jnp.ones_like(v))
 
-    return Preconditioner([hit and factor(*hit) for hit in per_leaf], active)
+    factors = [hit and factor(*hit) for hit in per_leaf]
+    return Preconditioner(jax.tree.unflatten(jax.tree.structure(grads), factors), active)
 
 
 def _is_state(node: Any) -> bool:

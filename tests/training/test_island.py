@@ -172,3 +172,19 @@ def test_parameters_made_on_the_island_are_never_whole(devices):
 def test_islands_that_cannot_be_are_refused(devices, knobs, named):
     with pytest.raises(ValueError, match=named):
         jaxche.Trainer(make_problem()[0], optax.sgd(0.1), **knobs(devices))
+
+
+def test_what_gradients_are_divided_by_is_cut_like_them(problem, devices):
+    strategy = jaxche.FullShard(min_size=1)
+    trainer = jaxche.Trainer(
+        problem.loss,
+        optax.adam(0.1),
+        replicas=[strategy.mesh(devices[:2])],
+        strategy=strategy,
+        scaling=jaxche.AdamScale(),
+    )
+    state = trainer.init(problem.params)
+    trainer.round(state, problem.data)
+    seen = trainer._engine._replicas[0]._opened(state.locals[0], 0)[0]["seen"]
+    for factor, params in zip(jax.tree.leaves(seen.factors), jax.tree.leaves(state.locals[0].params), strict=True):
+        assert factor.sharding.shard_shape(factor.shape) == params.sharding.shard_shape(params.shape) != params.shape
