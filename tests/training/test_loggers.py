@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import time
 
 import numpy as np
 import optax
@@ -47,6 +48,9 @@ def test_wandb_keeps_what_was_logged(fit, tmp_path):
     summary, step = dict(wandb.run.summary), wandb.run.step
     wandb.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30  # its own process writes, and may still do so
+    while path.read_bytes().count(b"round/efficiency") < len(history) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert path.read_bytes().count(b"round/efficiency") >= len(history)
     assert summary["loss"] == pytest.approx(history[-1].loss)
     assert (summary["round"], summary["epoch"]) == (history[-1].round, 1)
