@@ -6,8 +6,9 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 
+from jaxche.training import NUM_PROCESSES
+
 COORDINATOR = "JAXCHE_COORDINATOR"
-NUM_PROCESSES = "JAXCHE_NUM_PROCESSES"
 PROCESS_ID = "JAXCHE_PROCESS_ID"
 
 _ARGUMENTS = ("coordinator_address", "num_processes", "process_id")

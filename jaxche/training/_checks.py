@@ -28,7 +28,7 @@ from jaxche.training._island import Island
 from jaxche.training._place import OneDevice, Place, devices_by_process, spans_processes
 
 # Set by ``jaxche launch --pace``.
-PACE_MS = "JAXCHE_PACE_MS"
+PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -112,6 +112,16 @@ def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
             "islands equally many devices"
         )
     return islands
+
+
+def refuse_apart() -> None:
+    """Refuse a process that was started as one of several and has not joined them: each would train by itself."""
+    started = os.environ.get(NUM_PROCESSES, "1")
+    if started != "1" and not jax.distributed.is_initialized():
+        raise ValueError(
+            f"this process was started as one of {started} ({NUM_PROCESSES}), but has not joined the others; write "
+            f"jaxche.initialize() behind the imports, before the first array, or unset {NUM_PROCESSES} to train alone"
+        )
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:

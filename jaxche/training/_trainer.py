@@ -28,6 +28,7 @@ from jaxche.training._checks import (
     checked_paces,
     checked_places,
     checked_scaling,
+    refuse_apart,
     rule_text,
 )
 from jaxche.training._engine import Engine
@@ -101,7 +102,8 @@ class Trainer:
       last_good_state: after an error in :meth:`fit`, the state from before the round that failed.
 
     Raises:
-      ValueError: an argument that cannot work, with the line to write instead.
+      ValueError: an argument that cannot work, with the line to write instead; or a process that a launcher started as
+        one of several and that has not called :func:`jaxche.initialize`.
 
     References:
       flodl (ElChe). Stich, *Local SGD converges fast and communicates little*, ICLR 2019.
@@ -136,6 +138,7 @@ class Trainer:
         scaling: ScalingRule | None = None,
         base_batch_size: float | None = None,
     ):
+        refuse_apart()
         self.policy = ApplyPolicy(policy)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
         check_rules(tx, average, merge, opt_state, outer, backend)

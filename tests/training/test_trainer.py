@@ -509,3 +509,11 @@ def test_a_stop_that_came_too_late_is_not_for_the_next_fit(problem, devices):
     state, first = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[stop_in_the_last], progress=False)
     _, again = trainer.fit(state, problem.data, progress=False)
     assert len(again) == len(first)
+
+
+def test_a_process_that_was_started_with_others_has_to_join_them(problem, monkeypatch):
+    monkeypatch.setenv("JAXCHE_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match=r"one of 2 .* write jaxche\.initialize\(\) behind the imports"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1))
+    monkeypatch.setenv("JAXCHE_NUM_PROCESSES", "1")
+    jaxche.Trainer(problem.loss, optax.sgd(0.1))
