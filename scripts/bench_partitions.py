@@ -351,7 +351,9 @@ def between(mib: float, turns: int) -> list[dict[str, Any]]:
     sharded = jax.make_array_from_single_device_arrays((2, x.size), NamedSharding(mesh, P("p")), [x[None]])
 
     def over(pair: tuple[int, int]) -> Callable[[Any], Any]:
-        move = lambda x: jax.lax.ppermute(x, "p", [pair])  # noqa: E731
+        def move(x: Any) -> Any:
+            return jax.lax.ppermute(x, "p", [pair])
+
         return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=P("p"), out_specs=P("p"), check_vma=False))
 
     there, back = over((0, 1)), over((1, 0))

@@ -27,7 +27,7 @@ from jaxche.sharding import (
 from jaxche.training._island import Island
 from jaxche.training._place import OneDevice, Place, devices_by_process, spans_processes
 
-# Set by ``jaxche launch --pace``.
+# Set by ``jaxche launch``, the first by its ``--pace``.
 PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
 
 

@@ -74,7 +74,10 @@ def test_a_stage_keeps_no_copy_of_what_is_there_already(make_model):
 
 def test_each_step_and_seed_draws_its_own_dropout(make_model):
     model = make_model("dropout", 2)
-    make = lambda seed: jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(6), seed=seed)  # noqa: E731
+
+    def make(seed):
+        return jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(6), seed=seed)
+
     first, second = make(0), make(1)
     losses = [float(first.value_and_grad(model.params, model.batch)[0]) for _ in range(3)]
     again = [float(first.value_and_grad(model.params, model.batch, step=step)[0]) for step in (2, 0, 1)]
@@ -171,7 +174,10 @@ def test_what_goes_between_devices_does_not_pass_the_host(make_model, devices, m
 
 def test_one_stage(make_model, close, twin):
     model = make_model("plain", 2)
-    whole = lambda params, batch: model.stages[1](params[1], model.stages[0](params[0], batch))  # noqa: E731
+
+    def whole(params, batch):
+        return model.stages[1](params[1], model.stages[0](params[0], batch))
+
     partitioned = jaxche.Partitioned([whole], model.loss, jaxche.Pipeline(4))
     loss, (grads,) = partitioned.value_and_grad([model.params], model.batch)
     wanted, wanted_grads = twin(model, model.params, model.batch)
@@ -256,7 +262,9 @@ def test_a_stage_that_does_not_fit_is_named_with_shapes(make_model):
     def other(params, x):
         return x["hidden"]
 
-    make = lambda stages, loss: jaxche.Partitioned(stages, loss, jaxche.Direct())  # noqa: E731
+    def make(stages, loss):
+        return jaxche.Partitioned(stages, loss, jaxche.Direct())
+
     begin, go_on, _ = model.stages
     structure = (
         r"stage 2 \(other\) does not accept what stage 1 gives: \['h'\] float32\[12, 6\], \['mask'\] bool\[12\], "
