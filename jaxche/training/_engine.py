@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -250,13 +251,15 @@ class Engine:
           limit_ms: time after which a replica begins no further step.
         """
         reader, done = self._read(data), done or plan.counts
+        measured = self._scaling.measured(plan) if self._scaling is not None else plan.counts
         feeds = reader.start([plan.share(rank)[: done[rank]] for rank in self.ranks])
 
         def run_one(replica: Replica, local: Local, feed: Feed) -> Outcome:
             if not feed.keys:
                 return replica.idle(local)
             epoch, index = feed.keys[0]
-            return replica.run(local, feed, epoch * plan.epoch_size + index, worth, limit_ms)
+            number = epoch * plan.epoch_size + index
+            return replica.run(local, feed, number, worth, limit_ms, measured[replica.rank])
 
         # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts. What
         # fails here fails again in the run, which makes it part of the outcome.
@@ -285,8 +288,12 @@ class Engine:
         table = np.concatenate([rows, np.asarray(carry["sums"])], axis=1)
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
-        progress, told = _told(carry["noise"], start.progress, carry["scaled"], np.float32(outcomes[0].steps))
-        noise = dataclasses.replace(carry["noise"], previous=carry["tracked"])
+        tracked, steps = carry["tracked"], np.float32(outcomes[0].steps)
+        known = {"progress": start.progress, "examples": tracked["examples"], "steps": steps}
+        noise, progress, told = _told(
+            self._scaling, known | {name: carry[name] for name in ("noise", "scaled", "sums")}
+        )
+        noise = dataclasses.replace(noise, previous=tracked["previous"])
         local = local._replace(noise=noise, progress=progress)
         return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
 
@@ -346,9 +353,10 @@ class Engine:
 _first_row = jax.jit(first)
 
 
-@jax.jit
-def _told(noise: Any, progress: Any, scaled: Any, steps: Any) -> tuple[Any, Any]:
-    """The progress after a single replica's steps, and what the round tells of its scaling."""
-    progress = progress + scaled[:, 0]
-    noise = first(noise)
-    return progress, jnp.stack([noise.critical_batch_size, *(scaled[0] / steps), progress[0], noise.base_batch_size])
+@functools.partial(jax.jit, static_argnums=0)
+def _told(scaling: Scaling, known: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Noise and progress after a single replica's steps, and what the round tells of its scaling."""
+    scaled, progress = known["scaled"], known["progress"] + known["scaled"][:, 0]
+    noise = scaling.watched(first(known["noise"]), known["sums"][0, 0] - known["examples"][0])
+    told = [noise.critical_batch_size, *(scaled[0] / known["steps"]), progress[0], noise.base_batch_size]
+    return lift(noise), progress, jnp.stack(told)

@@ -174,7 +174,7 @@ class Merging:
         before, scaled = first(start["opt_state"]), {}
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
-            noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before)
+            noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before, examples)
             scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
         updates, opt_state = self._tx.update(grads, before, params, value=loss, **scaled)
         merged = {

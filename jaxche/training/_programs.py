@@ -20,18 +20,12 @@ class Steps(NamedTuple):
     """The compiled steps of a round; where all are alike, one program in both places.
 
     Attributes:
-      opening: ``step(start, carry, batch) -> (carry, loss)`` of the first steps.
-      later: of those after them.
-      turn: how many are the first.
+      measuring: ``step(start, carry, batch) -> (carry, loss)`` of the steps whose gradients are measured.
+      plain: of the others.
     """
 
-    opening: Any
-    later: Any
-    turn: int = 0
-
-    def at(self, k: int) -> Any:
-        """The program of step ``k`` of a round."""
-        return self.opening if k < self.turn else self.later
+    measuring: Any
+    plain: Any
 
 
 class Local(NamedTuple):
@@ -107,16 +101,15 @@ class LocalPrograms:
     def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
         start = made | ({"params": local.params} if self._average == "gradients" else {})
         if self._scaling is not None:
-            start |= {"progress": local.progress, "noise": None if self._scaling.solo else local.noise}
+            start |= {"progress": local.progress} | ({} if self._scaling.solo else {"noise": local.noise})
         return start
 
     def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         step = self._step.lower(start, carry, batch, measures=True).compile()
-        turn = self._scaling.measured_steps if self._scaling is not None else None
-        if turn is None:
+        if self._scaling is None or self._scaling.always:
             return Steps(step, step)
-        rest, _ = _parted(carry)
-        return Steps(step, partial(_untracked, self._step.lower(start, rest, batch, measures=False).compile()), turn)
+        start, rest, _ = _parted(start, carry)
+        return Steps(step, partial(_unmeasured, self._step.lower(start, rest, batch, measures=False).compile()))
 
     def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[dict[str, Any], dict[str, Any]]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
@@ -167,19 +160,12 @@ class LocalPrograms:
         scaling, worth, seen = self._scaling, start["worth"], first(start["seen"])
         assert scaling is not None
         progress = first(start["progress"]) + worth.alpha * carry["scaled"][0, 0]
-        more = {}
-        if scaling.solo:
-            noise = first(carry["noise"])
-            if measures:
-                noise, previous = scaling.watch(noise, first(carry["tracked"]), grads, examples, seen)
-                more = {"tracked": lift(previous)}
-            else:
-                noise = scaling.skip(noise, examples)
-            more["noise"] = lift(noise)
-        else:
-            noise = first(start["noise"])
-            if measures:
-                more = {"tracked": lift(scaling.track(first(carry["tracked"]), noise, grads, examples, seen))}
+        noise, more = first((carry if measures and scaling.solo else start)["noise"]), {}
+        if measures and scaling.solo:
+            noise, tracked = scaling.watch(noise, first(carry["tracked"]), grads, examples, seen)
+            more = {"noise": lift(noise), "tracked": lift(tracked)}
+        elif measures:
+            more = {"tracked": lift(scaling.track(first(carry["tracked"]), noise, grads, examples, seen))}
         return scaling.arguments(noise, progress, examples, worth.replicas), more
 
     def _accumulate(
@@ -193,13 +179,14 @@ class LocalPrograms:
         return self._place.constrain(carry_next | summed), loss
 
 
-def _parted(carry: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """A carry without what only measuring steps read and write, and that."""
+def _parted(start: dict[str, Any], carry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Start and carry of a step that does not measure, and what only steps that do write; it may read the noise."""
     rest = dict(carry)
-    return rest, rest.pop("tracked")
+    kept = {name: rest.pop(name) for name in ("tracked", "noise") if name in rest}
+    return (start | {"noise": kept["noise"]} if "noise" in kept else start), rest, kept
 
 
-def _untracked(step: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
-    rest, tracked = _parted(carry)
+def _unmeasured(step: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
+    start, rest, kept = _parted(start, carry)
     rest, loss = step(start, rest, batch)
-    return rest | {"tracked": tracked}, loss
+    return rest | kept, loss

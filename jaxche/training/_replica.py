@@ -91,12 +91,12 @@ class Replica:
         start, carry = self._opened(local, 0)
         steps, batch = self._executable(local, batch, (start, carry))
         fastest = float("inf")
-        if steps.later is not steps.opening:
-            carry, loss = steps.later(start, carry, batch)
+        if steps.plain is not steps.measuring:
+            carry, loss = steps.plain(start, carry, batch)
             loss.block_until_ready()
         for _ in range(3 if self._pace_ms else 1):
             clock = time.perf_counter()
-            carry, loss = steps.opening(start, carry, batch)
+            carry, loss = steps.measuring(start, carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
         if self._pace_ms and fastest > self._pace_ms:
@@ -107,10 +107,17 @@ class Replica:
             )
 
     def run(
-        self, local: Local, feed: Iterable[Any], index: int, worth: Worth = _PLAIN, limit_ms: float | None = None
+        self,
+        local: Local,
+        feed: Iterable[Any],
+        index: int,
+        worth: Worth = _PLAIN,
+        limit_ms: float | None = None,
+        measured: int = 0,
     ) -> Outcome:
         """Take one step on each batch of ``feed``, or as many as begin within ``limit_ms``, at least one.
 
+        The first ``measured`` of them measure their gradients, where learning rates are scaled.
         Where several processes drive this replica, the first of them looks at the clock, and all take the same steps.
         A failing replica still meets the others: what it raises is part of the outcome. Where there is no room even
         for the copy of the state that a merge needs, it cannot, and raises.
@@ -138,7 +145,8 @@ class Replica:
                 programs, batch = self._executable(local, batch, (constants, carry))
                 if self.compilations != before:
                     start += time.perf_counter() - clock  # no compilation is ever timed
-                carry, loss = programs.at(steps)(constants, carry, batch)
+                step = programs.measuring if steps < measured else programs.plain
+                carry, loss = step(constants, carry, batch)
                 steps += 1
                 if self._pace_ms:
                     loss.block_until_ready()
@@ -158,7 +166,7 @@ class Replica:
 
     def memory(self, local: Local) -> dict[str, int]:
         """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
-        found = (round_memory(local, steps.opening, _IN_FLIGHT) for steps in self._executables.values())
+        found = (round_memory(local, steps.measuring, _IN_FLIGHT) for steps in self._executables.values())
         return max(found, key=lambda parts: parts["in all"])
 
     def idle(self, local: Local) -> Outcome:

@@ -11,12 +11,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.averaging import add_weighted, zero_sums
+from jaxche.cadence import RoundPlan
 from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_rate
 
-# Steps of a round in which gradients are measured, which costs some percent of a small model's step: enough for an
-# estimate, and few of a round that is long enough to pay for its merge. Of a single replica more, because each of its
-# estimates is a difference of two gradients only.
+# To measure a gradient costs a small model a tenth of a step or more, so an eighth of all steps are measured, after the
+# first rounds, in which little is known. They are the first ones of a round, enough for an estimate, and none of the
+# rounds after it: a few of each round would see a mean of few batches, and that is where the squared norm's scatter
+# comes from. Of a single replica more, because each of its estimates is a difference of two gradients only.
 _MEASURED, _MEASURED_ALONE = 8, 12
+_ONE_IN = 8
+_FIRST_ROUNDS = 8
 
 
 class Worth(NamedTuple):
@@ -73,11 +77,29 @@ class Scaling:
         return isinstance(self.rule, AdamScale)
 
     @property
-    def measured_steps(self) -> int | None:
-        """How many of a round's first steps are measured; None for all, where there is one a round."""
-        if self.sync and not self.solo:
-            return None
-        return _MEASURED_ALONE if self.solo else _MEASURED
+    def always(self) -> bool:
+        """Whether every step is measured: where there is one a round, which nothing but the others' can tell of."""
+        return self.sync and not self.solo
+
+    def measured(self, plan: RoundPlan) -> tuple[int, ...]:
+        """How many of its first steps each replica measures in a round.
+
+        All measure in the same rounds. Two gradients are the least that tell something; but where gradients are
+        averaged and one replica's are measured, so is one of each other's, to stand for that replica in the mean.
+        """
+        if self.always:
+            return plan.counts
+        most, longest = _MEASURED_ALONE if self.solo else _MEASURED, max(plan.counts)
+        enough = tuple(min(most, count) for count in plan.counts)
+        if plan.round < _FIRST_ROUNDS:
+            return enough
+        every = math.ceil(_ONE_IN * min(most, longest) / max(longest, 1))
+        if plan.round % every:
+            return (0,) * len(enough)
+        shares = (min(n, every * count // _ONE_IN) for n, count in zip(enough, plan.counts, strict=True))
+        if self.average == "gradients":
+            return tuple(max(share, min(n, 1)) for share, n in zip(shares, enough, strict=True))
+        return tuple(share if share >= 2 else 0 for share in shares)
 
     def transform(self, tx: Any) -> optax.GradientTransformationExtraArgs:
         return scale_learning_rate(tx, self.rule)
@@ -93,7 +115,7 @@ class Scaling:
         It is made once, because gradients of a round are compared as seen from one place, and a square root and a
         division of every number cost a small model some percent of a step. In the carry are ``tracked`` for the
         estimate, which only steps that are measured touch, ``scaled`` for what the steps are worth, and the single
-        replica's ``noise`` without its previous gradient, which is what is tracked.
+        replica's ``noise`` without its previous gradient, which is tracked along with the examples that were measured.
         """
         zero = noise_scale.Sums(jnp.zeros_like(noise.sqr_sum), *(jnp.zeros((), jnp.float32) for _ in range(5)))
         seen = noise_scale.preconditioner(opt_state, params) if self.preconditioned else None
@@ -102,7 +124,8 @@ class Scaling:
         steps = {"scaled": jnp.zeros(2, jnp.float32)}
         if self.solo:
             noise = jax.tree.map(jnp.copy, noise)
-            return seen, steps | {"noise": replace(noise, previous=None), "tracked": noise.previous}
+            tracked = {"previous": noise.previous, "examples": jnp.zeros((), jnp.float32)}
+            return seen, steps | {"noise": replace(noise, previous=None), "tracked": tracked}
         return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}}
 
     def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
@@ -121,15 +144,19 @@ class Scaling:
         total = add_weighted(tracked["grads"], grads, examples)
         return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": total}
 
-    def watch(self, noise: Any, previous: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
-        """The single replica's noise scale after a step that was measured, and the previous gradient apart from it."""
-        whole = replace(self._based(noise), previous=previous)
+    def watch(self, noise: Any, tracked: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
+        """The single replica's noise scale after a step that was measured, and what is tracked."""
+        whole = replace(self._based(noise), previous=tracked["previous"])
         after = noise_scale.update_from_one(whole, grads, examples, opt_state=seen)
-        return replace(after, previous=None), after.previous
+        tracked = {"previous": after.previous, "examples": tracked["examples"] + examples}
+        return replace(after, previous=None), tracked
 
-    def skip(self, noise: Any, examples: Any) -> Any:
-        """The single replica's noise scale after a step that was not measured."""
-        return noise_scale.skip(self._based(noise), examples)
+    def watched(self, noise: Any, unmeasured: Any) -> Any:
+        """The single replica's noise scale after a round, which took so many examples without measuring.
+
+        They let the averages fade, but change nothing that is read of them: that can wait till now.
+        """
+        return noise_scale.skip(self._based(noise), unmeasured)
 
     def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
         """What the scaled optimizer wants to know for an update on so many examples."""
@@ -156,9 +183,10 @@ class Scaling:
         estimates, skipped = total
         return noise_scale.update_from_estimates(noise_scale.skip(self._based(noise), skipped), estimates)
 
-    def learnt_at_once(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any) -> Any:
-        """The next noise scale of averaged gradients, from everybody's sums and the mean gradient."""
-        noise = self._based(noise)
+    def learnt_at_once(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any, examples: Any) -> Any:
+        """The next noise scale of averaged gradients, from everybody's sums, the mean gradient and its examples."""
+        unseen = jnp.where(total.contributors > 0, jnp.float32(0), examples)
+        noise = noise_scale.skip(self._based(noise), unseen)
         return noise_scale.update_from_sums(noise, total, mean_grads, opt_state=self._seen(opt_state))
 
     def on_batches_of(self, examples: int) -> Scaling:

@@ -1,18 +1,36 @@
-"""Long rounds, of which scaling measures the first steps only: against twins that skip the same ones, bit for bit."""
+"""Rounds of which scaling measures the first steps or none: against twins that skip the same ones."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jaxche
+from jaxche.cadence import RoundPlan
 from jaxche.scaling import effective_replicas, noise_scale, scale_learning_rate
 from jaxche.training._scaling import Scaling
 
 RULES = [jaxche.AdaScale(), jaxche.AdamScale()]
 IDS = ["AdaScale", "AdamScale"]
 ALONE, TOGETHER = 12, 8  # steps of a round that are measured
+ROUNDS = [(13, 7), (1, 19), (8, 12), (10, 10), (18, 2)]
+# Of these; and where only the first of them is one of the first rounds. Four of (18, 2) are 72 steps and 8, of which an
+# eighth is 9 and 1: one gradient tells nothing, but where gradients are averaged it stands for its replica.
+MEASURED = {
+    "parameters": ([(8, 7), (1, 8), (8, 8), (8, 8), (8, 2)], [(8, 7), (0, 0), (0, 0), (0, 0), (8, 0)]),
+    "gradients": ([(8, 7), (1, 8), (8, 8), (8, 8), (8, 2)], [(8, 7), (0, 0), (0, 0), (0, 0), (8, 1)]),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["first rounds", "later rounds"])
+def later(request, monkeypatch):
+    """Whether rounds after the first one are measured as they are late in a run."""
+    if request.param:
+        monkeypatch.setattr("jaxche.training._scaling._FIRST_ROUNDS", 1)
+    return request.param
 
 
 @pytest.fixture
@@ -35,18 +53,19 @@ def preconditioner(rule, opt_state):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
-def test_one_replica_equals_the_twin(long, devices, close, rule):
+def test_one_replica_equals_the_twin(long, devices, close, rule, later):
+    measured = [ALONE, 0, 0, 0, 0, ALONE] if later else [ALONE] * 6  # an eighth of five rounds is enough for one
     trainer = jaxche.Trainer(long.loss, optax.adam(0.05), replicas=devices[:1], scaling=rule, base_batch_size=2)
-    state, history = trainer.fit(trainer.init(long.params), long.data, epochs=3, progress=False)
-    assert [info.counts for info in history] == [(20,)] * 3
+    state, history = trainer.fit(trainer.init(long.params), long.data, epochs=6, progress=False)
+    assert [info.counts for info in history] == [(20,)] * 6
 
     params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(optax.adam(0.05), rule)
     opt_state, noise = tx.init(params), noise_scale.init(params, base_batch_size=2, differenced=True)
-    for k, batch in enumerate(batches(long, 0, 60)):
+    for k, batch in enumerate(batches(long, 0, 120)):
         grads = gradient(long, params, batch)
         if k % 20 == 0:
             seen = preconditioner(rule, opt_state)
-        if k % 20 < ALONE:
+        if k % 20 < measured[k // 20]:
             noise = noise_scale.update(noise, jax.tree.map(lambda g: g[None], grads), [8], opt_state=seen)
         else:
             noise = noise_scale.skip(noise, 8)
@@ -59,8 +78,8 @@ def test_one_replica_equals_the_twin(long, devices, close, rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
-def test_averaged_parameters_equal_the_twin(long, devices, close, rule):
-    rounds, tx = [(13, 7), (1, 19), (8, 12)], optax.adam(0.01)
+def test_averaged_parameters_equal_the_twin(long, devices, close, rule, later):
+    rounds, tx = ROUNDS, optax.adam(0.01)
     trainer = jaxche.Trainer(long.loss, tx, replicas=devices[:2], scaling=rule)
     state, infos = trainer.init(long.params), []
     for counts in rounds:
@@ -81,9 +100,9 @@ def test_averaged_parameters_equal_the_twin(long, devices, close, rule):
                 told = {"scale": scale, "noise": noise, "progress": progress + k * gain}
                 updates, states[rank] = tx.update(grads[-1], states[rank], params, **told)
                 params = optax.apply_updates(params, updates)
-            measured = grads[:TOGETHER]
+            measured = grads[: MEASURED["parameters"][later][number][rank]]
             skipped += 8 * (n - len(measured))
-            if n > 1:
+            if len(measured) > 1:
                 own = [noise_scale.local_sums(noise, g, 8, opt_state=seen) for g in measured]
                 mean = jax.tree.map(lambda *g: sum(g) / len(g), *measured)
                 total = jax.tree.map(lambda *x: sum(x), *own)
@@ -92,9 +111,9 @@ def test_averaged_parameters_equal_the_twin(long, devices, close, rule):
             cursor += n
         x0 = jax.tree.map(lambda *x, w=weights: sum(a * b for a, b in zip(w, x, strict=True)), *ends)
         progress += gain * sum(w * n for w, n in zip(weights, counts, strict=True))
-        noise = noise_scale.update_from_estimates(
-            noise_scale.skip(noise, skipped), jax.tree.map(lambda *x: sum(x), *parts)
-        )
+        noise = noise_scale.skip(noise, skipped)
+        if parts:
+            noise = noise_scale.update_from_estimates(noise, jax.tree.map(lambda *x: sum(x), *parts))
         assert infos[number].noise == pytest.approx(float(noise.critical_batch_size), rel=1e-3)
         assert infos[number].progress == pytest.approx(float(progress), rel=1e-4)
     close(trainer.params(state), x0, rtol=1e-3, atol=1e-5)
@@ -116,12 +135,12 @@ def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, repli
         trainer = jaxche.Trainer(loss, optax.adam(1e-3), **arguments)
         state, _ = trainer.round(trainer.init(w), data, counts=(20, 0)[:replicas])
         (steps,) = trainer._engine._replicas[0]._executables.values()
-        costs = [step.cost_analysis() for step in (steps.opening, getattr(steps.later, "args", [steps.later])[0])]
+        costs = [step.cost_analysis() for step in (steps.measuring, getattr(steps.plain, "args", [steps.plain])[0])]
         work[scaling] = [(cost["flops"], cost["bytes accessed"]) for cost in costs]
         if scaling is not None and replicas == 2:
-            carry = trainer._engine._replicas[0].run(state.locals[0], data, 0).carry
+            carry = trainer._engine._replicas[0].run(state.locals[0], data, 0, measured=5).carry
             sums = carry["tracked"] if average == "gradients" else carry["tracked"]["sums"]
-            assert float(sums.contributors[0]) == TOGETHER
+            assert float(sums.contributors[0]) == 5
     (plain, _), (measured, later) = work[None], work[rule]
     # A factor on each update, and a few dozen numbers more; measuring takes a product and a sum of each at least.
     assert later[0] - plain[0] < w.size + 500
@@ -163,23 +182,27 @@ def test_an_island_measures_the_same_steps(long, devices, close):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
-def test_averaged_gradients_equal_the_twin(long, devices, close, rule):
+def test_averaged_gradients_equal_the_twin(long, devices, close, rule, later):
     """Norms of the batches that are measured, the mean of all, and two equations for two unknowns."""
-    rounds, learnt = [(13, 7), (1, 19), (6, 14)], optax.adam(0.01)
+    learnt = optax.adam(0.01)
     trainer = jaxche.Trainer(long.loss, learnt, average="gradients", replicas=devices[:2], scaling=rule)
     params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(learnt, rule)
     opt_state, wanted = tx.init(params), []
     state, averages = trainer.init(long.params), np.zeros(3)
-    for number, counts in enumerate(rounds):
+    for number, counts in enumerate(ROUNDS):
         state, info = trainer.round(state, long.data, counts=counts)
+        measured = MEASURED["gradients"][later][number]
         grads = [gradient(long, params, batch) for batch in batches(long, 20 * number, 20)]
         flat = np.array([np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]) for g in grads], np.float64)
         shares = np.split(flat, [counts[0]])
-        local = sum(len(own) / 20 * np.mean(np.sum(own[:TOGETHER] ** 2, 1)) for own in shares)
-        mean = np.sum(np.mean(flat, 0) ** 2)
-        trace = (local - mean) / (1 / 8 - 1 / 160)
-        estimates, theta = np.array([mean - trace / 160, trace / 8, 1.0]), 0.999**20
-        averages = theta * averages + (1 - theta) * estimates
+        theta = 0.999**20
+        averages = theta * averages
+        if any(measured):
+            pairs = zip(shares, measured, strict=True)
+            local = sum(len(own) / 20 * np.mean(np.sum(own[:n] ** 2, 1)) for own, n in pairs)
+            mean = np.sum(np.mean(flat, 0) ** 2)
+            trace = (local - mean) / (1 / 8 - 1 / 160)
+            averages += (1 - theta) * np.array([mean - trace / 160, trace / 8, 1.0])
         wanted.append(averages[1] * 8 / averages[0])
         # Adam's moments are not trusted before its fifth update, so both rules measure plain gradients here.
         assert info.noise == pytest.approx(max(averages[1], 1e-6) * 8 / max(averages[0], 0.0), rel=2e-3)
@@ -187,7 +210,31 @@ def test_averaged_gradients_equal_the_twin(long, devices, close, rule):
         updates, opt_state = tx.update(mean, opt_state, params, scale=20, noise=trainer.noise(state))
         params = optax.apply_updates(params, updates)
         close(trainer.params(state), params, rtol=1e-3, atol=1e-5)
-    assert len(set(wanted)) == 3
+        assert float(trainer.noise(state).unbias) == pytest.approx(averages[2], rel=1e-5)
+    # A round without a measurement keeps what is known, to rounding.
+    assert len({round(noise, 6) for noise in wanted}) == (2 if later else 5)
+
+
+@given(counts=st.lists(st.integers(0, 200), min_size=1, max_size=5).filter(any), average=st.booleans())
+def test_an_eighth_of_the_steps_at_most_and_nobody_is_left_out_alone(counts, average):
+    """In the long run; gradients of a replica that takes few steps are measured more often, as all of one round are."""
+    mode = "gradients" if average and len(counts) > 1 else "parameters"
+    scaling = Scaling(jaxche.AdaScale(), 8.0, mode, len(counts) == 1, False)
+    plans = [RoundPlan(round=n, epoch=0, start=0, counts=tuple(counts), epoch_size=1) for n in range(8, 8 + 8 * 96)]
+    measured = np.array([scaling.measured(plan) for plan in plans])
+    assert np.all(measured <= np.minimum(counts, ALONE if len(counts) == 1 else TOGETHER))
+    least = 2 if mode == "parameters" else 1
+    assert np.all((measured == 0) | (measured >= least))
+    often, alike = np.array(counts) / 8, measured.any(axis=1)
+    if mode == "gradients":
+        assert np.all((measured > 0) == (alike[:, None] & (np.array(counts) > 0)))
+        often = np.maximum(often, alike.mean())
+    assert np.all(measured.mean(axis=0) <= often + 1e-9)
+    if max(counts) >= least:
+        # And not much less of the one that takes most steps, up to as many as are enough.
+        longest = np.argmax(counts)
+        enough = min(counts[longest] / 8, ALONE if len(counts) == 1 else TOGETHER)
+        assert measured.mean(axis=0)[longest] >= 0.5 * enough
 
 
 def test_batches_that_stand_for_others_leave_the_estimate_unbiased():
