@@ -23,7 +23,7 @@ from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse
 from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
-from jaxche.training._merging import HOST_COLUMNS
+from jaxche.training._merging import HOST_COLUMNS, Rules
 from jaxche.training._packing import Packing
 from jaxche.training._place import Place, first, is_local, lift, spans_processes, without_replica_axis
 from jaxche.training._programs import Local, LocalPrograms
@@ -75,7 +75,7 @@ class Engine:
         self.metrics: tuple[str, ...] = ()
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
-        self._rules: tuple[Any, ...] = ()
+        self._rules: Rules | None = None
         self._shapes: Any = None
         self._meeting: Any = None
         self._merge: Any = None
@@ -218,11 +218,12 @@ class Engine:
             Replica(rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
             for rank in self.ranks
         ]
-        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, scaling)
+        self._rules = Rules(self._average, self._rule, self._opt_mode, self._tx, self._outer, scaling)
         self._merge = self._make_merge(local)
 
     def _make_merge(self, local: Local) -> Any:
-        return Merge(self._meeting, *self._rules, local=local)
+        assert self._rules is not None, "_build comes first"
+        return Merge(self._meeting, self._rules, local)
 
     def _read(self, data: Any) -> Reader:
         if self._reader is None or self._reader.data is not data:

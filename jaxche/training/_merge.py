@@ -6,16 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.training._agree import gather_json, is_elastic
 from jaxche.training._lives import PeerLostError
 from jaxche.training._meeting import AXIS, Meeting
-from jaxche.training._merging import HOST_COLUMNS, Merging
+from jaxche.training._merging import HOST_COLUMNS, Merging, Rules
 from jaxche.training._programs import Local
-from jaxche.training._scaling import Scaled, Scaling
+from jaxche.training._scaling import Scaled
 
 
 class Merged(NamedTuple):
@@ -36,28 +35,14 @@ class Merge:
 
     Args:
       meeting: the mesh of all replicas and the way there.
-      average: ``"parameters"`` or ``"gradients"``.
-      rule: merge rule for parameters.
-      opt_state: ``"local"``, ``"average"`` or ``"reset"``: what becomes of each replica's optimizer state.
-      tx: the optimizer (steps on merged gradients; re-initialises on reset).
-      outer: optax transform on the pseudo-gradient, or None for plain averaging.
-      scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
+      rules: what is averaged, and how.
       local: one replica's :class:`Local`, for its shapes.
     """
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        average: str,
-        rule: str,
-        opt_state: str,
-        tx: optax.GradientTransformation,
-        outer: optax.GradientTransformation | None,
-        scaling: Scaling | None,
-        local: Local,
-    ):
+    def __init__(self, meeting: Meeting, rules: Rules, local: Local):
         self._meeting, self._compiled = meeting, False
-        within = Merging(meeting, rule, opt_state, tx, outer, scaling, local)
+        within = Merging(meeting, rules, local)
+        average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
         # Optimizer states that stay with their replica never enter the global program.
         if average == "parameters":
             self._common = ("params", "model_state", "outer_state")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +20,39 @@ from jaxche.training._scaling import Scaling
 HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "plan_high", "plan_low")
 
 
+class Rules(NamedTuple):
+    """What is averaged, and how.
+
+    Attributes:
+      average: ``"parameters"`` or ``"gradients"``.
+      merge: merge rule for parameters.
+      opt_state: ``"local"``, ``"average"`` or ``"reset"``: what becomes of each replica's optimizer state.
+      tx: the optimizer (steps on merged gradients; re-initialises on reset).
+      outer: optax transform on the pseudo-gradient, or None for plain averaging.
+      scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
+    """
+
+    average: str
+    merge: str
+    opt_state: str
+    tx: optax.GradientTransformation
+    outer: optax.GradientTransformation | None
+    scaling: Scaling | None
+
+
 class Merging:
     """The body of the merge program, run by each replica for itself.
 
     Args:
       meeting: the mesh of all replicas.
-      rule: merge rule for parameters.
-      opt_state: ``"local"``, ``"average"`` or ``"reset"``.
-      tx: the optimizer.
-      outer: optax transform on the pseudo-gradient, or None.
-      scaling: scaling of the learning rate, or None.
+      rules: of the merge.
       local: one replica's :class:`Local`, for its shapes.
     """
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        rule: str,
-        opt_state: str,
-        tx: optax.GradientTransformation,
-        outer: optax.GradientTransformation | None,
-        scaling: Scaling | None,
-        local: Local,
-    ):
-        self._meeting, self._rule, self._opt_mode = meeting, rule, opt_state
-        self._outer, self._scaling = outer, scaling
-        self._tx: Any = optax.with_extra_args_support(tx)
+    def __init__(self, meeting: Meeting, rules: Rules, local: Local):
+        self._meeting, self._rule, self._opt_mode = meeting, rules.merge, rules.opt_state
+        self._outer, self._scaling = rules.outer, rules.scaling
+        self._tx: Any = optax.with_extra_args_support(rules.tx)
         # Gradients are cut at least as finely as parameters, so what is summed is cut like them.
         self._cut = {
             "delta": meeting.specs("grads", local.params),
@@ -121,7 +128,7 @@ class Merging:
         if self._scaling is not None:
             noise, gains = first(start["noise"]), first(measured["scaled"])
             seen = first(start["opt_state"]) if self._scaling.preconditioned else None
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen, examples)
+            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen, x0, examples)
             payload["gains"] = jnp.append(gains, weight * gains[0])
         total = self._sum(payload)
         # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
@@ -166,7 +173,7 @@ class Merging:
             "table": self._table(host, sums),
         }
         if self._scaling is not None:
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), None, None, sums[0, 0])
+            payload["noise"] = self._scaling.sent(first(measured["tracked"]), None, None, None, sums[0, 0])
         total = self._sum(payload)
         examples = total["sums"][0]
         grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)

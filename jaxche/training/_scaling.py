@@ -21,6 +21,7 @@ from jaxche.scaling import AdamScale, ScalingRule, noise_scale, scale_learning_r
 _MEASURED, _MEASURED_ALONE = 8, 12
 _ONE_IN = 8
 _FIRST_ROUNDS = 8
+_SMALL = 2**15  # numbers: for less than that, an operation of its own costs more than the copy into a vector
 
 
 class Worth(NamedTuple):
@@ -63,6 +64,8 @@ class Scaling:
       average: ``"parameters"`` or ``"gradients"``.
       solo: whether there is a single replica, whose noise shows in the difference of successive gradients only.
       sync: whether replicas meet after every batch.
+      joined: whether small arrays of a gradient are looked at as one, which costs a small model's step less than one
+        operation for each. Not where arrays are cut among devices.
     """
 
     rule: ScalingRule
@@ -70,6 +73,7 @@ class Scaling:
     average: str
     solo: bool
     sync: bool
+    joined: bool = False
 
     @property
     def preconditioned(self) -> bool:
@@ -106,7 +110,7 @@ class Scaling:
 
     def start(self, params: Any) -> dict[str, Any]:
         """The entries of a ``Local`` before the first round."""
-        noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
+        noise = noise_scale.init(self._join(params), base_batch_size=self.base_batch_size, differenced=self.solo)
         return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
 
     def begin(self, noise: Any, params: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
@@ -118,7 +122,7 @@ class Scaling:
         replica's ``noise`` without its previous gradient, which is tracked along with the examples that were measured.
         """
         zero = noise_scale.Sums(jnp.zeros_like(noise.sqr_sum), *(jnp.zeros((), jnp.float32) for _ in range(5)))
-        seen = noise_scale.preconditioner(opt_state, params) if self.preconditioned else None
+        seen = self._preconditioner(opt_state, params)
         if self.average == "gradients":
             return seen, {"tracked": zero}
         steps = {"scaled": jnp.zeros(2, jnp.float32)}
@@ -126,7 +130,7 @@ class Scaling:
             noise = jax.tree.map(jnp.copy, noise)
             tracked = {"previous": noise.previous, "examples": jnp.zeros((), jnp.float32)}
             return seen, steps | {"noise": replace(noise, previous=None), "tracked": tracked}
-        return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(params)}}
+        return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(self._join(params))}}
 
     def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """Add one batch to what the estimate is made of.
@@ -138,6 +142,7 @@ class Scaling:
           examples: in the batch.
           seen: from :meth:`begin`.
         """
+        grads = self._join(grads)
         sums = noise_scale.local_sums(noise, grads, examples, opt_state=seen)
         if self.average == "gradients":
             return jax.tree.map(jnp.add, tracked, sums)
@@ -147,7 +152,7 @@ class Scaling:
     def watch(self, noise: Any, tracked: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
         """The single replica's noise scale after a step that was measured, and what is tracked."""
         whole = replace(self._based(noise), previous=tracked["previous"])
-        after = noise_scale.update_from_one(whole, grads, examples, opt_state=seen)
+        after = noise_scale.update_from_one(whole, self._join(grads), examples, opt_state=seen)
         tracked = {"previous": after.previous, "examples": tracked["examples"] + examples}
         return replace(after, previous=None), tracked
 
@@ -164,7 +169,7 @@ class Scaling:
         scale = examples * jnp.asarray(replicas, jnp.float32) / noise.base_batch_size
         return {"scale": scale, "noise": noise, "progress": progress}
 
-    def sent(self, tracked: Any, noise: Any, opt_state: Any, examples: Any) -> Any:
+    def sent(self, tracked: Any, noise: Any, opt_state: Any, params: Any, examples: Any) -> Any:
         """What a replica puts into the all-reduce for the estimate: a few numbers, nothing model-sized.
 
         Where parameters are averaged, its own estimates and the examples it took without measuring. Where gradients
@@ -175,7 +180,8 @@ class Scaling:
             return jax.tree.map(lambda x: examples / measured * x, tracked)
         measured = tracked["sums"].examples
         mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
-        own = noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=self._seen(opt_state))
+        seen = self._preconditioner(opt_state, params)
+        own = noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=seen)
         return own, examples - measured
 
     def learnt(self, noise: Any, total: Any) -> Any:
@@ -187,14 +193,30 @@ class Scaling:
         """The next noise scale of averaged gradients, from everybody's sums, the mean gradient and its examples."""
         unseen = jnp.where(total.contributors > 0, jnp.float32(0), examples)
         noise = noise_scale.skip(self._based(noise), unseen)
-        return noise_scale.update_from_sums(noise, total, mean_grads, opt_state=self._seen(opt_state))
+        seen = self._preconditioner(opt_state, mean_grads)
+        return noise_scale.update_from_sums(noise, total, self._join(mean_grads), opt_state=seen)
 
     def on_batches_of(self, examples: int) -> Scaling:
         """The same with the base batch known: the one given, else the batch of the data."""
         return self if self.base_batch_size else replace(self, base_batch_size=float(examples))
 
-    def _seen(self, opt_state: Any) -> Any:
-        return opt_state if self.preconditioned else None
+    def _preconditioner(self, opt_state: Any, like: Any) -> noise_scale.Preconditioner | None:
+        """How the optimizer sees gradients, in the form in which they are looked at."""
+        if not self.preconditioned:
+            return None
+        seen = noise_scale.preconditioner(opt_state, like)
+        if not self.joined:
+            return seen
+        pairs = zip(seen.of(like), jax.tree.leaves(like), strict=True)
+        return seen._replace(factors=self._join([jnp.ones(x.shape, jnp.float32) if f is None else f for f, x in pairs]))
+
+    def _join(self, tree: Any) -> Any:
+        """The arrays of a tree, the small ones as one vector."""
+        if not self.joined:
+            return tree
+        leaves = jax.tree.leaves(tree)
+        small = [x.ravel() for x in leaves if x.size < _SMALL]
+        return [x for x in leaves if x.size >= _SMALL] + ([jnp.concatenate(small)] if small else [])
 
     def _based(self, noise: Any) -> Any:
         """The noise with its base batch, which the first round sets and a state keeps."""

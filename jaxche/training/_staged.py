@@ -17,6 +17,7 @@ from jaxche.training._checks import refuse_foreign_devices
 from jaxche.training._engine import Engine
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
+from jaxche.training._merging import Rules
 from jaxche.training._place import devices_by_process, is_local, without_replica_axis
 from jaxche.training._programs import Local
 from jaxche.training._replica import Replica
@@ -146,15 +147,15 @@ class StageMerge:
 
     Args:
       meetings: where each stage meets.
-      settings: what :class:`Merge` is given between its meeting and ``local``.
+      rules: what is averaged, and how.
       local: one replica's :class:`Local`, for its shapes.
     """
 
-    def __init__(self, meetings: StageMeetings, settings: tuple[Any, ...], local: Local):
+    def __init__(self, meetings: StageMeetings, rules: Rules, local: Local):
         self._homes = meetings.homes
         # A stage without parameters has nothing to merge.
         self._merges = {
-            s: Merge(meeting, *settings, local=_stage_of(local, s))
+            s: Merge(meeting, rules, _stage_of(local, s))
             for s, meeting in enumerate(meetings.by_stage)
             if jax.tree.leaves(local.params[s])
         }
@@ -212,10 +213,11 @@ class StagedEngine(Engine):
         code_of_tx = digest([update_digest(self._plain_tx, params) for params in one])
         model = places[self.ranks[0]].model
         self._code = {"code of stages": digest(model.trace(one, batch)), "code of tx": code_of_tx}
-        self._rules = (self._average, self._rule, self._opt_mode, self._tx, self._outer, None)
+        self._rules = Rules(self._average, self._rule, self._opt_mode, self._tx, self._outer, None)
         self._merge = self._make_merge(local)
 
     def _make_merge(self, local: Local) -> Any:
+        assert self._rules is not None, "_build comes first"
         return StageMerge(self._meeting, self._rules, local)
 
     def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:

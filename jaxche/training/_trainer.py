@@ -161,8 +161,11 @@ class Trainer:
         self.average, self.merge, self.scaling = average, merge, scaling
         self._tx, self._che = tx, che
         paces = checked_paces(pace_ms, self.world_size)
-        meets = (self.world_size == 1, self.policy is ApplyPolicy.SYNC)
-        scaled = None if scaling is None else Scaling(scaling, base_batch_size, average, *meets)
+        scaled = None
+        if scaling is not None:
+            meets = (self.world_size == 1, self.policy is ApplyPolicy.SYNC)
+            whole = not any(place.makes_pieces for place in places)
+            scaled = Scaling(scaling, base_batch_size, average, *meets, joined=whole)
         host = backend == "host" or (
             backend == "auto" and len({d.device_kind for p in places for d in p.devices.flat}) > 1
         )

@@ -27,9 +27,10 @@ MEASURED = {
 
 @pytest.fixture(params=[False, True], ids=["first rounds", "later rounds"])
 def later(request, monkeypatch):
-    """Whether rounds after the first one are measured as they are late in a run."""
+    """Whether rounds after the first one are measured as they are late in a run; then not all arrays are small ones."""
     if request.param:
         monkeypatch.setattr("jaxche.training._scaling._FIRST_ROUNDS", 1)
+        monkeypatch.setattr("jaxche.training._scaling._SMALL", 2)
     return request.param
 
 
@@ -237,6 +238,36 @@ def test_an_eighth_of_the_steps_at_most_and_nobody_is_left_out_alone(counts, ave
         assert measured.mean(axis=0)[longest] >= 0.5 * enough
 
 
+@pytest.mark.parametrize("solo", [True, False])
+def test_small_arrays_looked_at_as_one_tell_the_same(solo, close, monkeypatch):
+    """Of several dtypes, and some of them without second moments."""
+    monkeypatch.setattr("jaxche.training._scaling._SMALL", 6)
+    params = {"a": jnp.ones((2, 3)), "b": jnp.ones(2), "c": jnp.ones((), jnp.bfloat16), "d": jnp.ones(5)}
+    tx, told = optax.masked(optax.adam(0.1), {"a": True, "b": True, "c": True, "d": False}), []
+    rng, opt_state = np.random.default_rng(0), tx.init(params)
+    batches = [jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params) for _ in range(9)]
+    for grads in batches[:6]:
+        _, opt_state = tx.update(grads, opt_state, params)
+    for joined in (False, True):
+        scaling = Scaling(jaxche.AdamScale(), 8.0, "parameters", solo, False, joined)
+        noise = scaling.start(params)["noise"]
+        seen, begun = scaling.begin(noise, params, opt_state)
+        tracked, noise = begun["tracked"], begun.get("noise", noise)
+        for grads in batches[6:]:
+            if solo:
+                noise, tracked = scaling.watch(noise, tracked, grads, 8, seen)
+            else:
+                tracked = scaling.track(tracked, noise, grads, jnp.float32(8), seen)
+        if not solo:
+            sent = scaling.sent(tracked, noise, opt_state, params, jnp.float32(32))
+            noise = jax.jit(scaling.learnt)(noise, sent)
+        assert bool(noise.preconditioned)
+        assert len(jax.tree.leaves(tracked["previous" if solo else "grads"])) == (2 if joined else 4)
+        told.append([noise.sqr_sum, noise.var_sum, noise.unbias])
+    close(told[0], told[1], rtol=1e-5, atol=1e-7)
+    assert float(told[0][1][0]) > 0
+
+
 def test_batches_that_stand_for_others_leave_the_estimate_unbiased():
     """Of 20 and 3 batches each replica measures 8 at most; the truth is known."""
     scaling, dim, counts = Scaling(jaxche.AdaScale(), 8.0, "gradients", False, False), 16, (20, 3)
@@ -248,7 +279,7 @@ def test_batches_that_stand_for_others_leave_the_estimate_unbiased():
         for n in counts:
             own = [noise_scale.local_sums(noise, g, 8) for g in grads[start : start + min(n, TOGETHER)]]
             tracked = jax.tree.map(lambda *x: sum(x), *own)
-            total.append(scaling.sent(tracked, None, None, jnp.float32(8 * n)) if stands else tracked)
+            total.append(scaling.sent(tracked, None, None, None, jnp.float32(8 * n)) if stands else tracked)
             start += n
         after = noise_scale.update_from_sums(noise, jax.tree.map(lambda *x: sum(x), *total), grads.mean(0))
         return jnp.stack([after.sqr_sum[0], after.var_sum[0]]) / after.unbias
