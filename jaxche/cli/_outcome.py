@@ -8,17 +8,6 @@ from jaxche.cli._report import Result
 from jaxche.training import History
 
 
-def last_ranks(history: History) -> History:
-    """The rounds since the number of ranks changed last; the whole history where it did not.
-
-    Example:
-      >>> last_ranks(History())
-      no rounds yet
-    """
-    changed = [i for i, info in enumerate(history) if len(info.counts) != len(history[-1].counts)]
-    return history[changed[-1] + 1 :] if changed else history
-
-
 def outcome(
     policy: str,
     history: History,
@@ -44,7 +33,7 @@ def outcome(
       >>> outcome("cadence", History(), (50.0, 20.0), seconds={}, test={"accuracy": 0.1}).rounds
       0
     """
-    counted = last_ranks(history)
+    counted = history.last_ranks
     return Result(
         policy=policy,
         test=test,

@@ -14,7 +14,6 @@ from typing import Any
 
 from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
-from jaxche.cli._outcome import last_ranks
 from jaxche.cli._report import Result, result_rows
 from jaxche.drawing import per_rank
 from jaxche.training import History
@@ -161,7 +160,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _svg(history: History) -> str:
     """The picture as an element of the page."""
     drawn = io.StringIO()
-    last_ranks(history).plot().savefig(drawn, format="svg")
+    history.plot().savefig(drawn, format="svg")
     text = drawn.getvalue()
     # The head names a document type, which only a file of its own may have; who made it is of no use to the reader.
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxche.cli import _pace
-from jaxche.cli._outcome import last_ranks, outcome
+from jaxche.cli._outcome import outcome
 from jaxche.cli._replay import replay
 from jaxche.cli._report import Result, round_header, step_text, table
 from jaxche.cli._settings import cadence, policies, trainer_options
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             barrier("written")
         results.append(result)
         if history and math.isfinite(history[-1].noise):
-            advice.append((result.policy, last_ranks(history).advice()))
+            advice.append((result.policy, history.advice()))
     if args.dry_run:
         say("nothing was written")
     elif jax.process_index() == 0:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxche.cli._outcome import last_ranks
 from jaxche.cluster import versions
 from jaxche.training import History
 
@@ -23,7 +22,7 @@ def write_policy(folder: Path, history: History, params: Any) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     history.to_json(folder / "history.jsonl")
-    last_ranks(history).plot().savefig(folder / "history.png", dpi=110)
+    history.plot().savefig(folder / "history.png", dpi=110)
     _save(folder / "params", params)
 
 

@@ -51,6 +51,12 @@ class History(list[RoundInfo]):
         return sum(sum(info.counts) for info in self) / possible if possible else 1.0
 
     @property
+    def last_ranks(self) -> History:
+        """The rounds since the number of ranks changed last, as in an elastic run; all where it did not."""
+        changed = [i for i, info in enumerate(self) if len(info.counts) != len(self[-1].counts)]
+        return self[changed[-1] + 1 :] if changed else self
+
+    @property
     def seconds(self) -> float:
         """Time spent in rounds."""
         return sum(info.period_ms for info in self) / 1e3
@@ -136,7 +142,8 @@ class History(list[RoundInfo]):
         return cls(rounds)
 
     def advice(self, max_anchor: int = 200) -> Advice:
-        """Which counts would reach a target soonest, by the noise, the speeds and the merge cost of this run.
+        """Which counts would reach a target soonest, by the noise, the speeds and the merge cost of this run since the
+        number of ranks changed last.
 
         :func:`jaxche.training.advise` has the equations and what they leave out.
 
@@ -150,12 +157,12 @@ class History(list[RoundInfo]):
           ValueError: a history without noise (trained without ``scaling=``), noise that is infinite, or a replica
             that took no step.
         """
-        return advise_from(self, max_anchor)
+        return advise_from(self.last_ranks, max_anchor)
 
     def plot(self) -> Any:
-        """Draw the run: the last rounds on the clock (compute, wait and merge of each rank), counts and anchor,
-        efficiency, drift, the loss per examples and per second, the gradient noise if learning rates were scaled, and
-        the memory if it is known.
+        """Draw the run, since the number of ranks changed last: the last rounds on the clock (compute, wait and merge
+        of each rank), counts and anchor, efficiency, drift, the loss per examples and per second, the gradient noise if
+        learning rates were scaled, and the memory if it is known.
 
         Returns:
           A matplotlib ``Figure``, as wide as a notebook.
@@ -166,7 +173,7 @@ class History(list[RoundInfo]):
         """
         from jaxche.training._picture import draw
 
-        return draw(self)
+        return draw(self.last_ranks)
 
 
 def _text(value: Any, key: str = "") -> str:

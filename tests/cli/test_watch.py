@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxche.cli import main
-from jaxche.cli._outcome import last_ranks, outcome
+from jaxche.cli._outcome import outcome
 from jaxche.cli._run import _DONE, _done
 from jaxche.cli._watch import Watch
 from jaxche.cli._write import read_params, write_policy, write_whole
@@ -123,8 +123,9 @@ def test_numbers_are_of_all_starts():
 def test_with_another_number_of_ranks_the_rounds_since_then_count(tmp_path):
     alone = {"counts": (7,), "planned": (7,), "weights": (1.0,), "wall_ms": (140.0,), "losses": (1.0,)}
     history = History([*infos(0, 1), *infos(2, **alone), *infos(3, 4)])
-    assert [info.round for info in last_ranks(history)] == [3, 4]
-    assert last_ranks(history[:2]) == history[:2]
+    assert [info.round for info in history.last_ranks] == [3, 4]
+    assert history[:2].last_ranks == history[:2]
+    assert History().last_ranks == History()
     result = outcome("cadence", history, (50.0, 20.0), {}, {})
     assert (result.rounds, result.batches, len(result.wait_ms)) == (2, 28, 2)
     history.to_json(tmp_path / "history.jsonl")

@@ -100,6 +100,12 @@ def test_averaged_gradients_do_not_drift(history):
     assert "gradients are averaged" in axes.texts[0].get_text()
 
 
+def test_with_another_number_of_ranks_the_rounds_since_then_are_drawn(history):
+    drawn = panels(History([*history(3)[:2], *history(2)[2:]]).plot())
+    assert "Rounds 2 to 5" in drawn["rounds"].get_title(loc="left")
+    assert drawn["counts"].get_lines()[0].get_xdata().tolist() == [2, 3, 4, 5]
+
+
 def test_a_slice_of_a_history_is_one(history):
     part = history(2)[2:4]
     assert isinstance(part, History)
