@@ -149,8 +149,10 @@ def _start(args: argparse.Namespace, name: str, processes: int, platform: str | 
         return work(args, name)
     from jaxche.cluster import launch
 
-    # The last of two equal arguments counts.
-    words = [*args.words, "--name", name, "-n", str(processes)]
+    # What was left out is the same in all processes, and in the record.
+    words = list(args.words)
+    words += [] if args.name else ["--name", name]
+    words += [] if args.processes else ["-n", str(processes)]
     command = [sys.executable, "-m", "jaxche", *words]
     env = {"JAX_PLATFORMS": platform} if platform else None
     return launch(command, processes, env=env, prefix=False, only_rank0=True, max_restarts=args.max_restarts)

@@ -62,6 +62,8 @@ def test_every_round_is_on_file(trained):
     assert numbers["test"]["accuracy"] > 0.5
     assert len(numbers["rates"]) == 2
     assert result["arguments"]["batch_size"] == 28
+    # What was typed, and what was left out that all processes have to know, once each.
+    assert (result["command"].count("--name"), result["command"][-2:]) == (1, ["-n", "2"])
     assert {"jaxche", "jax", "flax", "python"} <= set(result["versions"])
     assert (folder / "runs/mine/history.png").read_bytes().startswith(b"\x89PNG")
 
