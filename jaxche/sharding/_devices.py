@@ -9,9 +9,6 @@ import jax
 
 from jaxche.sharding._strategy import Device
 
-# Of a run whose accelerators are each known to their own process only; None where JAX lists all.
-_known: tuple[Device, ...] | None = None
-
 
 @dataclass(frozen=True)
 class RemoteDevice:
@@ -34,6 +31,16 @@ class RemoteDevice:
     id: int
 
 
+@dataclass(frozen=True)
+class _Known:
+    everywhere: tuple[Device, ...]
+    private: frozenset[Device]
+
+
+# Of a run whose accelerators are each known to their own process only; None where JAX lists all.
+_known: _Known | None = None
+
+
 def devices() -> list[Device]:
     """The devices that are replicas by default, of all processes, in the same order everywhere.
 
@@ -50,7 +57,7 @@ def devices() -> list[Device]:
       >>> jaxche.devices() == jax.devices()
       True
     """
-    return list(jax.devices() if _known is None else _known)
+    return list(jax.devices() if _known is None else _known.everywhere)
 
 
 def local_devices() -> list[Device]:
@@ -80,7 +87,7 @@ def is_private(device: Device) -> bool:
       >>> is_private(devices()[0])
       False
     """
-    return _known is not None and device in _known and device not in jax.devices()
+    return _known is not None and device in _known.private
 
 
 def know_devices(everywhere: Sequence[Device]) -> None:
@@ -95,4 +102,5 @@ def know_devices(everywhere: Sequence[Device]) -> None:
       True
     """
     global _known
-    _known = tuple(everywhere)
+    private = frozenset(everywhere) - frozenset(jax.devices())
+    _known = _Known(tuple(everywhere), private) if private else None
