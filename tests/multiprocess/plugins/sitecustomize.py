@@ -2,5 +2,5 @@
 
 import os
 
-if os.environ.get("JAXCHE_PROCESS_ID", "") in os.environ.get("STANDIN_RANKS", "").split(","):
+if os.environ.get("JAXCHE_PROCESS_ID") in os.environ.get("STANDIN_RANKS", "").split(","):
     os.environ["JAX_PLATFORMS"] = "standin"
