@@ -111,6 +111,12 @@ def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
     for mesh in meshes:
         Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
     islands: list[Place] = [Island(mesh, strategy) for mesh in meshes]
+    for island in islands:
+        if spans_processes(island) and any(map(is_private, island.devices.flat)):
+            raise ValueError(
+                f"replicas has an island on {list(island.devices.flat)}, and in this run no program can span the "
+                "accelerators of several processes; give each process islands of its own"
+            )
     shapes = {island.devices.shape for island in islands}
     if len(shapes) > 1 and any(spans_processes(island) for island in islands):
         raise ValueError(

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxche.sharding import NoShard, RemoteDevice, know_devices
+import jaxche
+from jaxche.sharding import FullShard, NoShard, RemoteDevice, know_devices
 from jaxche.sharding import _devices as sharding_devices
 from jaxche.training._checks import (
     checked_length,
@@ -68,5 +69,8 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
     assert meets_on_host("host", places)
     with pytest.raises(ValueError, match=r"backend='device' is one program.*write backend='host'"):
         meets_on_host("device", places)
+    strategy = FullShard()
+    with pytest.raises(ValueError, match=r"no program can span the accelerators.*islands of its own"):
+        checked_places([strategy.mesh(jaxche.devices())], strategy)
     assert not meets_on_host("device", places[1:])  # a single one meets nobody
     assert not meets_on_host("device", same)
