@@ -81,10 +81,11 @@ def initialize(
     here; in any other, later.
 
     Flags that ranks of different speeds need are added to ``XLA_FLAGS`` unless they are there: two hours of patience in
-    CPU collectives (half a minute in an elastic run, which meets outside of them first) and in a GPU program, and where
-    device kinds differ no sharded GPU autotuning and, in the compilation cache that is configured, a folder a kind. A
-    rank that ends by an exception leaves at once; by default JAX makes it wait at exit, up to 300 s, for the very ranks
-    that wait for it. It still does after ``sys.exit(1)``, which Python shows to nobody: raise an exception instead.
+    CPU collectives (in an elastic run, which meets outside of them first, ten seconds for each MiB) and in a GPU
+    program, and where device kinds differ no sharded GPU autotuning and, in the compilation cache that is configured, a
+    folder a kind. A rank that ends by an exception leaves at once; by default JAX makes it wait at exit, up to 300 s,
+    for the very ranks that wait for it. It still does after ``sys.exit(1)``, which Python shows to nobody: raise an
+    exception instead.
 
     Args:
       coordinator_address: ``host:port`` of process 0, which opens that port. Give all three or none.
