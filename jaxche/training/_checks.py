@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -26,9 +27,12 @@ from jaxche.sharding import (
     ShardingStrategy,
     devices,
     is_private,
+    local_devices,
 )
 from jaxche.training._island import Island
 from jaxche.training._place import Home, OneDevice, Place, devices_by_process, spans_processes
+
+_log = logging.getLogger("jaxche")
 
 # Set by ``jaxche launch``, the first by its ``--pace``.
 PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
@@ -73,6 +77,11 @@ def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -
             "stages, loss_fn=jaxche.Partitioned(...)"
         )
     refuse_foreign_devices(devices)
+    if any(map(is_private, local_devices())) and not any(map(is_private, devices)):
+        _log.warning(
+            "replicas has CPU devices only, which is what jax.devices() lists here; the accelerators are in "
+            "replicas=jaxche.devices()"
+        )
     if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
         strategy = _within_node(strategy)
     if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):

@@ -74,3 +74,10 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
         checked_places([strategy.mesh(jaxche.devices())], strategy)
     assert not meets_on_host("device", places[1:])  # a single one meets nobody
     assert not meets_on_host("device", same)
+
+
+def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
+    monkeypatch.setattr(sharding_devices, "_known", None)
+    know_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
+    checked_places(devices[:2], NoShard())
+    assert "replicas=jaxche.devices()" in caplog.text
