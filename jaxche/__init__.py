@@ -30,6 +30,7 @@ from jaxche.sharding import (
     ShardedState,
     ShardGradOp,
     compare_strategies,
+    devices,
     sharded_step,
 )
 from jaxche.training import (
@@ -91,6 +92,7 @@ __all__ = [
     "WandbLogger",
     "balance_stages",
     "compare_strategies",
+    "devices",
     "fake_devices",
     "initialize",
     "linen_loss",

@@ -18,6 +18,7 @@ from jaxche.cli._joined import joined, launcher
 from jaxche.cli._paint import paint
 from jaxche.cluster import ClusterInfo, clocks, launch, measure_all_reduce, share
 from jaxche.drawing import aligned
+from jaxche.sharding import devices, is_private, local_devices
 
 _COLUMNS = 100
 _ROWS = 16
@@ -99,8 +100,8 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
 
     mine = {
         "host": socket.gethostname(),
-        "kind": jax.local_devices()[0].device_kind,
-        "devices": jax.local_device_count(),
+        "kind": local_devices()[0].device_kind,
+        "devices": len(local_devices()),
         "free": _health.free_memory_gib(),
         "problems": [finding for finding in findings if finding.mend],
     }
@@ -108,7 +109,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
     others = [json.loads(text) for text in told]
     compared = clocks(info.process_id, info.num_processes, timeout_s)
     # One program runs on one kind of device; where kinds differ, replicas merge on their hosts.
-    mixed = len({one["kind"] for one in others}) > 1
+    mixed = len({one["kind"] for one in others}) > 1 or any(map(is_private, devices()))
     links = measure_all_reduce(_SIZES, jax.devices("cpu") if mixed else jax.devices())
     jax.distributed.shutdown()
     if info.process_id != 0:
@@ -134,7 +135,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
     print(aligned(rows, left=len(rows[0]), indent=2))
     if len(others) > _ROWS:
         print(f"  and {len(others) - _ROWS} more")
-    where = "between hosts (kinds differ)" if mixed else "between devices"
+    where = "between hosts (where replicas merge)" if mixed else "between devices"
     print(f"\nall-reduce {where}, bytes a device")
     rows = [["size", "time", "rate"]]
     for size, ms in links:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxche.cluster import PROXIES
 from jaxche.cluster import versions as package_versions
+from jaxche.sharding import local_devices
 
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
 _STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
@@ -63,12 +64,10 @@ def free_memory_gib() -> float | None:
 
 def devices() -> Finding:
     """What JAX found, against what the driver shows."""
-    import jax
-
     from jaxche.cluster import count_gpus, has_cuda
 
     try:
-        local = jax.local_devices()
+        local = local_devices()
     except RuntimeError as error:
         return Finding(
             "devices", f"JAX does not start: {str(error).splitlines()[0]}", "JAX_PLATFORMS=cpu jaxche doctor"
@@ -133,14 +132,14 @@ def compilation() -> Finding:
     expected = x.T @ (1 - np.tanh(x @ x) ** 2)
     gradient = jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
     began = time.perf_counter()
-    for device in jax.local_devices():
+    for device in local_devices():
         # Matrix units round to few bits; a broken device is off by far more.
         if not np.allclose(gradient(*jax.device_put((x, x), device)), expected, atol=0.3, rtol=0.05):
             return Finding(
                 "compile", f"a gradient on {device} is wrong", f"leave {device} out: CUDA_VISIBLE_DEVICES=..."
             )
     seconds = time.perf_counter() - began
-    return Finding("compile", f"a gradient is right on each of {len(jax.local_devices())} device(s), {seconds:.1f} s")
+    return Finding("compile", f"a gradient is right on each of {len(local_devices())} device(s), {seconds:.1f} s")
 
 
 def cache() -> Finding:

@@ -17,6 +17,7 @@ examples:
   jaxche launch -n 2 train.py --epochs 3             one process a GPU, or a CPU core each
   jaxche launch -n 2 --pace 20,50 train.py           act as two devices of 20 and 50 ms a step
   JAX_PLATFORMS=cpu jaxche launch -n 4 train.py      CPU cores, on a machine with GPUs too
+  jaxche launch --on-cpu 1 train.py                  one process a GPU, and one on the CPU
   jaxche launch -n 2 -m my_package.train --epochs 3  a module
   jaxche launch -n 2 -- python -O train.py           any command
   jaxche launch -n 4 --max-restarts 3 --hang-timeout 600 --events run.jsonl train.py
@@ -51,6 +52,13 @@ _IN_A_FILE = ("emit", "nodes", "image", "max_restarts", "module", "command")
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--processes", type=whole("-n 2"), help="how many to start (default: one a GPU)")
+    parser.add_argument(
+        "--on-cpu",
+        type=whole("--on-cpu 1", 0),
+        default=0,
+        metavar="N",
+        help="of these, how many train on the CPU beside those on GPUs (default: 0)",
+    )
     parser.add_argument(
         "--pace",
         type=numbers("--pace 20,50"),
@@ -90,7 +98,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for a checkpoint after SIGTERM to the launcher (default: %(default)g)",
     )
-    group.add_argument("--elastic", action="store_true", help="the others go on without a rank that dies (CPU only)")
+    group.add_argument("--elastic", action="store_true", help="the others go on without a rank that dies")
     group.add_argument(
         "--events", type=file, metavar="FILE", help="append a line of JSON for each start, exit, restart and round"
     )
@@ -121,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
     if shutil.which(command[0]) is None:
         raise ValueError(f"no program {command[0]!r} to run; for a script write: jaxche launch -n 2 train.py")
-    processes = _one_a_gpu() if args.processes is None else args.processes
+    processes = _one_a_gpu() + args.on_cpu if args.processes is None else args.processes
     _check(args, processes)
     return launch(
         command,
@@ -131,6 +139,7 @@ def _run(args: argparse.Namespace) -> int:
         only_rank0=args.only_rank0,
         grace_s=args.grace,
         pin=not args.no_pin,
+        on_cpu=args.on_cpu,
         max_restarts=args.max_restarts,
         survivors=args.survivors,
         hang_timeout_s=args.hang_timeout,

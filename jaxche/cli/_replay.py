@@ -17,6 +17,7 @@ from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
 from jaxche.cli._watch import barrier, say
 from jaxche.cli._write import read_params
+from jaxche.sharding import devices
 from jaxche.training import PACE_MS, History, Trainer
 
 # What is of this call, whatever the recorded one had.
@@ -59,9 +60,9 @@ def replay(args: argparse.Namespace) -> None:
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     record = History.from_json(folder / "history.jsonl")
     (policy,) = policies(args)
-    che = cadence(args, jax.device_count())
+    che = cadence(args, len(devices()))
     trainer = Trainer(task.loss_fn, task.tx, che=che, **trainer_options(args, policy))
-    say(f"replaying {len(record)} rounds of {folder} on {jax.device_count()} x {jax.devices()[0].device_kind}")
+    say(f"replaying {len(record)} rounds of {folder} on {len(devices())} x {devices()[0].device_kind}")
     state, again = trainer.replay(trainer.init(*task.init(args.seed)), task.data, record)
     different = None
     if jax.process_index() == 0:

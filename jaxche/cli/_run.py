@@ -23,6 +23,7 @@ from jaxche.cli._watch import Watch, barrier, say
 from jaxche.cli._write import write_policy, write_result, write_whole
 from jaxche.cluster import share
 from jaxche.drawing import per_rank
+from jaxche.sharding import devices
 from jaxche.training import PACE_MS, Advice, Checkpoints, History, ReplicaState, Trainer
 
 _PROBE_S, _MEASURE_S = 0.7, 2.0
@@ -52,7 +53,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         refuse_finished(args, folder)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     start = task.init(args.seed)
-    world = jax.device_count()
+    world = len(devices())
     epochs, every = args.epochs or task.epochs, args.checkpoint_every or (args.max_restarts and 1)
     try:
         che = cadence(args, world)
@@ -116,7 +117,8 @@ def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tupl
         return None, ()
     os.environ.pop(PACE_MS, None)
     if asked is None:
-        asked = "auto" if args.ratios or (world > 1 and jax.default_backend() == "cpu") else "none"
+        alike = world > 1 and all(device.platform == "cpu" for device in devices())
+        asked = "auto" if args.ratios or alike else "none"
     if asked == "none":
         return None, ()
     probe = Trainer(task.loss_fn, task.tx, average="parameters", seed=args.seed)
@@ -130,8 +132,8 @@ def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tupl
 def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None, step_ms: Sequence[float]) -> str:
     plural = "s" if epochs > 1 else ""
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    kinds = sorted({device.device_kind for device in jax.devices()})
-    devices = f"{jax.device_count()} x {' and '.join(kinds)}"
+    kinds = sorted({device.device_kind for device in devices()})
+    found = f"{len(devices())} x {' and '.join(kinds)}"
     pace = ""
     if paces is not None:
         pace = f", paced to {per_rank(paces, '{:g}')} ms a step ({step_text(step_ms)})"
@@ -141,7 +143,7 @@ def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None,
         [
             f"task {task.name}: {TASKS[task.name][0]}",
             f"  {size:,} parameters, {epochs} epoch{plural} of {len(task.data)} batches of {task.data.batch_size}",
-            f"  {devices}{pace}",
+            f"  {found}{pace}",
         ]
     )
 
@@ -186,7 +188,7 @@ def _end(
         {
             "task": task.name,
             "metric": task.metric,
-            "devices": [device.device_kind for device in jax.devices()],
+            "devices": [device.device_kind for device in devices()],
             "pace_ms": paces,
             "step_ms": step_ms,
             "batch_size": task.data.batch_size,
@@ -198,7 +200,7 @@ def _end(
     )
     files = "result.json, and a folder a policy with" if args.compare else "result.json,"
     say(f"\nwritten to {folder}:\n  {files} history.jsonl, history.png, params (an Orbax checkpoint)")
-    if args.compare or jax.device_count() == 1:
+    if args.compare or len(devices()) == 1:
         say("next: jaxche simulate --ms 20,50, or your own script: jaxche launch -n 2 train.py")
     else:
         say(f"next: jaxche train --task {task.name} --compare sync,cadence,async")

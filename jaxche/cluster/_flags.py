@@ -25,8 +25,9 @@ PROCESS_FLAGS: Mapping[str, str] = {
 }
 
 # An elastic run meets outside of collectives first, so nobody is late inside. In a ring only the neighbours of the dead
-# see a socket close; those further away wait for them until their patience ends.
-ELASTIC_FLAGS: Mapping[str, str] = {"xla_cpu_collective_timeout_seconds": "30"}
+# see a socket close; those further away wait for them until their patience ends. It is for a piece of a MiB at most,
+# not for the whole: a link of 2 Mbit/s is fast enough.
+ELASTIC_FLAGS: Mapping[str, str] = {"xla_cpu_collective_timeout_seconds": "10"}
 
 # Sharded autotuning waits for a peer that compiles the same program for the same kind of GPU.
 MIXED_FLAGS: Mapping[str, str] = {"xla_gpu_shard_autotuning": "false"}

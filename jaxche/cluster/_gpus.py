@@ -36,28 +36,26 @@ def gpu_ids(environ: Mapping[str, str]) -> list[str]:
     return [uuid for uuid, _ in parse_listing(_nvidia_smi())] if visible is None else visible
 
 
-def gpu_kinds(environ: Mapping[str, str], listing: str | None = None) -> list[str]:
-    """Names the kind of each GPU that a process with these variables would see, as the driver spells it.
+def visible_gpus(environ: Mapping[str, str], listing: str | None = None) -> list[tuple[str, str]]:
+    """Names each GPU that a process with these variables would see, as the driver spells it: UUID and kind.
 
     Args:
       environ: environment variables.
       listing: the output of ``nvidia-smi -L``; default: asked for, else read from ``/proc/driver/nvidia``.
 
     Returns:
-      One kind a GPU, in the order of ``gpu_ids``; "GPU" for one that the driver does not list.
+      One pair a GPU, in the order of ``gpu_ids``; ("", "GPU") for one that the driver does not list.
 
     Example:
       >>> listing = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)"
-      >>> gpu_kinds({"CUDA_VISIBLE_DEVICES": "1,GPU-aa"}, listing)
-      ['NVIDIA L4', 'NVIDIA H100']
+      >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "1,GPU-aa"}, listing)
+      [('GPU-bb', 'NVIDIA L4'), ('GPU-aa', 'NVIDIA H100')]
     """
     visible = _visible(environ)
     if visible == []:
         return []
     there = parse_listing(_nvidia_smi() if listing is None else listing) or _driver_files()
-    if visible is None:
-        return [kind for _, kind in there]
-    return [_kind(word, there) for word in visible]
+    return there if visible is None else [_gpu(word, there) for word in visible]
 
 
 def parse_listing(listing: str) -> list[tuple[str, str]]:
@@ -105,11 +103,12 @@ def _visible(environ: Mapping[str, str]) -> list[str] | None:
     return ids[:end]
 
 
-def _kind(word: str, there: list[tuple[str, str]]) -> str:
+def _gpu(word: str, there: list[tuple[str, str]]) -> tuple[str, str]:
+    unlisted = ("", "GPU")
     if word.isdigit():
-        return there[int(word)][1] if int(word) < len(there) else "GPU"
+        return there[int(word)] if int(word) < len(there) else unlisted
     # CUDA takes the beginning of a UUID too.
-    return next((kind for uuid, kind in there if uuid.startswith(word)), "GPU")
+    return next((gpu for gpu in there if gpu[0].startswith(word)), unlisted)
 
 
 def _nvidia_smi() -> str:

@@ -18,10 +18,12 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 
+from jaxche.cluster._apart import keep_apart, know_everywhere, own_accelerators, why_apart
 from jaxche.cluster._connect import ELASTIC, connect, local_devices, resolved
 from jaxche.cluster._detect import detect
 from jaxche.cluster._flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.cluster._roll_call import cache_folder, device_kinds, own, refuse_mismatch, roll_call
+from jaxche.cluster._roll_call import cache_folder, devices_seen, own, refuse_mismatch, roll_call
+from jaxche.cluster._share import share
 from jaxche.training import farewell, stand_by, watch_lives
 
 _log = logging.getLogger("jaxche")
@@ -70,11 +72,20 @@ def initialize(
     jaxche or Python, or different numbers of processes, are refused with a table of who differs. A process that sees
     GPUs of several kinds is refused too; kinds may differ between processes.
 
+    Some processes may train on accelerators and others on the CPU (``JAX_PLATFORMS=cpu``, or no accelerator there), and
+    several processes may share a GPU. No program can span the accelerators of such a run, so each process keeps its
+    own to itself, JAX's default devices (``jax.devices()``) are the CPU's on all of them, and replicas, which are on
+    :func:`jaxche.devices`, merge there. What a script computes outside of the trainer is then on the CPU too, unless it
+    says ``jax.default_device``. Processes that share a GPU take an equal part of the 75 % of its memory that JAX takes,
+    unless ``XLA_CLIENT_MEM_FRACTION`` or ``XLA_PYTHON_CLIENT_PREALLOCATE`` is set. In such a run JAX starts its devices
+    here; in any other, later.
+
     Flags that ranks of different speeds need are added to ``XLA_FLAGS`` unless they are there: two hours of patience in
-    CPU collectives (half a minute in an elastic run, which meets outside of them first) and in a GPU program, and where
-    device kinds differ no sharded GPU autotuning and, in the compilation cache that is configured, a folder a kind. A
-    rank that ends by an exception leaves at once; by default JAX makes it wait at exit, up to 300 s, for the very ranks
-    that wait for it. It still does after ``sys.exit(1)``, which Python shows to nobody: raise an exception instead.
+    CPU collectives (in an elastic run, which meets outside of them first, ten seconds for each MiB) and in a GPU
+    program, and where device kinds differ no sharded GPU autotuning and, in the compilation cache that is configured, a
+    folder a kind. A rank that ends by an exception leaves at once; by default JAX makes it wait at exit, up to 300 s,
+    for the very ranks that wait for it. It still does after ``sys.exit(1)``, which Python shows to nobody: raise an
+    exception instead.
 
     Args:
       coordinator_address: ``host:port`` of process 0, which opens that port. Give all three or none.
@@ -86,8 +97,8 @@ def initialize(
       elastic: whether the others go on in ``Trainer.fit`` where a process dies, other than process 0: with their own
         parameters, from the last round that all had merged. By default only where ``jaxche launch --elastic`` says so.
         A process that joins with the number of one that died takes its place: its ``Trainer.fit`` waits for the end of
-        a round and goes on from there with the others. On CPU devices only, so far: a GPU collective does not come
-        back from the death of a peer.
+        a round and goes on from there with the others. Only where replicas merge on CPU devices: a GPU collective does
+        not come back from the death of a peer.
 
     Returns:
       The number of this process, how many there are, and who said so.
@@ -118,7 +129,7 @@ def initialize(
     found = detect(coordinator_address, num_processes, process_id, os.environ)
     if found.num_processes == 1:
         if not _xla_bridge.backends_are_initialized():
-            _one_kind(device_kinds(os.environ))
+            _one_kind(devices_seen(_environ()))
         return ClusterInfo(0, 1, found.launcher)
     if _xla_bridge.backends_are_initialized():
         raise RuntimeError(
@@ -129,7 +140,8 @@ def initialize(
     deadline = time.monotonic() + timeout_s
     found = resolved(found, timeout_s)
     local_ids = local_devices(found)
-    kind = _one_kind(device_kinds(os.environ, local_ids))
+    seen = devices_seen(_environ(), local_ids)
+    kind = _one_kind(seen)
     elastic = ELASTIC in os.environ if elastic is None else elastic
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
@@ -147,7 +159,8 @@ def initialize(
     assert state.client is not None
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
     life = state.client.key_value_increment(f"jaxche/lives/{state.process_id}", 1) if elastic else 1
-    members = roll_call(state.client, state.process_id, own(state.num_processes, kind), left_s, late=life > 1)
+    mine = own(state.num_processes, kind, [uuid for uuid, _ in seen])
+    members = roll_call(state.client, state.process_id, mine, left_s, late=life > 1)
     try:
         refuse_mismatch(members)
     except RuntimeError:
@@ -159,9 +172,21 @@ def initialize(
     if life > 1:
         stand_by(state.process_id, life)
     _suit_kinds([member.kind for member in members], kind)
+    why = why_apart(members)
+    if why is not None:
+        platform = keep_apart(members, mine, _environ())
+        _log.info("%s: replicas merge on the CPU devices of their processes", why)
+        own_text = own_accelerators(platform)
+        told = share("devices", state.process_id, state.num_processes, own_text, timeout_s, late=life > 1)
+        know_everywhere(told, state.process_id, platform)
     _joined = ClusterInfo(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", _joined, state.coordinator_address)
     return _joined
+
+
+def _environ() -> dict[str, str]:
+    """The environment variables, and of ``JAX_PLATFORMS`` what JAX goes by: a script may have changed that."""
+    return {**os.environ, "JAX_PLATFORMS": jax.config.values["jax_platforms"] or ""}
 
 
 def _refuse_change(joined: ClusterInfo, num_processes: int | None, process_id: int | None) -> None:
@@ -186,7 +211,8 @@ def _suit_kinds(kinds: Sequence[str], mine: str) -> None:
         jax.config.update("jax_compilation_cache_dir", cache_folder(folder, mine))
 
 
-def _one_kind(kinds: Sequence[str]) -> str:
+def _one_kind(seen: Sequence[tuple[str, str]]) -> str:
+    kinds = [kind for _, kind in seen]
     if len(set(kinds)) == 1:
         return kinds[0]
     listed = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))

@@ -33,6 +33,7 @@ def launch(
     grace_s: float = 5.0,
     pin: bool = True,
     *,
+    on_cpu: int = 0,
     elastic: bool = False,
     max_restarts: int = 0,
     survivors: bool = False,
@@ -42,9 +43,10 @@ def launch(
 ) -> int:
     """Runs a command once a replica on this machine, and waits; one rank that fails ends them all.
 
-    With GPUs each process gets one of its own. Without, or with ``JAX_PLATFORMS=cpu``, each is pinned to one
-    core with one thread, so that their speeds do not mix. The script calls ``jaxche.initialize()``, which
-    finds the others. Where the launcher itself is killed, its ranks are ended by a small process that watches it.
+    With GPUs each process gets one of its own; with ``CUDA_VISIBLE_DEVICES=0,0`` two share one. Without, or with
+    ``JAX_PLATFORMS=cpu``, each is pinned to one core with one thread, so that their speeds do not mix. The script calls
+    ``jaxche.initialize()``, which finds the others. Where the launcher itself is killed, its ranks are ended by a small
+    process that watches it.
 
     Args:
       command: the program and its arguments.
@@ -57,10 +59,13 @@ def launch(
       grace_s: seconds between SIGTERM and SIGKILL where the others have to be ended. JAX can ignore the first.
       pin: whether processes without a GPU are pinned to a core each. That keeps their speeds apart, but a collective
         between pinned processes takes milliseconds: gloo polls on the core that the computation wants.
+      on_cpu: how many of the processes, the last ones, train on the CPU beside those on GPUs, with all its cores. Such
+        a replica is far slower than a GPU, and its share of a round as small; it is worth a process only where a GPU is
+        slow or a CPU large.
       elastic: whether the others go on where a rank other than 0 dies: ``Trainer.fit`` then trains with those that are
         left, from the last merged round. ``max_restarts`` then also counts replacements: the rank is started again,
         alone, and joins the others at the end of a round; with 0 nobody takes its place. Once process 0 has died, all
-        are started again. On CPU devices only.
+        are started again. Only where replicas merge on CPU devices.
       max_restarts: how often all ranks are started again, on a new port and with ``JAXCHE_RESTART`` counting up, after
         one of them failed. The script goes on from its checkpoint. Exit code 2, bad input, is not tried again.
       survivors: whether a rank that is the first to fail in two starts in a row is left out of the next, down to one
@@ -86,14 +91,14 @@ def launch(
       [0] hello
       0
     """
-    _check(command, processes, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
+    _check(command, processes, on_cpu, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
     _check_restarts(max_restarts, survivors, hang_timeout_s)
     base = {**os.environ, **(env or {})}
     if elastic:
         base[ELASTIC] = "1"
     if events is not None:
         base[EVENTS] = os.path.abspath(events)
-    where = places(processes, base)
+    where = places(processes, base, on_cpu)
     if not pin:
         where = [dataclasses.replace(place, core=None) for place in where]
     paces = [None] * processes if pace_ms is None else list(pace_ms)
@@ -126,12 +131,21 @@ def _signals() -> Iterator[queue.SimpleQueue[int]]:
 
 
 def _check(
-    command: Sequence[str], processes: int, pace_ms: Sequence[float] | None, seconds: Mapping[str, float]
+    command: Sequence[str],
+    processes: int,
+    on_cpu: int,
+    pace_ms: Sequence[float] | None,
+    seconds: Mapping[str, float],
 ) -> None:
     if isinstance(command, str) or not command:
         raise ValueError(f'command={command!r} must be a list of words. Write: [sys.executable, "train.py"]')
     if not isinstance(processes, int) or processes < 1:
         raise ValueError(f"processes={processes!r} must be a whole number of at least 1. Write: processes=2")
+    if not isinstance(on_cpu, int) or not 0 <= on_cpu < processes:
+        raise ValueError(
+            f"on_cpu={on_cpu!r} must leave one of processes={processes} for an accelerator. Write: on_cpu=1 with "
+            "processes=2, or JAX_PLATFORMS=cpu for all of them"
+        )
     for name, value in seconds.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}={value!r} must be seconds, 0 or more. Write: {name}=5")

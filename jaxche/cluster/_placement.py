@@ -17,54 +17,69 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of one rank: a GPU, a core, or neither where ``JAX_PLATFORMS`` names other devices."""
+    """The place of one rank: a GPU, a core, all cores beside ranks on GPUs, or devices that ``JAX_PLATFORMS`` names."""
 
     gpu: str | None = None
     core: int | None = None
     platform: str = ""
+    beside: bool = False
 
     def __str__(self) -> str:
         if self.gpu is not None:
             return f"GPU {self.gpu}"
-        return f"CPU core {self.core}" if self.core is not None else self.platform
+        if self.core is not None:
+            return f"CPU core {self.core}"
+        return "CPU" if self.beside else self.platform
 
 
-def places(processes: int, environ: Mapping[str, str]) -> list[Place]:
+_BESIDE = Place(platform="cpu", beside=True)
+
+
+def places(processes: int, environ: Mapping[str, str], on_cpu: int = 0) -> list[Place]:
     """Gives each rank a GPU of its own, or a core where there are no GPUs or ``JAX_PLATFORMS`` wants none.
 
     Args:
       processes: how many ranks.
       environ: the variables the ranks will start from.
+      on_cpu: how many, the last ones, train on the CPU beside those on accelerators.
 
     Returns:
       One place a rank, in order.
 
     Raises:
-      ValueError: if there are GPUs, but fewer than ranks.
+      ValueError: if there are GPUs, but fewer than ranks for them, or none beside which to train on the CPU.
 
     Example:
-      >>> places(2, {"CUDA_VISIBLE_DEVICES": "1,3"})
-      [Place(gpu='1', core=None, platform='cuda'), Place(gpu='3', core=None, platform='cuda')]
+      >>> [str(place) for place in places(3, {"CUDA_VISIBLE_DEVICES": "1,3"}, on_cpu=1)]
+      ['GPU 1', 'GPU 3', 'CPU']
     """
     wanted = [word.strip().lower() for word in environ.get("JAX_PLATFORMS", "").split(",") if word.strip()]
     if wanted and not {"cuda", "gpu"} & set(wanted):
         if wanted[0] != "cpu":
-            return [Place(platform=wanted[0])] * processes
+            return [Place(platform=wanted[0])] * (processes - on_cpu) + [_BESIDE] * on_cpu
         ids = []
     else:
         ids = gpu_ids(environ)
     if not ids and not wanted:
         wanted = ["cpu"]
     if wanted[:1] == ["cpu"] and not ids:
+        if on_cpu:
+            raise ValueError(
+                f"on_cpu={on_cpu}, but there are no accelerators here, or JAX_PLATFORMS wants none: all {processes} "
+                f"processes train on the CPU. Write: jaxche launch -n {processes}"
+            )
         cores = _cores()
         return [Place(core=cores[r % len(cores)] if cores else None, platform="cpu") for r in range(processes)]
-    if len(ids) < processes:
+    on_gpus = processes - on_cpu
+    if len(ids) < on_gpus:
         fewer = f"jaxche launch -n {len(ids)}, or " if ids else ""
+        more = f"; --on-cpu {processes - len(ids)} puts the others on the CPU, " if ids else ""
+        more += f"CUDA_VISIBLE_DEVICES={','.join([ids[0]] * on_gpus)} all on one GPU" if ids else ""
         raise ValueError(
             f"processes={processes}, but this machine shows {len(ids)} GPU(s) and each process takes one. "
-            f"Write: {fewer}JAX_PLATFORMS=cpu jaxche launch -n {processes} to run on CPU cores."
+            f"Write: {fewer}JAX_PLATFORMS=cpu jaxche launch -n {processes} to run on CPU cores{more}."
         )
-    return [Place(gpu=ids[rank], platform="cuda") for rank in range(processes)]
+    return [Place(gpu=ids[rank], platform="cuda") for rank in range(on_gpus)] + [_BESIDE] * on_cpu
 
 
 def rank_environment(
@@ -105,6 +120,8 @@ def rank_environment(
         variables["CUDA_VISIBLE_DEVICES"] = place.gpu
         # A number means the same card to CUDA and to the driver's tools.
         variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    elif place.beside:
+        variables["JAX_PLATFORMS"] = "cpu"
     elif place.platform == "cpu":
         variables.setdefault("JAX_PLATFORMS", "cpu")
         # Changes nothing on a rank pinned to a core; where the system cannot pin, it keeps a rank to one thread.

@@ -12,28 +12,33 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxche.cluster._gpus import gpu_kinds, has_cuda
+from jaxche.cluster._gpus import has_cuda, visible_gpus
 from jaxche.cluster._output import listed
 from jaxche.cluster._share import share
 from jaxche.drawing import aligned
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _ROWS = 12
+# What JAX_PLATFORMS begins with where its first devices may be CUDA's.
+_CUDA = ("", "cuda", "gpu")
+# In which a user may say which of the visible GPUs are this process's.
+_OURS = ("JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES")
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """One process: its machine, the kind of its devices, how many processes it expects, and its versions."""
+    """One process: its machine, the kind of its devices, how many processes it expects, its versions, and its GPUs."""
 
     host: str
     kind: str
     num_processes: int
     versions: dict[str, str]
+    gpus: Sequence[str] = ()  # their UUIDs, as far as the driver gives them
 
 
-def own(num_processes: int, kind: str) -> Member:
+def own(num_processes: int, kind: str, gpus: Sequence[str] = ()) -> Member:
     """This process."""
-    return Member(socket.gethostname(), kind, num_processes, versions())
+    return Member(socket.gethostname(), kind, num_processes, versions(), gpus)
 
 
 def versions() -> dict[str, str]:
@@ -53,27 +58,30 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device_kinds(environ: Mapping[str, str], local_ids: Sequence[int] | None = None) -> list[str]:
-    """The kinds of device that JAX will find in this process, without starting it.
+def devices_seen(environ: Mapping[str, str], local_ids: Sequence[int] | None = None) -> list[tuple[str, str]]:
+    """The devices that JAX will find in this process, without starting it.
 
     Args:
       environ: environment variables.
       local_ids: numbers of the visible GPUs that JAX is told to take, or None for all.
 
     Returns:
-      The kind of each GPU, in order; else the one platform named in ``JAX_PLATFORMS``, else "cpu".
+      UUID and kind of each GPU, in order; else, without UUID, the one platform named in ``JAX_PLATFORMS``, else "cpu".
 
     Example:
-      >>> device_kinds({"JAX_PLATFORMS": "cpu"})
-      ['cpu']
+      >>> devices_seen({"JAX_PLATFORMS": "cpu"})
+      [('', 'cpu')]
     """
     wanted = environ.get("JAX_PLATFORMS", "").split(",")[0].strip().lower()
-    if wanted not in ("", "cuda", "gpu"):
-        return [wanted]
-    kinds = gpu_kinds(environ) if has_cuda() else []
+    if wanted not in _CUDA:
+        return [("", wanted)]
+    gpus = visible_gpus(environ) if has_cuda() else []
+    for name in _OURS:
+        if local_ids is None and environ.get(name, "all") != "all":
+            local_ids = [int(number) for number in environ[name].split(",")]
     if local_ids is not None:
-        kinds = [kinds[i] for i in local_ids if i < len(kinds)]
-    return kinds or ["cpu"]
+        gpus = [gpus[i] for i in local_ids if i < len(gpus)]
+    return gpus or [("", "cpu")]
 
 
 def roll_call(client: Any, process_id: int, mine: Member, timeout_s: float, late: bool = False) -> list[Member]:

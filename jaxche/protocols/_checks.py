@@ -9,7 +9,7 @@ import jax
 
 from jaxche.averaging import is_float
 from jaxche.protocols._schedule import SCHEDULES
-from jaxche.sharding import Device
+from jaxche.sharding import Device, local_devices
 
 
 def check_micro_batching(micro_batch_size: Any, schedule: Any) -> None:
@@ -63,7 +63,7 @@ def checked_stages(local_stages: Sequence[int] | None, n_stages: int) -> tuple[i
 
 def checked_devices(devices: Sequence[Device] | None, local: Sequence[int], n_stages: int) -> tuple[Device | None, ...]:
     """One entry a stage: its device, or None for a stage of another process."""
-    have = list(jax.local_devices() if devices is None else devices)
+    have = local_devices() if devices is None else list(devices)
     if any(not isinstance(device, jax.Device) for device in have):
         raise ValueError(f"devices={devices!r} must be devices, e.g. devices=jax.devices()")
     if devices is not None and len(have) == n_stages:

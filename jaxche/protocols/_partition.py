@@ -59,7 +59,8 @@ class Partitioned:
       loss: ``loss(y, batch)``, a scalar, the mean over the batch.
       protocol: how stages communicate: ``jaxche.Direct()``, ``jaxche.Pipeline(micro_batch_size=8)`` or
         ``jaxche.DataStore(url)``.
-      devices: one a stage; default: the first of ``jax.local_devices()``. A device may appear several times.
+      devices: one a stage; default: the first of those of :func:`jaxche.devices` in this process. A device may
+        appear several times.
       local_stages: the stages of this process, where each process holds some: e.g. ``[jax.process_index()]``. All
         processes then call the same methods in the same order with the same batch. Default: all of them.
       remat: whether stages keep only their input for the backward and compute the rest again; one value, or one a

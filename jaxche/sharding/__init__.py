@@ -3,6 +3,7 @@
 from jaxche.sharding._checks import refuse_bad_params
 from jaxche.sharding._collectives import Collective, collectives
 from jaxche.sharding._compare import Comparison, compare_strategies
+from jaxche.sharding._devices import RemoteDevice, devices, is_private, know_devices, local_devices
 from jaxche.sharding._explain import Explanation, bytes_in_theory
 from jaxche.sharding._gradient import value_and_grad
 from jaxche.sharding._layout import Layout, Leaf
@@ -33,6 +34,7 @@ __all__ = [
     "Leaf",
     "Loss",
     "NoShard",
+    "RemoteDevice",
     "ShardGradOp",
     "ShardedState",
     "ShardedStep",
@@ -43,6 +45,10 @@ __all__ = [
     "bytes_in_theory",
     "collectives",
     "compare_strategies",
+    "devices",
+    "is_private",
+    "know_devices",
+    "local_devices",
     "nbytes",
     "nbytes_per_device",
     "refuse_bad_params",

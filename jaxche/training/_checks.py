@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -21,11 +22,17 @@ from jaxche.sharding import (
     HybridShardGradOp,
     Layout,
     NoShard,
+    RemoteDevice,
     ShardGradOp,
     ShardingStrategy,
+    devices,
+    is_private,
+    local_devices,
 )
 from jaxche.training._island import Island
-from jaxche.training._place import OneDevice, Place, devices_by_process, spans_processes
+from jaxche.training._place import Home, OneDevice, Place, devices_by_process, spans_processes
+
+_log = logging.getLogger("jaxche")
 
 # Set by ``jaxche launch``, the first by its ``--pace``.
 PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
@@ -59,13 +66,22 @@ def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
     given = _default_replicas(strategy) if replicas is None else list(replicas)
     devices = [d for r in given for d in (r.devices.flat if isinstance(r, Mesh) else (r,))]
-    if not devices or any(not isinstance(d, jax.Device) for d in devices) or len(set(devices)) != len(devices):
+    if (
+        not devices
+        or any(not isinstance(d, jax.Device | RemoteDevice) for d in devices)
+        or len(set(devices)) != len(devices)
+    ):
         raise ValueError(
-            f"replicas={replicas!r} must be different devices or meshes of them, e.g. replicas=jax.devices() or "
+            f"replicas={replicas!r} must be different devices or meshes of them, e.g. replicas=jaxche.devices() or "
             "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]; lists of devices are for a model in "
             "stages, loss_fn=jaxche.Partitioned(...)"
         )
     refuse_foreign_devices(devices)
+    if any(map(is_private, local_devices())) and not any(map(is_private, devices)):
+        _log.warning(
+            "replicas has CPU devices only, which is what jax.devices() lists here; the accelerators are in "
+            "replicas=jaxche.devices()"
+        )
     if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
         strategy = _within_node(strategy)
     if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
@@ -88,11 +104,11 @@ def refuse_foreign_devices(devices: Sequence[Device]) -> None:
 
 def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
     if isinstance(strategy, NoShard):
-        return jax.devices()
+        return devices()
     if isinstance(strategy, HybridShard | HybridShardGradOp):
-        nodes = strategy.mesh().devices  # refuses a node size that does not divide the devices
+        nodes = strategy.mesh(devices()).devices  # refuses a node size that does not divide the devices
         return [_within_node(strategy).mesh(node) for node in nodes]
-    return [strategy.mesh(devices) for devices in devices_by_process().values()]
+    return [strategy.mesh(own) for own in devices_by_process().values()]
 
 
 def _within_node(strategy: Any) -> ShardingStrategy:
@@ -104,6 +120,12 @@ def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
     for mesh in meshes:
         Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
     islands: list[Place] = [Island(mesh, strategy) for mesh in meshes]
+    for island in islands:
+        if spans_processes(island) and any(map(is_private, island.devices.flat)):
+            raise ValueError(
+                f"replicas has an island on {list(island.devices.flat)}, and in this run no program can span the "
+                "accelerators of several processes; give each process islands of its own"
+            )
     shapes = {island.devices.shape for island in islands}
     if len(shapes) > 1 and any(spans_processes(island) for island in islands):
         raise ValueError(
@@ -112,6 +134,24 @@ def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
             "islands equally many devices"
         )
     return islands
+
+
+def meets_on_host(backend: str, places: Sequence[Home]) -> bool:
+    """Whether replicas merge on CPU devices; ``"auto"`` decides for what works.
+
+    Raises:
+      ValueError: their own devices, where no program can reach all of these.
+    """
+    devices = [device for place in places for device in place.devices.flat]
+    private = len(places) > 1 and any(map(is_private, devices))
+    if private and backend == "device":
+        raise ValueError(
+            "backend='device' is one program over all replicas, and in this run each accelerator is known to its own "
+            "process only, because some processes train on the CPU or several on one GPU; write backend='host', or "
+            "leave it out"
+        )
+    kinds = {device.device_kind for device in devices}
+    return backend == "host" or (backend == "auto" and (private or len(kinds) > 1))
 
 
 def refuse_apart() -> None:

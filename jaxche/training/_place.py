@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxche.sharding import Device
+from jaxche.sharding import Device, devices
 
 # ``begin(params, model_state, opt_state)`` makes what a replica keeps, under the names of its trees.
 Begin: TypeAlias = Callable[[Any, Any, Any], dict[str, Any]]
@@ -96,7 +96,7 @@ def spans_processes(place: Home) -> bool:
 def devices_by_process() -> dict[int, list[Device]]:
     """All devices, in order, by the number of the process that has them."""
     found: dict[int, list[Device]] = {}
-    for device in sorted(jax.devices(), key=lambda d: d.process_index):
+    for device in sorted(devices(), key=lambda d: d.process_index):
         found.setdefault(device.process_index, []).append(device)
     return found
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import measure_drift
 from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
+from jaxche.sharding import RemoteDevice
 from jaxche.training._agree import digest, update_digest
 from jaxche.training._checks import refuse_foreign_devices
 from jaxche.training._engine import Engine
@@ -73,8 +74,8 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
 
 
 def _devices_of(replica: Any, n_stages: int) -> list[Any]:
-    devices = [] if isinstance(replica, Mesh | jax.Device) else list(replica)
-    if len(devices) != n_stages or any(not isinstance(d, jax.Device) for d in devices):
+    devices = [] if isinstance(replica, Mesh | jax.Device | RemoteDevice) else list(replica)
+    if len(devices) != n_stages or any(not isinstance(d, jax.Device | RemoteDevice) for d in devices):
         raise ValueError(
             f"replicas has {replica!r}; for {n_stages} stages each replica is a list of {n_stages} devices, e.g. "
             f"replicas=[devices[:{n_stages}], devices[{n_stages}:{2 * n_stages}]], or [device] * {n_stages} for one "
@@ -90,7 +91,7 @@ def _default_replicas(n_stages: int) -> list[list[Any]]:
         if len(devices) % n_stages:
             raise ValueError(
                 f"process {process} has {len(devices)} devices, which do not make whole replicas of {n_stages} stages; "
-                f"say which to use, e.g. replicas=[jax.devices()[:{n_stages}]]"
+                f"say which to use, e.g. replicas=[jaxche.devices()[:{n_stages}]]"
             )
         replicas += [devices[i : i + n_stages] for i in range(0, len(devices), n_stages)]
     return replicas

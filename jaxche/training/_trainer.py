@@ -28,6 +28,7 @@ from jaxche.training._checks import (
     checked_paces,
     checked_places,
     checked_scaling,
+    meets_on_host,
     refuse_apart,
     rule_text,
 )
@@ -74,16 +75,17 @@ class Trainer:
       opt_state: what a merge does with each replica's optimizer state: ``"local"`` leaves it, ``"average"`` takes
         the weighted mean of its float leaves, ``"reset"`` starts anew.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
-      replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default every device
-        is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other sharding strategies all
-        devices of a process together. Of a model in stages each is a list of devices, one a stage, and stages meet
-        those of the other replicas one by one; by default the devices of each process in a row. The ``devices=`` of
-        the ``Partitioned`` itself are not used.
+      replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default each of
+        :func:`jaxche.devices` is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other
+        sharding strategies all devices of a process together. Of a model in stages each is a list of devices, one a
+        stage, and stages meet those of the other replicas one by one; by default the devices of each process in a row.
+        The ``devices=`` of the ``Partitioned`` itself are not used.
       strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
         Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
         gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
       backend: where replicas meet: ``"device"``, on their own devices; ``"host"``, on the CPU devices of their
-        processes, so that no program spans accelerators; ``"auto"``, on the host when replicas are of different kinds.
+        processes, so that no program spans accelerators; ``"auto"``, on the host when replicas are of different kinds,
+        or when processes share a GPU.
       seed: seed of ``rng=``.
       pace_ms: for experiments on equal devices: pad every local step to this wall time in ms, one number or one
         per replica. ``jaxche launch --pace`` sets it through the variable ``JAXCHE_PACE_MS``.
@@ -166,9 +168,7 @@ class Trainer:
             meets = (self.world_size == 1, self.policy is ApplyPolicy.SYNC)
             whole = not any(place.makes_pieces for place in places)
             scaled = Scaling(scaling, base_batch_size, average, *meets, joined=whole)
-        host = backend == "host" or (
-            backend == "auto" and len({d.device_kind for p in places for d in p.devices.flat}) > 1
-        )
+        host = meets_on_host(backend, places)
         loss: Any = loss_fn if staged else as_loss(loss_fn)
         settings: tuple[Any, ...] = (loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
         self._engine = StagedEngine(*settings) if staged else Engine(*settings)

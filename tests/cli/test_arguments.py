@@ -110,7 +110,7 @@ def test_words_that_contradict_are_refused_before_any_process(words, message, ca
 
 
 def test_gpus_of_several_kinds_get_a_process_each(launched, monkeypatch):
-    monkeypatch.setattr("jaxche.cluster._initialize.device_kinds", lambda *_: ["H100", "L4"])
+    monkeypatch.setattr("jaxche.cluster._initialize.devices_seen", lambda *_: [("", "H100"), ("", "L4")])
     main(["train", "--task", "digits"])
     assert launched[0][1] == 2
 

@@ -48,7 +48,7 @@ def test_a_run_that_cannot_be_joined_is_a_problem(capsys, monkeypatch):
 
 
 def test_gpus_of_several_kinds_are_no_reason_to_refuse(monkeypatch, capsys):
-    monkeypatch.setattr("jaxche.cluster._initialize.device_kinds", lambda *_: ["H100", "L4"])
+    monkeypatch.setattr("jaxche.cluster._initialize.devices_seen", lambda *_: [("", "H100"), ("", "L4")])
     monkeypatch.setattr(_doctor, "_examine", lambda store, launcher: [Finding("launcher", launcher)])
     assert main(["doctor"]) == 0
     started = []

@@ -95,13 +95,15 @@ def join(monkeypatch, service):
         monkeypatch.setattr(jax.distributed, "shutdown", lambda: calls.append("left"))
         monkeypatch.setattr(connecting, "_wait_for_coordinator", lambda *args: None)
         monkeypatch.setattr(module, "_leave_at_once_after_an_exception", lambda: None)
+        monkeypatch.setattr(module, "know_everywhere", lambda *args: None)
         return calls
 
     return joining
 
 
-def _member(kind="cpu", world=2, **changed):
-    return json.dumps({"host": "n1", "kind": kind, "num_processes": world, "versions": roll_call.versions() | changed})
+def _member(kind="cpu", world=2, gpus=(), **changed):
+    said = {"host": "n1", "kind": kind, "num_processes": world, "gpus": gpus}
+    return json.dumps(said | {"versions": roll_call.versions() | changed})
 
 
 def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypatch, join):
@@ -135,6 +137,20 @@ def test_mixed_kinds_get_their_flag_and_a_cache_each(join, tmp_path):
     assert "--xla_gpu_shard_autotuning=false" in os.environ["XLA_FLAGS"].split()
 
 
+def test_two_processes_on_one_gpu_keep_it_apart(monkeypatch, join):
+    join(_member("NVIDIA L4", gpus=["GPU-aa"]), CUDA_VISIBLE_DEVICES="0")
+    monkeypatch.setattr(module, "_environ", lambda: {"CUDA_VISIBLE_DEVICES": "0"})
+    monkeypatch.setattr(roll_call, "has_cuda", lambda: True)
+    monkeypatch.setattr("jaxche.cluster._gpus._nvidia_smi", lambda: "GPU 0: NVIDIA L4 (UUID: GPU-aa)")
+    set_, begun = {}, []
+    monkeypatch.setattr(jax.config, "update", set_.__setitem__)
+    monkeypatch.setattr(module, "own_accelerators", lambda platform: begun.append(platform) or "[]")
+    initialize(timeout_s=10)
+    assert begun == ["cuda"]
+    assert set_["jax_platforms"] == "cpu,cuda"
+    assert set_["jax_pjrt_client_create_options"] == {"num_nodes": 1, "memory_fraction": 0.375}
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -151,7 +167,8 @@ def test_other_versions_and_worlds_are_refused_before_the_backend_starts(join, o
 
 def test_gpus_of_several_kinds_in_one_process_are_refused(monkeypatch):
     _idle_backend(monkeypatch)
-    monkeypatch.setattr(module, "device_kinds", lambda *args: ["NVIDIA H100", "NVIDIA H100", "NVIDIA L4"])
+    kinds = ["NVIDIA H100", "NVIDIA H100", "NVIDIA L4"]
+    monkeypatch.setattr(module, "devices_seen", lambda *args: [("", kind) for kind in kinds])
     expected = r"2 x NVIDIA H100, 1 x NVIDIA L4.*jaxche launch -n 3 train.py"
     with pytest.raises(ValueError, match=expected):
         initialize()

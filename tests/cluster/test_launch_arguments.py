@@ -13,6 +13,8 @@ from jaxche.cluster import launch
     ("arguments", "message"),
     [
         ({"processes": 0}, "processes=0"),
+        ({"processes": 2, "on_cpu": 2}, "on_cpu=2 must leave one of processes=2"),
+        ({"processes": 2, "on_cpu": 1, "env": {"JAX_PLATFORMS": "cpu"}}, "on_cpu=1, but there are no accelerators"),
         ({"processes": 2, "pace_ms": [20.0]}, r"pace_ms=\[20.0\] has 1 value\(s\) for processes=2"),
         ({"processes": 2, "pace_ms": [20.0, -1.0]}, "-1.0 must be positive"),
         ({"processes": 1, "pace_ms": [float("nan")]}, "positive"),
@@ -82,6 +84,7 @@ def test_options_reach_the_launch(monkeypatch):
         "pace_ms": (20, 50.5),
         "prefix": False,
         "only_rank0": True,
+        "on_cpu": 0,
         "grace_s": 1,
         "pin": False,
         "elastic": True,
@@ -128,3 +131,12 @@ def test_a_wrong_word_is_refused_with_the_one_for_a_shell(words, write, capsys):
         _parse(*words, __file__)
     assert stop.value.code == 2
     assert write in capsys.readouterr().err
+
+
+def test_one_a_gpu_and_some_on_the_cpu(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more) or 0)
+    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    args = _parse("--on-cpu", "1", __file__)
+    assert args.chosen.run(args) == 0
+    assert (seen["processes"], seen["on_cpu"]) == (3, 1)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxche.cluster import count_gpus
-from jaxche.cluster._gpus import gpu_ids, gpu_kinds, parse_listing
+from jaxche.cluster._gpus import gpu_ids, parse_listing, visible_gpus
 from jaxche.cluster._placement import Place, pinned, places, rank_environment
 
 LISTING = """\
@@ -30,19 +30,22 @@ def test_gpus_are_read_from_the_variable_and_else_from_nvidia_smi(monkeypatch):
     assert count_gpus() == 0
 
 
-def test_kinds_follow_what_is_visible():
+def test_gpus_are_named_as_far_as_they_are_visible():
     plain = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA L4 (UUID: GPU-bb)\n"
-    assert gpu_kinds({}, plain) == ["NVIDIA H100", "NVIDIA L4"]
-    assert gpu_kinds({"CUDA_VISIBLE_DEVICES": "1"}, plain) == ["NVIDIA L4"]
-    assert gpu_kinds({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-aa"}, plain) == ["NVIDIA L4", "NVIDIA H100"]
-    assert gpu_kinds({"CUDA_VISIBLE_DEVICES": "5"}, plain) == ["GPU"]
-    assert gpu_kinds(NO_GPU, plain) == []
+    h100, l4 = ("GPU-aa", "NVIDIA H100"), ("GPU-bb", "NVIDIA L4")
+    assert visible_gpus({}, plain) == [h100, l4]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, plain) == [l4]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-aa"}, plain) == [l4, h100]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "5"}, plain) == [("", "GPU")]
+    assert visible_gpus(NO_GPU, plain) == []
 
 
 def test_each_rank_gets_a_gpu_and_too_few_are_refused():
     assert [place.gpu for place in places(2, {"CUDA_VISIBLE_DEVICES": "3,1,0"})] == ["3", "1"]
-    with pytest.raises(ValueError, match=r"processes=3.*1 GPU.*-n 1, or JAX_PLATFORMS=cpu jaxche launch -n 3"):
-        places(3, {"CUDA_VISIBLE_DEVICES": "0"})
+    for way in (r"-n 1, or JAX_PLATFORMS=cpu jaxche launch -n 3", "--on-cpu 2", "CUDA_VISIBLE_DEVICES=0,0,0"):
+        with pytest.raises(ValueError, match=f"processes=3.*1 GPU.*{way}"):
+            places(3, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert [place.gpu for place in places(2, {"CUDA_VISIBLE_DEVICES": "0,0"})] == ["0", "0"]
     with pytest.raises(ValueError, match=r"0 GPU\(s\)"):
         places(1, NO_GPU | {"JAX_PLATFORMS": "cuda"})
 
@@ -53,6 +56,17 @@ def test_each_rank_gets_a_gpu_and_too_few_are_refused():
 def test_cores_go_round(environ, monkeypatch):
     monkeypatch.setattr("jaxche.cluster._placement._cores", lambda: [4, 7])
     assert [place.core for place in places(3, environ)] == [4, 7, 4]
+
+
+@pytest.mark.parametrize(
+    ("environ", "first"), [({"CUDA_VISIBLE_DEVICES": "0"}, "GPU 0"), ({"JAX_PLATFORMS": "tpu"}, "tpu")]
+)
+def test_some_ranks_train_on_the_cpu_beside_the_others(environ, first):
+    one, other = places(2, environ, on_cpu=1)
+    assert (str(one), str(other)) == (first, "CPU")
+    made = rank_environment(environ, 1, 2, "h:1", other)
+    assert made["JAX_PLATFORMS"] == "cpu"
+    assert not {"XLA_FLAGS", "OMP_NUM_THREADS"} & set(made)  # it takes all cores
 
 
 def test_other_devices_are_left_to_jax():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxche.cluster import _roll_call as module
-from jaxche.cluster._roll_call import Member, cache_folder, device_kinds, own, refuse_mismatch, roll_call, versions
+from jaxche.cluster._roll_call import Member, cache_folder, devices_seen, own, refuse_mismatch, roll_call, versions
 
 
 def members(*changes, world=None):
@@ -53,16 +53,19 @@ def test_a_service_that_breaks_is_not_called_a_time_out(service):
         roll_call(service("roll_call", {}, RuntimeError("UNAVAILABLE")), 1, own(3, "cpu"), 60.0)
 
 
-def test_device_kinds(monkeypatch):
+def test_devices_seen(monkeypatch):
+    gpus = [("GPU-aa", "H100"), ("GPU-bb", "L4")]
     monkeypatch.setattr(module, "has_cuda", lambda: True)
-    monkeypatch.setattr(module, "gpu_kinds", lambda environ: ["H100", "L4"])
-    assert device_kinds({}) == ["H100", "L4"]
-    assert device_kinds({}, [1]) == ["L4"]
-    assert device_kinds({"JAX_PLATFORMS": "cpu"}) == ["cpu"]
-    assert device_kinds({"JAX_PLATFORMS": "tpu,cpu"}) == ["tpu"]
+    monkeypatch.setattr(module, "visible_gpus", lambda environ: gpus)
+    assert devices_seen({}) == gpus
+    assert devices_seen({}, [1]) == gpus[1:]
+    assert devices_seen({"JAX_LOCAL_DEVICE_IDS": "1"}) == gpus[1:]
+    assert devices_seen({"JAX_CUDA_VISIBLE_DEVICES": "0"}) == gpus[:1]
+    assert devices_seen({"JAX_PLATFORMS": "cpu"}) == [("", "cpu")]
+    assert devices_seen({"JAX_PLATFORMS": "tpu,cpu"}) == [("", "tpu")]
     # The machine has GPUs, JAX cannot use them.
     monkeypatch.setattr(module, "has_cuda", lambda: False)
-    assert device_kinds({}) == ["cpu"]
+    assert devices_seen({}) == [("", "cpu")]
 
 
 def test_a_cache_in_a_bucket():

@@ -28,6 +28,17 @@ def _on_cpu():
 
 
 @pytest.fixture(scope="session")
+def stand_ins():
+    """Makes the variables for ranks that train on a stand-in for an accelerator, next to others on the CPU."""
+
+    def variables(*ranks, devices=1):
+        path = os.pathsep.join([str(HERE.parents[1]), str(HERE / "plugins")])
+        return {"PYTHONPATH": path, "STANDIN_RANKS": ",".join(map(str, ranks)), "STANDIN_DEVICES": str(devices)}
+
+    return variables
+
+
+@pytest.fixture(scope="session")
 def load():
     """Imports a program of this folder, to compute in the test what its processes do."""
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxche
+from jaxche.sharding import is_private
 
 
 class Problem:
@@ -184,7 +185,7 @@ ISLANDS = {
 def islands(problem, groups, host):
     """Training on islands, then a batch that one process of the first cannot read."""
     strategy = jaxche.FullShard()
-    grouped = [[d for d in jax.devices() if d.process_index in group] for group in groups]
+    grouped = [[d for d in jaxche.devices() if d.process_index in group] for group in groups]
     if host:
         knobs = {"replicas": [devices[0] for devices in grouped], "backend": "host"}
     else:
@@ -275,6 +276,7 @@ def main(what, folder):
     if what == "results":
         result = {name: train(problem, **arguments) for name, arguments in CONFIGURATIONS.items()}
         result["published"] = published(jax.devices())
+        result["private"] = [is_private(device) for device in jaxche.devices()]
     elif what in ISLANDS:
         result = islands(problem, ISLANDS[what][1], host=what == "host")
     elif what == "late":

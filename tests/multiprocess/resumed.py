@@ -60,7 +60,7 @@ def callback(what, round):
 def main(what, round, folder):
     jaxche.initialize(timeout_s=60)
     problem = Problem()
-    trainer = problem.trainer(jax.device_count())
+    trainer = problem.trainer(len(jaxche.devices()))
     state, history = trainer.fit(
         trainer.init(problem.params),
         problem.data,

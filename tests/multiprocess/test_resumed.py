@@ -34,14 +34,17 @@ def undisturbed(tmp_path_factory):
     return zero
 
 
-@pytest.mark.parametrize(("what", "first"), [("stop", 0), ("TERM", 143), ("KILL", 137)])
-def test_a_run_that_ended_early_goes_on_bit_for_bit(undisturbed, tmp_path, what, first):
-    code, results = run(tmp_path, what, 3)
+@pytest.mark.parametrize(
+    ("what", "first", "accelerated"), [("stop", 0, ()), ("TERM", 143, ()), ("KILL", 137, ()), ("KILL", 137, (0,))]
+)
+def test_a_run_that_ended_early_goes_on_bit_for_bit(undisturbed, tmp_path, stand_ins, what, first, accelerated):
+    env = stand_ins(*accelerated)
+    code, results = run(tmp_path, what, 3, env=env)
     assert code == first
     assert [len(r["rounds"]) for r in results] == ([5, 5] if what == "stop" else [])
     saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert saved in ((3, 4) if what == "KILL" else (5,))
-    code, results = run(tmp_path)
+    code, results = run(tmp_path, env=env)
     assert code == 0
     assert results == [undisturbed, undisturbed]
 
@@ -94,15 +97,19 @@ def test_an_error_on_one_rank_keeps_the_checkpoint(undisturbed, tmp_path, capfd)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["LOST", "KILL"], ids=["without checkpoints", "with checkpoints"])
-def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd):
-    events = tmp_path / "events.jsonl"
-    code, (zero, two) = run(tmp_path / "run", what, 3, processes=3, elastic=True, events=events)
+@pytest.mark.parametrize(
+    ("what", "accelerated"),
+    [("LOST", ()), ("KILL", ()), ("LOST", (0, 1))],
+    ids=["without checkpoints", "with checkpoints", "on accelerators"],
+)
+def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stand_ins, accelerated):
+    options = {"elastic": True, "events": tmp_path / "events.jsonl", "env": stand_ins(*accelerated)}
+    code, (zero, two) = run(tmp_path / "run", what, 3, processes=3, **options)
     err = capfd.readouterr().err
     assert code == 0, err
     assert "rank 1 was ended by SIGKILL" in err
     assert zero == two
-    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = [json.loads(line) for line in options["events"].read_text().splitlines()]
     assert {event["event"] for event in told} == {"start", "round", "exit", "end"}  # nobody was started again
     died = next(event["time"] for event in told if event["event"] == "exit" and event.get("signal"))
     after = min(event["time"] for event in told if event["event"] == "round" and event["time"] > died)

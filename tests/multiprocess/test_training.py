@@ -16,10 +16,9 @@ from jaxche.cluster import launch
 PROGRAM = Path(__file__).with_name("program.py")
 
 
-def run(what, folder, processes=2, **options):
-    code = launch(
-        [sys.executable, str(PROGRAM), what, str(folder)], processes, env={"PYTHONWARNINGS": "error"}, **options
-    )
+def run(what, folder, processes=2, env=None, **options):
+    env = {"PYTHONWARNINGS": "error", **(env or {})}
+    code = launch([sys.executable, str(PROGRAM), what, str(folder)], processes, env=env, **options)
     return code, [json.loads(p.read_text()) for p in sorted(Path(folder).glob("*.json"))]
 
 
@@ -28,10 +27,14 @@ def program(load):
     return load("program")
 
 
-def test_two_processes_compute_what_one_process_with_two_devices_does(program, tmp_path, devices):
-    code, (zero, one) = run("results", tmp_path)
+@pytest.mark.parametrize("accelerated", [(), (0,)], ids=["all on the CPU", "one on an accelerator"])
+def test_two_processes_compute_what_one_process_with_two_devices_does(
+    program, tmp_path, devices, stand_ins, accelerated
+):
+    code, (zero, one) = run("results", tmp_path, env=stand_ins(*accelerated))
     assert code == 0
     assert zero == one  # every host saw the same rounds and holds the same parameters, bit for bit
+    assert zero["private"] == [rank in accelerated for rank in range(2)]
     problem = program.Problem()
     for name, arguments in program.CONFIGURATIONS.items():
         here = json.loads(json.dumps(program.train(problem, replicas=devices[:2], **arguments)))
@@ -44,10 +47,20 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(program, t
     assert program.published(devices[:2]) == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("what", ["islands", "unequal islands", "wide islands", "one island", "host"])
-def test_islands_of_one_and_of_several_processes_train_as_devices_do(program, tmp_path, devices, what):
+@pytest.mark.parametrize(
+    ("what", "accelerated"),
+    [
+        *((what, ()) for what in ("islands", "unequal islands", "wide islands", "one island", "host")),
+        ("islands", (0,)),
+        ("unequal islands", (1,)),
+    ],
+)
+def test_islands_of_one_and_of_several_processes_train_as_devices_do(
+    program, tmp_path, devices, stand_ins, what, accelerated
+):
     sizes, groups = program.ISLANDS[what]
-    code, results = run(what, tmp_path, processes=len(sizes))
+    env = stand_ins(*accelerated, devices=max(sizes))
+    code, results = run(what, tmp_path, processes=len(sizes), env=env)
     assert code == 0
     problem, world = program.Problem(), len(groups)
     trainer = jaxche.Trainer(program.Sums.loss, optax.adam(0.05), replicas=devices[:world])
@@ -86,8 +99,9 @@ def test_an_island_of_several_processes_that_is_late_stops_after_the_same_step_i
     assert sorted(read) == [(epoch, i) for epoch in range(2) for i in range(13)]
 
 
-def test_pipelines_in_processes_of_their_own_train_as_in_one(program, tmp_path, devices):
-    code, (zero, one) = run("pipelines", tmp_path)
+@pytest.mark.parametrize("accelerated", [(), (0,)], ids=["all on the CPU", "one on an accelerator"])
+def test_pipelines_in_processes_of_their_own_train_as_in_one(program, tmp_path, devices, stand_ins, accelerated):
+    code, (zero, one) = run("pipelines", tmp_path, env=stand_ins(*accelerated, devices=2))
     assert code == 0
     assert zero["torn"][0] == "RankError"
     assert one["torn"] == ["OSError", "disk on fire"]

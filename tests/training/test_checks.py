@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxche.sharding import NoShard
+import jaxche
+from jaxche.sharding import FullShard, NoShard, RemoteDevice, know_devices
+from jaxche.sharding import _devices as sharding_devices
 from jaxche.training._checks import (
     checked_length,
     checked_paces,
     checked_places,
+    meets_on_host,
     one_of,
     refuse_foreign_devices,
 )
@@ -52,3 +55,29 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
 def test_bad_ones_are_named(devices, call, named):
     with pytest.raises(ValueError, match=named):
         call(devices)
+
+
+def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(devices, monkeypatch):
+    same = checked_places(devices[:2], NoShard())
+    assert [meets_on_host(backend, same) for backend in ("auto", "device", "host")] == [False, False, True]
+    monkeypatch.setattr(sharding_devices, "_known", None)
+    # Of the same kind, as two processes on one GPU have them.
+    know_devices([devices[0], RemoteDevice(1, "cpu", devices[0].device_kind, 0)])
+    places = checked_places(None, NoShard())
+    assert len(places) == 2
+    assert meets_on_host("auto", places)
+    assert meets_on_host("host", places)
+    with pytest.raises(ValueError, match=r"backend='device' is one program.*write backend='host'"):
+        meets_on_host("device", places)
+    strategy = FullShard()
+    with pytest.raises(ValueError, match=r"no program can span the accelerators.*islands of its own"):
+        checked_places([strategy.mesh(jaxche.devices())], strategy)
+    assert not meets_on_host("device", places[1:])  # a single one meets nobody
+    assert not meets_on_host("device", same)
+
+
+def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
+    monkeypatch.setattr(sharding_devices, "_known", None)
+    know_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
+    checked_places(devices[:2], NoShard())
+    assert "replicas=jaxche.devices()" in caplog.text

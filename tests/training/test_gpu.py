@@ -3,12 +3,20 @@
 JAX_PLATFORMS=cuda,cpu .venv/bin/python -m pytest -m gpu
 """
 
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 import jaxche
+from jaxche.cluster import launch
+from jaxche.cluster._gpus import gpu_ids
 
 pytestmark = pytest.mark.gpu
 RATE = 0.3
@@ -78,15 +86,25 @@ def test_replicas_on_gpus_compute_what_numpy_does(problem, gpus, close, average,
     close(jax.device_get(trainer.params(state)), wanted)
 
 
-@pytest.mark.parametrize("average", ["parameters", "gradients"])
-def test_a_gpu_and_a_cpu_train_together(problem, gpus, close, average):
-    replicas = [gpus[0], jax.devices("cpu")[-1]]
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(RATE), average=average, replicas=replicas)
-    state = trainer.init(problem.params)
-    rounds = [(5, 1), (4, 2)]
-    for counts in rounds:
-        state, _ = trainer.round(state, problem.data, counts=counts)
-    close(jax.device_get(trainer.params(state)), in_numpy(problem, average, rounds))
+# The first rank on a GPU, the other beside it on the CPU; or both on that GPU.
+@pytest.mark.parametrize("on_cpu", [1, 0], ids=["a GPU and a CPU", "two on one GPU"])
+def test_unlike_processes_train_as_two_cpus_do(gpus, close, tmp_path, monkeypatch, on_cpu):
+    path = Path(__file__).parents[1] / "multiprocess" / "program.py"
+    spec = importlib.util.spec_from_file_location("program", path)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    # This process has most of the GPU's memory already.
+    env = {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env |= {"PYTHONPATH": str(path.parents[2]), "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids(os.environ)[:1] * 2)}
+    assert launch([sys.executable, str(path), "results", str(tmp_path)], 2, env=env, on_cpu=on_cpu) == 0
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert zero == one
+    assert zero["private"] == [True, not on_cpu]
+    for name in ("parameters", "gradients"):
+        wanted = program.train(program.Problem(), replicas=jax.devices("cpu")[:2], **program.CONFIGURATIONS[name])
+        for had, want in zip(zero[name]["trees"], wanted["trees"], strict=True):
+            for leaf in want:
+                close(np.array(had[leaf]), np.array(want[leaf]), rtol=1e-3, atol=1e-4)
 
 
 def test_fit_on_gpus_ends_where_fit_on_cpus_does(problem, gpus, close):
