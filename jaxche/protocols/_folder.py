@@ -7,6 +7,7 @@ way there and back takes longer than the file, for a large one reading takes sev
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jaxche.protocols._gather import write_all
 
 # What begins at a multiple of it becomes an array of the CPU backend without another copy.
 _ALIGNMENT = 64
@@ -83,7 +86,4 @@ class Folder:
 
 def _write(path: str, buffers: Sequence[Any]) -> None:
     with open(path, "xb", buffering=0) as file:
-        for part in buffers:
-            left = memoryview(part).cast("B") if len(part) else b""
-            while left:
-                left = left[file.write(left) :]
+        write_all(functools.partial(os.writev, file.fileno()), buffers)

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxche.protocols._folder import Folder
 
-# A reader is late by at most a tenth of the time it has waited.
-_FIRST_WAIT_S, _LONGEST_WAIT_S, _WAIT_GROWTH = 0.00005, 0.1, 1.1
+# A reader is late by at most a twentieth of the time it has waited.
+_FIRST_WAIT_S, _LONGEST_WAIT_S, _WAIT_GROWTH = 0.00005, 0.1, 1.05
 # One request carries what is smaller; S3 takes no more than 5 GiB in one.
 _MULTIPART_BYTES = 64 * 1024 * 1024
 

@@ -19,6 +19,7 @@ from jax._src import distributed as _jax_distributed
 from jaxche.protocols._base import Tag, WireClosedError
 from jaxche.protocols._local import Mailbox
 from jaxche.protocols._socket import Outgoing, read_arrays, read_json, write_json
+from jaxche.protocols._tensors import on_device
 from jaxche.protocols._trace import describe
 from jaxche.sharding import Device
 
@@ -169,7 +170,7 @@ class PeerWire:
                 return
             while True:
                 tag, arrays = read_arrays(sock)
-                self._mailbox.put(tag, jax.device_put(arrays, self._devices[tag.target]))
+                self._mailbox.put(tag, on_device(arrays, self._devices[tag.target]))
         except Exception as error:
             if stage is not None:
                 self._lost(stage, error)
