@@ -1,5 +1,6 @@
 """Objects in memory, in a folder and in a bucket: created once, read whole, taken away without complaint."""
 
+import errno
 import sys
 import threading
 import time
@@ -7,6 +8,7 @@ import time
 import obstore.store
 import pytest
 
+from jaxche.protocols import _folder
 from jaxche.protocols._objects import Objects
 from jaxche.protocols._opening import open_objects
 
@@ -51,6 +53,40 @@ def test_an_object_is_replaced_small_or_large(objects):
     for content in (b"one", b"two", bytes(65 * 1024 * 1024)):
         objects.replace("a", [content])
         assert text(objects.read("a", 1 << 30)) == (content, len(content))
+
+
+def test_a_large_object_outlives_its_file_and_cannot_be_written_to(objects):
+    content = b"head" + bytes(range(256)) * 8192
+    objects.create("a", [content[:4], content[4:]])
+    found, beginning = objects.read("a", 1 << 30), objects.read("a", 1 << 20)
+    objects.delete(["a"])
+    assert text(found) == (content, len(content))
+    assert text(beginning) == (content[: 1 << 20], len(content))
+    assert memoryview(found[0]).readonly
+
+
+def test_only_so_many_files_are_held_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(_folder, "_MOST_MAPPED", 3)
+    folder = _folder.Folder(tmp_path)
+    contents = {str(i): bytes([i]) * (1 << 20) for i in range(5)}
+    for key, content in contents.items():
+        folder.create(key, [content])
+    found = {key: folder.read(key, 1 << 30) for key in contents}
+    assert len(folder._mapped) == 3
+    folder.delete(list(contents))
+    assert {key: bytes(there[0]) for key, there in found.items()} == contents
+    del found
+    assert len(folder._mapped) == 0
+
+
+def test_a_file_system_without_maps_is_read(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENODEV, "No such device")
+
+    folder = _folder.Folder(tmp_path)
+    folder.create("a", [bytes(1 << 20)])
+    monkeypatch.setattr(_folder.mmap, "mmap", refuse)
+    assert text(folder.read("a", 1 << 30)) == (bytes(1 << 20), 1 << 20)
 
 
 def test_processes_agree_or_learn_that_they_do_not(objects):
