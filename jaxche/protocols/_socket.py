@@ -38,10 +38,10 @@ def read_json(sock: socket.socket) -> Any:
       EOFError: the other end is gone.
       ValueError: that is not one of our messages.
     """
-    length = _LENGTH.unpack(_read(sock, _LENGTH.size).data)[0]
+    length = _LENGTH.unpack(_read_few(sock, _LENGTH.size))[0]
     if length > _MOST_HEADER:
         raise ValueError(f"a header of {length} bytes; at most {_MOST_HEADER} are read")
-    return json.loads(_read(sock, length).tobytes())
+    return json.loads(_read_few(sock, length))
 
 
 def write_arrays(sock: socket.socket, tag: Tag, arrays: Sequence[np.ndarray]) -> None:
@@ -66,6 +66,16 @@ def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
 def _packed(value: Any) -> bytes:
     text = json.dumps(value).encode()
     return _LENGTH.pack(len(text)) + text
+
+
+def _read_few(sock: socket.socket, count: int) -> bytes:
+    taken = b""
+    while len(taken) < count:
+        got = sock.recv(count - len(taken), socket.MSG_WAITALL)
+        if not got:
+            raise EOFError("the other end closed the connection")
+        taken += got
+    return taken
 
 
 def _read(sock: socket.socket, count: int) -> np.ndarray:
