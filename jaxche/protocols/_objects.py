@@ -149,11 +149,18 @@ class Objects:
         keys = list(keys)
         if not keys:
             return
-        with self._named("deleting", self._path(keys[0])), contextlib.suppress(FileNotFoundError):
+        with self._named("deleting", self._path(keys[0])):
             if self._folder is not None:
                 self._folder.delete(keys)
-            else:
-                self._store.delete([self._path(key) for key in keys])
+                return
+            paths = [self._path(key) for key in keys]
+            try:
+                self._store.delete(paths)
+            except FileNotFoundError:
+                # Google's store minds, and obstore leaves it at that.
+                for path in paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._store.delete(path)
 
     def names(self, folder: str) -> list[str]:
         """Keys of the objects in a folder of the run, in order."""

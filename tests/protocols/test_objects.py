@@ -13,11 +13,11 @@ from jaxche.protocols._objects import Objects
 from jaxche.protocols._opening import open_objects
 
 
-@pytest.fixture(params=["memory", "folder", "file url", "bucket"])
+@pytest.fixture(params=["memory", "folder", "file url", "bucket", "google_bucket"])
 def objects(request, tmp_path):
-    if request.param == "bucket":
-        options = request.getfixturevalue("bucket")
-        return open_objects("s3://bucket/some/path", f"run-{request.node.name[:10]}-{time.time_ns()}", options)
+    if "bucket" in request.param:
+        options, scheme = request.getfixturevalue(request.param), "gs" if "google" in request.param else "s3"
+        return open_objects(f"{scheme}://bucket/some/path", f"run-{request.node.name[:10]}-{time.time_ns()}", options)
     urls = {"memory": f"memory://{tmp_path}", "folder": str(tmp_path / "new"), "file url": f"file://{tmp_path}/new"}
     return open_objects(urls[request.param], "run", {})
 
