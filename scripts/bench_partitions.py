@@ -28,7 +28,7 @@ from typing import Any
 PIPELINES = ((2, 4), (2, 16), (3, 8), (4, 8), (4, 16))
 SCHEDULES = ("1f1b", "gpipe")
 WIDTH, ROWS = 32, 4
-WARM, STREAMS, STREAM = 2, 4, 5  # streams to be warm, streams in a turn, round trips in a stream
+WARM, STREAMS, STREAM = 8, 4, 5  # streams to be warm, streams in a turn, round trips in a stream
 LOOK_AGAIN_S = 50e-6  # between two looks of a consumer of bare objects
 
 

@@ -5,10 +5,13 @@ import sys
 import threading
 import time
 
+import jax
+import numpy as np
 import obstore.store
 import pytest
 
 from jaxche.protocols import _folder
+from jaxche.protocols import _tensors as tensors
 from jaxche.protocols._objects import Objects
 from jaxche.protocols._opening import open_objects
 
@@ -77,6 +80,16 @@ def test_only_so_many_files_are_held_open(tmp_path, monkeypatch):
     assert {key: bytes(there[0]) for key, there in found.items()} == contents
     del found
     assert len(folder._mapped) == 0
+
+
+def test_a_program_may_be_given_what_came_from_a_file_to_write_into(tmp_path):
+    folder, array = _folder.Folder(tmp_path), np.arange(1 << 19, dtype=np.float32)
+    folder.create("a", tensors.encode(array))
+    before = (tmp_path / "a").read_bytes()
+    found = tensors.on_device(tensors.decode(folder.read("a", 1 << 30)[0], array, "a"), jax.devices()[0])
+    assert len(folder._mapped) == 1
+    np.testing.assert_array_equal(jax.jit(lambda x: 2 * x + 1, donate_argnums=0)(found), 2 * array + 1)
+    assert (tmp_path / "a").read_bytes() == before
 
 
 def test_a_file_system_without_maps_is_read(tmp_path, monkeypatch):
