@@ -28,7 +28,7 @@ from typing import Any
 PIPELINES = ((2, 4), (2, 16), (3, 8), (4, 8), (4, 16))
 SCHEDULES = ("1f1b", "gpipe")
 WIDTH, ROWS = 32, 4
-WARM_PAIRS, PAIRS = 10, 20
+WARM, STREAMS, STREAM = 8, 4, 5  # streams to be warm, streams in a turn, round trips in a stream
 LOOK_AGAIN_S = 50e-6  # between two looks of a consumer of bare objects
 
 
@@ -401,17 +401,21 @@ def by_transfer_server(x: Any, me: int, here: Any) -> Callable[[], None]:
 def in_turn(
     name: str, peer: str, ours: Callable[[], None], bare: Callable[[], None], mib: float, turns: int
 ) -> dict[str, Any]:
-    """MB/s of one wire and of its peer, a round trip of each in turn: the machine's own speed drifts."""
+    """MB/s of one wire and of its peer, a few round trips of each in turn: the machine's own speed drifts.
+
+    A few in a row, so that what a wire does behind its caller's back, such as deleting, is in its own time.
+    """
     times: dict[str, list[float]] = {"ours": [], "bare": []}
     actions = [("ours", ours), ("bare", bare)]
-    for pair in range(WARM_PAIRS + turns * PAIRS):
+    for pair in range(WARM + turns * STREAMS):
         for who, action in actions if pair % 2 else reversed(actions):
             start = time.perf_counter()
-            action()
-            times[who].append(time.perf_counter() - start)
-    kept = {who: values[WARM_PAIRS:] for who, values in times.items()}
+            for _ in range(STREAM):
+                action()
+            times[who].append((time.perf_counter() - start) / STREAM)
+    kept = {who: values[WARM:] for who, values in times.items()}
     rate = {who: 2 * mib * 2**20 / 1e6 / statistics.median(values) for who, values in kept.items()}
-    parts = [{who: v[i : i + PAIRS] for who, v in kept.items()} for i in range(0, turns * PAIRS, PAIRS)]
+    parts = [{who: v[i : i + STREAMS] for who, v in kept.items()} for i in range(0, turns * STREAMS, STREAMS)]
     ratios = sorted(statistics.median(part["bare"]) / statistics.median(part["ours"]) for part in parts)
     spread = [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]]
     row = {"wire": name, "peer": peer, "mib": mib, "mb_s": rate["ours"], "peer_mb_s": rate["bare"]}
@@ -420,7 +424,7 @@ def in_turn(
 
 def print_wires(rows: list[dict[str, Any]]) -> None:
     print("\nWires, one way of a round trip, against the bare operation; a ratio is the median over the turns, with")
-    print(f"its quartiles; a turn is {PAIRS} round trips of each, one of either at a time")
+    print(f"its quartiles; a turn is {STREAMS} times {STREAM} round trips of each")
     print(f"{'wire':<21}{'MiB':>5}{'MB/s':>8}   {'bare':<18}{'MB/s':>7}{'ratio':>7}  quartiles")
     for row in rows:
         low, high = row["quartiles"]

@@ -21,7 +21,7 @@ class Direct:
 
     Between devices of one process arrays are copied by ``jax.device_put``, started when the stage has dispatched its
     work and not when it is done. Between processes of a ``jax.distributed`` run (``local_stages=``) they go through
-    sockets, which work between any two kinds of device.
+    sockets, which work between any two kinds of device: local ones on one machine of Linux, TCP otherwise.
 
     Args:
       timeout_s: how long a stage waits for one of another process before that is an error.

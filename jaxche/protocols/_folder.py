@@ -2,21 +2,34 @@
 
 obstore does the same calls in threads of its own, and reads in small pieces which it joins: for a small object the
 way there and back takes longer than the file, for a large one reading takes several times as long.
+
+A large file is not read but mapped: its arrays are the system's own copy of it, which lives as long as they do, also
+when the file is taken away. A file is never written to again once it has its name, so they do not change.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxche.protocols._gather import write_all
+
 # What begins at a multiple of it becomes an array of the CPU backend without another copy.
 _ALIGNMENT = 64
+# Reading smaller ones is no slower than mapping them.
+_MAPPED_BYTES = 1 << 20
+# Each holds an open file, of which a process may have some hundreds.
+_MOST_MAPPED = 64
 
 
 class Folder:
@@ -30,6 +43,7 @@ class Folder:
 
     def __init__(self, path: Path):
         self._path = os.fspath(path)
+        self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def create(self, key: str, buffers: Sequence[Any]) -> None:
         """Write a file that is not there.
@@ -57,6 +71,12 @@ class Folder:
         with contextlib.suppress(FileNotFoundError), open(f"{self._path}/{key}", "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             length = min(size, limit)
+            if length >= _MAPPED_BYTES and len(self._mapped) < _MOST_MAPPED:
+                with contextlib.suppress(OSError):  # a file system that has no maps
+                    # Private, so that a program which is given its arrays to write into may do so.
+                    mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY)
+                    self._mapped.add(mapped)
+                    return memoryview(mapped).toreadonly(), size
             room = np.empty(length + _ALIGNMENT, np.uint8)
             start = -room.ctypes.data % _ALIGNMENT
             data = room.data[start : start + length]
@@ -71,6 +91,10 @@ class Folder:
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self._path}/{key}")
+        if self._mapped:
+            # JAX gives back what was lent to it when Python looks for garbage, or else in the next step: to free the
+            # pages of large files takes a while, which the stages need not wait for.
+            gc.collect(0)
 
     def remove_torn(self, mine: Callable[[str], bool]) -> None:
         """Delete halves of files whose names are the caller's alone."""
@@ -83,7 +107,4 @@ class Folder:
 
 def _write(path: str, buffers: Sequence[Any]) -> None:
     with open(path, "xb", buffering=0) as file:
-        for part in buffers:
-            left = memoryview(part).cast("B") if len(part) else b""
-            while left:
-                left = left[file.write(left) :]
+        write_all(functools.partial(os.writev, file.fileno()), buffers)

@@ -37,9 +37,10 @@ def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
 def _open(url: str, options: Mapping[str, Any]) -> Any:
     try:
         import obstore.store
+        import xxhash  # noqa: F401  (objects are summed by it: now, and not in the first step)
         from obstore.exceptions import BaseError
     except ImportError as error:
-        raise ImportError('DataStore needs obstore: pip install "jaxche[store]"') from error
+        raise ImportError('DataStore needs obstore and xxhash: pip install "jaxche[store]"') from error
     try:
         if "://" not in url:
             return obstore.store.LocalStore(os.path.abspath(os.path.expanduser(url)), mkdir=True)

@@ -17,8 +17,10 @@ import jax
 from jax._src import distributed as _jax_distributed
 
 from jaxche.protocols._base import Tag, WireClosedError
+from jaxche.protocols._connect import connect, listen
 from jaxche.protocols._local import Mailbox
 from jaxche.protocols._socket import Outgoing, read_arrays, read_json, write_json
+from jaxche.protocols._tensors import on_device
 from jaxche.protocols._trace import describe
 from jaxche.sharding import Device
 
@@ -31,7 +33,7 @@ class PeerWire:
 
     The coordination service tells the processes each other's addresses, and the losses. Of the ways between
     processes, sockets are the one that asks for no common order of transfers and no common kind of device, and where
-    it was measured they are faster than ``ppermute`` over gloo and ``jax.experimental.transfer``;
+    it was measured they are, from a megabyte on, faster than ``ppermute`` over gloo and ``jax.experimental.transfer``;
     ``scripts/bench_partitions.py`` prints the comparison.
 
     Args:
@@ -63,8 +65,9 @@ class PeerWire:
         self._token = secrets.token_hex(16)
         self._incoming: list[socket.socket] = []
         self._outgoing: dict[int, Outgoing] = {}
-        self._server = socket.create_server((_own_address(), 0))
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._servers, self._where = listen(_own_address())
+        for server in self._servers:
+            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
         try:
             self._meet(stages)
         except BaseException:
@@ -116,7 +119,7 @@ class PeerWire:
         self._mailbox.fail(WireClosedError("the wire was closed while a stage waited on it"))
         for outgoing in self._outgoing.values():
             outgoing.close()
-        for sock in (self._server, *self._incoming):
+        for sock in (*self._servers, *self._incoming):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
@@ -124,9 +127,7 @@ class PeerWire:
     def _meet(self, stages: Sequence[int]) -> None:
         for stage in stages:
             try:
-                self._client.key_value_set(
-                    f"{self._name}/{stage}", json.dumps([self._server.getsockname(), self._token])
-                )
+                self._client.key_value_set(f"{self._name}/{stage}", json.dumps([self._where, self._token]))
             except jax.errors.JaxRuntimeError as error:
                 raise ValueError(
                     f"local_stages={list(stages)}: stage {stage} is in another process already; give each stage to "
@@ -135,10 +136,8 @@ class PeerWire:
         for target in sorted({stage + side for stage in stages for side in (-1, 1)}):
             if not 0 <= target < self._n_stages or target in stages:
                 continue
-            address, token = json.loads(self._look_up(str(target), f"the address of stage {target}"))
-            sock = socket.create_connection(tuple(address[:2]), timeout=self._timeout_s)
-            sock.settimeout(None)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            where, token = json.loads(self._look_up(str(target), f"the address of stage {target}"))
+            sock = connect(where, self._timeout_s)
             write_json(sock, [token, stages[0]])
             self._outgoing[target] = Outgoing(sock, lambda error, target=target: self._lost(target, error))
 
@@ -151,10 +150,10 @@ class PeerWire:
                 "local_stages, and does it still run?"
             ) from error
 
-    def _accept(self) -> None:
+    def _accept(self, server: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._server.accept()
+                sock, _ = server.accept()
             except OSError:  # closed
                 return
             self._incoming.append(sock)
@@ -169,7 +168,7 @@ class PeerWire:
                 return
             while True:
                 tag, arrays = read_arrays(sock)
-                self._mailbox.put(tag, jax.device_put(arrays, self._devices[tag.target]))
+                self._mailbox.put(tag, on_device(arrays, self._devices[tag.target]))
         except Exception as error:
             if stage is not None:
                 self._lost(stage, error)

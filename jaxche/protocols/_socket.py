@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.protocols._base import Tag
+from jaxche.protocols._gather import write_all
 
 _LENGTH = struct.Struct(">I")
 _MOST_HEADER = 1 << 20
-_MOST_PARTS = 512  # a system takes 1024 at most
 # What is ready and not larger is sent from the caller's thread: sooner by the time it takes to wake another.
 _INLINE_BYTES = 1 << 20
 # XLA on CPU takes a NumPy array over without a copy if it begins at such an address.
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 def write_json(sock: socket.socket, value: Any) -> None:
     """Write one small JSON value."""
-    _write(sock, [_packed(value)])
+    write_all(sock.sendmsg, [_packed(value)])
 
 
 def read_json(sock: socket.socket) -> Any:
@@ -38,17 +38,18 @@ def read_json(sock: socket.socket) -> Any:
       EOFError: the other end is gone.
       ValueError: that is not one of our messages.
     """
-    length = _LENGTH.unpack(_read(sock, _LENGTH.size).data)[0]
+    length = _LENGTH.unpack(_read_few(sock, _LENGTH.size))[0]
     if length > _MOST_HEADER:
         raise ValueError(f"a header of {length} bytes; at most {_MOST_HEADER} are read")
-    return json.loads(_read(sock, length).tobytes())
+    return json.loads(_read_few(sock, length))
 
 
 def write_arrays(sock: socket.socket, tag: Tag, arrays: Sequence[np.ndarray]) -> None:
     """Write the leaves of a tree under a tag."""
     header = _packed([*tag, [[array.dtype.name, array.shape] for array in arrays]])
     # As bytes, because bfloat16 and its kin have no buffer of their own.
-    _write(sock, [header, *(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)])
+    payload = (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
+    write_all(sock.sendmsg, [header, *payload])
 
 
 def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
@@ -67,15 +68,14 @@ def _packed(value: Any) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-def _write(sock: socket.socket, parts: Sequence[Any]) -> None:
-    """Write all parts, the small ones in one go: each packet of its own would wake the reader once more."""
-    left = [memoryview(part) for part in parts if len(part)]
-    while left:
-        sent = sock.sendmsg(left[:_MOST_PARTS])
-        while left and sent >= len(left[0]):
-            sent -= len(left.pop(0))
-        if left:
-            left[0] = left[0][sent:]
+def _read_few(sock: socket.socket, count: int) -> bytes:
+    taken = b""
+    while len(taken) < count:
+        got = sock.recv(count - len(taken), socket.MSG_WAITALL)
+        if not got:
+            raise EOFError("the other end closed the connection")
+        taken += got
+    return taken
 
 
 def _read(sock: socket.socket, count: int) -> np.ndarray:

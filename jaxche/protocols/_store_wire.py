@@ -25,8 +25,9 @@ from jaxche.protocols._objects import Objects
 from jaxche.sharding import Device
 
 _UPLOADS = 4  # transfers side by side; each reads its arrays, sums and writes them
-# What is ready and not larger goes into a folder from the caller's thread: sooner by the time it takes to wake another.
-_INLINE_BYTES = 1 << 20
+# What is ready and not larger goes into a folder from the caller's thread, within about a millisecond: sooner by the
+# time it takes to wake another, which then shares the interpreter with the caller's waiting.
+_INLINE_BYTES = 4 << 20
 _STATES = 2
 # A process that comes back repeats at most what lies between two saves, and one save more that was under way.
 _REPEATED_SAVES = 2
@@ -76,7 +77,7 @@ class StoreWire:
         self._write(tag.step, tag.target, names.key(tag), tree)
 
     def receive(self, tag: Tag, like: Any, device: Device) -> Any:
-        return jax.device_put(self._read(tag.step, names.key(tag), like, str(tag), tag.stage), device)
+        return tensors.on_device(self._read(tag.step, names.key(tag), like, str(tag), tag.stage), device)
 
     def publish(self, step: int, loss: Any) -> None:
         # One copy a reader: whoever reads an object takes it away, so no two may share one.

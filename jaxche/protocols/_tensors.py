@@ -13,22 +13,22 @@ import itertools
 import json
 import math
 import struct
-import zlib
 from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from jaxche.protocols._checksum import checksum
+from jaxche.sharding import Device
 
 _MAGIC = b"jaxchetr"
-_VERSION = 1
+_VERSION = 2
 # magic, version, length of the header, length of the payload, checksum of the payload; then the checksum of all of
-# this and of the header. What they guard against is a torn or rotten object: who can write to the store can write a
-# valid one.
-_PREFIX = struct.Struct("<8sIIQI")
-_CHECKSUM = struct.Struct("<I")
+# this and of the header. The checksums are XXH3, which takes a fifth of the time of writing the same bytes. What they
+# guard against is a torn or rotten object: who can write to the store can write a valid one.
+_PREFIX = struct.Struct("<8sIIQQ")
+_CHECKSUM = struct.Struct("<Q")
 _START = _PREFIX.size + _CHECKSUM.size
 _ALIGNMENT = 64
 _HEADER_LIMIT = 16 * 1024 * 1024  # 100,000 leaves
@@ -119,10 +119,26 @@ def object_size(like: Any) -> int:
 def on_host(tree: Any) -> Any:
     """The tree as numpy arrays; on the CPU backend these are views, and on others the copies run side by side."""
     _layout(tree)  # what cannot be stored is refused by its name here, before numpy refuses it by another
-    for value in jax.tree.leaves(tree):
+    return jax.tree.unflatten(jax.tree.structure(tree), _fetched(jax.tree.leaves(tree)))
+
+
+def _fetched(leaves: list[Any]) -> list[np.ndarray]:
+    for value in leaves:
         if isinstance(value, jax.Array):
             value.copy_to_host_async()
-    return jax.tree.map(np.asarray, tree)
+    return [np.asarray(value) for value in leaves]
+
+
+def on_device(tree: Any, device: Device) -> Any:
+    """The numpy arrays of a tree on a device, for good: on the CPU backend without a copy where they are aligned.
+
+    What ``jax.device_put`` does, in a third of its time a leaf.
+    """
+    there = _only(device)
+    return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, there, lambda _: value), tree)
+
+
+_only = functools.lru_cache(SingleDeviceSharding)  # works out what it is once
 
 
 def encode(tree: Any) -> list[Any]:
@@ -136,14 +152,13 @@ def encode(tree: Any) -> list[Any]:
     """
     layout = _layout(tree)
     payload: list[Any] = []
-    check = length = 0
-    for leaf, value in zip(layout.leaves, jax.tree.leaves(on_host(tree)), strict=True):
+    length = 0
+    for leaf, value in zip(layout.leaves, _fetched(jax.tree.leaves(tree)), strict=True):
         flat = np.ascontiguousarray(value, dtype=_DTYPES[leaf.dtype]).reshape(-1).view(np.uint8)
-        check = checksum(flat, check)
         length += _padded(flat.size)
         payload += [part for part in (flat, np.zeros(_padded(flat.size) - flat.size, np.uint8)) if part.size]
-    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(layout.header), length, check)
-    return [prefix + _CHECKSUM.pack(zlib.crc32(layout.header, zlib.crc32(prefix))) + layout.header, *payload]
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(layout.header), length, _checksum(*payload))
+    return [prefix + _CHECKSUM.pack(_checksum(prefix, layout.header)) + layout.header, *payload]
 
 
 def decode(data: Any, like: Any, key: str) -> Any:
@@ -169,13 +184,12 @@ def decode(data: Any, like: Any, key: str) -> Any:
         raise _mismatch(header, expected.leaves, key)
     if len(view) != expected.size:
         raise DamagedObjectError(f"{key} was altered: {len(payload)} bytes are not the leaves its header names")
-    values, offset, found, flat = [], 0, 0, np.frombuffer(payload, np.uint8)
+    if _checksum(payload) != check:
+        raise _altered(key)
+    values, offset, flat = [], 0, np.frombuffer(payload, np.uint8)
     for leaf in expected.leaves:
-        found = checksum(flat[offset : offset + _padded(leaf.nbytes)], found)
         values.append(flat[offset : offset + leaf.nbytes].view(_DTYPES[leaf.dtype]).reshape(leaf.shape))
         offset += _padded(leaf.nbytes)
-    if found != check:
-        raise _altered(key)
     return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
@@ -208,9 +222,18 @@ def _open(view: memoryview, size: int, key: str) -> tuple[bytes, int]:
         raise DamagedObjectError(f"{key} is {size} bytes long where it announces {announced}: truncated or altered")
     header = bytes(view[_START : _START + header_size]) if header_size <= _HEADER_LIMIT else b""
     (head_check,) = _CHECKSUM.unpack_from(view, _PREFIX.size)
-    if zlib.crc32(header, zlib.crc32(view[: _PREFIX.size])) != head_check:
+    if _checksum(view[: _PREFIX.size], header) != head_check:
         raise _altered(key)
     return header, check
+
+
+def _checksum(*parts: Any) -> int:
+    import xxhash  # of the extra that brings the stores
+
+    hashed = xxhash.xxh3_64()
+    for part in parts:
+        hashed.update(part)
+    return hashed.intdigest()
 
 
 def _altered(key: str) -> DamagedObjectError:

@@ -1,7 +1,9 @@
 """Models cut into stages, each with its slow obvious twin: the whole model, differentiated at once."""
 
+import contextlib
 import functools
 import itertools
+import json
 import urllib.request
 import warnings
 
@@ -165,23 +167,59 @@ def close():
     return check
 
 
-@pytest.fixture(scope="session")
-def bucket():
-    """A bucket of a real S3 protocol server in this process, and what obstore needs to reach it."""
+@contextlib.contextmanager
+def served(wrap=lambda app: app):
+    """A server of the S3 protocol in this process, with a bucket."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # moto's, on its own dependencies
         from moto.server import ThreadedMotoServer
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    server._server.app = wrap(server._server.app)
     host, port = server.get_host_and_port()
     endpoint = f"http://{host}:{port}"
     urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=10).close()
-    yield {
-        "endpoint": endpoint,
-        "access_key_id": "key",
-        "secret_access_key": "secret",
-        "region": "us-east-1",
-        "virtual_hosted_style_request": False,
-        "client_options": {"allow_http": True},
-    }
+    yield endpoint
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def bucket():
+    """A bucket of a real S3 protocol server in this process, and what obstore needs to reach it."""
+    with served() as endpoint:
+        yield {
+            "endpoint": endpoint,
+            "access_key_id": "key",
+            "secret_access_key": "secret",
+            "region": "us-east-1",
+            "virtual_hosted_style_request": False,
+            "client_options": {"allow_http": True},
+        }
+
+
+def as_google(app):
+    """Google's protocol is that of S3 but for how conditions are written, who signs, and 404 for nothing to delete."""
+    signature = "AWS4-HMAC-SHA256 Credential=key/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=x"
+
+    def call(environ, start):
+        environ["HTTP_AUTHORIZATION"] = signature
+        if environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH") == "0":
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        if environ["REQUEST_METHOD"] == "DELETE":
+            found = []
+            app({**environ, "REQUEST_METHOD": "HEAD"}, lambda status, *_: found.append(status))
+            if found[0].startswith("404"):
+                start("404 Not Found", [("Content-Length", "0")])
+                return []
+        return app(environ, start)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def google_bucket():
+    """A bucket behind a server that speaks Google's protocol, and what obstore needs to reach it."""
+    with served(as_google) as endpoint:
+        key = {"gcs_base_url": endpoint, "disable_oauth": True}
+        key |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+        yield {"service_account_key": json.dumps(key), "client_options": {"allow_http": True}}

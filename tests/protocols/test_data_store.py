@@ -33,10 +33,11 @@ def test_it_is_a_value_that_keeps_its_secrets(tmp_path):
     assert "hush" not in repr(jaxche.DataStore("s3://bucket", options={"secret_access_key": "hush"}))
 
 
-@pytest.fixture(params=["memory", "folder", "bucket"])
+@pytest.fixture(params=["memory", "folder", "bucket", "google_bucket"])
 def protocol(request, tmp_path):
     urls = {"memory": f"memory://{tmp_path}", "folder": tmp_path, "bucket": f"s3://bucket/{tmp_path.name}"}
-    options = request.getfixturevalue("bucket") if request.param == "bucket" else {}
+    urls["google_bucket"] = f"gs://bucket/{tmp_path.name}"
+    options = request.getfixturevalue(request.param) if "bucket" in request.param else {}
     return jaxche.DataStore(urls[request.param], micro_batch_size=3, timeout_s=60, options=options)
 
 

@@ -66,7 +66,7 @@ def train(store, stage, save_every, losses):
             for micro in range(MICRO):
                 x = np.array([step + 1.0, micro + 1.0], np.float32)
                 if stage:
-                    x = np.asarray(wire.receive(Tag(step, micro, "forward", stage - 1), ARRAY, None))
+                    x = np.asarray(wire.receive(Tag(step, micro, "forward", stage - 1), ARRAY, jax.devices()[0]))
                 inputs.append(x)
                 outputs.append(x * state["w"])
                 if stage < STAGES - 1:
@@ -74,7 +74,7 @@ def train(store, stage, save_every, losses):
             for micro in range(MICRO):
                 back = outputs[micro] - 1
                 if stage < STAGES - 1:
-                    back = np.asarray(wire.receive(Tag(step, micro, "backward", stage + 1), ARRAY, None))
+                    back = np.asarray(wire.receive(Tag(step, micro, "backward", stage + 1), ARRAY, jax.devices()[0]))
                 grad = grad + back * inputs[micro]
                 if stage:
                     wire.send(Tag(step, micro, "backward", stage), back * state["w"])
@@ -196,7 +196,7 @@ def test_a_process_may_hold_several_stages(devices):
 def test_what_does_not_come_is_named_with_who_should_have_written_it():
     wire = wire_of(obstore.store.MemoryStore(), (1,), timeout_s=0.05)
     with pytest.raises(TimeoutError) as error:
-        wire.receive(Tag(3, 2, "forward", 0), ARRAY, None)
+        wire.receive(Tag(3, 2, "forward", 0), ARRAY, jax.devices()[0])
     assert "the activation of micro-batch 2 in step 3 from stage 0: stage 0 has not written" in str(error.value)
     assert "step-0000000003.micro-00002.forward.from-stage-000" in str(error.value)
     wire.close()
@@ -215,11 +215,11 @@ def test_damaged_and_foreign_objects_are_refused_by_their_key():
     for content in (whole[:-1], whole[:10], b"", bytes(altered), whole + b"x", bytes(40_000_000)):
         store.put(entry["path"], content)
         with pytest.raises(DamagedObjectError, match=r"forward.from-stage-000 in memory:// \(run run\)"):
-            wires[1].receive(tag, ARRAY, None)
+            wires[1].receive(tag, ARRAY, jax.devices()[0])
     store.put(entry["path"], whole)
     with pytest.raises(ValueError, match=r"float32\[2\] where the only leaf: float32\[3\] is expected"):
-        wires[1].receive(tag, jax.ShapeDtypeStruct((3,), np.float32), None)
-    np.testing.assert_array_equal(wires[1].receive(tag, ARRAY, None), [0, 0])
+        wires[1].receive(tag, jax.ShapeDtypeStruct((3,), np.float32), jax.devices()[0])
+    np.testing.assert_array_equal(wires[1].receive(tag, ARRAY, jax.devices()[0]), [0, 0])
     wires[1].close()
 
 
@@ -231,7 +231,7 @@ def test_two_writers_are_an_error_of_the_second():
     first.close()
     second.send(tag, np.ones(2, np.float32))
     with pytest.raises(ValueError, match="two writers use one run"):
-        second.receive(Tag(0, 0, "backward", 1), ARRAY, None)  # which would otherwise wait for its deadline
+        second.receive(Tag(0, 0, "backward", 1), ARRAY, jax.devices()[0])  # which would otherwise wait for its deadline
     second.close()  # has been told
     third = wire_of(store)
     third.send(tag, np.ones(2, np.float32))
@@ -260,7 +260,7 @@ def test_closing_ends_the_wait_of_others():
 
     def wait():
         with suppress(WireClosedError):
-            wire.receive(Tag(0, 0, "backward", 1), ARRAY, None)
+            wire.receive(Tag(0, 0, "backward", 1), ARRAY, jax.devices()[0])
             return
         caught.append(True)
 
