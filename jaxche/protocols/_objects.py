@@ -166,7 +166,8 @@ class Objects:
         """Keys of the objects in a folder of the run, in order."""
         with self._named("listing", folder):
             found = [entry["path"] for chunk in self._store.list(self._path(folder)) for entry in chunk]
-        return sorted(path[len(self._run) + 1 :] for path in found)
+        # NFS keeps a file that is deleted while it is mapped under a hidden name.
+        return sorted(path[len(self._run) + 1 :] for path in found if not path.rpartition("/")[2].startswith("."))
 
     def remove_torn(self, mine: Callable[[str], bool]) -> None:
         """Delete what processes that were killed had half written.

@@ -182,6 +182,13 @@ def test_what_a_killed_process_had_half_written_is_removed(objects, tmp_path):
         assert [path.exists() for path in torn] == [False, False, True]
 
 
+def test_what_a_network_file_system_keeps_of_a_deleted_file_is_no_object(tmp_path):
+    objects = open_objects(str(tmp_path), "run", {})
+    objects.create("folder/a", [b"x"])
+    (tmp_path / "run" / "folder" / ".nfs000000000001").write_bytes(b"x")
+    assert objects.names("folder") == ["folder/a"]
+
+
 @pytest.mark.parametrize(("url", "options"), [("ftp://x", {}), ("s3://", {}), ("s3://bucket", {"colour": "red"})])
 def test_what_names_no_store_is_refused(url, options):
     with pytest.raises(ValueError, match=r'names no store .*"s3://bucket/path"'):
