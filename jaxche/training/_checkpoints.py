@@ -36,8 +36,9 @@ class Checkpoints:
 
     A checkpoint holds the merged parameters and model state, every replica's optimizer state, the outer optimizer's,
     noise and progress, the cadence, and the place in the data. Saving copies the arrays and writes while training goes
-    on, and the next one waits for it: what a run can lose is the round it is in and the one before. A checkpoint that
-    was not finished does not count. In a run of many processes all of them write, into one folder that all see.
+    on, and the next one waits for it: what a run can lose is the round it is in and the one before; with ``durable``
+    the round it is in. A file that is damaged later costs one checkpoint more. One that was not finished does not
+    count. In a run of many processes all of them write, into one folder that all see.
 
     Training goes on bit for bit where there are as many replicas as before. With another number, each starts with the
     mean of the saved optimizer states (of what is not a float, the first replica's), and the cadence measures anew
@@ -50,9 +51,10 @@ class Checkpoints:
       folder: for the checkpoints of one run.
       every: rounds between two of them. The last round, and one that a stop was asked for in, is always saved.
       keep: how many of the newest to keep.
+      durable: whether training waits until each is written. Not in an elastic run, which waits for nobody who dies.
 
     Raises:
-      ValueError: ``every`` or ``keep`` below 1.
+      ValueError: ``every`` or ``keep`` below 1; and in ``trainer.fit``, ``durable`` in an elastic run.
 
     References:
       Orbax, ``CheckpointManager``.
@@ -74,6 +76,7 @@ class Checkpoints:
     folder: str | os.PathLike[str]
     every: int = 1
     keep: int = 3
+    durable: bool = False
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):
@@ -100,6 +103,11 @@ class Keeper:
             import orbax.checkpoint as ocp
         except ImportError as error:
             raise ImportError("checkpoints need Orbax: pip install 'jaxche[checkpoints]'") from error
+        if asked.durable and is_elastic():
+            raise ValueError(
+                "durable=True waits for all processes to write, and an elastic run goes on without those that die: its "
+                "parameters are safe with the others; leave durable out"
+            )
         self._ocp, self._asked, self._trainer, self._batches = ocp, asked, trainer, batches
         self._folder = Path(asked.folder).resolve()
         error = None
@@ -250,7 +258,7 @@ class Keeper:
         return state.round % self._asked.every == 0
 
     def save(self, state: ReplicaState) -> None:
-        """Save a state, unless it is; returns when the arrays are copied."""
+        """Save a state, unless it is; returns when the arrays are copied, or written."""
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._begun = state.round
@@ -266,6 +274,8 @@ class Keeper:
         }
         items = {name: args.StandardSave(item) for name, item in _items(trees).items()}
         self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+        if self._asked.durable:
+            self.settle()
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
         """Wait until all is written, at the end of a ``with`` block; but not for processes that have died."""

@@ -219,6 +219,27 @@ def test_only_the_newest_are_kept_and_only_those_that_were_asked_for(problem, de
     assert kept == [8, 9]
 
 
+def test_a_durable_one_is_written_when_its_round_ends(problem, devices, tmp_path):
+    trainer, seen = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]), []
+    trainer.fit(
+        trainer.init(problem.params),
+        problem.data,
+        progress=False,
+        callbacks=[lambda state, info: seen.append((tmp_path / str(state.round)).exists())],
+        checkpoints=jaxche.Checkpoints(tmp_path, durable=True),
+    )
+    assert len(seen) > 1
+    assert all(seen)
+
+
+def test_an_elastic_run_waits_for_nobody(problem, devices, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxche.training._checkpoints.is_elastic", lambda: True)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match=r"durable=True waits for all processes.*leave durable out"):
+        trainer.fit(trainer.init(problem.params), problem.data, checkpoints=jaxche.Checkpoints(tmp_path, durable=True))
+    assert trainer.compilations == 0
+
+
 def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
     folder, run, *_ = saved
     wide = {"w": np.zeros((5, 2), np.float32), "b": np.zeros((2, 1), np.float32)}
