@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import uuid
 from collections.abc import Mapping
@@ -37,8 +38,9 @@ def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
 def _open(url: str, options: Mapping[str, Any]) -> Any:
     try:
         import obstore.store
-        import xxhash  # noqa: F401  (objects are summed by it: now, and not in the first step)
         from obstore.exceptions import BaseError
+
+        importlib.import_module("xxhash")  # objects are summed by it: missed now, and not in the first step
     except ImportError as error:
         raise ImportError('DataStore needs obstore and xxhash: pip install "jaxche[store]"') from error
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxche")
 
 # Of what is in a checkpoint and where. A folder of another format is refused.
-_FORMAT = 3
+_FORMAT = 2
 # For all processes to have written their parts, in a run whose processes may die.
 _PATIENCE_S = 30
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -289,12 +288,9 @@ class Engine:
         table = np.concatenate([rows, np.asarray(carry["sums"])], axis=1)
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
-        tracked, steps = carry["tracked"], np.float32(outcomes[0].steps)
-        known = {"progress": start.progress, "examples": tracked["examples"], "steps": steps}
-        noise, progress, told = _told(
-            self._scaling, known | {name: carry[name] for name in ("noise", "scaled", "sums")}
-        )
-        noise = dataclasses.replace(noise, previous=tracked["previous"])
+        known = {name: carry[name] for name in ("noise", "scaled", "sums", "tracked", "params")}
+        known |= {"progress": start.progress, "steps": np.float32(outcomes[0].steps)}
+        noise, progress, told = _told(self._scaling, known)
         local = local._replace(noise=noise, progress=progress)
         return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
 
@@ -358,6 +354,7 @@ _first_row = jax.jit(first)
 def _told(scaling: Scaling, known: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Noise and progress after a single replica's steps, and what the round tells of its scaling."""
     scaled, progress = known["scaled"], known["progress"] + known["scaled"][:, 0]
-    noise = scaling.watched(first(known["noise"]), known["sums"][0, 0] - known["examples"][0])
+    noise, tracked, params = first((known["noise"], known["tracked"], known["params"]))
+    noise = scaling.watched(noise, tracked, known["sums"][0, 0], params)
     told = [noise.critical_batch_size, *(scaled[0] / known["steps"]), progress[0], noise.base_batch_size]
     return lift(noise), progress, jnp.stack(told)

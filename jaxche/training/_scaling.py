@@ -110,7 +110,7 @@ class Scaling:
 
     def start(self, params: Any) -> dict[str, Any]:
         """The entries of a ``Local`` before the first round."""
-        noise = noise_scale.init(self._join(params), base_batch_size=self.base_batch_size, differenced=self.solo)
+        noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
         return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
 
     def begin(self, noise: Any, params: Any, opt_state: Any) -> tuple[Any, dict[str, Any]]:
@@ -128,7 +128,7 @@ class Scaling:
         steps = {"scaled": jnp.zeros(2, jnp.float32)}
         if self.solo:
             noise = jax.tree.map(jnp.copy, noise)
-            tracked = {"previous": noise.previous, "examples": jnp.zeros((), jnp.float32)}
+            tracked = {"previous": self._join(noise.previous), "examples": jnp.zeros((), jnp.float32)}
             return seen, steps | {"noise": replace(noise, previous=None), "tracked": tracked}
         return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(self._join(params))}}
 
@@ -143,7 +143,7 @@ class Scaling:
           seen: from :meth:`begin`.
         """
         grads = self._join(grads)
-        sums = noise_scale.local_sums(noise, grads, examples, opt_state=seen)
+        sums = noise_scale.local_sums(self._of(grads, noise), grads, examples, opt_state=seen)
         if self.average == "gradients":
             return jax.tree.map(jnp.add, tracked, sums)
         total = add_weighted(tracked["grads"], grads, examples)
@@ -151,17 +151,20 @@ class Scaling:
 
     def watch(self, noise: Any, tracked: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
         """The single replica's noise scale after a step that was measured, and what is tracked."""
-        whole = replace(self._based(noise), previous=tracked["previous"])
-        after = noise_scale.update_from_one(whole, self._join(grads), examples, opt_state=seen)
+        grads = self._join(grads)
+        whole = replace(self._of(grads, self._based(noise)), previous=tracked["previous"])
+        after = noise_scale.update_from_one(whole, grads, examples, opt_state=seen)
         tracked = {"previous": after.previous, "examples": tracked["examples"] + examples}
-        return replace(after, previous=None), tracked
+        return replace(after, previous=None, groups=noise.groups), tracked
 
-    def watched(self, noise: Any, unmeasured: Any) -> Any:
-        """The single replica's noise scale after a round, which took so many examples without measuring.
+    def watched(self, noise: Any, tracked: Any, examples: Any, params: Any) -> Any:
+        """The single replica's noise scale after a round of so many examples.
 
-        They let the averages fade, but change nothing that is read of them: that can wait till now.
+        Those it took without measuring let the averages fade, but change nothing that is read of them: that can wait
+        till now.
         """
-        return noise_scale.skip(self._based(noise), unmeasured)
+        noise = noise_scale.skip(self._based(noise), examples - tracked["examples"])
+        return replace(noise, previous=self._split(tracked["previous"], params))
 
     def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
         """What the scaled optimizer wants to know for an update on so many examples."""
@@ -181,7 +184,7 @@ class Scaling:
         measured = tracked["sums"].examples
         mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
         seen = self._preconditioner(opt_state, params)
-        own = noise_scale.local_estimates(noise, tracked["sums"], mean, opt_state=seen)
+        own = noise_scale.local_estimates(self._of(mean, noise), tracked["sums"], mean, opt_state=seen)
         return own, examples - measured
 
     def learnt(self, noise: Any, total: Any) -> Any:
@@ -193,8 +196,9 @@ class Scaling:
         """The next noise scale of averaged gradients, from everybody's sums, the mean gradient and its examples."""
         unseen = jnp.where(total.contributors > 0, jnp.float32(0), examples)
         noise = noise_scale.skip(self._based(noise), unseen)
-        seen = self._preconditioner(opt_state, mean_grads)
-        return noise_scale.update_from_sums(noise, total, self._join(mean_grads), opt_state=seen)
+        seen, mean = self._preconditioner(opt_state, mean_grads), self._join(mean_grads)
+        after = noise_scale.update_from_sums(self._of(mean, noise), total, mean, opt_state=seen)
+        return replace(after, groups=noise.groups)
 
     def on_batches_of(self, examples: int) -> Scaling:
         """The same with the base batch known: the one given, else the batch of the data."""
@@ -217,6 +221,24 @@ class Scaling:
         leaves = jax.tree.leaves(tree)
         small = [x.ravel() for x in leaves if x.size < _SMALL]
         return [x for x in leaves if x.size >= _SMALL] + ([jnp.concatenate(small)] if small else [])
+
+    def _split(self, joined: Any, like: Any) -> Any:
+        """What was joined as a tree like this one again."""
+        if not self.joined:
+            return joined
+        leaves, treedef = jax.tree.flatten(like)
+        large = iter(joined)
+        found = [next(large) if x.size >= _SMALL else None for x in leaves]
+        small, start = next(large, jnp.zeros(0)), 0
+        for i, x in enumerate(leaves):
+            if found[i] is None:
+                found[i] = small[start : start + x.size].reshape(x.shape).astype(x.dtype)
+                start += x.size
+        return jax.tree.unflatten(treedef, found)
+
+    def _of(self, joined: Any, noise: Any) -> Any:
+        """The noise scale of arrays as they are looked at; what a state keeps is of the parameters' own."""
+        return replace(noise, groups=noise_scale.init(joined).groups) if self.joined else noise
 
     def _based(self, noise: Any) -> Any:
         """The noise with its base batch, which the first round sets and a state keeps."""

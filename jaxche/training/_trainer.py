@@ -94,9 +94,10 @@ class Trainer:
         averaging parameters, each local step counts for the merge's
         :func:`~jaxche.scaling.effective_replicas`, and the noise is estimated by replicas with two steps or more
         in a round, from their own batches (one more gradient in memory). A single replica compares successive
-        gradients (likewise). Measured are the first steps of a round, 8 of each replica or 12 of a single one; those
-        after them run a program of their own with the arithmetic of a step without a rule, and age the noise scale's
-        averages as the others do (:func:`~jaxche.scaling.noise_scale.skip`).
+        gradients (likewise). Measured are the first steps of a round, 8 of each replica or 12 of a single one, and
+        after the first eight rounds one step in eight, every so many rounds; the others run a program of their own with
+        the arithmetic of a step without a rule, and age the noise scale's averages as those that are measured do
+        (:func:`~jaxche.scaling.noise_scale.skip`).
       base_batch_size: examples in the batch the learning rate was tuned for; by default those of one batch of the
         data.
 

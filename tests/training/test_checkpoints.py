@@ -252,7 +252,7 @@ def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
     with pytest.raises(ValueError, match="batches=12, and this one has 6"):
         run(data=make_problem(examples=48).data)
     meta = folder / "3" / "run" / "metadata"
-    meta.write_text(meta.read_text().replace('"format": 3', '"format": 0').replace(jaxche.__version__, "0.0.1"))
+    meta.write_text(meta.read_text().replace('"format": 2', '"format": 0').replace(jaxche.__version__, "0.0.1"))
     with pytest.raises(ValueError, match=r"pip install jaxche==0\.0\.1"):
         run()
 

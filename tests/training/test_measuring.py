@@ -172,6 +172,27 @@ def test_a_run_goes_on_and_is_replayed_bit_for_bit(long, devices, same, tmp_path
         same([local.noise for local in other.locals], [local.noise for local in whole.locals])
 
 
+def test_one_device_goes_on_as_an_island_and_an_island_as_one_device(long, devices, close, tmp_path):
+    places = [(devices[0], None), (jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard())]
+    ends = []
+    for number, order in enumerate((places[:1], places, places[::-1])):
+        for epochs, (replica, strategy) in zip((3,) if len(order) == 1 else (1, 3), order, strict=True):
+            arguments = {
+                "replicas": [replica],
+                "strategy": strategy,
+                "scaling": jaxche.AdaScale(),
+                "base_batch_size": 2,
+            }
+            trainer, folder = jaxche.Trainer(long.loss, optax.adam(0.05), **arguments), tmp_path / str(number)
+            start = trainer.init(long.params)
+            state, history = trainer.fit(start, long.data, epochs=epochs, progress=False, checkpoints=folder)
+        # What a state keeps is of the parameters' own arrays, however they were measured.
+        assert jax.tree.structure(trainer.noise(state).previous) == jax.tree.structure(long.params)
+        ends.append((trainer.params(state), history[-1].noise, history[-1].progress))
+    close(ends[0], ends[1], rtol=1e-3, atol=1e-5)
+    close(ends[0], ends[2], rtol=1e-3, atol=1e-5)
+
+
 def test_an_island_measures_the_same_steps(long, devices, close):
     ends = []
     for replica, strategy in ((devices[0], None), (jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard())):
