@@ -42,7 +42,9 @@ class Checkpoints:
 
     Training goes on bit for bit where there are as many replicas as before. With another number, each starts with the
     mean of the saved optimizer states (of what is not a float, the first replica's), and the cadence measures anew
-    from the saved anchor. No batch is trained on twice or left out: the place in the data does not depend on who reads.
+    from the saved anchor; the noise scale goes on, and where there is but one replica before or after, its next
+    gradient is not compared with an earlier one. No batch is trained on twice or left out: the place in the data does
+    not depend on who reads.
 
     Plain Orbax opens the parameters: ``ocp.StandardCheckpointer().restore(folder / "12" / "params")``. The record of
     the rounds is beside them, in ``history.jsonl``.
@@ -220,7 +222,7 @@ class Keeper:
                 f"{where} was written by jaxche {meta['jaxche']} in another format, and this is {version}; "
                 f"write pip install jaxche=={meta['jaxche']}, or give another folder"
             )
-        wanted = shapes(self._packing(state).saved_as(meta["rows"]))
+        wanted = shapes(self._packing(self._as_saved(meta, state)).saved_as(meta["rows"]))
         for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
             have, want = meta["leaves"].get(path, "missing"), wanted.get(path, "not there")
             if have != want:
@@ -236,13 +238,19 @@ class Keeper:
                 )
 
     def _read(self, step: int, meta: Any, state: ReplicaState) -> ReplicaState:
-        args, packing = self._ocp.args, self._packing(state)
+        args, packing = self._ocp.args, self._packing(self._as_saved(meta, state))
         wanted = packing.saved_as(meta["rows"])
         items = {name: args.StandardRestore(item) for name, item in _items(wanted).items()}
         found = self._manager.restore(step, args=args.Composite(**items))
         trees = {"params": found.params} | (found.state if "state" in items else {})
         named = {name: unnested(tree, trees[name]) for name, tree in wanted.items()}
-        return with_numbers(replace(state, locals=packing.unpack(named, meta["rows"])), meta)
+        locals_ = self._trainer._engine.comparing(packing.unpack(named, meta["rows"]))
+        return with_numbers(replace(state, locals=locals_), meta)
+
+    def _as_saved(self, meta: Any, state: ReplicaState) -> ReplicaState:
+        """The state in the form of a checkpoint: one of a single replica may hold its previous gradient."""
+        compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
+        return replace(state, locals=self._trainer._engine.comparing(state.locals, compares))
 
     def _packing(self, state: ReplicaState) -> Packing:
         return self._trainer._engine.packing(state.locals)

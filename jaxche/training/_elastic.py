@@ -14,7 +14,7 @@ import jax
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.cadence import ElChe
+from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.training._agree import gather_json, generation, member_lives, regroup
 from jaxche.training._lives import PeerLostError, await_loss, awaited
 from jaxche.training._state import ReplicaState
@@ -73,10 +73,12 @@ def _fall_back(trainer: Trainer, state: ReplicaState, before: ReplicaState | Non
     if state.round > min(reached):
         assert before is not None, "who has finished a round knows where it began"
         state = before
-    if not order or (len(order) == 1 and (trainer.average != "parameters" or trainer.scaling is not None)):
+    if not order:
         error.add_note(f"process {lost} died, and what is left cannot go on by itself")
         raise error
     state = replace(state, che=rearranged(trainer, state.che, order))
+    if len(order) == 1:  # takes what it took, by the rules of several: an outer step or an update needs its round
+        trainer._alone = 1 if trainer.policy is ApplyPolicy.SYNC else trainer._pace_of[order[0]][0]
     engine.arrange(order, state.locals)
     trainer.world_size = len(order)
     _log.warning("process %s died: going on from round %s with %s", lost, state.round, len(order))

@@ -27,7 +27,7 @@ from jaxche.training._packing import Packing
 from jaxche.training._place import Place, first, is_local, lift, spans_processes, without_replica_axis
 from jaxche.training._programs import Local, LocalPrograms
 from jaxche.training._replica import Outcome, Replica
-from jaxche.training._scaling import Scaled, Scaling, Worth
+from jaxche.training._scaling import Scaled, Scaling, Worth, comparing
 
 
 class Engine:
@@ -132,7 +132,7 @@ class Engine:
         self._replicas = [replicas[order[rank]] for rank in self.ranks] if replicas else []
         for rank, replica in zip(self.ranks, self._replicas, strict=False):
             replica.rank = rank
-        if self.world_size > 1 and replicas:
+        if replicas:
             self._merge = self._make_merge(locals_[0])
             self._warm_up_merge(locals_)
 
@@ -151,6 +151,23 @@ class Engine:
         alike = self._average == "gradients" or self._opt_mode != "local"
         own = ("model_state",) if alike else ("model_state", "opt_state")
         return Packing(self._meeting, own, self.world_size, locals_)
+
+    def comparing(self, locals_: Sequence[Local], compares: bool | None = None) -> tuple[Local, ...]:
+        """The same replicas, in whose noise there is a previous gradient to compare the next one with, or none.
+
+        Args:
+          locals_: of this process.
+          compares: which of both; by default what this engine's steps need, who compare where there is one replica.
+        """
+        if self._scaling is None or locals_[0].noise is None:
+            return tuple(locals_)
+        self._lay_out(without_replica_axis(locals_[0].params))
+        compares = self._scaling.solo if compares is None else compares
+        noises = [{"noise": comparing(local.noise, local.params, compares)} for local in locals_]
+        places = [self._places[rank] for rank in self.ranks]
+        return tuple(
+            local._replace(**place.move(noise)) for local, place, noise in zip(locals_, places, noises, strict=True)
+        )
 
     def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
         """Compile and warm up everything a round runs, and check that all processes agree; once.
@@ -277,9 +294,11 @@ class Engine:
         self._read(data).anticipate([plan.share(rank) for rank in self.ranks])
 
     def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray) -> Merged:
-        """Bring all replicas together; with a single one, only read its numbers."""
+        """Bring all replicas together. A run that began with a single one only reads its numbers; of several, the one
+        that is left goes on by their rules.
+        """
         carries = [outcome.carry for outcome in outcomes]
-        if self.world_size > 1:
+        if len(self._all) > 1:
             return self._merge(locals_, carries, rows)
         carry, (start,) = carries[0], locals_
         if spans_processes(self._places[0]):

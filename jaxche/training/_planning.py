@@ -8,14 +8,19 @@ from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, clamp_counts, limit_le
 from jaxche.training._state import ReplicaState
 
 # Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
-_SOLO_ROUND = 50
+SOLO_ROUND = 50
 
 # Rounds may be a few milliseconds long, and a hiccup of the machine is no reason to cut one short.
 _LEAST_PATIENCE_MS = 200.0
 
 
 def next_plan(
-    state: ReplicaState, size: int, policy: ApplyPolicy, world_size: int, last_epoch: int | None = None
+    state: ReplicaState,
+    size: int,
+    policy: ApplyPolicy,
+    world_size: int,
+    last_epoch: int | None = None,
+    alone: int = SOLO_ROUND,
 ) -> RoundPlan:
     """The round that follows from a state; batches that replicas owe from an earlier one come first.
 
@@ -25,6 +30,7 @@ def next_plan(
       policy: when replicas meet.
       world_size: replicas.
       last_epoch: where training ends, for a round that crosses epochs.
+      alone: steps of a single replica.
     """
     lead = state.che.max_batch_diff if state.che else None
     if state.owed:
@@ -32,7 +38,7 @@ def next_plan(
         wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
         return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
     if state.che is None:
-        counts = (_SOLO_ROUND,)
+        counts = (alone,)
     else:
         counts = (1,) * world_size if policy is ApplyPolicy.SYNC else state.che.batch_counts
     return plan_round(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -244,3 +245,18 @@ class Scaling:
         """The noise with its base batch, which the first round sets and a state keeps."""
         kept = noise.base_batch_size
         return replace(noise, base_batch_size=jnp.where(kept > 0, kept, jnp.float32(self.base_batch_size or 0)))
+
+
+def comparing(noise: Any, params: Any, compares: bool) -> Any:
+    """The noise scale with a place for the previous gradient, or without; one it had before is forgotten.
+
+    Args:
+      noise: of a replica.
+      params: of that replica; a gradient lies like them.
+      compares: whether the next gradient is compared with the one before, as a single replica does.
+    """
+    if (noise.previous is not None) == compares:
+        return noise
+    like = {"previous": params if compares else None, "has_previous": noise.has_previous}
+    where = jax.tree.map(lambda x: x.sharding, like)
+    return replace(noise, **jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=where)(like))

@@ -37,7 +37,7 @@ from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._join import newcomers
 from jaxche.training._learn import learn
-from jaxche.training._planning import forced_plan, limit_ms, next_plan
+from jaxche.training._planning import SOLO_ROUND, forced_plan, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._staged import StagedEngine, checked_stages
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
@@ -187,9 +187,10 @@ class Trainer:
         }
         self.seed = seed
         self._stop = Stop.NO
-        # Processes that wait to join, and what was learnt of each rank of the start.
+        # Processes that wait to join, what was learnt of each rank of the start, and the steps in a round of one.
         self._newcomers: dict[str, Any] | None = None
         self._pace_of: dict[int, Any] = {}
+        self._alone = SOLO_ROUND
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:
@@ -354,7 +355,7 @@ class Trainer:
         self, state: ReplicaState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
     ) -> RoundPlan:
         where = (state, size, self.policy, self.world_size)
-        return next_plan(*where, last_epoch) if counts is None else forced_plan(*where, counts)
+        return next_plan(*where, last_epoch, self._alone) if counts is None else forced_plan(*where, counts)
 
     def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]

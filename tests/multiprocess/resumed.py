@@ -17,6 +17,11 @@ import jaxche
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
 MANY_EPOCHS = 12
+RULES = {
+    "plain": {},
+    "scaled": {"scaling": jaxche.AdamScale(), "base_batch_size": 4},
+    "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
+}
 
 
 class Problem:
@@ -39,12 +44,12 @@ class Problem:
         return jaxche.Trainer(self.loss, optax.adam(0.05), che=che, **arguments)
 
 
-def callback(what, round):
+def callback(what, round, world):
     """What happens in the callback after a round, on rank 1, unless the run was started anew."""
 
     def call(state, info):
-        if what.startswith("JOIN") and len(info.counts) == 2:
-            time.sleep(0.7)  # the run is not to end before a third has started
+        if what.startswith("JOIN") and len(info.counts) < world:
+            time.sleep(0.7)  # the run is not to end before a replacement has started
         if info.round != round or jax.process_index() != 1 or int(os.environ.get("JAXCHE_RESTART", 0)):
             return False
         name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL")
@@ -57,15 +62,15 @@ def callback(what, round):
     return call
 
 
-def main(what, round, folder):
+def main(what, round, folder, rules="plain"):
     jaxche.initialize(timeout_s=60)
-    problem = Problem()
-    trainer = problem.trainer(len(jaxche.devices()))
+    problem, world = Problem(), len(jaxche.devices())
+    trainer = problem.trainer(world, **RULES[rules])
     state, history = trainer.fit(
         trainer.init(problem.params),
         problem.data,
         epochs=MANY_EPOCHS if what.startswith("JOIN") else EPOCHS,
-        callbacks=[callback(what, int(round))],
+        callbacks=[callback(what, int(round), world)],
         progress=False,
         checkpoints=None if what in ("LOST", "JOIN", "STOP unsaved") else Path(folder) / "checkpoints",
     )

@@ -14,9 +14,9 @@ from jaxche.cluster import launch
 PROGRAM = Path(__file__).with_name("resumed.py")
 
 
-def run(folder, what="nothing", round=0, processes=2, **options):
+def run(folder, what="nothing", round=0, processes=2, rules="plain", **options):
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(PROGRAM), what, str(round), str(folder)]
+    command = [sys.executable, str(PROGRAM), what, str(round), str(folder), rules]
     code = launch(command, processes, grace_s=2.0, **options)
     return code, [json.loads(p.read_text()) for p in sorted(folder.glob("[0-9].json"))]
 
@@ -133,6 +133,32 @@ def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stan
         assert info.loss == pytest.approx(loss, rel=1e-5)
     here = jax.device_get(second.params(other))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-5, atol=1e-6), here, zero["params"])
+
+
+@pytest.mark.parametrize(("what", "rules"), [("LOST", "scaled"), ("JOIN", "scaled gradients")])
+def test_one_that_is_left_goes_on_by_the_rules_of_several(program, tmp_path, devices, what, rules, capfd):
+    options = {"elastic": True, "max_restarts": int(what == "JOIN")}
+    code, results = run(tmp_path / "run", what, 3, rules=rules, **options)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    zero = results[0]
+    assert results == [zero] * (2 if what == "JOIN" else 1)
+    rounds = zero["rounds"]
+    worlds = [len(counts) for _, _, _, counts, _ in rounds]
+    assert worlds[:5] == [2, 2, 2, 2, 1]
+    assert worlds[-1] == (2 if what == "JOIN" else 1)
+    # A replica that takes no steps adds nothing to a merge.
+    problem = program.Problem()
+    trainer = problem.trainer(2, replicas=devices[:2], **program.RULES[rules])
+    state = trainer.init(problem.params)
+    for _, epoch, cursor, counts, loss in rounds:
+        assert (epoch, cursor) == (state.epoch, state.cursor)
+        state, info = trainer.round(state, problem.data, counts=(*counts, 0)[:2])
+        assert info.loss == pytest.approx(loss, rel=1e-5)
+    assert state.epoch == (program.MANY_EPOCHS if what == "JOIN" else program.EPOCHS)
+    assert trainer.noise(state).unbias > 0
+    here = jax.device_get(trainer.params(state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-4, atol=1e-5), here, zero["params"])
 
 
 @pytest.mark.slow

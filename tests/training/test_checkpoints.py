@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxche
-from jaxche.sharding import FullShard
+from jaxche.sharding import FullShard, ShardGradOp
 
 
 def noisy_loss(params, batch, rng, model_state):
@@ -112,6 +112,44 @@ def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close
         close(*(jax.device_get(plain(s)[0][:2]) for s in (found, undisturbed)), rtol=2e-5)
 
 
+@pytest.mark.parametrize("order", [("uneven", "one"), ("one", "uneven")], ids=" to ".join)
+def test_noise_goes_on_in_islands_of_another_number(devices, tmp_path, same, order):
+    rng = np.random.default_rng(0)
+    data = jaxche.Batches(rng.normal(size=(64, 8)).astype(np.float32), 8)
+    params = {"w": rng.normal(size=(8, 4)).astype(np.float32), "b": np.zeros(4, np.float32)}
+    strategy = ShardGradOp(min_size=1)
+    islands = {
+        "one": [strategy.mesh(devices[:2])],
+        "uneven": [strategy.mesh(devices[:2]), strategy.mesh(devices[2:6])],
+    }
+
+    def run(replicas, epochs):
+        trainer = jaxche.Trainer(
+            lambda p, x: jnp.mean((jnp.tanh(x @ p["w"] + p["b"]) - 1.0) ** 2),
+            optax.adam(0.05),
+            replicas=islands[replicas],
+            strategy=strategy,
+            scaling=jaxche.AdaScale(),
+            base_batch_size=4,
+        )
+        state, _ = trainer.fit(trainer.init(params), data, epochs, progress=False, checkpoints=tmp_path)
+        return trainer, state
+
+    (first, left), (second, found) = (run(replicas, 2) for replicas in order)
+    averages = [
+        replace(t.noise(state), previous=None, has_previous=False) for t, state in ((first, left), (second, found))
+    ]
+    same(*averages)
+    assert averages[0].unbias > 0
+    noise = second.noise(found)
+    assert not noise.has_previous
+    if order[1] == "one":
+        assert not any(np.any(x) for x in jax.tree.leaves(noise.previous))
+    trainer, state = run(order[1], 3)
+    assert np.isfinite(trainer.noise(state).critical_batch_size)
+    assert trainer.noise(state).unbias != noise.unbias
+
+
 def _copy(folder, step):
     """The checkpoints of a folder up to one of them."""
     to = folder.with_name(f"{folder.name}-{len(list(folder.parent.iterdir()))}")
@@ -122,13 +160,22 @@ def _copy(folder, step):
     return to
 
 
+RULES = {
+    "plain": {},
+    "gradients": {"average": "gradients"},
+    "scaled": {"scaling": jaxche.AdamScale()},
+    "scaled gradients": {"average": "gradients", "scaling": jaxche.AdaScale(), "base_batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_another_number_of_replicas_goes_on_from_the_merged_state(
-    problem, model_state, devices, lockstep, tmp_path, close, told, before, after
+    problem, model_state, devices, lockstep, tmp_path, close, told, before, after, rules
 ):
     def trainer(world):
         che = lockstep(world) if world > 1 else None
-        return jaxche.Trainer(noisy_loss, optax.adam(0.05), replicas=devices[:world], che=che)
+        return jaxche.Trainer(noisy_loss, optax.adam(0.05), replicas=devices[:world], che=che, **RULES[rules])
 
     def run(trainer, rounds):
         state = trainer.init(problem.params, model_state)
@@ -149,13 +196,29 @@ def test_another_number_of_replicas_goes_on_from_the_merged_state(
     merged = (first.params(left), jax.tree.map(lambda x: x[0], left.model_state))
     by_hand = second.init(*jax.device_get(merged))
     moments = jax.tree.map(one, jax.device_get(left.opt_state))
-    locals_ = tuple(
-        local._replace(opt_state=jax.tree.map(lambda m, x: jax.device_put(m[None], x.device), moments, local.opt_state))
-        for local in by_hand.locals
-    )
+
+    def put(tree, like):
+        return jax.tree.map(lambda x, y: jax.device_put(x, y.device), tree, like)
+
+    def begun(local):
+        local = local._replace(opt_state=put(jax.tree.map(lambda m: m[None], moments), local.opt_state))
+        if local.noise is None:
+            return local
+        # The averages go on. Of an earlier gradient nothing is known, as in a trainer that has just begun.
+        assert bool(left.locals[0].noise.has_previous[0]) == (before == 1)
+        averages = ("sqr_sum", "var_sum", "unbias", "base_batch_size", "biased", "preconditioned")
+        averages = {name: getattr(left.locals[0].noise, name) for name in averages}
+        assert averages["unbias"] > 0
+        progress = put(left.locals[0].progress, local.progress)
+        known = put(averages, {name: getattr(local.noise, name) for name in averages})
+        return local._replace(noise=replace(local.noise, **known), progress=progress)
+
+    locals_ = tuple(map(begun, by_hand.locals))
     by_hand = replace(by_hand, locals=locals_, round=2, epoch=left.epoch, cursor=left.cursor)
     wanted, _ = second.round(by_hand, problem.data, counts=last.counts)
     close(*(jax.device_get((state.params, state.opt_state)) for state in (found, wanted)))
+    if found.locals[0].noise is not None:
+        close(*(jax.device_get([(x.noise, x.progress) for x in state.locals]) for state in (found, wanted)))
 
 
 @pytest.fixture
