@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import math
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +16,7 @@ import optax
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size, nbytes
 from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse_differences, update_digest
+from jaxche.training._alone import Alone
 from jaxche.training._data import Feed, Reader
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
@@ -26,8 +24,9 @@ from jaxche.training._merging import HOST_COLUMNS, Rules
 from jaxche.training._packing import Packing
 from jaxche.training._place import Place, first, is_local, lift, spans_processes, without_replica_axis
 from jaxche.training._programs import Local, LocalPrograms
+from jaxche.training._rates import free_rates
 from jaxche.training._replica import Outcome, Replica
-from jaxche.training._scaling import Scaled, Scaling, Worth, comparing
+from jaxche.training._scaling import Scaling, Worth, comparing
 
 
 class Engine:
@@ -46,6 +45,8 @@ class Engine:
       scaling: scaling of the learning rate, or None.
       host: merge on CPU devices.
     """
+
+    _several: Any = Merge  # what brings several replicas together
 
     def __init__(
         self,
@@ -239,7 +240,10 @@ class Engine:
 
     def _make_merge(self, local: Local) -> Any:
         assert self._rules is not None, "_build comes first"
-        return Merge(self._meeting, self._rules, local)
+        if len(self._all) == 1:
+            return Alone(self._places[0], self._rules.scaling)
+        # Of several, also for one that is left: the programs of its steps are made for it.
+        return self._several(self._meeting, self._rules, local)
 
     def _read(self, data: Any) -> Reader:
         if self._reader is None or self._reader.data is not data:
@@ -294,58 +298,14 @@ class Engine:
         self._read(data).anticipate([plan.share(rank) for rank in self.ranks])
 
     def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray) -> Merged:
-        """Bring all replicas together. A run that began with a single one only reads its numbers; of several, the one
-        that is left goes on by their rules.
-        """
-        carries = [outcome.carry for outcome in outcomes]
-        if len(self._all) > 1:
-            return self._merge(locals_, carries, rows)
-        carry, (start,) = carries[0], locals_
-        if spans_processes(self._places[0]):
-            rows = np.max(gather_json(rows.tolist()), axis=0)  # they stop together, and fail together
-        local = Local(carry["params"], carry["opt_state"], carry["model_state"], start.outer_state)
-        table = np.concatenate([rows, np.asarray(carry["sums"])], axis=1)
-        if self._scaling is None:
-            return Merged((local,), table, (0.0, 0.0))
-        known = {name: carry[name] for name in ("noise", "scaled", "sums", "tracked", "params")}
-        known |= {"progress": start.progress, "steps": np.float32(outcomes[0].steps)}
-        noise, progress, told = _told(self._scaling, known)
-        local = local._replace(noise=noise, progress=progress)
-        return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
+        """Bring all replicas together."""
+        return self._merge(locals_, [outcome.carry for outcome in outcomes], rows)
 
     def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica when nobody waits for anybody, all running at once."""
         batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
-        # The processes of one island must stop after the same step, so these count steps instead of seconds.
-        spanning = {
-            replica.rank: (replica, local)
-            for replica, local in zip(self._replicas, locals_, strict=True)
-            if spans_processes(replica.place)
-        }
-        times = {
-            rank: replica.run(local, batches, 0).wall_ms / len(batches) for rank, (replica, local) in spanning.items()
-        }
-        together = gather_json(times)  # and all start together
-        agreed = {
-            rank: math.ceil(seconds * 1e3 / max(part[str(rank)] for part in together if str(rank) in part))
-            for rank in spanning
-        }
-
-        def run_one(replica: Replica, local: Local) -> float:
-            until = time.perf_counter() + seconds
-            feed: Iterable[Any] = itertools.cycle(batches)
-            if replica.rank in agreed:
-                feed = itertools.islice(feed, agreed[replica.rank])
-            else:
-                feed = itertools.takewhile(lambda _: time.perf_counter() < until, feed)
-            outcome = replica.run(local, feed, 0)
-            if outcome.error:
-                raise outcome.error
-            return outcome.steps / outcome.wall_ms * 1e3
-
-        rates = dict(zip(self.ranks, self._pool.map(run_one, self._replicas, locals_), strict=True))
-        everyone = {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}
-        return [everyone[rank] for rank in range(self.world_size)]
+        rates = free_rates(self._replicas, locals_, batches, seconds, self._pool)
+        return [rates[rank] for rank in range(self.world_size)]
 
     def first_row(self, tree: Any) -> Any:
         """A tree of one replica without its leading axis."""
@@ -367,13 +327,3 @@ class Engine:
 
 
 _first_row = jax.jit(first)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _told(scaling: Scaling, known: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Noise and progress after a single replica's steps, and what the round tells of its scaling."""
-    scaled, progress = known["scaled"], known["progress"] + known["scaled"][:, 0]
-    noise, tracked, params = first((known["noise"], known["tracked"], known["params"]))
-    noise = scaling.watched(noise, tracked, known["sums"][0, 0], params)
-    told = [noise.critical_batch_size, *(scaled[0] / known["steps"]), progress[0], noise.base_batch_size]
-    return lift(noise), progress, jnp.stack(told)

@@ -195,6 +195,8 @@ def _carry_of(carry: dict[str, Any], stage: int, home: Any) -> dict[str, Any]:
 class StagedEngine(Engine):
     """Runs plans on replicas in stages; takes what :class:`Engine` takes, the model in place of the loss."""
 
+    _several = StageMerge
+
     def _lay_out(self, params: Any) -> None:
         check_stage_params(params, self._places[0].devices.size)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), tuple(params))
@@ -216,10 +218,6 @@ class StagedEngine(Engine):
         self._code = {"code of stages": digest(model.trace(one, batch)), "code of tx": code_of_tx}
         self._rules = Rules(self._average, self._rule, self._opt_mode, self._tx, self._outer, None)
         self._merge = self._make_merge(local)
-
-    def _make_merge(self, local: Local) -> Any:
-        assert self._rules is not None, "_build comes first"
-        return StageMerge(self._meeting, self._rules, local)
 
     def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
         """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""

@@ -23,15 +23,6 @@ def test_replicas_run_at_once_each_on_its_own_thread(problem, devices):
     assert max(info.wall_ms) + info.sync_ms < 250
 
 
-def test_rates_leave_the_state_alone_and_cover_every_replica(trainer, problem, same):
-    state = trainer.init(problem.params)
-    rates = trainer.measure_rates(state, problem.data, seconds=0.1)
-    assert len(rates) == 3
-    assert min(rates) > 0
-    same(trainer.params(state), problem.params)
-    assert state.round == 0
-
-
 def test_a_failed_preparation_can_be_corrected(trainer, problem):
     state = trainer.init(problem.params)
     with pytest.raises(ValueError, match="leading axes"):

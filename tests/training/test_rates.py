@@ -1,0 +1,42 @@
+"""Rates of replicas that run free."""
+
+import optax
+import pytest
+
+import jaxche
+
+
+@pytest.fixture
+def trainer(problem, devices):
+    return jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:3])
+
+
+def test_rates_leave_the_state_alone_and_cover_every_replica(trainer, problem, same):
+    state = trainer.init(problem.params)
+    rates = trainer.measure_rates(state, problem.data, seconds=0.1)
+    assert len(rates) == 3
+    assert min(rates) > 0
+    same(trainer.params(state), problem.params)
+    assert state.round == 0
+
+
+def test_data_that_cannot_be_read_is_an_error(trainer, problem):
+    state = trainer.init(problem.params)
+    trainer.round(state, problem.data)
+    with pytest.raises(OSError, match="on fire"):
+        trainer.measure_rates(state, Torn(problem.data), seconds=0.1)
+
+
+class Torn:
+    """Its third batch cannot be read."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, i):
+        if i == 2:
+            raise OSError("disk on fire")
+        return self._data[i]
