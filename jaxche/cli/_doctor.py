@@ -48,7 +48,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=number("--timeout 60", above=True),
         default=60.0,
         metavar="S",
-        help="seconds to wait for the other processes (default: %(default)g)",
+        help="seconds to wait for devices to start, and for the other processes (default: %(default)g)",
     )
 
 
@@ -67,6 +67,10 @@ def _run(args: argparse.Namespace) -> int:
     if info.launcher == "none" and (args.processes or 1) > 1:
         command = [sys.executable, "-m", "jaxche", *args.words]
         return launch(command, args.processes, prefix=False, only_rank0=True)
+    if not _health.start_devices(args.timeout):
+        _print([_health.versions(), _health.machine(), _health.hung(args.timeout)])
+        sys.stdout.flush()
+        os._exit(1)  # Python's own exit could wait for them
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher)
     if info.num_processes == 1:
         _print(findings)

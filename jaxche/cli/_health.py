@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -60,6 +61,28 @@ def free_memory_gib() -> float | None:
         return int(lines["MemAvailable"].split()[0]) / 2**20
     except (OSError, KeyError):
         return None
+
+
+def start_devices(timeout_s: float) -> bool:
+    """Whether JAX's devices start, or fail to, in so many seconds; a driver that hangs lets them do neither."""
+    thread = threading.Thread(target=_start, name="jaxche-devices", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def _start() -> None:
+    with contextlib.suppress(RuntimeError):  # said by devices()
+        local_devices()
+
+
+def hung(timeout_s: float) -> Finding:
+    """Of devices that did not start."""
+    return Finding(
+        "devices",
+        f"JAX has not started them in {timeout_s:g} s; does the driver hang, or another process hold them?",
+        "JAX_PLATFORMS=cpu jaxche doctor, and look at nvidia-smi",
+    )
 
 
 def devices() -> Finding:

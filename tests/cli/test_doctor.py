@@ -1,6 +1,8 @@
 """`jaxche doctor` in one process: what is wrong is named with the line to write, and decides the exit code."""
 
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -151,3 +153,17 @@ def test_a_store_that_cannot_be_read_is_left_empty(tmp_path, monkeypatch):
     monkeypatch.setattr("obstore.get", refuse)
     assert "reading" in _health.store(str(tmp_path)).text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_devices_that_do_not_start_end_it_in_the_given_time():
+    program = """
+import time
+from jaxche.cli import _health, main
+
+_health.local_devices = lambda: time.sleep(600)
+main(["doctor", "--timeout", "0.5"])
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 1
+    assert "has not started them in 0.5 s" in found.stdout
+    assert "JAX_PLATFORMS=cpu jaxche doctor" in found.stdout
