@@ -28,7 +28,7 @@ def emit(
       command: the program and its arguments.
       nodes: the machines, as ``parse_nodes`` reads them.
       max_restarts: how often a failed run starts again.
-      name: of the job; what is no letter or digit becomes a hyphen.
+      name: of the job; what is no letter or digit becomes a hyphen, and "run-" comes before a digit.
       made_by: a line for the reader of the file; what would end the line becomes a space.
       image: container image with the program and jaxche; for "jobset" alone.
 
@@ -59,6 +59,8 @@ def emit(
         )
     # What all three read as a name, and a comment that stays one, whatever is quoted in it.
     name = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "jaxche"
+    # A service of Kubernetes has it too, and those begin with a letter.
+    name = name if name[0].isalpha() else f"run-{name}"
     made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
     if scheduler == "jobset":
         return _jobset(command, groups, max_restarts, name, made_by, image or "")

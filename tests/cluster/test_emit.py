@@ -69,6 +69,8 @@ def test_words_stay_words(scheduler, image):
     assert [line for line in plain.splitlines() if "rm -rf" in line] == ["# Made by: jaxche 'a  rm -rf x'"]
     # A name ends in a letter or digit also where it is cut.
     assert written("", "a" * 39 + " b") == written("", "a" * 39)
+    # And begins with a letter.
+    assert written("", "3rd run") == written("", "run-3rd-run")
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
