@@ -108,35 +108,11 @@ def update_from_sums(
     mean_squares = group_squares(noise.groups, leaves, factors)
     several = sums.contributors >= 2
     sqr, trace = estimate(sums, mean_squares)
-    count_scale = jnp.float32(1)
-    measured = several
     if noise.previous is not None:
         alone = _differenced(noise, leaves, factors, sums.examples)
         sqr, trace = (jnp.where(several, x, y) for x, y in zip((sqr, trace), alone, strict=True))
-        count_scale = jnp.where(several, jnp.float32(1), jnp.float32(2))
-        measured = several | noise.has_previous
     finite = jnp.all(jnp.isfinite(mean_squares)) & jnp.all(jnp.isfinite(sums.squares)) & (sums.contributors >= 1)
-    base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, sums.examples / sums.contributors)
-    active = pre.active if pre else jnp.zeros((), bool)
-    blended = blend(
-        noise,
-        sqr,
-        trace,
-        log_theta=LOG_SMOOTHING * count_scale * sums.examples / base,
-        base=base,
-        # Averages of another kind are no start for this one: biased against unbiased (AdaptDL), and raw against
-        # preconditioned, whose sizes may differ by many orders.
-        anew=(several & noise.biased) | (active != noise.preconditioned),
-        write=measured & finite,
-    )
-    return replace(
-        blended,
-        base_batch_size=jnp.where(finite, base, noise.base_batch_size),
-        biased=jnp.where(finite & (several | (noise.previous is not None)), ~several, noise.biased),
-        preconditioned=jnp.where(measured & finite, active, noise.preconditioned),
-        has_previous=finite & ~several,
-        previous=None if noise.previous is None else _like(noise.previous, mean_grads),
-    )
+    return _learnt(noise, sqr, trace, mean_grads, sums.examples, sums.contributors, finite, pre)
 
 
 def update_from_one(
@@ -180,19 +156,38 @@ def update_from_one(
     pre = preconditioner(opt_state, grads, b2, eps) if opt_state is not None else None
     sqr, trace = _differenced(noise, jax.tree.leaves(grads), pre.of(grads) if pre else None, examples)
     finite = jnp.all(jnp.isfinite(sqr)) & jnp.all(jnp.isfinite(trace))
-    write = finite & noise.has_previous
-    base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, examples)
-    active = pre.active if pre else jnp.zeros((), bool)
-    log_theta, anew = LOG_SMOOTHING * 2 * examples / base, active != noise.preconditioned
+    return _learnt(noise, sqr, trace, grads, examples, jnp.float32(1), finite, pre)
+
+
+def _learnt(
+    noise: NoiseScale, sqr: Any, trace: Any, grads: Any, examples: Any, contributors: Any, finite: Any, pre: Any
+) -> NoiseScale:
+    """The noise scale after an estimate from so many contributors; a single one's spans two of its gradients."""
+    several = contributors >= 2
+    measured = several if noise.previous is None else several | noise.has_previous
+    steps = jnp.where(several | (noise.previous is None), jnp.float32(1), jnp.float32(2))
+    base = jnp.where(noise.base_batch_size > 0, noise.base_batch_size, examples / contributors)
+    active, write = pre.active if pre else jnp.zeros((), bool), measured & finite
+    blended = blend(
+        noise,
+        sqr,
+        trace,
+        log_theta=LOG_SMOOTHING * steps * examples / base,
+        base=base,
+        # Averages of another kind are no start for this one: biased against unbiased (AdaptDL), and raw against
+        # preconditioned, whose sizes may differ by many orders.
+        anew=(several & noise.biased) | (active != noise.preconditioned),
+        write=write,
+    )
     return replace(
-        blend(noise, sqr, trace, log_theta=log_theta, base=base, anew=anew, write=write),
+        blended,
         base_batch_size=jnp.where(finite, base, noise.base_batch_size),
-        biased=noise.biased | finite,
+        biased=jnp.where(finite & (several | (noise.previous is not None)), ~several, noise.biased),
         preconditioned=jnp.where(write, active, noise.preconditioned),
         # One that is not finite is kept too, but nothing is compared with it: a choice between two gradients would
         # hold on to both, which cost more than all of the estimate.
-        has_previous=finite,
-        previous=_like(noise.previous, grads),
+        has_previous=finite & ~several,
+        previous=None if noise.previous is None else _like(noise.previous, grads),
     )
 
 
