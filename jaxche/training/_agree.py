@@ -104,7 +104,7 @@ def gather_json(value: Any) -> list[Any]:
 
 def _heard(key: str, process: int) -> str:
     if is_elastic():
-        return awaited(key, {process: member_lives()[process]})
+        return awaited(key, {process: member_lives()[process]}, unless=broken_place())
     return _client().blocking_key_value_get(key, _PATIENCE_MS)
 
 
@@ -158,8 +158,13 @@ def member_lives() -> dict[int, int]:
 
 
 def generation() -> int | str:
-    """How often the processes that take part have changed."""
+    """A name for the processes that take part and their connections, changed with them."""
     return _generation
+
+
+def broken_place() -> str:
+    """Where the processes that take part say, each once, that a merge of theirs broke off."""
+    return f"jaxche/broken/{_generation}/"
 
 
 def regroup(taking_part: Mapping[int, int], generation: int | str) -> None:

@@ -93,24 +93,33 @@ def lost(expected: Mapping[int, int]) -> list[int]:
     return [process for process, life in expected.items() if now.get(process) != life]
 
 
-def await_loss(expected: Mapping[int, int], patience_s: float) -> list[int]:
-    """Which of these lives have ended, after so long at most: a broken connection is seen before a death."""
-    deadline = time.monotonic() + patience_s
-    while not (gone := lost(expected)) and time.monotonic() < deadline:
+def await_loss(expected: Mapping[int, int], place: str) -> list[int]:
+    """Which of these lives have ended, once all others are in a folder of the store.
+
+    A broken connection is seen before a death, and where all are still there it is none.
+    """
+    client: Any = _jax_distributed.global_state.client
+    while True:
+        # Looked at first: one that came in and then died is missed later, by the others.
+        gone = lost(expected)
+        here = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(place)}
+        if here.issuperset(expected.keys() - gone):
+            return gone
+        beat()
         time.sleep(_LOOK_S)
-    return gone
 
 
-def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("inf")) -> str:
+def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("inf"), unless: str | None = None) -> str:
     """The value of a key of the store, once it is there.
 
     Args:
       key: to wait for.
       expected: lives without which it will not come.
       patience_ms: how long to wait.
+      unless: folder of the store; as soon as something is in it, the key will not come.
 
     Raises:
-      PeerLostError: one of them ended without writing it.
+      PeerLostError: one of them ended without writing it, or something is in the folder.
       TimeoutError: it did not come in time.
     """
     client: Any = _jax_distributed.global_state.client
@@ -122,6 +131,8 @@ def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("i
             return client.blocking_key_value_get(key, 1 if gone else _SLICE_MS)
         if gone:
             raise PeerLostError(f"process {', '.join(map(str, gone))} died while others waited for it")
+        if unless is not None and client.key_value_dir_get(unless):
+            raise PeerLostError("a merge broke off in another process")
         if time.monotonic() > deadline:
             raise TimeoutError(f"nobody wrote {key} within {patience_ms / 1e3:g} s")
         beat()  # who waits does not hang

@@ -190,6 +190,8 @@ class Trainer:
         # Processes that wait to join, and what was learnt of each rank of the start.
         self._newcomers: dict[str, Any] | None = None
         self._pace_of: dict[int, Any] = {}
+        # Rounds in which connections broke though all processes lived.
+        self._false_alarms: list[int] = []
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:
