@@ -17,7 +17,7 @@ import optax
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.training._lives import awaited, lives, lost
+from jaxche.training._lives import awaited, lives, lost, part
 from jaxche.training._watched import beat
 
 # Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
@@ -153,7 +153,7 @@ def member_lives() -> dict[int, int]:
     global _members
     if _members is None:
         now = lives()
-        _members = {process: now.get(process, 0) for process in range(jax.process_count())}
+        _members = {process: now.get(process, 1) for process in range(jax.process_count())}
     return _members
 
 
@@ -180,16 +180,20 @@ def regroup(taking_part: Mapping[int, int], generation: int | str) -> None:
 
 
 def farewell() -> None:
-    """Wait, on process 0, until the others have left or died; without it jaxlib ends those that are left.
+    """Leave an elastic run, on process 0 when the others have left or died; without it jaxlib ends those that are left.
 
-    An elastic run calls it at exit: nothing else keeps its processes together there.
+    It is called at exit: nothing else keeps the processes together there.
 
     Example:
       >>> farewell()  # alone, there is nobody to wait for
     """
     state = _jax_distributed.global_state
-    if state.client is None or state.process_id != 0:
-        return
+    if state.client is not None and state.process_id == 0:
+        _wait_for_others()
+    part()
+
+
+def _wait_for_others() -> None:
     # One that has not come in is not waited for: it is told that the run is over.
     others = {process: life for process, life in (_members or lives()).items() if process != 0}
     deadline = time.monotonic() + _FAREWELL_S

@@ -168,7 +168,7 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, cap
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
     events = tmp_path / "events.jsonl"
-    options = {"elastic": True, "hang_timeout_s": 20.0, "events": events}
+    options = {"elastic": True, "hang_timeout_s": 40.0, "events": events}
     code, results = run(tmp_path / "run", "STOP unsaved", 3, processes=3, **options)
     err = capfd.readouterr().err
     assert code == 0, err
