@@ -145,7 +145,8 @@ class Keeper:
     def reopen(self, rounds: int, others_died: bool = True) -> None:
         """Go on with the processes that take part from now on, from a state of so many rounds."""
         if others_died:
-            self._abandoned = self._begun
+            # One may have begun a save of a round that is now done again, and others not.
+            self._abandoned = max(gather_json(self._begun))
         else:
             self._count_alike()
         self._manager = self._open()

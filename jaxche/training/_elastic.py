@@ -16,7 +16,7 @@ from jax._src import distributed as _jax_distributed
 from jaxche.cadence import ElChe
 from jaxche.training._agree import broken_place, gather_json, generation, member_lives, regroup
 from jaxche.training._connections import connect_anew
-from jaxche.training._lives import PeerLostError, await_loss, awaited
+from jaxche.training._lives import PeerLostError, TakenForDeadError, await_loss, awaited
 from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | 
       error: what was seen of the failure.
 
     Raises:
-      Exception: ``error``, where this process was taken for dead, what is left cannot train, or connections break
-        again and again.
+      TakenForDeadError: the others went on without this process.
+      Exception: ``error``, where what is left cannot train, or connections break again and again.
     """
     # Who was to join then is missed like the others, or asks again.
     trainer._newcomers = None
@@ -52,7 +52,7 @@ def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | 
             trainer.world_size = len(order)
             trainer._engine.arrange(order, state.locals)
         except PeerLostError as another:  # died while the others agreed
-            if another is error:
+            if another is error or isinstance(another, TakenForDeadError):
                 raise
             error = another
             continue
@@ -72,8 +72,8 @@ def _fall_back(
     if jax.process_index() == 0:
         client.key_value_set(key, json.dumps(await_loss(expected, broken_place())))
     gone = json.loads(awaited(key, {0: expected[0]}))
-    if jax.process_index() in gone:  # this one was stopped, and taken for dead
-        raise error
+    if jax.process_index() in gone:
+        raise TakenForDeadError("this process was stopped, and the others went on without it") from error
     lost, left = ", ".join(map(str, gone)), {p: life for p, life in expected.items() if p not in gone}
     regroup(left, f"{generation()}-{lost}")
     connect_anew()

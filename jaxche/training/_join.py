@@ -1,4 +1,4 @@
-"""A process that takes the place of one that died: it waits at the door, and comes in between two rounds."""
+"""A process that takes a place that others miss: it waits at the door, and comes in between two rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxche.training._agree import gather_json, generation, is_elastic, member_l
 from jaxche.training._connections import connect_anew
 from jaxche.training._elastic import ranks_of, rearranged
 from jaxche.training._history import History
-from jaxche.training._lives import awaited, lives
+from jaxche.training._lives import awaited, live_again, lives
 from jaxche.training._saved import numbers, with_numbers
 from jaxche.training._state import ReplicaState
 
@@ -54,6 +54,11 @@ def stand_by(process: int, life: int) -> None:
     global _stands_by
     _stands_by = life
     regroup({process: lives()[process]}, f"waiting/{process}/{life}")
+
+
+def come_back() -> None:
+    """Stand by for this process's own place, which the others go on without; they let it in like any other."""
+    stand_by(jax.process_index(), live_again())
 
 
 def stands_by() -> bool:
@@ -170,7 +175,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     _client().key_value_set(f"{_WAITING}/{process}", said, allow_overwrite=True)
     if dict(_client().key_value_dir_get(_OVER)):
         _tell(process, life, {"over": True})
-    _log.warning("process %s takes the place of one that died, and waits for the end of a round", process)
+    _log.warning("process %s takes the place of one that is missed, and waits for the end of a round", process)
     answer = json.loads(awaited(f"{_ANSWER}/{process}/{life}", {0: now[0]}))
     if "refused" in answer:
         raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")

@@ -44,6 +44,10 @@ class PeerLostError(RuntimeError):
     """
 
 
+class TakenForDeadError(PeerLostError):
+    """The others went on without this process, which was stopped for too long."""
+
+
 class _Watch:
     """Shows that this process lives; on process 0 also looks whether the others do.
 
@@ -53,14 +57,22 @@ class _Watch:
     def __init__(self) -> None:
         self._run = _jax_distributed.global_state
         self._client: Any = self._run.client
-        own = self._run.process_id
-        self.life = self._client.key_value_increment(f"{_LIVES}{own}", 1)
-        self._line = keep_line(self._client, own, self.life, self._run.coordinator_address or "")
+        self._begin()
         # Of each process: its life, how often it was heard of, and when a change of either was seen.
         self._heard: dict[int, tuple[int, str, float]] = {}
         self._looked, self._over = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="jaxche-lives", daemon=True)
         self._thread.start()
+
+    def _begin(self) -> None:
+        own = self._run.process_id
+        self.life = self._client.key_value_increment(f"{_LIVES}{own}", 1)
+        self._line = keep_line(self._client, own, self.life, self._run.coordinator_address or "")
+
+    def begin_again(self) -> None:
+        """Live anew, as another, where the others take this life for over."""
+        self._line.end()
+        self._begin()
 
     def _beat(self) -> None:
         while not self._over.is_set():
@@ -110,6 +122,13 @@ def watch_lives() -> int:
     global _watch
     if _watch is None:
         _watch = _Watch()
+    return _watch.life
+
+
+def live_again() -> int:
+    """A new life for this process, which others took for dead."""
+    assert _watch is not None, "who was taken for dead lived"
+    _watch.begin_again()
     return _watch.life
 
 

@@ -50,7 +50,7 @@ def callback(what, round):
     rounds_here = []
 
     def call(state, info):
-        if what.startswith(("JOIN", "AGAIN")) and len(info.counts) < jax.process_count():
+        if what.startswith(("JOIN", "AGAIN", "PAUSE20")) and len(info.counts) < jax.process_count():
             time.sleep(0.7)  # the run is not to end before another has started
         restart = int(os.environ.get("JAXCHE_RESTART", 0))
         if what == "AGAIN" and jax.process_index() == 1 and restart < DEATHS and len(rounds_here) == 2:
@@ -105,7 +105,7 @@ def main(what, round, folder):
     state, history = trainer.fit(
         trainer.init(problem.params),
         problem.data,
-        epochs={"JOIN": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS),
+        epochs={"JOIN": MANY_EPOCHS, "PAUSE20": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS),
         callbacks=[callback(what, int(round))],
         progress=False,
         checkpoints=None if what in ("LOST", "JOIN", "AGAIN") or "unsaved" in what else Path(folder) / "checkpoints",
