@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import json
 import re
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from jaxche.training._watched import beat
 _PATIENCE_MS = 3_600_000
 # How long others may take over their last files before process 0 leaves, and the service ends them.
 _FAREWELL_S, _LOOK_S = 120.0, 0.2
+# How many of its last keys a process leaves at a meeting place.
+_REMEMBERED = 64
 _turns = itertools.count()
 # How often those that keep in step have begun.
 _times: dict[str, Iterator[int]] = {}
@@ -110,6 +113,35 @@ def _heard(key: str, process: int) -> str:
 
 def _client() -> Any:
     return _jax_distributed.global_state.client
+
+
+def meeting_place(name: str) -> Callable[[str, float], None]:
+    """A barrier of the processes that take part now, which lets go as soon as one of them is missed.
+
+    Unlike all others here, threads may use it side by side, each with keys of its own.
+
+    Args:
+      name: of what it is for.
+
+    Returns:
+      A function of a key and the longest wait in ms. It raises :class:`PeerLostError`.
+    """
+    taking_part, broken, place = dict(member_lives()), broken_place(), f"jaxche/{name}/{_generation}"
+    times: collections.Counter[str] = collections.Counter()
+    said: collections.deque[str] = collections.deque()
+
+    def meet(key: str, timeout_ms: float) -> None:
+        times[key] += 1
+        key = f"{place}/{key}.{times[key]}"
+        own = f"{key}/{jax.process_index()}"
+        _client().key_value_set(own, "")
+        said.append(own)
+        for process, life in taking_part.items():
+            awaited(f"{key}/{process}", {process: life}, timeout_ms, unless=broken)
+        while len(said) > _REMEMBERED:  # so many meetings later all have read it
+            _client().key_value_delete(said.popleft())
+
+    return meet
 
 
 class InStep:
