@@ -25,8 +25,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 # Set by ``jaxche launch --elastic``.
 ELASTIC = "JAXCHE_ELASTIC"
-# Silence of a process that means its death. Where it ends the run, a machine may stutter for longer.
-_SOON_S, _LATER_S = 6, 100
+# Silence of a process that means its death to jaxlib, which then ends it, and the others where a run is not elastic.
+_SILENT_S = 100
 
 
 def resolved(found: Found, timeout_s: float) -> Found:
@@ -64,9 +64,7 @@ def local_devices(found: Found) -> list[int] | None:
     return [found.local_id]
 
 
-def connect(
-    found: Found, local_ids: Sequence[int] | None, timeout_s: float, deadline: float, elastic: bool = False
-) -> None:
+def connect(found: Found, local_ids: Sequence[int] | None, timeout_s: float, deadline: float) -> None:
     """Joins the run.
 
     Args:
@@ -74,7 +72,6 @@ def connect(
       local_ids: the GPUs to take, or None.
       timeout_s: what the caller gave, for messages.
       deadline: on the monotonic clock.
-      elastic: whether the others want to know soon that a process died.
 
     Raises:
       ValueError: if process 0 cannot open its port.
@@ -104,7 +101,7 @@ def connect(
             cluster_detection_method="deactivate",
             coordinator_bind_address=found.address if alone_here else None,
             initialization_timeout=left_s,
-            heartbeat_timeout_seconds=_SOON_S if elastic else _LATER_S,
+            heartbeat_timeout_seconds=_SILENT_S,
         )
     finally:
         said.cancel()

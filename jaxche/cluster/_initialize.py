@@ -151,14 +151,14 @@ def initialize(
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    connect(found, local_ids, timeout_s, deadline, elastic)
+    connect(found, local_ids, timeout_s, deadline)
     _leave_at_once_after_an_exception()
     if elastic:
         atexit.register(farewell)
     state = _jax_distributed.global_state
     assert state.client is not None
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())
-    life = state.client.key_value_increment(f"jaxche/lives/{state.process_id}", 1) if elastic else 1
+    life = watch_lives() if elastic else 1
     mine = own(state.num_processes, kind, [uuid for uuid, _ in seen])
     members = roll_call(state.client, state.process_id, mine, left_s, late=life > 1)
     try:
@@ -167,8 +167,6 @@ def initialize(
         # All refuse, so all can leave together: one that went first would take the others' last words with it.
         jax.distributed.shutdown()
         raise
-    if elastic:
-        watch_lives()
     if life > 1:
         stand_by(state.process_id, life)
     _suit_kinds([member.kind for member in members], kind)

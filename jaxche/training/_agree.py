@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import json
 import re
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,13 +18,15 @@ import optax
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.training._lives import awaited, lives, lost
+from jaxche.training._lives import awaited, lives, lost, part
 from jaxche.training._watched import beat
 
 # Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
 _PATIENCE_MS = 3_600_000
 # How long others may take over their last files before process 0 leaves, and the service ends them.
 _FAREWELL_S, _LOOK_S = 120.0, 0.2
+# How many of its last keys a process leaves at a meeting place.
+_REMEMBERED = 64
 _turns = itertools.count()
 # How often those that keep in step have begun.
 _times: dict[str, Iterator[int]] = {}
@@ -104,12 +107,41 @@ def gather_json(value: Any) -> list[Any]:
 
 def _heard(key: str, process: int) -> str:
     if is_elastic():
-        return awaited(key, {process: member_lives()[process]})
+        return awaited(key, {process: member_lives()[process]}, unless=broken_place())
     return _client().blocking_key_value_get(key, _PATIENCE_MS)
 
 
 def _client() -> Any:
     return _jax_distributed.global_state.client
+
+
+def meeting_place(name: str) -> Callable[[str, float], None]:
+    """A barrier of the processes that take part now, which lets go as soon as one of them is missed.
+
+    Unlike all others here, threads may use it side by side, each with keys of its own.
+
+    Args:
+      name: of what it is for.
+
+    Returns:
+      A function of a key and the longest wait in ms. It raises :class:`PeerLostError`.
+    """
+    taking_part, broken, place = dict(member_lives()), broken_place(), f"jaxche/{name}/{_generation}"
+    times: collections.Counter[str] = collections.Counter()
+    said: collections.deque[str] = collections.deque()
+
+    def meet(key: str, timeout_ms: float) -> None:
+        times[key] += 1
+        key = f"{place}/{key}.{times[key]}"
+        own = f"{key}/{jax.process_index()}"
+        _client().key_value_set(own, "")
+        said.append(own)
+        for process, life in taking_part.items():
+            awaited(f"{key}/{process}", {process: life}, timeout_ms, unless=broken)
+        while len(said) > _REMEMBERED:  # so many meetings later all have read it
+            _client().key_value_delete(said.popleft())
+
+    return meet
 
 
 class InStep:
@@ -153,13 +185,18 @@ def member_lives() -> dict[int, int]:
     global _members
     if _members is None:
         now = lives()
-        _members = {process: now.get(process, 0) for process in range(jax.process_count())}
+        _members = {process: now.get(process, 1) for process in range(jax.process_count())}
     return _members
 
 
 def generation() -> int | str:
-    """How often the processes that take part have changed."""
+    """A name for the processes that take part and their connections, changed with them."""
     return _generation
+
+
+def broken_place() -> str:
+    """Where the processes that take part say, each once, that a merge of theirs broke off."""
+    return f"jaxche/broken/{_generation}/"
 
 
 def regroup(taking_part: Mapping[int, int], generation: int | str) -> None:
@@ -175,16 +212,20 @@ def regroup(taking_part: Mapping[int, int], generation: int | str) -> None:
 
 
 def farewell() -> None:
-    """Wait, on process 0, until the others have left or died; without it jaxlib ends those that are left.
+    """Leave an elastic run, on process 0 when the others have left or died; without it jaxlib ends those that are left.
 
-    An elastic run calls it at exit: nothing else keeps its processes together there.
+    It is called at exit: nothing else keeps the processes together there.
 
     Example:
       >>> farewell()  # alone, there is nobody to wait for
     """
     state = _jax_distributed.global_state
-    if state.client is None or state.process_id != 0:
-        return
+    if state.client is not None and state.process_id == 0:
+        _wait_for_others()
+    part()
+
+
+def _wait_for_others() -> None:
     # One that has not come in is not waited for: it is told that the run is over.
     others = {process: life for process, life in (_members or lives()).items() if process != 0}
     deadline = time.monotonic() + _FAREWELL_S

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.training._agree import gather_json, generation, is_elastic, members, raise_everywhere
+from jaxche.training._agree import (
+    gather_json,
+    generation,
+    is_elastic,
+    meeting_place,
+    member_lives,
+    members,
+    raise_everywhere,
+)
 from jaxche.training._history import History
-from jaxche.training._lives import PeerLostError
+from jaxche.training._lives import PeerLostError, lost
 from jaxche.training._packing import Packing
 from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
 from jaxche.training._state import ReplicaState, RoundInfo
@@ -126,8 +134,12 @@ class Keeper:
     def _open(self) -> Any:
         options, settings = self._ocp.options, {}
         if is_elastic():
-            # A save in which a process died holds nobody up, but for its threads: they wait for so long.
-            settings["async_options"] = options.AsyncOptions(timeout_secs=_PATIENCE_S)
+            # A save in which a process died holds nobody up, and its threads let go when it is missed.
+            meet = meeting_place("saved")
+            settings["async_options"] = options.AsyncOptions(
+                timeout_secs=_PATIENCE_S,
+                barrier_sync_fn=lambda *, key, timeout_ms: meet(key.replace("/", "."), timeout_ms),
+            )
         from_start = generation() == 0
         if not from_start:
             settings["multiprocessing_options"] = options.MultiprocessingOptions(
@@ -147,7 +159,8 @@ class Keeper:
     def reopen(self, rounds: int, others_died: bool = True) -> None:
         """Go on with the processes that take part from now on, from a state of so many rounds."""
         if others_died:
-            self._abandoned = self._begun
+            # One may have begun a save of a round that is now done again, and others not.
+            self._abandoned = max(gather_json(self._begun))
         else:
             self._count_alike()
         self._manager = self._open()
@@ -281,7 +294,13 @@ class Keeper:
             "seed": self._trainer.seed,
         }
         items = {name: args.StandardSave(item) for name, item in _items(trees).items()}
-        self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+        try:
+            self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+        except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
+            if not is_elastic() or not (lost(member_lives()) or "Gloo" in str(error)):
+                raise
+            # The next round misses it too, and goes on with those who are left.
+            _log.warning("checkpoint %s was not begun, a process is missed: %s", state.round, str(error)[:300])
         if self._asked.durable:
             self.settle()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,9 @@ import jax
 from jax._src import distributed as _jax_distributed
 
 from jaxche.cadence import ApplyPolicy, ElChe
-from jaxche.training._agree import gather_json, generation, member_lives, regroup
-from jaxche.training._lives import PeerLostError, await_loss, awaited
+from jaxche.training._agree import broken_place, gather_json, generation, member_lives, regroup
+from jaxche.training._connections import connect_anew
+from jaxche.training._lives import PeerLostError, TakenForDeadError, await_loss, awaited
 from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxche")
 
-# The service knows of a death by the silence of its heartbeat, which is later than the end of a connection.
-_NOTICE_S = 20.0
-# Which orders of ranks have met, with the lives their processes had. Kept by process 0, which lives as long as the run.
-_met: dict[tuple[int, ...], tuple[int, ...]] = {}
+# How often in a row, without a round in between, connections may break while all live.
+_FALSE_ALARMS = 3
 
 
 def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | None, error: Exception) -> ReplicaState:
     """The state from which the processes that are left go on, on all of them the same.
 
     A round is merged for all or for none: where one process had finished the merge in which another saw the failure,
-    it falls back by a round. Process 0 says who is left.
+    it falls back by a round. Process 0 says who is left. Where nobody has died, all go on, over new connections.
 
     Args:
       trainer: from now on of the replicas that are left.
@@ -43,72 +41,83 @@ def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | 
       error: what was seen of the failure.
 
     Raises:
-      Exception: ``error``, where nobody died, or what is left cannot train.
+      TakenForDeadError: the others went on without this process.
+      Exception: ``error``, where what is left cannot train, or connections break again and again.
     """
+    # Who was to join then is missed like the others, or asks again.
+    trainer._newcomers = None
     while True:
         try:
-            return _fall_back(trainer, state, before, error)
+            (state, order, lost), before = _fall_back(trainer, state, before, error), None
+            trainer.world_size = len(order)
+            trainer._engine.arrange(order, state.locals)
         except PeerLostError as another:  # died while the others agreed
-            if another is error:
+            if another is error or isinstance(another, TakenForDeadError):
                 raise
             error = another
+            continue
+        what = f"process {', '.join(map(str, lost))} died" if lost else "a merge broke off, but nobody died"
+        _log.warning("%s: going on from round %s with %s", what, state.round, len(order))
+        return state
 
 
-def _fall_back(trainer: Trainer, state: ReplicaState, before: ReplicaState | None, error: Exception) -> ReplicaState:
+def _fall_back(
+    trainer: Trainer, state: ReplicaState, before: ReplicaState | None, error: Exception
+) -> tuple[ReplicaState, list[int], list[int]]:
+    """The last state that all have, the ranks that go on from it, and the processes that were lost."""
     engine, expected, key = trainer._engine, member_lives(), f"jaxche/left_of/{generation()}"
+    client: Any = _jax_distributed.global_state.client
+    # So that nobody waits for this one in the next round, and process 0 knows that it lives.
+    client.key_value_set(f"{broken_place()}{jax.process_index()}", "", allow_overwrite=True)
     if jax.process_index() == 0:
-        gone = await_loss(expected, _NOTICE_S)
-        left = {process: life for process, life in expected.items() if process not in gone}
-        _met.setdefault(tuple(engine.order), tuple(expected[p] for rank in engine.order for p in engine.homes[rank]))
-        order = fresh_order(engine.homes, engine.without(gone), left)
-        said = json.dumps({"lost": gone, "order": order})
-        client: Any = _jax_distributed.global_state.client
-        client.key_value_set(key, said)
-    said = json.loads(awaited(key, {0: expected[0]}))
-    if not said["lost"] or jax.process_index() in said["lost"]:  # this one was stopped, and taken for dead
-        raise error
-    lost, order = ", ".join(map(str, said["lost"])), said["order"]
-    regroup({p: life for p, life in expected.items() if p not in said["lost"]}, f"{generation()}-{lost}")
+        client.key_value_set(key, json.dumps(await_loss(expected, broken_place())))
+    gone = json.loads(awaited(key, {0: expected[0]}))
+    if jax.process_index() in gone:
+        raise TakenForDeadError("this process was stopped, and the others went on without it") from error
+    lost, left = ", ".join(map(str, gone)), {p: life for p, life in expected.items() if p not in gone}
+    regroup(left, f"{generation()}-{lost}")
+    connect_anew()
     reached = gather_json(state.round)
     if state.round > min(reached):
         assert before is not None, "who has finished a round knows where it began"
         state = before
+    order = ranks_of(engine.homes, left)
+    if not gone:
+        _refuse_more(trainer, state.round, error)
     if not order:
         error.add_note(f"process {lost} died, and what is left cannot go on by itself")
         raise error
     state = replace(state, che=rearranged(trainer, state.che, order))
     if len(order) == 1:  # takes what it took, by the rules of several: an outer step or an update needs its round
         trainer._alone = 1 if trainer.policy is ApplyPolicy.SYNC else trainer._pace_of[order[0]][0]
-    engine.arrange(order, state.locals)
-    trainer.world_size = len(order)
-    _log.warning("process %s died: going on from round %s with %s", lost, state.round, len(order))
-    return state
+    return state, order, gone
 
 
-def fresh_order(homes: Sequence[tuple[int, ...]], ranks: Sequence[int], lives: Mapping[int, int]) -> list[int]:
-    """An order of ranks in which these processes may meet: a list without entries if there is none.
+def _refuse_more(trainer: Trainer, round: int, error: Exception) -> None:
+    """Raise the error where connections have broken for too often in one round, though all live."""
+    trainer._false_alarms = [*(old for old in trainer._false_alarms if old == round), round]
+    if len(trainer._false_alarms) > _FALSE_ALARMS:
+        error.add_note(
+            f"the connections between the processes broke {len(trainer._false_alarms)} times in round {round}, though "
+            "all processes live; does something between their machines end them, as a firewall?"
+        )
+        raise error
 
-    Connections between processes are made once for every order of their devices and kept. One that was made with a
-    process that has since been replaced leads nowhere, so who took its place meets the others in another order.
+
+def ranks_of(homes: Sequence[tuple[int, ...]], processes: Collection[int]) -> list[int]:
+    """The ranks that need none but these processes: none if one of them would be without a replica.
 
     Args:
       homes: the processes of each rank.
-      ranks: who meets.
-      lives: of the processes that take part.
+      processes: who takes part.
 
     Example:
-      >>> homes, first, later = [(0,), (1,)], {0: 5, 1: 6}, {0: 5, 1: 7}
-      >>> fresh_order(homes, [0, 1], first), fresh_order(homes, [0, 1], later), fresh_order(homes, [0, 1], {0: 5, 1: 8})
-      ([0, 1], [1, 0], [])
-      >>> _met.clear()
+      >>> ranks_of([(0,), (1,), (2,)], {0, 2}), ranks_of([(0,), (1, 2)], {0, 2})
+      ([0, 2], [])
     """
-    groups = [list(group) for _, group in itertools.groupby(sorted(ranks), key=lambda rank: homes[rank])]
-    for groups_in_order in itertools.permutations(groups):
-        order = list(itertools.chain.from_iterable(groups_in_order))
-        here = tuple(lives[process] for rank in order for process in homes[rank])
-        if len(groups) < 2 or _met.setdefault(tuple(order), here) == here:
-            return order
-    return []
+    ranks = [rank for rank, home in enumerate(homes) if set(home) <= set(processes)]
+    at_work = {process for rank in ranks for process in homes[rank]}
+    return ranks if at_work == set(processes) else []
 
 
 def rearranged(trainer: Trainer, che: ElChe | None, order: Sequence[int]) -> ElChe | None:

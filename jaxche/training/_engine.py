@@ -114,13 +114,6 @@ class Engine:
         """The processes of each rank, as the run was started."""
         return [tuple(sorted({device.process_index for device in place.devices.flat})) for place in self._all]
 
-    def without(self, lost: Sequence[int]) -> list[int]:
-        """The ranks that need none of these processes; none if one of the others is left without a replica."""
-        homes = {rank: set(self.homes[rank]) for rank in self.order}
-        kept = [rank for rank, home in homes.items() if not home & set(lost)]
-        idle = set().union(*homes.values()) - set(lost) - set().union(*(homes[rank] for rank in kept))
-        return [] if idle else kept
-
     def arrange(self, order: Sequence[int], locals_: Sequence[Local]) -> None:
         """Go on with these ranks of the start, numbered anew in this order; the steps of replicas stay compiled."""
         replicas = dict(zip((self.order[rank] for rank in self.ranks), self._replicas, strict=False))

@@ -15,8 +15,8 @@ from jaxche.training._checkpoints import Checkpoints, Keeper
 from jaxche.training._checks import checked_length
 from jaxche.training._elastic import go_on_without
 from jaxche.training._history import History
-from jaxche.training._join import admit, end_of_run, join, stands_by
-from jaxche.training._lives import PeerLostError
+from jaxche.training._join import admit, come_back, end_of_run, join, stands_by
+from jaxche.training._lives import PeerLostError, TakenForDeadError
 from jaxche.training._progress import Progress
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._watched import PREEMPTED_CODE, on_sigterm
@@ -111,11 +111,17 @@ def fit(
                 except PeerLostError as error:
                     if not is_elastic():
                         raise
-                    state, before = go_on_without(trainer, state, before, error), None
-                    while history and history[-1].round >= state.round:
-                        history.pop()
-                    if keeper:
-                        keeper.reopen(state.round)
+                    try:
+                        state, before = go_on_without(trainer, state, before, error), None
+                        while history and history[-1].round >= state.round:
+                            history.pop()
+                        if keeper:
+                            keeper.reopen(state.round)
+                    except TakenForDeadError:
+                        come_back()
+                        (state, history), before = join(trainer, state, data, size), None
+                        if keeper:
+                            keeper.reopen(state.round, others_died=False)
                     continue
                 before, state = (state if is_elastic() else None), after
                 history.append(info)

@@ -1,4 +1,4 @@
-"""A process that takes the place of one that died: it waits at the door, and comes in between two rounds."""
+"""A process that takes a place that others miss: it waits at the door, and comes in between two rounds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from jax._src import distributed as _jax_distributed
 
 from jaxche.cadence import RoundPlan
 from jaxche.training._agree import gather_json, generation, is_elastic, member_lives, members, regroup
-from jaxche.training._elastic import fresh_order, rearranged
+from jaxche.training._connections import connect_anew
+from jaxche.training._elastic import ranks_of, rearranged
 from jaxche.training._history import History
-from jaxche.training._lives import awaited, lives
+from jaxche.training._lives import awaited, live_again, lives
 from jaxche.training._saved import numbers, with_numbers
 from jaxche.training._state import ReplicaState
 
@@ -55,6 +56,11 @@ def stand_by(process: int, life: int) -> None:
     regroup({process: lives()[process]}, f"waiting/{process}/{life}")
 
 
+def come_back() -> None:
+    """Stand by for this process's own place, which the others go on without; they let it in like any other."""
+    stand_by(jax.process_index(), live_again())
+
+
 def stands_by() -> bool:
     """Whether this process has still to join a run that is under way."""
     return _stands_by is not None
@@ -87,14 +93,7 @@ def _heard(trainer: Trainer) -> dict[str, Any] | None:
             _tell(process, said["life"], {"refused": refusal})
     if not joined:
         return None
-    ranks = [rank for rank, home in enumerate(engine.homes) if rank in engine.order or set(home) <= set(joined)]
-    order = fresh_order(engine.homes, ranks, member_lives() | joined)
-    if order:
-        return {"joined": joined, "order": order}
-    for process in joined:
-        said = json.loads(client.key_value_try_get(f"{_WAITING}/{process}"))
-        _tell(process, said["life"], {"refused": "these processes have met in every order there is"})
-    return None
+    return {"joined": joined, "order": ranks_of(engine.homes, {*members(), *joined})}
 
 
 def _refusal(have: Mapping[str, str], other: Mapping[str, str]) -> str | None:
@@ -138,6 +137,7 @@ def admit(trainer: Trainer, state: ReplicaState, history: History, keeper: Keepe
             if process in joined:
                 _tell(process, json.loads(text)["life"], answer)
     regroup(taking_part, name)
+    connect_anew()
     gather_json(None)  # who came has read it all
     if jax.process_index() == 0:
         _client().key_value_delete(f"{_GIVEN}/{name}")
@@ -175,7 +175,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     _client().key_value_set(f"{_WAITING}/{process}", said, allow_overwrite=True)
     if dict(_client().key_value_dir_get(_OVER)):
         _tell(process, life, {"over": True})
-    _log.warning("process %s takes the place of one that died, and waits for the end of a round", process)
+    _log.warning("process %s takes the place of one that is missed, and waits for the end of a round", process)
     answer = json.loads(awaited(f"{_ANSWER}/{process}/{life}", {0: now[0]}))
     if "refused" in answer:
         raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")
@@ -185,6 +185,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     packing = engine.packing(state.locals)
     locals_ = packing.unpack(_received(packing.saved_as({}), answer), {})
     regroup({int(p): life for p, life in answer["taking_part"].items()}, answer["generation"])
+    connect_anew()
     _stands_by = None
     gather_json(None)
     engine.arrange(answer["order"], locals_)

@@ -1,4 +1,4 @@
-"""Which processes of an elastic run live, as the coordination service has it, and waiting for one that may not."""
+"""Which processes of an elastic run live, and waiting for one that may not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import jax
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
 
+from jaxche.training._lines import declare_ended, ended, keep_line
 from jaxche.training._watched import beat
 
-# Between two looks at who lives. A look waits for all that live, so all have the same answer.
-_LOOK_S = 0.5
+# Between two looks at who lives.
+_LOOK_S = 0.2
+# How often a process shows that it lives, and how long a silence means that it does not. A process that is stopped for
+# less holds the others up, and no more: a swap storm, a machine that is moved to another host.
+_BEAT_S, _SILENT_S = 1.0, 15.0
+# How long a thread may take to see that the run is over.
+_JOIN_S = 10.0
+# How often each process has begun, and how often it was heard of.
+_LIVES, _BEATS = "jaxche/lives/", "jaxche/beats/"
 # How long to wait for a key before asking whether its writer lives.
 _SLICE_MS = 1000
 
@@ -36,55 +44,112 @@ class PeerLostError(RuntimeError):
     """
 
 
-class _Watch:
-    """Asks who lives, again and again, on a thread of its own.
+class TakenForDeadError(PeerLostError):
+    """The others went on without this process, which was stopped for too long."""
 
-    The service answers when all processes that live have asked, so each of them has to, from the moment it is
-    connected: also one that has not begun to train.
+
+class _Watch:
+    """Shows that this process lives; on process 0 also looks whether the others do.
+
+    jaxlib has a heartbeat of its own, but one that it takes for dead is ended by it as soon as it moves again.
     """
 
     def __init__(self) -> None:
-        self._client: Any = _jax_distributed.global_state.client
-        self._everyone = list(range(_jax_distributed.global_state.num_processes))
-        self.lives: dict[int, int] = {}
-        self.looked = threading.Event()
-        threading.Thread(target=self._look, name="jaxche-lives", daemon=True).start()
+        self._run = _jax_distributed.global_state
+        self._client: Any = self._run.client
+        self._begin()
+        # Of each process: its life, how often it was heard of, and when a change of either was seen.
+        self._heard: dict[int, tuple[int, str, float]] = {}
+        self._looked, self._over = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="jaxche-lives", daemon=True)
+        self._thread.start()
+
+    def _begin(self) -> None:
+        own = self._run.process_id
+        self.life = self._client.key_value_increment(f"{_LIVES}{own}", 1)
+        self._line = keep_line(self._client, own, self.life, self._run.coordinator_address or "")
+
+    def begin_again(self) -> None:
+        """Live anew, as another, where the others take this life for over."""
+        self._line.end()
+        self._begin()
+
+    def _beat(self) -> None:
+        while not self._over.is_set():
+            # What fails is seen where somebody waits for it.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.key_value_increment(f"{_BEATS}{self._run.process_id}", 1)
+                if self._run.process_id == 0:
+                    self._look()
+            self._over.wait(_BEAT_S)
 
     def _look(self) -> None:
-        while True:
-            try:
-                self.lives = self._client.get_live_nodes(self._everyone)
-            except jax.errors.JaxRuntimeError:
-                # Taken for dead, or the run is over.
-                self.lives = {}
-            self.looked.set()
-            if not self.lives:
-                return
-            time.sleep(_LOOK_S)
+        now = time.monotonic()
+        paused = now - self._looked if now - self._looked > 3 * _BEAT_S else 0.0
+        self._looked = now
+        counts = _told(self._client, _LIVES)
+        for process, text in _told(self._client, _BEATS).items():
+            life, known = int(counts[process]), self._heard.get(process)
+            if known is None or known[:2] != (life, text):
+                self._heard[process] = life, text, now
+            elif paused:  # process 0 itself was stopped, and could hear nobody
+                self._heard[process] = life, text, known[2] + paused
+            elif now - known[2] > _SILENT_S:
+                declare_ended(self._client, process, life)
+
+    def end(self) -> None:
+        """Leave the run. A thread that is in the store's client when Python ends takes the process down with it."""
+        self._over.set()
+        self._thread.join(_JOIN_S)
+        jax.distributed.shutdown()
+        self._line.end()
 
 
 _watch: _Watch | None = None
 
 
-def watch_lives() -> None:
-    """Begin to ask who lives; each process of an elastic run does so right after joining.
+def watch_lives() -> int:
+    """Begin to live, as the others see it; each process of an elastic run does so right after joining.
+
+    Returns:
+      Which life this is in the place of this process, from 1.
 
     Example:
       >>> import jax
       >>> if jax.process_count() > 1 and jax.config.values["jax_enable_recoverability"]:
-      ...     watch_lives()
+      ...     life = watch_lives()
     """
     global _watch
     if _watch is None:
         _watch = _Watch()
+    return _watch.life
+
+
+def live_again() -> int:
+    """A new life for this process, which others took for dead."""
+    assert _watch is not None, "who was taken for dead lived"
+    _watch.begin_again()
+    return _watch.life
+
+
+def part() -> None:
+    """Leave the run, at the end of the process."""
+    if _watch is not None:
+        _watch.end()
 
 
 def lives() -> dict[int, int]:
-    """The processes that live, each with a number that changes when another takes its place."""
-    watch_lives()
-    assert _watch is not None
-    _watch.looked.wait()
-    return _watch.lives
+    """The processes that live, each with a number that changes when another takes its place; none if there is no store.
+
+    A life is over when its line ends, or after a long silence: then it is stopped, or its machine is lost.
+    """
+    client: Any = _jax_distributed.global_state.client
+    try:
+        over = ended(client)
+        counts = {process: int(text) for process, text in _told(client, _LIVES).items()}
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return {process: life for process, life in counts.items() if (process, life) not in over}
 
 
 def lost(expected: Mapping[int, int]) -> list[int]:
@@ -93,24 +158,37 @@ def lost(expected: Mapping[int, int]) -> list[int]:
     return [process for process, life in expected.items() if now.get(process) != life]
 
 
-def await_loss(expected: Mapping[int, int], patience_s: float) -> list[int]:
-    """Which of these lives have ended, after so long at most: a broken connection is seen before a death."""
-    deadline = time.monotonic() + patience_s
-    while not (gone := lost(expected)) and time.monotonic() < deadline:
+def _told(client: Any, place: str) -> dict[int, str]:
+    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(place)}
+
+
+def await_loss(expected: Mapping[int, int], place: str) -> list[int]:
+    """Which of these lives have ended, once all others are in a folder of the store.
+
+    A broken connection is seen before a death, and where all are still there it is none.
+    """
+    client: Any = _jax_distributed.global_state.client
+    while True:
+        # Looked at first: one that came in and then died is missed later, by the others.
+        gone = lost(expected)
+        here = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(place)}
+        if here.issuperset(expected.keys() - gone):
+            return gone
+        beat()
         time.sleep(_LOOK_S)
-    return gone
 
 
-def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("inf")) -> str:
+def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("inf"), unless: str | None = None) -> str:
     """The value of a key of the store, once it is there.
 
     Args:
       key: to wait for.
       expected: lives without which it will not come.
       patience_ms: how long to wait.
+      unless: folder of the store; as soon as something is in it, the key will not come.
 
     Raises:
-      PeerLostError: one of them ended without writing it.
+      PeerLostError: one of them ended without writing it, or something is in the folder.
       TimeoutError: it did not come in time.
     """
     client: Any = _jax_distributed.global_state.client
@@ -122,6 +200,8 @@ def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("i
             return client.blocking_key_value_get(key, 1 if gone else _SLICE_MS)
         if gone:
             raise PeerLostError(f"process {', '.join(map(str, gone))} died while others waited for it")
+        if unless is not None and client.key_value_dir_get(unless):
+            raise PeerLostError("a merge broke off in another process")
         if time.monotonic() > deadline:
             raise TimeoutError(f"nobody wrote {key} within {patience_ms / 1e3:g} s")
         beat()  # who waits does not hang

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxche.training._connections import connected
 from jaxche.training._place import Place, is_local
 
 AXIS = "replica"
@@ -44,6 +45,7 @@ class Meeting:
         homes = _own(rows)
         if host:
             rows = _on_host(rows)
+        rows = [connected(row) for row in rows]
         alone = all(row.size == 1 for row in rows)
         grid = np.array([row[0, 0] for row in rows]) if alone else np.stack(rows)
         names = (AXIS,) if alone else (AXIS, *_INNER)

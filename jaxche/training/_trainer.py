@@ -191,6 +191,8 @@ class Trainer:
         self._newcomers: dict[str, Any] | None = None
         self._pace_of: dict[int, Any] = {}
         self._alone = SOLO_ROUND
+        # Rounds in which connections broke though all processes lived.
+        self._false_alarms: list[int] = []
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:

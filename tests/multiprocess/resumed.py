@@ -1,8 +1,11 @@
 """A run that is saved, and what befalls it; run by ``jaxche launch``. Each process writes what it ended with."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +16,7 @@ import numpy as np
 import optax
 
 import jaxche
+from jaxche.training import _merge
 
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
@@ -22,6 +26,8 @@ RULES = {
     "scaled": {"scaling": jaxche.AdamScale(), "base_batch_size": 4},
     "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
 }
+# Of the second process, one after another, and a run long enough for them.
+DEATHS, MORE_EPOCHS = 4, 26
 
 
 class Problem:
@@ -46,20 +52,55 @@ class Problem:
 
 def callback(what, round, world):
     """What happens in the callback after a round, on rank 1, unless the run was started anew."""
+    rounds_here = []
 
     def call(state, info):
-        if what.startswith("JOIN") and len(info.counts) < world:
-            time.sleep(0.7)  # the run is not to end before a replacement has started
-        if info.round != round or jax.process_index() != 1 or int(os.environ.get("JAXCHE_RESTART", 0)):
+        if what.startswith(("JOIN", "AGAIN", "PAUSE20")) and len(info.counts) < world:
+            time.sleep(0.7)  # the run is not to end before another has started
+        restart = int(os.environ.get("JAXCHE_RESTART", 0))
+        if what == "AGAIN" and jax.process_index() == 1 and restart < DEATHS and len(rounds_here) == 2:
+            signal.raise_signal(signal.SIGKILL)
+        rounds_here.append(info.round)
+        if info.round != round or jax.process_index() != 1 or restart:
             return False
         name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL")
         if name in ("KILL", "TERM", "STOP"):
             signal.raise_signal(getattr(signal, f"SIG{name}"))
+        elif name == "CUT":
+            cut_connections()
+        elif name.startswith("PAUSE"):
+            pause_in_merge(name.removeprefix("PAUSE"))
         elif what == "error":
             raise OSError("disk on fire")
         return what == "stop"
 
     return call
+
+
+def cut_connections():
+    """End all connections of this process but those with the store, as something in the network may."""
+    store = int(os.environ["JAXCHE_COORDINATOR"].rpartition(":")[2])
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # no socket
+        with connection, contextlib.suppress(OSError):
+            if connection.getpeername()[1] != store:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def pause_in_merge(seconds):
+    """Stop at the next merge, where the others wait in the same collective; somebody has to wake this process."""
+    arguments = _merge.Merge.arguments
+
+    def stop(self, *args):
+        _merge.Merge.arguments = arguments
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        signal.raise_signal(signal.SIGSTOP)
+        return arguments(self, *args)
+
+    _merge.Merge.arguments = stop
 
 
 def main(what, round, folder, rules="plain"):
@@ -69,10 +110,10 @@ def main(what, round, folder, rules="plain"):
     state, history = trainer.fit(
         trainer.init(problem.params),
         problem.data,
-        epochs=MANY_EPOCHS if what.startswith("JOIN") else EPOCHS,
+        epochs={"JOIN": MANY_EPOCHS, "PAUSE20": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS),
         callbacks=[callback(what, int(round), world)],
         progress=False,
-        checkpoints=None if what in ("LOST", "JOIN", "STOP unsaved") else Path(folder) / "checkpoints",
+        checkpoints=None if what in ("LOST", "JOIN", "AGAIN") or "unsaved" in what else Path(folder) / "checkpoints",
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),

@@ -194,7 +194,7 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, cap
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
     events = tmp_path / "events.jsonl"
-    options = {"elastic": True, "hang_timeout_s": 20.0, "events": events}
+    options = {"elastic": True, "hang_timeout_s": 40.0, "events": events}
     code, results = run(tmp_path / "run", "STOP unsaved", 3, processes=3, **options)
     err = capfd.readouterr().err
     assert code == 0, err
@@ -209,3 +209,50 @@ def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
     rounds_of_two = [event["time"] for event in told if event["event"] == "round" and event["round"] >= 4]
     assert rounds_of_two
     assert max(rounds_of_two) < hang
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["CUT", "PAUSE13 unsaved"], ids=["connections end", "stopped in a merge"])
+def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program, tmp_path, capfd, what):
+    events = tmp_path / "events.jsonl"
+    code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, events=events)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert "a merge broke off, but nobody died: going on from round 4 with 3" in err
+    zero = results[0]
+    assert results == [zero, zero, zero]
+    assert all(len(counts) == 3 for _, _, _, counts, _ in zero["rounds"])
+    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in zero["rounds"] for i in range(sum(counts))]
+    assert read == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [(event["rank"], event["code"]) for event in told if event["event"] == "exit"].count((1, 0)) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_for_long_is_missed_and_comes_back_by_itself(program, tmp_path, capfd):
+    code, results = run(tmp_path / "run", "PAUSE20 unsaved", 3, processes=3, elastic=True)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    zero = results[0]
+    assert results == [zero, zero, zero]
+    worlds = [len(counts) for _, _, _, counts, _ in zero["rounds"]]
+    two = worlds.count(2)
+    assert worlds == [3] * 4 + [2] * two + [3] * (len(worlds) - 4 - two)
+    assert two
+    assert worlds[-1] == 3
+    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in zero["rounds"] for i in range(sum(counts))]
+    assert read == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+
+
+@pytest.mark.slow
+def test_two_processes_take_in_replacement_after_replacement(program, tmp_path, capfd):
+    code, results = run(tmp_path / "run", "AGAIN", processes=2, elastic=True, max_restarts=program.DEATHS)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert err.count("joined: going on") == program.DEATHS
+    assert len(results) == 2
+    assert results[0] == results[1]
+    rounds = results[0]["rounds"]
+    assert len(rounds[-1][3]) == 2
+    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in rounds for i in range(sum(counts))]
+    assert read == [(e, i) for e in range(program.MORE_EPOCHS) for i in range(12)]

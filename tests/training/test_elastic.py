@@ -1,37 +1,29 @@
-"""Who goes on, in which order, with which cadence; tests/multiprocess does it with real processes."""
+"""Who goes on, how often, with which cadence; tests/multiprocess does it with real processes."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from jaxche.cadence import ElChe
+from jaxche.training import PeerLostError
 from jaxche.training import _elastic as elastic
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(elastic, "_met", {})
+def test_ranks_train_whose_processes_are_all_there():
+    homes = [(0,), (1,), (2,), (2,)]
+    assert elastic.ranks_of(homes, {0, 1, 2}) == [0, 1, 2, 3]
+    assert elastic.ranks_of(homes, {0: "life", 2: "life"}) == [0, 2, 3]
+    assert elastic.ranks_of([(0, 1), (2, 3)], {0, 1}) == [0]
+    assert elastic.ranks_of([(0, 1), (2, 3)], {0, 1, 2}) == []  # process 2 would have nothing to do
 
 
-def test_those_who_met_meet_again_in_the_same_order_and_a_newcomer_in_another():
-    homes = [(0,), (1,), (2,)]
-    lives = {0: 10, 1: 11, 2: 12}
-    assert elastic.fresh_order(homes, [0, 1, 2], lives) == [0, 1, 2]
-    assert elastic.fresh_order(homes, [0, 2], lives) == [0, 2]
-    again = lives | {1: 21}
-    assert elastic.fresh_order(homes, [0, 1, 2], again) == [0, 2, 1]
-    assert elastic.fresh_order(homes, [0, 2], again) == [0, 2]  # these two have not changed
-    seen = [elastic.fresh_order(homes, [0, 1, 2], lives | {1: 30 + i}) for i in range(5)]
-    assert sorted(map(tuple, seen[:4])) == [(1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
-    assert seen[4] == []
-
-
-def test_replicas_of_one_process_stay_together_and_one_process_meets_nobody():
-    homes = [(0,), (0,), (1,), (1,)]
-    assert elastic.fresh_order(homes, [0, 1, 2, 3], {0: 1, 1: 2}) == [0, 1, 2, 3]
-    assert elastic.fresh_order(homes, [0, 1, 2, 3], {0: 1, 1: 3}) == [2, 3, 0, 1]
-    for life in range(3):
-        assert elastic.fresh_order(homes, [0, 1], {0: life}) == [0, 1]
+def test_connections_that_break_again_and_again_end_the_run_unless_a_round_was_completed():
+    one, error = SimpleNamespace(_false_alarms=[]), PeerLostError("broken off")
+    for round in (4, 4, 4, 5, 5, 5):
+        elastic._refuse_more(one, round, error)
+    with pytest.raises(PeerLostError) as raised:
+        elastic._refuse_more(one, 5, error)
+    assert "broke 4 times in round 5" in raised.value.__notes__[0]
 
 
 def trainer(che):
