@@ -115,18 +115,21 @@ class _Exchange(Line):
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._over.is_set():
-            for key, _ in self._selector.select(_LOOK_S):
-                if key.fileobj is self._server:
-                    line = self._server.accept()[0]
-                    self._heard[line] = b""
-                    self._selector.register(line, selectors.EVENT_READ)
-                else:
-                    self._read(key.fileobj)
-            try:
-                self._tell()
-            except jax.errors.JaxRuntimeError:  # the store is gone, and with it those who would read this
-                return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._server)
+            stack.enter_context(self._selector)
+            stack.callback(lambda: [line.close() for line in self._heard])
+            while not self._over.is_set():
+                for key, _ in self._selector.select(_LOOK_S):
+                    if key.fileobj is self._server:
+                        line = self._server.accept()[0]
+                        self._heard[line] = b""
+                        self._selector.register(line, selectors.EVENT_READ)
+                    else:
+                        self._read(key.fileobj)
+                # Where the store is gone, so are those who would read this.
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._tell()
 
     def _read(self, line: Any) -> None:
         try:
