@@ -3,7 +3,7 @@
 from jaxche.drawing._colours import COLOURS, MERGE, WAIT, text_on
 from jaxche.drawing._figure import figure_of, label_outside, logarithmic, ranks_to_show
 from jaxche.drawing._lanes import Bar, Lane, lanes
-from jaxche.drawing._text import aligned, per_rank
+from jaxche.drawing._text import aligned, odd_ones, per_rank
 
 __all__ = [
     "COLOURS",
@@ -16,6 +16,7 @@ __all__ = [
     "label_outside",
     "lanes",
     "logarithmic",
+    "odd_ones",
     "per_rank",
     "ranks_to_show",
     "text_on",

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import collections
-import hashlib
 import itertools
 import json
-import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import optax
 
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
@@ -258,39 +255,3 @@ def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:
             f"rank {r['rank']} failed in {place} with {r['kind']}: {r['message']}\n--- there ---\n{r['trace']}",
             r["rank"],
         )
-
-
-def digest(code: Any) -> str:
-    """A short hash of a traced program, the same wherever the same code was traced."""
-    # Functions that have derivatives of their own are printed with their address in this process.
-    return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", str(code)).encode()).hexdigest()[:12]
-
-
-def update_digest(tx: Any, params: Any) -> str:
-    """The :func:`digest` of an optimizer's update of parameters of these shapes, with all its settings."""
-    wide: Any = optax.with_extra_args_support(tx)
-
-    def update(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
-        return wide.update(grads, opt_state, params, value=value)
-
-    value = jax.ShapeDtypeStruct((), "float32")
-    return digest(jax.make_jaxpr(update)(params, jax.eval_shape(wide.init, params), params, value))
-
-
-def refuse_differences(fingerprint: dict[str, str]) -> None:
-    """Refuse to start when processes run different code, data or settings.
-
-    Args:
-      fingerprint: name of each thing that must agree and a short text of it.
-
-    Raises:
-      ValueError: names what differs and who has which value.
-    """
-    everyone = gather_json(fingerprint)
-    different = [name for name in fingerprint if len({other.get(name) for other in everyone}) > 1]
-    if different:
-        lines = [
-            f"  {name}: " + ", ".join(f"process {i}: {other.get(name)}" for i, other in enumerate(everyone))
-            for name in different
-        ]
-        raise ValueError("processes differ; run the same script and data everywhere:\n" + "\n".join(lines))

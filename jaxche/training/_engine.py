@@ -15,9 +15,10 @@ import optax
 
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size, nbytes
-from jaxche.training._agree import digest, gather_json, raise_everywhere, refuse_differences, update_digest
+from jaxche.training._agree import gather_json, raise_everywhere
 from jaxche.training._alone import Alone
 from jaxche.training._data import Feed, Reader
+from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
 from jaxche.training._merging import HOST_COLUMNS, Rules
@@ -82,6 +83,7 @@ class Engine:
         self._replicas: list[Replica] = []
         self._memory: dict[int, dict[str, int]] = {}
         self._reader: Reader | None = None
+        self._digest: tuple[Reader, str] | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
     def place(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[Local, ...]:
@@ -172,13 +174,15 @@ class Engine:
         """
         if self._replicas:
             return
-        error = None
+        error, constants, data_seen = None, [], ""
         try:
             self._lay_out(without_replica_axis(locals_[0].params))
+            if jax.process_count() > 1:
+                data_seen = self.data_digest(data)
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
             whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
-            self._build(locals_[0], batch, batch_size(whole))
+            constants = self._build(locals_[0], batch, batch_size(whole))
             for replica, local in zip(self._replicas, locals_, strict=True):
                 replica.compile(local, batch)
         except Exception as e:
@@ -192,8 +196,9 @@ class Engine:
             except Exception as e:
                 error = e
             raise_everywhere(error, self.ranks[0], "preparation")
-            self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics)} | self._code
+            self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics), "data": data_seen} | self._code
             refuse_differences(self.fingerprint)
+            refuse_other_values({"params": locals_[0].params, "constants of loss_fn": constants})
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
@@ -206,7 +211,8 @@ class Engine:
         carries = [r.begin(local, 0) for r, local in zip(self._replicas, locals_, strict=True)]
         self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
-    def _build(self, local: Local, batch: Any, examples: int) -> None:
+    def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
+        """Make what runs the rounds; returns the arrays that the loss has in it."""
         if (local.noise is None) != (self._scaling is None):
             raise ValueError(
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
@@ -230,6 +236,7 @@ class Engine:
         ]
         self._rules = Rules(self._average, self._rule, self._opt_mode, self._tx, self._outer, scaling)
         self._merge = self._make_merge(local)
+        return code.consts
 
     def _make_merge(self, local: Local) -> Any:
         assert self._rules is not None, "_build comes first"
@@ -237,6 +244,13 @@ class Engine:
             return Alone(self._places[0], self._rules.scaling)
         # Of several, also for one that is left: the programs of its steps are made for it.
         return self._several(self._meeting, self._rules, local)
+
+    def data_digest(self, data: Any) -> str:
+        """A short hash of some of the data, or that it varies."""
+        reader = self._read(data)
+        if self._digest is None or self._digest[0] is not reader:
+            self._digest = (reader, data_digest(reader, len(data)))
+        return self._digest[1]
 
     def _read(self, data: Any) -> Reader:
         if self._reader is None or self._reader.data is not data:

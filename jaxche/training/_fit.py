@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.training._agree import is_elastic
-from jaxche.training._checkpoints import Checkpoints, Keeper
+from jaxche.training._agree import is_elastic, raise_everywhere
+from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import checked_length
 from jaxche.training._elastic import go_on_without
+from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._history import History
 from jaxche.training._join import admit, come_back, end_of_run, join, stands_by
+from jaxche.training._keeper import Keeper
 from jaxche.training._lives import PeerLostError, TakenForDeadError
 from jaxche.training._progress import Progress
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
@@ -76,15 +78,12 @@ def fit(
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
     """
-    if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
-        raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
-    last_epoch, size = state.epoch + int(epochs), checked_length(data)
+    last_epoch, size = _agreed(state, data, epochs, dry_run, checkpoints)
     keeper, history = None, History()
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, trainer, "_stop", Stop.NO)  # one that came too late is not for the next fit
         if checkpoints is not None:
-            asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-            keeper = Keeper(asked, trainer, size)
+            keeper = Keeper(Checkpoints.of(checkpoints), trainer, data)
             stack.push(keeper.close)
         if dry_run:
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
@@ -160,3 +159,24 @@ def fit(
             stacklevel=3,
         )
     return state, history
+
+
+def _agreed(state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoints: Any) -> tuple[int, int]:
+    """Where training ends, and the batches in an epoch, once all processes want the same."""
+    error, wanted, ends = None, {}, (0, 0)
+    try:
+        if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
+            raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
+        ends = state.epoch + int(epochs), checked_length(data)
+        asked = Checkpoints.of(checkpoints) if checkpoints is not None else None
+        # A folder may have another name on another machine.
+        how = str(asked and {"every": asked.every, "keep": asked.keep, "durable": asked.durable})
+        wanted = {"epochs": str(epochs), "dry_run": str(dry_run), "checkpoints": how, "state": f"round {state.round}"}
+    except Exception as e:
+        error = e
+    if not stands_by():
+        raise_everywhere(error, jax.process_index(), "the start of fit")
+        refuse_differences(wanted)
+    elif error is not None:
+        raise error
+    return ends

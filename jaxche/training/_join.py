@@ -18,13 +18,14 @@ from jaxche.cadence import RoundPlan
 from jaxche.training._agree import gather_json, generation, is_elastic, member_lives, members, regroup
 from jaxche.training._connections import connect_anew
 from jaxche.training._elastic import ranks_of, rearranged
+from jaxche.training._fingerprint import VARIES
 from jaxche.training._history import History
 from jaxche.training._lives import awaited, live_again, lives
 from jaxche.training._saved import numbers, with_numbers
 from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:
-    from jaxche.training._checkpoints import Keeper
+    from jaxche.training._keeper import Keeper
     from jaxche.training._trainer import Trainer
 
 _log = logging.getLogger("jaxche")
@@ -97,7 +98,8 @@ def _heard(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _refusal(have: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    different = sorted(name for name in {*have, *other} if have.get(name) != other.get(name))
+    pairs = {name: (have.get(name), other.get(name)) for name in {*have, *other}}
+    different = sorted(name for name, pair in pairs.items() if pair[0] != pair[1] and VARIES not in pair)
     return f"it differs in {', '.join(different)}; run the same script and data everywhere" if different else None
 
 

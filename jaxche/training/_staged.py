@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jaxche.averaging import measure_drift
 from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.sharding import RemoteDevice
-from jaxche.training._agree import digest, update_digest
 from jaxche.training._checks import refuse_foreign_devices
 from jaxche.training._engine import Engine
+from jaxche.training._fingerprint import digest, update_digest
 from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
 from jaxche.training._merging import Rules
@@ -205,7 +205,7 @@ class StagedEngine(Engine):
             places: Any = self._places
             self._meeting = StageMeetings(places, self._host)
 
-    def _build(self, local: Local, batch: Any, examples: int) -> None:
+    def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
         settings = (self._tx, self._average, self._seed, examples)
         places: Any = self._places
         self._replicas = [
@@ -215,9 +215,11 @@ class StagedEngine(Engine):
         one = without_replica_axis(local.params)
         code_of_tx = digest([update_digest(self._plain_tx, params) for params in one])
         model = places[self.ranks[0]].model
-        self._code = {"code of stages": digest(model.trace(one, batch)), "code of tx": code_of_tx}
+        code = model.trace(one, batch)
+        self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
         self._rules = Rules(self._average, self._rule, self._opt_mode, self._tx, self._outer, None)
         self._merge = self._make_merge(local)
+        return code.consts
 
     def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
         """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""

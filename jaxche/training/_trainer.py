@@ -183,7 +183,7 @@ class Trainer:
             "backend": "host" if host else "device",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
-            "che": hashlib.sha256(repr(che and che.to_dict()).encode()).hexdigest()[:12],
+            **{f"che.{name}": str(value)[:40] for name, value in (che.to_dict() if che else {}).items()},
         }
         self.seed = seed
         self._stop = Stop.NO
@@ -303,6 +303,12 @@ class Trainer:
         """
         again = History()
         for info in history:
+            if len(info.counts) != self.world_size:
+                raise ValueError(
+                    f"history has {len(info.counts)} replicas in round {info.round}, and this trainer has "
+                    f"{self.world_size}; give it as many replicas. A run whose number changed on the way, as an "
+                    "elastic one's may, is replayed up to there: history[:n]"
+                )
             epoch, start, _ = (state.owed or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
                 raise ValueError(

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxche
 from jaxche.sharding import is_private
+from jaxche.training import _keeper
 
 
 class Problem:
@@ -123,16 +126,31 @@ def loud(problem, factor):
     return loss
 
 
-def different(trainer, problem, data):
+def weighed(problem, rank):
+    weights = np.arange(1, 4, dtype=np.float32) + rank
+
+    def loss(params, batch, rng, model_state):
+        loss, rest = problem.loss(params, batch, rng, model_state)
+        return jnp.mean(loss * weights), rest
+
+    return loss
+
+
+def different(trainer, problem, data, params=None):
     """What the processes are said to differ in."""
     try:
-        trainer.round(trainer.init(problem.params, problem.model_state), data)
+        trainer.round(trainer.init(params or problem.params, problem.model_state), data)
     except ValueError as error:
-        return [line.split(":")[0].strip() for line in str(error).splitlines()[1:] if ": process 0" in line]
+        first, *table = str(error).splitlines()
+        # The titles of a table, or the one thing that is named.
+        return (
+            re.split(r" {2,}", table[0].strip())[1:] if table else [first.split("the values of ", 1)[1].split(":")[0]]
+        )
 
 
 def faults(problem):
     """Everything that goes wrong on one rank, one after the other, in processes that go on living."""
+    _keeper._VISIBLE_S = 0.5
     rank = jax.process_index()
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.05))
     state = trainer.init(problem.params, problem.model_state)
@@ -148,13 +166,32 @@ def faults(problem):
     loss = problem.loss if rank == 0 else lambda params, batch: params["w"]
     other = jaxche.Trainer(loss, optax.adam(0.05))
     seen["loss"] = name_of_error(lambda: other.round(state, problem.data))
+    shuffled = jaxche.Batches(problem.data.arrays, batch_size=8, seed=3 + rank)
+    other = [jax.tree.map(lambda x, i=i: x + (i == 11) * rank, problem.data[i]) for i in range(12)]
     seen["different"] = {
-        name: different(trainer, problem, data)
-        for name, (trainer, data) in {
+        name: different(trainer, problem, *given)
+        for name, (trainer, *given) in {
+            "shuffled": (jaxche.Trainer(problem.loss, optax.adam(0.05)), shuffled),
+            "contents": (jaxche.Trainer(problem.loss, optax.adam(0.05)), other),
+            "params": (
+                jaxche.Trainer(problem.loss, optax.adam(0.05)),
+                problem.data,
+                problem.params | {"w": problem.params["w"] * (1 + rank)},
+            ),
+            "constants": (jaxche.Trainer(weighed(problem, rank), optax.adam(0.05)), problem.data),
             "tx": (jaxche.Trainer(problem.loss, optax.adam(0.05 + rank)), problem.data),
             "loss": (jaxche.Trainer(loud(problem, 1 + rank), optax.adam(0.05)), problem.data),
             "che": (jaxche.Trainer(problem.loss, optax.adam(0.05), che=jaxche.ElChe(2, 3 + rank)), problem.data),
             "data": (jaxche.Trainer(problem.loss, optax.adam(0.05)), [problem.data[i] for i in range(5 + rank)]),
+        }.items()
+    }
+    seen["fit"] = {
+        name: name_of_error(lambda given=given: trainer.fit(state, problem.data, progress=False, **given))
+        for name, given in {
+            "epochs": {"epochs": 1 + rank},
+            "no epochs": {"epochs": 1 - rank},
+            "one is saved": {"checkpoints": [tempfile.mkdtemp(), None][rank]},
+            "own folders": {"checkpoints": tempfile.mkdtemp()},
         }.items()
     }
     paced = jaxche.Trainer(problem.loss, optax.adam(0.05), pace_ms=(50, 1e-3))

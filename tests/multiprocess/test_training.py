@@ -123,8 +123,24 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp
     assert "ranks [1]" in zero["plan"][1]
     assert zero["after"] == one["after"] == [0, True]
     assert zero["seed"][0] == one["seed"][0] == "ValueError"
-    names = {"tx": ["code of tx"], "loss": ["code of loss_fn"], "che": ["che"], "data": ["batches"]}
+    names = {
+        "shuffled": ["data"],
+        "contents": ["data"],
+        "params": ["params/w"],
+        "constants": ["constants of loss_fn/0"],
+        "tx": ["code of tx"],
+        "loss": ["code of loss_fn"],
+        "che": ["che.anchor", "che.min_anchor", "che.batch_counts"],
+        "data": ["batches", "data"],
+    }
     assert zero["different"] == one["different"] == names
+    differ = ["ValueError", "processes differ; run the same script and data everywhere:"]
+    assert zero["fit"]["epochs"] == one["fit"]["epochs"] == differ
+    assert zero["fit"]["one is saved"] == one["fit"]["one is saved"] == differ
+    assert zero["fit"]["no epochs"][0] == zero["fit"]["own folders"][0] == "RankError"
+    assert one["fit"]["no epochs"] == ["ValueError", "epochs=0 must be a whole number of at least 1, e.g. epochs=3"]
+    assert one["fit"]["own folders"][0] == "ValueError"
+    assert "is not the folder that process 0 has under that name" in one["fit"]["own folders"][1]
     assert zero["loss"][0] == "RankError"
     assert one["loss"][0] == "ValueError"
     assert zero["pace"][0] == "RankError"

@@ -296,7 +296,7 @@ def test_a_durable_one_is_written_when_its_round_ends(problem, devices, tmp_path
 
 
 def test_an_elastic_run_waits_for_nobody(problem, devices, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxche.training._checkpoints.is_elastic", lambda: True)
+    monkeypatch.setattr("jaxche.training._keeper.is_elastic", lambda: True)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     with pytest.raises(ValueError, match=r"durable=True waits for all processes.*leave durable out"):
         trainer.fit(trainer.init(problem.params), problem.data, checkpoints=jaxche.Checkpoints(tmp_path, durable=True))
@@ -304,7 +304,7 @@ def test_an_elastic_run_waits_for_nobody(problem, devices, tmp_path, monkeypatch
 
 
 def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
-    folder, run, *_ = saved
+    _, run, *_ = saved
     wide = {"w": np.zeros((5, 2), np.float32), "b": np.zeros((2, 1), np.float32)}
     with pytest.raises(ValueError, match=r"params/b is float32\[2\] in the checkpoint and float32\[2,1\] in"):
         run(params=wide)
@@ -314,10 +314,41 @@ def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
         run(seed=1)
     with pytest.raises(ValueError, match="batches=12, and this one has 6"):
         run(data=make_problem(examples=48).data)
+
+
+@pytest.mark.parametrize(
+    ("format", "version", "said"),
+    [
+        (0, "0.0.1", r"jaxche 0\.0\.1 in format 0.*pip install jaxche==0\.0\.1"),
+        (2, "9.9.9", r"jaxche 9\.9\.9 in format 2.*pip install jaxche==9\.9\.9"),
+    ],
+)
+def test_what_another_version_wrote_is_refused(saved, format, version, said):
+    folder, run, *_ = saved
     meta = folder / "3" / "run" / "metadata"
-    meta.write_text(meta.read_text().replace('"format": 2', '"format": 0').replace(jaxche.__version__, "0.0.1"))
-    with pytest.raises(ValueError, match=r"pip install jaxche==0\.0\.1"):
+    text = meta.read_text().replace('"format": 2', f'"format": {format}')
+    meta.write_text(text.replace(f'"jaxche": "{jaxche.__version__}"', f'"jaxche": "{version}"'))
+    with pytest.raises(ValueError, match=said):
         run()
+
+
+def test_a_smaller_step_of_the_version_and_other_data_are_told(saved, problem, caplog):
+    folder, run, *_ = saved
+    major, minor, _ = jaxche.__version__.split(".")
+    state, _ = run()
+    run()
+    assert not caplog.text
+    meta = folder / str(state.round) / "run" / "metadata"
+    meta.write_text(meta.read_text().replace(jaxche.__version__, f"{major}.{minor}.99"))
+    other = jaxche.Batches(jax.tree.map(lambda x: x + 1, problem.data.arrays), problem.data.batch_size, 3)
+    run(data=other)
+    assert f"was written by jaxche {major}.{minor}.99" in caplog.text
+    assert "was made with other data of as many batches" in caplog.text
+
+
+def test_a_bucket_is_refused_with_what_to_give():
+    with pytest.raises(ValueError, match=r"folder='gs://b/run' is not a folder of this system; mount"):
+        jaxche.Checkpoints("gs://b/run")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(problem, devices, tmp_path):

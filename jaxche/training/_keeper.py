@@ -1,0 +1,316 @@
+"""Saves a run and finds it again."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxche.training._agree import (
+    gather_json,
+    generation,
+    is_elastic,
+    meeting_place,
+    member_lives,
+    members,
+    raise_everywhere,
+)
+from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._fingerprint import VARIES
+from jaxche.training._history import History
+from jaxche.training._lives import PeerLostError, lost
+from jaxche.training._packing import Packing
+from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
+from jaxche.training._state import ReplicaState, RoundInfo
+
+if TYPE_CHECKING:
+    from jaxche.training._trainer import Trainer
+
+_log = logging.getLogger("jaxche")
+
+# Of what is in a checkpoint and where. A folder of another format is refused.
+_FORMAT = 2
+# For all processes to have written their parts, in a run whose processes may die.
+_PATIENCE_S = 30
+# Between a file's making and its being seen on other machines, and from one look to the next.
+_VISIBLE_S, _LOOK_S = 10.0, 0.2
+
+
+class Keeper:
+    """Saves a run and finds it again. All processes of a run make the same calls.
+
+    Args:
+      asked: what the user wants.
+      trainer: whose states are kept.
+      data: what the run trains on.
+
+    Raises:
+      ImportError: Orbax is missing.
+      ValueError: a folder that some process cannot write.
+    """
+
+    def __init__(self, asked: Checkpoints, trainer: Trainer, data: Any):
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise ImportError("checkpoints need Orbax: pip install 'jaxche[checkpoints]'") from error
+        if asked.durable and is_elastic():
+            raise ValueError(
+                "durable=True waits for all processes to write, and an elastic run goes on without those that die: its "
+                "parameters are safe with the others; leave durable out"
+            )
+        self._ocp, self._asked, self._trainer, self._batches = ocp, asked, trainer, len(data)
+        self._folder = Path(asked.folder).expanduser().resolve()
+        error, self._data = None, VARIES
+        try:
+            refuse_unwritable(self._folder)
+            self._data = trainer._engine.data_digest(data)
+        except Exception as e:
+            error = e
+        raise_everywhere(error, jax.process_index(), "the preparation of checkpoints")
+        self._refuse_own_folder()
+        self._manager = self._open()
+        self._record = self._folder / "history.jsonl"
+        # The step that was begun last, and the one whose saving a process did not live to finish.
+        self._begun = self._abandoned = 0
+
+    def _refuse_own_folder(self) -> None:
+        """Refuse a folder that is not the same one for all processes, which would wait for each other's files."""
+        if len(members()) == 1:
+            return
+        error, sign = None, self._folder / f".shared-{gather_json(os.urandom(6).hex())[0]}"
+        if jax.process_index() == members()[0]:
+            sign.touch()
+        gather_json(None)
+        if not _appears(sign):
+            error = ValueError(
+                f"checkpoints={str(self._folder)!r} is not the folder that process {members()[0]} has under that name; "
+                "give one that all machines share, as a mount of a file server"
+            )
+        try:
+            raise_everywhere(error, jax.process_index(), "the preparation of checkpoints")
+        finally:
+            if jax.process_index() == members()[0]:
+                sign.unlink()
+
+    def _open(self) -> Any:
+        options, settings = self._ocp.options, {}
+        if is_elastic():
+            # A save in which a process died holds nobody up, and its threads let go when it is missed.
+            meet = meeting_place("saved")
+            settings["async_options"] = options.AsyncOptions(
+                timeout_secs=_PATIENCE_S,
+                barrier_sync_fn=lambda *, key, timeout_ms: meet(key.replace("/", "."), timeout_ms),
+            )
+        from_start = generation() == 0
+        if not from_start:
+            settings["multiprocessing_options"] = options.MultiprocessingOptions(
+                primary_host=members()[0],
+                active_processes=set(members()),
+                barrier_sync_key_prefix=f"jaxche-{generation()}",
+            )
+        options = self._ocp.CheckpointManagerOptions(
+            max_to_keep=self._asked.keep,
+            # What the dead did not finish goes when a run starts.
+            cleanup_tmp_directories=from_start,
+            create=from_start,
+            **settings,
+        )
+        return self._ocp.CheckpointManager(self._folder, options=options)
+
+    def reopen(self, rounds: int, others_died: bool = True) -> None:
+        """Go on with the processes that take part from now on, from a state of so many rounds."""
+        if others_died:
+            # One may have begun a save of a round that is now done again, and others not.
+            self._abandoned = max(gather_json(self._begun))
+        else:
+            self._count_alike()
+        self._manager = self._open()
+        self._rewritten(rounds)
+
+    def settle(self) -> None:
+        """Wait until all that was begun is written."""
+        self._manager.wait_until_finished()
+
+    def _count_alike(self) -> None:
+        """Orbax tells the saves of a process apart by their number, which has to be the same in one that joined."""
+        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+        most = max(gather_json(int(OperationIdGenerator.get_current_operation_id())))
+        while int(OperationIdGenerator.get_current_operation_id()) < most:
+            OperationIdGenerator.next_operation_id()
+
+    def resume(self, state: ReplicaState) -> tuple[ReplicaState, History]:
+        """The newest state that can be read, if it is further than the one given, and its record.
+
+        Raises:
+          ValueError: checkpoints of another model, data, seed or version.
+        """
+        seen = gather_json(sorted(self._manager.all_steps()))
+        if any(steps != seen[0] for steps in seen):
+            raise ValueError(
+                f"checkpoints={str(self._folder)!r}: processes see different checkpoints there ({seen}); give a "
+                "folder that all machines share"
+            )
+        for step in reversed(seen[0]):
+            if step <= state.round:
+                break
+            restored = self._restore(step, state)
+            if restored is not None:
+                return restored, self._rewritten(restored.round)
+            # It is in the way of the one this round will write again.
+            self._manager.delete(step)
+        return state, self._rewritten(state.round)
+
+    def _restore(self, step: int, state: ReplicaState) -> ReplicaState | None:
+        """The state of a checkpoint, or None where some process cannot read it."""
+        args, error, refused, restored = self._ocp.args, None, None, None
+        try:
+            meta = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
+            try:
+                self._refuse_other(meta, state)
+            except ValueError as e:
+                refused = e
+        except Exception as e:
+            error = e
+        raise_everywhere(refused, jax.process_index(), f"checkpoint {step}")
+        if self._unreadable(step, error):
+            return None
+        try:
+            restored = self._read(step, meta, state)
+        except Exception as e:
+            error = e
+        return None if self._unreadable(step, error) else restored
+
+    def _unreadable(self, step: int, error: Exception | None) -> bool:
+        said = [text for text in gather_json(None if error is None else f"{type(error).__name__}: {error}") if text]
+        if said:
+            _log.warning("checkpoint %s in %s cannot be read and is left out: %s", step, self._folder, said[0][:300])
+        return bool(said)
+
+    def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
+        """Refuse a checkpoint that this trainer cannot go on from."""
+        where = f"checkpoints={str(self._folder)!r}"
+        version = importlib.metadata.version("jaxche")
+        other = meta["jaxche"]
+        if meta["format"] != _FORMAT or other.split(".")[:2] != version.split(".")[:2]:
+            raise ValueError(
+                f"{where} was written by jaxche {other} in format {meta['format']}, and this is {version} with format "
+                f"{_FORMAT}; write pip install jaxche=={other}, or give another folder"
+            )
+        if other != version:
+            _log.warning("%s was written by jaxche %s, and this is %s", where, other, version)
+        if meta.get("data", VARIES) != self._data and VARIES not in (self._data, meta.get("data", VARIES)):
+            _log.warning("%s was made with other data of as many batches; from here on it is this data", where)
+        wanted = shapes(self._packing(self._as_saved(meta, state)).saved_as(meta["rows"]))
+        for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
+            have, want = meta["leaves"].get(path, "missing"), wanted.get(path, "not there")
+            if have != want:
+                raise ValueError(
+                    f"{where} is of another model or optimizer: {path} is {have} in the checkpoint and {want} in this "
+                    "trainer; use the model and tx that it was made with, or give another folder"
+                )
+        for name, want in (("batches", self._batches), ("seed", self._trainer.seed)):
+            if meta[name] != want:
+                raise ValueError(
+                    f"{where} is of a run with {name}={meta[name]}, and this one has {want}; use the same data and "
+                    "seed, or give another folder"
+                )
+
+    def _read(self, step: int, meta: Any, state: ReplicaState) -> ReplicaState:
+        args, packing = self._ocp.args, self._packing(self._as_saved(meta, state))
+        wanted = packing.saved_as(meta["rows"])
+        items = {name: args.StandardRestore(item) for name, item in _items(wanted).items()}
+        found = self._manager.restore(step, args=args.Composite(**items))
+        trees = {"params": found.params} | (found.state if "state" in items else {})
+        named = {name: unnested(tree, trees[name]) for name, tree in wanted.items()}
+        locals_ = self._trainer._engine.comparing(packing.unpack(named, meta["rows"]))
+        return with_numbers(replace(state, locals=locals_), meta)
+
+    def _as_saved(self, meta: Any, state: ReplicaState) -> ReplicaState:
+        """The state in the form of a checkpoint: one of a single replica may hold its previous gradient."""
+        compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
+        return replace(state, locals=self._trainer._engine.comparing(state.locals, compares))
+
+    def _packing(self, state: ReplicaState) -> Packing:
+        return self._trainer._engine.packing(state.locals)
+
+    def add(self, info: RoundInfo) -> None:
+        """Write a round's line to the record."""
+        if jax.process_index() == 0:
+            with self._record.open("a", encoding="utf8") as file:
+                file.write(History([info]).to_json())
+
+    def due(self, state: ReplicaState) -> bool:
+        """Whether this state is one to save."""
+        return state.round % self._asked.every == 0
+
+    def save(self, state: ReplicaState) -> None:
+        """Save a state, unless it is; returns when the arrays are copied, or written."""
+        if state.round in self._manager.all_steps() or state.round <= self._abandoned:
+            return
+        self._begun = state.round
+        args, packing = self._ocp.args, self._packing(state)
+        trees = packing.pack()
+        meta = numbers(state) | {
+            "format": _FORMAT,
+            "jaxche": importlib.metadata.version("jaxche"),
+            "rows": packing.rows,
+            "leaves": shapes(trees),
+            "batches": self._batches,
+            "data": self._data,
+            "seed": self._trainer.seed,
+        }
+        items = {name: args.StandardSave(item) for name, item in _items(trees).items()}
+        try:
+            self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+        except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
+            if not is_elastic() or not (lost(member_lives()) or "Gloo" in str(error)):
+                raise
+            # The next round misses it too, and goes on with those who are left.
+            _log.warning("checkpoint %s was not begun, a process is missed: %s", state.round, str(error)[:300])
+        if self._asked.durable:
+            self.settle()
+
+    def close(self, kind: Any, error: Any, trace: Any) -> None:
+        """Wait until all is written, at the end of a ``with`` block; but not for processes that have died."""
+        if not isinstance(error, PeerLostError):
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    def _rewritten(self, rounds: int) -> History:
+        """The record of the first so many rounds; what came after them is done again."""
+        text = self._record.read_text(encoding="utf8") if self._record.exists() else ""
+        # A line that a dying process did not finish has no end.
+        lines = text.splitlines(keepends=True)[:rounds]
+        kept = "".join(line for line in lines if line.endswith("\n"))
+        gather_json(None)  # all have read it
+        if jax.process_index() == 0 and kept != text:
+            part = self._record.with_suffix(".part")
+            part.write_text(kept, encoding="utf8")
+            part.replace(self._record)
+        return History.from_json(kept)
+
+
+def _appears(sign: Path) -> bool:
+    """Whether a file is there, or comes soon: file servers let others see a new one some seconds later."""
+    deadline = time.monotonic() + _VISIBLE_S
+    while not sign.exists():
+        if time.monotonic() > deadline:
+            return False
+        os.listdir(sign.parent)  # NFS then looks anew
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _items(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as they are, and all else, if there is any; Orbax saves no empty trees."""
+    rest = {name: nested(tree) for name, tree in trees.items() if name != "params"}
+    return {"params": nested(trees["params"])} | ({"state": rest} if rest else {})
