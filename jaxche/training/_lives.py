@@ -101,7 +101,8 @@ class _Watch:
         """Leave the run. A thread that is in the store's client when Python ends takes the process down with it."""
         self._over.set()
         self._thread.join(_JOIN_S)
-        jax.distributed.shutdown()
+        if lives():  # jaxlib ends a process that takes leave of a store that is gone
+            jax.distributed.shutdown()
         self._line.end()
 
 

@@ -88,7 +88,7 @@ def test_a_stranger_is_nobody(kept):
     for words in (b"what is this\n", f"{password}x 1 1\n".encode()):
         with socket.create_connection((host, port)) as stranger:
             stranger.sendall(words)
-            assert until(lambda: words in exchange._heard.values())
+            assert until(lambda words=words: words in exchange._heard.values())
         assert until(lambda: not exchange._heard)
     with socket.create_connection((host, port), timeout=20) as stranger:
         stranger.sendall(b"x" * 256)
