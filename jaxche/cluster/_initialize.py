@@ -96,6 +96,9 @@ def initialize(
       timeout_s: seconds to wait for process 0 to be there, and for process 0 to see all the others.
       elastic: whether the others go on in ``Trainer.fit`` where a process dies, other than process 0: with their own
         parameters, from the last round that all had merged. By default only where ``jaxche launch --elastic`` says so.
+        One that is stopped for less than 15 s is waited for; after a longer stop it joins again by itself. Process 0
+        opens a port of its own for this, besides the coordinator's, which the others reach at the same host; where they
+        cannot, a death is missed after 15 s.
         A process that joins with the number of one that died takes its place: its ``Trainer.fit`` waits for the end of
         a round and goes on from there with the others. Only where replicas merge on CPU devices: a GPU collective does
         not come back from the death of a peer.

@@ -26,7 +26,7 @@ _JOIN_S = 10.0
 # How often each process has begun, and how often it was heard of.
 _LIVES, _BEATS = "jaxche/lives/", "jaxche/beats/"
 # How long to wait for a key before asking whether its writer lives.
-_SLICE_MS = 1000
+_SLICE_MS = 500
 
 
 class PeerLostError(RuntimeError):
@@ -101,7 +101,8 @@ class _Watch:
         """Leave the run. A thread that is in the store's client when Python ends takes the process down with it."""
         self._over.set()
         self._thread.join(_JOIN_S)
-        jax.distributed.shutdown()
+        if lives():  # jaxlib ends a process that takes leave of a store that is gone
+            jax.distributed.shutdown()
         self._line.end()
 
 
@@ -194,11 +195,12 @@ def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("i
     client: Any = _jax_distributed.global_state.client
     deadline = time.monotonic() + patience_ms / 1e3
     while True:
-        # Looked at first: what somebody wrote before its death counts, for all that wait.
-        gone = lost(expected)
         with _unless_late():
-            return client.blocking_key_value_get(key, 1 if gone else _SLICE_MS)
-        if gone:
+            return client.blocking_key_value_get(key, _SLICE_MS)
+        if gone := lost(expected):
+            # What somebody wrote before its death counts, for all that wait.
+            with _unless_late():
+                return client.blocking_key_value_get(key, 1)
             raise PeerLostError(f"process {', '.join(map(str, gone))} died while others waited for it")
         if unless is not None and client.key_value_dir_get(unless):
             raise PeerLostError("a merge broke off in another process")

@@ -86,7 +86,7 @@ def cut_connections():
         except OSError:
             continue  # no socket
         with connection, contextlib.suppress(OSError):
-            if connection.getpeername()[1] != store:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] != store:
                 connection.shutdown(socket.SHUT_RDWR)
 
 

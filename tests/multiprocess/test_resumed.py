@@ -114,6 +114,9 @@ def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stan
     died = next(event["time"] for event in told if event["event"] == "exit" and event.get("signal"))
     after = min(event["time"] for event in told if event["event"] == "round" and event["time"] > died)
     assert after - died < 30
+    # Nor does a save that the death broke hold up those who are done.
+    last = max(event["time"] for event in told if event["event"] == "round")
+    assert max(event["time"] for event in told if event["event"] == "exit") - last < 25
     # Every batch of every epoch once, by three and then by two.
     rounds = zero["rounds"]
     assert [len(counts) for _, _, _, counts, _ in rounds] == [3] * 4 + [2] * (len(rounds) - 4)
