@@ -18,7 +18,6 @@ import os
 import random
 import resource
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,18 +39,23 @@ def main() -> int:
     parser.add_argument("--undisturbed", type=int, default=12, help="runs without a fault (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="of kinds, ranks and moments (default 0)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--times", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(Path(args.worker))
+        return worker(Path(args.worker), args.times)
 
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
-        calm = [run(Path(folder) / f"calm{i}", None, rng) for i in range(args.undisturbed)]
-        losses = [one["loss"] for one in calm]
+        # In the same processes one after the other: what differs between them is the clock, not how they start.
+        calm = run(Path(folder) / "calm", None, rng, times=args.undisturbed)
+        if calm["code"]:
+            print(f"undisturbed: exit code {calm['code']}: {calm['tail']}")
+            return 1
+        losses = calm["losses"]
         # Counts follow the clock, so no two runs end alike, and of a handful the range is less than their whole spread.
         low, high = min(losses), max(losses)
         spread = high - low
-        print(f"undisturbed: loss {low:.5f} to {high:.5f}, {statistics.median(c['seconds'] for c in calm):.1f} s")
+        print(f"{len(losses)} undisturbed: loss {low:.5f} to {high:.5f}, {calm['seconds']:.1f} s together")
         print("fault            rank round restarts redone seconds     loss  verdict")
         failed, rows = 0, []
         for number in range(args.faults):
@@ -98,14 +102,16 @@ def judge(kind: str, row: dict[str, Any], low: float, high: float) -> list[str]:
     return wrong
 
 
-def run(folder: Path, kind: str | None, rng: random.Random) -> dict[str, Any]:
-    """One supervised run, and what befell it."""
+def run(folder: Path, kind: str | None, rng: random.Random, times: int = 1) -> dict[str, Any]:
+    """One supervised run, and what befell it; ``times`` trainings, each from the beginning."""
     folder.mkdir()
     events = folder / "events.jsonl"
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
     command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(events)]
-    command += [__file__, "--worker", str(folder)]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache")}
+    command += [__file__, "--worker", str(folder), "--times", str(times)]
+    # All runs compile the same small programs.
+    cache = {"COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"} | {f"JAX_{name}": value for name, value in cache.items()}
     began = time.perf_counter()
     rank, at = rng.randrange(len(PACES)), 0
     with (folder / "output").open("w") as output:
@@ -126,12 +132,9 @@ def run(folder: Path, kind: str | None, rng: random.Random) -> dict[str, Any]:
     row = {"kind": kind, "rank": rank, "round": at, "code": code, "seconds": seconds, "tail": tail}
     row |= {"restarts": sum(event["event"] == "restart" for event in told), "redone": redone(rounds)}
     row["wait_ms"] = max((event["wait_ms"] for event in rounds), default=0.0)
-    done = folder / "done.json"
-    return (
-        row
-        | (json.loads(done.read_text()) if done.exists() else {"loss": float("nan"), "batches": []})
-        | {"batches": batches(folder / "checkpoints" / "history.jsonl")}
-    )
+    done = folder / "losses.json"
+    row["losses"] = json.loads(done.read_text()) if done.exists() else [float("nan")]
+    return row | {"loss": row["losses"][0], "batches": batches(folder / "checkpoints0" / "history.jsonl")}
 
 
 def redone(rounds: list[dict[str, Any]]) -> int:
@@ -213,7 +216,7 @@ def torn(pids: dict[int, int], rank: int, folder: Path) -> None:
     """A rank is killed, and of the newest checkpoint half of each file is left."""
     os.kill(pids[rank], signal.SIGKILL)
     time.sleep(0.2)
-    steps = [path for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    steps = [path for path in (folder / "checkpoints0").iterdir() if path.name.isdigit()]
     newest = max(steps, key=lambda path: int(path.name))
     for path in files(newest):
         with contextlib.suppress(FileNotFoundError):
@@ -234,7 +237,7 @@ FAULTS = {
 }
 
 
-def worker(folder: Path) -> int:
+def worker(folder: Path, times: int) -> int:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -252,13 +255,15 @@ def worker(folder: Path) -> int:
         return jnp.mean((jnp.tanh(batch["x"] @ p["hidden"]) @ p["out"] - batch["y"]) ** 2)
 
     data = jaxche.Batches({"x": x, "y": y}, batch_size=8)
-    che = jaxche.ElChe(world_size=jax.device_count(), anchor=4, max_anchor=8, tuner="steady")
-    trainer = jaxche.Trainer(loss, optax.adam(0.01), che=che)
-    checkpoints = jaxche.Checkpoints(folder / "checkpoints", durable=True)
-    state, _ = trainer.fit(trainer.init(params), data, EPOCHS, progress=False, checkpoints=checkpoints)
+    losses = []
+    for number in range(times):
+        che = jaxche.ElChe(world_size=jax.device_count(), anchor=4, max_anchor=8, tuner="steady")
+        trainer = jaxche.Trainer(loss, optax.adam(0.01), che=che)
+        checkpoints = jaxche.Checkpoints(folder / f"checkpoints{number}", durable=True)
+        state, _ = trainer.fit(trainer.init(params), data, EPOCHS, progress=False, checkpoints=checkpoints)
+        losses.append(float(loss(trainer.params(state), {"x": x, "y": y})))
     if jax.process_index() == 0:
-        final = float(loss(trainer.params(state), {"x": x, "y": y}))
-        (folder / "done.json").write_text(json.dumps({"loss": final}))
+        (folder / "losses.json").write_text(json.dumps(losses))
     return 0
 
 

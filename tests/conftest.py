@@ -16,11 +16,12 @@ _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-# The compiled programs of one run serve the next. Child processes of a test find the same cache.
+# The compiled programs of one test serve the next, also those that took no time: eager operations and small steps are
+# compiled again and again, in every module and in every process a test starts. Child processes find the same cache.
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_CACHE)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Tests report to nobody.
 os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
@@ -38,6 +39,15 @@ def _no_launcher():
 def devices():
     """The fake devices."""
     return jax.devices()
+
+
+@pytest.fixture
+def compiled_quickly():
+    """Without LLVM's dear optimizations, which are most of what compiling costs: for tests of what programs compute
+    within a tolerance or consist of. What is promised bit for bit is tested as users compile it, like all processes."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
