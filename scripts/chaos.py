@@ -1,9 +1,10 @@
-"""What a run survives: faults at random moments in runs of three processes of unequal speeds.
+"""What a run survives: faults at random moments, from start to end, in runs of three processes of unequal speeds.
 
 Each run is supervised (``jaxche launch --max-restarts``), saved after every round before the next begins, and hit by
 one fault. It has to come to its end, with every batch of every epoch trained on exactly once by its record, no more
 than one finished round done again, and a final loss within the spread of undisturbed runs. One fault costs more by its
-nature: a disk that is full keeps none of the rounds of that time.
+nature: a disk that is full keeps none of the rounds of that time. Beside a throttled rank nobody may wait for longer
+than one planned round more, and the step it is in.
 
     python scripts/chaos.py                      # 54 faults, nine of each kind
     python scripts/chaos.py --faults 6 --seed 1  # one of each kind
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import resource
@@ -29,6 +31,11 @@ from typing import Any
 
 PACES, EPOCHS, BATCHES = (10, 10, 25), 3, 120
 KINDS = ("kill", "stop", "term", "throttle", "disk full", "torn checkpoint")
+# While processes start and compile, in the first rounds, in later ones, in the last or after it.
+MOMENTS = ("later", "start", "first", "last")
+# A rank that is late stops between two steps, of which a throttled one takes four times as long; and shorter rounds
+# than this have its patience.
+STEP_MS, LEAST_PATIENCE_MS = 4.0 * max(PACES), 200.0
 # Finished rounds that are done again at most, by kind of fault.
 LOST = {"disk full": None}
 
@@ -47,7 +54,7 @@ def main() -> int:
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
         # In the same processes one after the other: what differs between them is the clock, not how they start.
-        calm = run(Path(folder) / "calm", None, rng, times=args.undisturbed)
+        calm = run(Path(folder) / "calm", None, "", 0.0, rng, times=args.undisturbed)
         if calm["code"]:
             print(f"undisturbed: exit code {calm['code']}: {calm['tail']}")
             return 1
@@ -55,17 +62,19 @@ def main() -> int:
         # Counts follow the clock, so no two runs end alike, and of a handful the range is less than their whole spread.
         low, high = min(losses), max(losses)
         spread = high - low
+        longest = max(STEP_MS, calm["over_ms"])
         print(f"{len(losses)} undisturbed: loss {low:.5f} to {high:.5f}, {calm['seconds']:.1f} s together")
-        print("fault            rank round restarts redone seconds     loss  verdict")
+        print("fault            moment rank round restarts redone seconds     loss  verdict")
         failed, rows = 0, []
         for number in range(args.faults):
-            kind = KINDS[number % len(KINDS)]
-            row = run(Path(folder) / str(number), kind, rng)
-            wrong = judge(kind, row, low - spread, high + spread)
+            # Each kind at each moment in turn.
+            kind, moment = KINDS[number % len(KINDS)], MOMENTS[(number + number // len(KINDS)) % len(MOMENTS)]
+            row = run(Path(folder) / str(number), kind, moment, calm["start_s"], rng)
+            wrong = judge(kind, row, low - spread, high + spread, longest)
             failed += bool(wrong)
             rows.append(row)
             print(
-                f"{kind:16s} {row['rank']:4d} {row['round']:5d} {row['restarts']:8d} {row['redone']:6d} "
+                f"{kind:16s} {moment:6s} {row['rank']:4d} {row['round']:5d} {row['restarts']:8d} {row['redone']:6d} "
                 f"{row['seconds']:7.1f} {row['loss']:8.5f}  {'; '.join(wrong) or 'ok'}",
                 flush=True,
             )
@@ -85,8 +94,16 @@ def summary(rows: list[dict[str, Any]]) -> None:
             print(f"{kind:16s} {len(those):4d} {restarts:8d} {redone:6d} {wait:27.0f} ms")
 
 
-def judge(kind: str, row: dict[str, Any], low: float, high: float) -> list[str]:
-    """What is wrong with how a run ended."""
+def judge(kind: str, row: dict[str, Any], low: float, high: float, longest: float) -> list[str]:
+    """What is wrong with how a run ended.
+
+    Args:
+      kind: of its fault.
+      row: what came out.
+      low: the least loss that is right.
+      high: the largest.
+      longest: ms that others may wait for a throttled rank beyond the length of a planned round.
+    """
     wrong = []
     if row["code"] != 0:
         return [f"exit code {row['code']}: {row['tail']}"]
@@ -97,13 +114,18 @@ def judge(kind: str, row: dict[str, Any], low: float, high: float) -> list[str]:
     allowed = LOST.get(kind, 1)
     if allowed is not None and row["redone"] > allowed:
         wrong.append(f"{row['redone']} rounds done again")
-    if kind != "throttle" and kind != "disk full" and not row["restarts"]:
+    if kind == "throttle" and row["over_ms"] > longest:
+        wrong.append(f"waited {row['over_ms']:.0f} ms longer than one planned round, and {longest:.0f} are right")
+    # Of the last round's fault the run's own end may be first.
+    if kind != "throttle" and kind != "disk full" and row["moment"] != "last" and not row["restarts"]:
         wrong.append("no restart: the fault did not hit")
     return wrong
 
 
-def run(folder: Path, kind: str | None, rng: random.Random, times: int = 1) -> dict[str, Any]:
-    """One supervised run, and what befell it; ``times`` trainings, each from the beginning."""
+def run(
+    folder: Path, kind: str | None, moment: str, start_s: float, rng: random.Random, times: int = 1
+) -> dict[str, Any]:
+    """One supervised run, and what befell it; a start takes so long. ``times`` trainings, each from the beginning."""
     folder.mkdir()
     events = folder / "events.jsonl"
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
@@ -118,9 +140,11 @@ def run(folder: Path, kind: str | None, rng: random.Random, times: int = 1) -> d
         child = subprocess.Popen(command, env=env, stdout=output, stderr=output)
         try:
             if kind:
-                at = wait_for_round(events, rng.randrange(2, 8), child)
-                time.sleep(rng.random() * 0.3)
-                FAULTS[kind](pids(events), rank, folder)
+                at = wait_for(moment, events, child, rng)
+                time.sleep(rng.random() * {"start": start_s, "last": 0.6}.get(moment, 0.3))
+                # Of those that have ended already there is nothing to hit.
+                with contextlib.suppress(ProcessLookupError):
+                    FAULTS[kind](pids(events), rank, folder)
             code = child.wait(timeout=240)
         except subprocess.TimeoutExpired:
             child.terminate()
@@ -129,12 +153,16 @@ def run(folder: Path, kind: str | None, rng: random.Random, times: int = 1) -> d
     told = read(events)
     rounds = [event for event in told if event["event"] == "round"]
     tail = (folder / "output").read_text()[-600:]
-    row = {"kind": kind, "rank": rank, "round": at, "code": code, "seconds": seconds, "tail": tail}
+    row = {"kind": kind, "moment": moment, "rank": rank, "round": at, "code": code, "seconds": seconds, "tail": tail}
     row |= {"restarts": sum(event["event"] == "restart" for event in told), "redone": redone(rounds)}
     row["wait_ms"] = max((event["wait_ms"] for event in rounds), default=0.0)
+    records = [folder / f"checkpoints{number}" / "history.jsonl" for number in range(times)]
+    row["over_ms"] = max(map(over_ms, records))
+    began_at = min((event["time"] for event in told if event["event"] == "start"), default=0.0)
+    row["start_s"] = min((event["time"] for event in rounds), default=began_at) - began_at
     done = folder / "losses.json"
     row["losses"] = json.loads(done.read_text()) if done.exists() else [float("nan")]
-    return row | {"loss": row["losses"][0], "batches": batches(folder / "checkpoints0" / "history.jsonl")}
+    return row | {"loss": row["losses"][0], "batches": batches(records[0])}
 
 
 def redone(rounds: list[dict[str, Any]]) -> int:
@@ -145,6 +173,19 @@ def redone(rounds: list[dict[str, Any]]) -> int:
         after = [event["round"] for event in rounds if event["restart"] == restart]
         if before and after:
             most = max(most, max(before) + 1 - min(after))
+    return most
+
+
+def over_ms(record: Path) -> float:
+    """How much longer than twice its planned time a round took, at most; negative where none did.
+
+    The first has no plan by the clock.
+    """
+    most = -math.inf
+    for line in record.read_text().splitlines()[1:] if record.exists() else []:
+        info = json.loads(line)
+        planned = max(count * pace for count, pace in zip(info["planned"], PACES, strict=True))
+        most = max(most, max(info["wall_ms"]) - planned - max(planned, LEAST_PATIENCE_MS))
     return most
 
 
@@ -174,10 +215,18 @@ def pids(events: Path) -> dict[int, int]:
     return {event["rank"]: event["pid"] for event in read(events) if event["event"] == "start"}
 
 
-def wait_for_round(events: Path, wanted: int, child: subprocess.Popen[bytes]) -> int:
+def wait_for(moment: str, events: Path, child: subprocess.Popen[bytes], rng: random.Random) -> int:
+    """Wait until a run has come so far, and return its last round, -1 before the first."""
+    wanted = {"start": -1, "first": rng.randrange(2), "later": rng.randrange(2, 8), "last": 1}[moment]
     while child.poll() is None:
-        seen = max((event["round"] for event in read(events) if event["event"] == "round"), default=-1)
-        if seen >= wanted:
+        rounds = [event for event in read(events) if event["event"] == "round"]
+        seen = max((event["round"] for event in rounds), default=-1)
+        there = seen >= wanted and len(pids(events)) == len(PACES)
+        if moment == "last":
+            # No more is left than what the last one took.
+            left = EPOCHS * BATCHES - sum(event["steps"] for event in rounds)
+            there &= left <= sum(event["steps"] for event in rounds if event["round"] == seen)
+        if there:
             return seen
         time.sleep(0.01)
     raise RuntimeError("the run ended before its fault")
@@ -216,9 +265,8 @@ def torn(pids: dict[int, int], rank: int, folder: Path) -> None:
     """A rank is killed, and of the newest checkpoint half of each file is left."""
     os.kill(pids[rank], signal.SIGKILL)
     time.sleep(0.2)
-    steps = [path for path in (folder / "checkpoints0").iterdir() if path.name.isdigit()]
-    newest = max(steps, key=lambda path: int(path.name))
-    for path in files(newest):
+    steps = [path for path in (folder / "checkpoints0").glob("*") if path.name.isdigit()]
+    for path in files(max(steps, key=lambda path: int(path.name))) if steps else []:
         with contextlib.suppress(FileNotFoundError):
             os.truncate(path, path.stat().st_size // 2)
 

@@ -49,6 +49,7 @@ exit codes:
   1     training failed, e.g. the loss became NaN
   2     the arguments make no sense, or a package or a pace they need is missing; says what to write
   130   Ctrl-C
+  143   SIGTERM; with --checkpoint-every or --max-restarts saved before, so that the same command goes on
 """
 
 

@@ -21,6 +21,9 @@ from jaxche.cluster._output import LinePrinter, Reader
 from jaxche.cluster._placement import Place, pinned
 from jaxche.training import RESTART
 
+# For ranks that have been told of the failure of another, and say so.
+_LAST_WORDS_S = 1.0
+
 # As coreutils' `timeout` has it.
 HUNG = 124
 
@@ -69,6 +72,8 @@ class Group:
         # Ranks that took the place of another or were hung, and how often one was replaced.
         self._late: set[int] = set()
         self.replaced = 0
+        # The last signal to the launcher since the ranks are being stopped.
+        self._told: int | None = None
         self._readers: list[tuple[Reader, Reader]] = []
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
@@ -173,8 +178,11 @@ class Group:
                 continue
             if code != 0:
                 around.say(f"rank {rank} {describe(code)}; stopping the others")
+                self._all_end(min(_LAST_WORDS_S, around.grace_s))
                 self._stop(signal.SIGTERM, around.grace_s)
                 self._report(rank, code)
+                if self._told is not None:
+                    return Ended(128 + self._told, told_to=True)
                 return Ended(128 - code if code < 0 else code, rank)
         return Ended(0)
 
@@ -193,13 +201,7 @@ class Group:
     def _stop(self, number: int, grace_s: float) -> None:
         for child in self._ranks:
             _signal_group(child, number)
-        deadline = time.monotonic() + grace_s
-        while any(child.poll() is None for child in self._ranks) and time.monotonic() < deadline:
-            time.sleep(0.02)
-            with contextlib.suppress(queue.Empty):
-                # A second Ctrl-C does not wait for the grace.
-                self._around.signals.get_nowait()
-                break
+        self._all_end(grace_s)
         stubborn = [str(rank) for rank, child in enumerate(self._ranks) if child.poll() is None]
         if stubborn and number != signal.SIGKILL:
             self._around.say(f"rank {', '.join(stubborn)} still runs: SIGKILL")
@@ -207,6 +209,16 @@ class Group:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._log_exit(*self._exits.get(timeout=0.1))
+
+    def _all_end(self, within_s: float) -> None:
+        """Wait for all to end by themselves; Ctrl-C cuts that short, and SIGTERM, of which many may come, does not."""
+        deadline = time.monotonic() + within_s
+        while any(child.poll() is None for child in self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            with contextlib.suppress(queue.Empty):
+                self._told = self._around.signals.get_nowait()
+                if self._told == signal.SIGINT:
+                    break
 
     def _log_exit(self, rank: int, code: int) -> None:
         name = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from jaxche.training import farewell, stand_by, watch_lives
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0
+_PREEMPTION_SERVICE = "JAX_ENABLE_PREEMPTION_SERVICE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,10 @@ def initialize(
     folder a kind. A rank that ends by an exception leaves at once; by default JAX makes it wait at exit, up to 300 s,
     for the very ranks that wait for it. It still does after ``sys.exit(1)``, which Python shows to nobody: raise an
     exception instead.
+
+    SIGTERM ends a process at once, also where it is the first of its container, until ``Trainer.fit`` has something to
+    save. For that JAX's preemption service, which takes SIGTERM for a notice and goes on, is off, unless the variable
+    ``JAX_ENABLE_PREEMPTION_SERVICE`` is set.
 
     Args:
       coordinator_address: ``host:port`` of process 0, which opens that port. Give all three or none.
@@ -154,6 +160,10 @@ def initialize(
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if _PREEMPTION_SERVICE not in os.environ:
+        # It would take SIGTERM for a notice from here on, and nothing but `Trainer.fit` would end the process.
+        jax.config.update(_PREEMPTION_SERVICE.lower(), False)
+    _die_of_sigterm_as_process_1()
     connect(found, local_ids, timeout_s, deadline)
     _leave_at_once_after_an_exception()
     if elastic:
@@ -222,6 +232,13 @@ def _one_kind(seen: Sequence[tuple[str, str]]) -> str:
         f"process a GPU: jaxche launch -n {len(kinds)} train.py, or choose: CUDA_DEVICE_ORDER=PCI_BUS_ID "
         "CUDA_VISIBLE_DEVICES=0 python train.py"
     )
+
+
+def _die_of_sigterm_as_process_1() -> None:
+    """The first process of a container gets no signal that it has no handler for."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if os.getpid() == 1 and is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def _leave_at_once_after_an_exception() -> None:

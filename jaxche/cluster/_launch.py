@@ -56,7 +56,8 @@ def launch(
       env: variables for the processes on top of this one's.
       prefix: whether each line of output starts with its rank, ``[0] ...``.
       only_rank0: whether only rank 0's standard output is shown; standard error always is.
-      grace_s: seconds between SIGTERM and SIGKILL where the others have to be ended. JAX can ignore the first.
+      grace_s: seconds between SIGTERM and SIGKILL where the others have to be ended. Before that they have as long, but
+        no more than a second, to leave by themselves with their own words on what happened.
       pin: whether processes without a GPU are pinned to a core each. That keeps their speeds apart, but a collective
         between pinned processes takes milliseconds: gloo polls on the core that the computation wants.
       on_cpu: how many of the processes, the last ones, train on the CPU beside those on GPUs, with all its cores. Such
@@ -75,6 +76,7 @@ def launch(
         With ``elastic`` a single rank is killed that after its first round is silent for so long while others are not
         (those that wait for it touch their files too); there 120 by default.
       term_grace_s: seconds for the ranks to write a checkpoint where SIGTERM to the launcher is passed on to them.
+        Another SIGTERM does not shorten it; Ctrl-C does.
       events: file to which a line of JSON is appended for each start, exit, hang, restart and end, and by the
         trainer for each round of each rank: steps, times, bytes merged.
 

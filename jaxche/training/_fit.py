@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from jaxche.training._watched import PREEMPTED_CODE, on_sigterm
 
 if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer
+
+_log = logging.getLogger("jaxche")
 
 # Below this many rounds an outer momentum mostly overshoots.
 _FEW_ROUNDS = 50
@@ -57,7 +60,8 @@ def fit(
         round's history: everything that can fail early has then run.
       checkpoints: a folder, or :class:`~jaxche.Checkpoints`: the run is saved there, and where it holds a later state
         than the one given, training goes on from it, to the epoch where it would have ended. On SIGTERM all processes
-        save after the same round and exit with code 143.
+        save after the same round and exit with code 143; before the first round has merged, when there is nothing to
+        save, they die of it at once, as they do without checkpoints.
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. An interrupt from the keyboard returns
@@ -82,6 +86,8 @@ def fit(
     keeper, history = None, History()
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, trainer, "_stop", Stop.NO)  # one that came too late is not for the next fit
+        # Left after the keeper: another SIGTERM does not end what the first one had saved.
+        heeding = stack.enter_context(contextlib.ExitStack())
         if checkpoints is not None:
             keeper = Keeper(Checkpoints.of(checkpoints), trainer, data)
             stack.push(keeper.close)
@@ -94,11 +100,9 @@ def fit(
                 keeper.reopen(state.round, others_died=False)
         elif keeper:
             state, history = keeper.resume(state)
-        if keeper:
-            stack.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
         bar = Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
         stack.callback(bar.close)
-        before = None
+        before, merged = None, False
         try:
             while state.epoch < last_epoch or state.owed:
                 try:
@@ -123,6 +127,10 @@ def fit(
                             keeper.reopen(state.round, others_died=False)
                     continue
                 before, state = (state if is_elastic() else None), after
+                if keeper and not merged:
+                    # Earlier the time for it could be over before there is anything to save.
+                    heeding.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
+                merged = True
                 history.append(info)
                 bar.update(info)
                 if keeper:
@@ -134,7 +142,10 @@ def fit(
                 if any(asked_to) and jax.process_count() > 1 and not info.stop:
                     trainer.request_stop()  # in the next round, together
                 if info.stop == Stop.PREEMPTED:
-                    bar.say(f"preempted: saved after round {info.round}")
+                    if keeper:
+                        keeper.settle()
+                    if jax.process_index() == 0:  # whatever the bar: nobody asked for this
+                        _log.warning("preempted: saved after round %s", info.round)
                     raise SystemExit(PREEMPTED_CODE)
                 if info.stop or (any(asked_to) and jax.process_count() == 1):
                     if keeper:

@@ -63,12 +63,24 @@ def event(info: RoundInfo, rank: int, merged_bytes: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` on SIGTERM instead of dying; elsewhere than in the main thread there is no such choice."""
+    """Call ``action`` on SIGTERM instead of dying; elsewhere than in the main thread there is no such choice.
+
+    Where no exception came of it in the end, it is raised again for whoever heeded it before.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: action())
+    heard = False
+
+    def hear(*_: Any) -> None:
+        nonlocal heard
+        heard = True
+        action()
+
+    before = signal.signal(signal.SIGTERM, hear)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    if heard:
+        signal.raise_signal(signal.SIGTERM)

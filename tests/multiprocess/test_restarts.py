@@ -104,11 +104,58 @@ def test_sigterm_leaves_time_for_a_checkpoint_and_is_no_reason_to_restart(script
     run = launcher(ranks, "grace_s=0.0", "max_restarts=5")
     assert [run.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
     run.send_signal(signal.SIGTERM)
+    time.sleep(0.15)
+    run.send_signal(signal.SIGTERM)  # schedulers repeat themselves, and tell a process and then its children
     _, err = run.communicate(timeout=20)
     assert run.returncode == 143
     assert "SIGKILL" not in err
     assert "restart" not in err
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-0", "checkpoint-1"}
+
+
+def test_ctrl_c_does_not_wait_for_the_grace(script, launcher):
+    ranks = script("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep(100)
+    """)
+    run = launcher(ranks, "term_grace_s=60.0")
+    assert [run.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
+    run.send_signal(signal.SIGTERM)
+    assert any("SIGTERM: stopping" in line for line in iter(run.stderr.readline, ""))
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 143
+    assert "rank 0, 1 still runs: SIGKILL" in err
+
+
+def test_sigterm_while_a_failure_is_dealt_with_is_heard(script, launcher):
+    ranks = script("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready", flush=True)
+        if rank == 0:
+            time.sleep(100)
+        time.sleep(0.5)
+        sys.exit(3)
+    """)
+    run = launcher(ranks, "grace_s=4.0", "max_restarts=5")
+    assert any("stopping the others" in line for line in iter(run.stderr.readline, ""))
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 143
+    assert "rank 0 still runs: SIGKILL" in err
+    assert "restart" not in err
+
+
+def test_ranks_that_hear_of_a_failure_say_so_before_they_are_ended(script, capfd):
+    ranks = script("""
+        if rank == 1:
+            sys.exit(3)
+        time.sleep(0.4)
+        print("rank 1 has failed", file=sys.stderr)
+    """)
+    assert launch(ranks, 2) == 3
+    assert "[0] rank 1 has failed" in capfd.readouterr().err
 
 
 def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, launcher, gone):

@@ -87,10 +87,16 @@ def test_another_number_of_processes_goes_on(program, undisturbed, tmp_path, dev
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-6), here, dict(zero["params"]))
 
 
-def test_an_error_on_one_rank_keeps_the_checkpoint(undisturbed, tmp_path, capfd):
-    code, _ = run(tmp_path, "error", 4)
-    assert code != 0
-    assert "disk on fire" in capfd.readouterr().err
+def test_data_that_one_rank_cannot_read_ends_all_by_name_and_keeps_the_checkpoint(undisturbed, tmp_path, capfd):
+    code, results = run(tmp_path, "error", 4)
+    assert code == 1
+    assert results == []
+    said = capfd.readouterr().err.splitlines()
+    assert "[1] OSError: disk on fire" in said
+    assert "[1] raised on rank 1 in round 4; the state from before it is intact" in said
+    assert [line for line in said if line.startswith("[0] jaxche.training._agree.RankError: rank 1 failed in round 4")]
+    assert [line for line in said if line.startswith("[0] ") and "OSError: disk on fire" in line]
+    assert max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == 4
     code, results = run(tmp_path)
     assert code == 0
     assert results == [undisturbed, undisturbed]

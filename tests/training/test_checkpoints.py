@@ -14,6 +14,7 @@ import pytest
 
 import jaxche
 from jaxche.sharding import FullShard, ShardGradOp
+from jaxche.training._checkpoints import Keeper
 
 
 def noisy_loss(params, batch, rng, model_state):
@@ -359,6 +360,25 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(problem
     assert trainer.compilations == 0
     with pytest.raises(ValueError, match="every=0 must be"):
         jaxche.Checkpoints(tmp_path, every=0)
+
+
+def test_sigterm_while_the_last_round_is_being_saved_is_heeded_when_it_is(saved, monkeypatch):
+    folder, run, *_ = saved
+    heard, finish = [], Keeper.close
+
+    def close(self, *args):
+        signal.raise_signal(signal.SIGTERM)
+        assert not heard
+        finish(self, *args)
+
+    monkeypatch.setattr(Keeper, "close", close)
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(sorted(p.name for p in folder.glob("[0-9]*"))))
+    try:
+        state, _ = run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(heard) == 1
+    assert str(state.round) in heard[0]
 
 
 def test_a_preempted_run_is_saved_and_goes_on(saved, same):
