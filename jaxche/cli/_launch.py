@@ -24,7 +24,7 @@ examples:
   jaxche launch -n 4 --elastic --max-restarts 3 train.py   survivors go on, a replacement joins
   jaxche launch --emit slurm --nodes 2x8 train.py >train.sbatch
   jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 train.py >train.sbatch    two kinds in one job
-  jaxche launch --emit jobset --nodes 2x8 --image registry/me/train:1 train.py | kubectl apply -f -
+  jaxche launch --emit jobset --nodes 2x8 --image registry/me/train:1 --volume training:/ckpt train.py >train.yaml
   jaxche launch --emit mpirun --nodes 2x8 train.py >train.sh; HOSTS=node1,node2 bash train.sh
 
 The script calls jaxche.initialize() before its first array. One process that fails ends them all.
@@ -35,6 +35,11 @@ With --elastic the others go on where a rank other than 0 dies, and start nothin
 --max-restarts that rank alone is then started again, with the same number, and joins them at the
 end of a round. Each replacement uses up one of the N, as does a start of all, which the death of
 rank 0 needs.
+
+A file for a cluster starts all again after a failure, three times if --max-restarts is left out. It
+watches no heartbeat. There a process that is stopped or cut off is missed by JAX, after 100 s of
+silence; one that hangs in its program only by the collective that waits for it, after two hours
+(XLA_FLAGS=--xla_cpu_collective_timeout_seconds=600 on CPU devices: ten minutes).
 
 exit codes:
   0     all processes ended well
@@ -47,7 +52,8 @@ exit codes:
 """
 
 # Options that a file for a cluster can hold.
-_IN_A_FILE = ("emit", "nodes", "image", "max_restarts", "module", "command")
+_IN_A_FILE = ("emit", "nodes", "image", "volume", "max_restarts", "module", "command")
+_RESTARTS_IN_A_FILE = 3
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +85,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-restarts",
         type=whole("--max-restarts 3", 0),
-        default=0,
         metavar="N",
-        help="start all again, or with --elastic the rank that died (default: 0)",
+        help="start all again, or with --elastic the rank that died (default: 0; with --emit 3)",
     )
     group.add_argument("--survivors", action="store_true", help="leave out a rank that fails first twice in a row")
     group.add_argument(
@@ -107,9 +112,17 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--emit", choices=("slurm", "jobset", "mpirun"), help="print a file that starts the script there, and end"
     )
     group.add_argument(
-        "--nodes", metavar="COUNTxGPUS:KIND,...", help="the machines, e.g. 4 (no GPUs), 2x8, or 2x8:h100,4x1:l4"
+        "--nodes",
+        metavar="COUNTxGPUS:KIND,...",
+        help="the machines, e.g. 4 (no GPUs), 2x8, or 2x8:h100,4x1:l4; KIND as the scheduler calls it: under Slurm "
+        "the type in --gres, in a jobset the node label nvidia.com/gpu.product, e.g. NVIDIA-H100-80GB-HBM3",
     )
     group.add_argument("--image", help="container image of the pods of a jobset")
+    group.add_argument(
+        "--volume",
+        metavar="CLAIM:/PATH",
+        help="PersistentVolumeClaim to mount in the pods of a jobset, for checkpoints",
+    )
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
@@ -122,8 +135,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.emit:
         sys.stdout.write(_emitted(args))
         return 0
-    if args.nodes or args.image:
-        raise ValueError("--nodes and --image are for a cluster. Write: jaxche launch --emit slurm --nodes 2x8 ...")
+    if args.nodes or args.image or args.volume:
+        raise ValueError(
+            "--nodes, --image and --volume are for a cluster. Write: jaxche launch --emit slurm --nodes 2x8 ..."
+        )
+    args.max_restarts = args.max_restarts or 0
     command = _command(args.module, args.command, sys.executable)
     if command[0] == sys.executable and args.module is None and not os.path.isfile(command[1]):
         raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
@@ -188,10 +204,11 @@ def _emitted(args: argparse.Namespace) -> str:
         args.emit,
         command,
         args.nodes,
-        max_restarts=args.max_restarts,
+        max_restarts=_RESTARTS_IN_A_FILE if args.max_restarts is None else args.max_restarts,
         name=name,
         made_by=f"Made by: {shlex.join(['jaxche', *args.words])}",
         image=args.image,
+        volume=args.volume,
     )
 
 

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+import shlex
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.open:
         webbrowser.open(path.resolve().as_uri())
     else:
-        print(f"next: open {path} in a browser, or jaxche report {args.folder} --open")
+        print(f"next: open {path} in a browser, or {shlex.join(['jaxche', 'report', args.folder, '--open'])}")
     return 0
 
 

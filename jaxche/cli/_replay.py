@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxche.training import PACE_MS, History, Trainer
 # What is of this call, whatever the recorded one had.
 _OWN = ("words", "replay", "name", "out")
 # What the recorded one had and a replay does not: it saves nothing, and another result would be another each time.
-_NOT_AGAIN = {"pace": None, "checkpoint_every": None, "max_restarts": 0}
+_NOT_AGAIN = {"pace": None, "checkpoint_every": None, "max_restarts": 0, "hang_timeout": None}
 
 
 def recorded(args: argparse.Namespace) -> argparse.Namespace:
@@ -44,9 +45,20 @@ def recorded(args: argparse.Namespace) -> argparse.Namespace:
         ) from None
     if result["arguments"]["compare"]:
         raise ValueError(f"--replay {folder} was a comparison; run one policy by itself, and replay that")
+    _refuse_changed_ranks(folder)
     own = {name: value for name, value in vars(args).items() if name in _OWN}
     own |= _NOT_AGAIN | {"processes": len(result["devices"])}
     return argparse.Namespace(**vars(args) | result["arguments"] | own)
+
+
+def _refuse_changed_ranks(folder: Path) -> None:
+    rounds = History.from_json(folder / "history.jsonl")
+    for before, info in itertools.pairwise(rounds):
+        if len(info.counts) != len(before.counts):
+            raise ValueError(
+                f"--replay {folder}: this run went on from {len(before.counts)} to {len(info.counts)} ranks at round "
+                f"{info.round}, and a replay has one number of ranks; write the folder of a run that kept its own"
+            )
 
 
 def replay(args: argparse.Namespace) -> None:

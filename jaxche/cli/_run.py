@@ -7,6 +7,8 @@ import dataclasses
 import json
 import math
 import os
+import shlex
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         replay(args)
         return
     if jax.process_index() == 0:
-        refuse_finished(args, folder)
+        refuse_folder(args, folder)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     start = task.init(args.seed)
     world = len(devices())
@@ -94,11 +96,24 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         _end(args, task, folder, results, advice, paces, step_ms)
 
 
-def refuse_finished(args: argparse.Namespace, folder: Path) -> None:
-    """Refuse a folder in which a run has ended, or one that cannot go on."""
-    ended = (folder / "result.json").exists()
-    if folder.exists() and (ended or not (args.checkpoint_every or args.max_restarts)):
+def refuse_folder(args: argparse.Namespace, folder: Path) -> None:
+    """Refuse a folder in which a run has ended, one that cannot go on, and one that cannot be written."""
+    ended = os.path.exists(folder / "result.json")
+    if os.path.exists(folder) and (ended or not (args.checkpoint_every or args.max_restarts)):
         raise ValueError(f"{folder} is there already; choose another --name")
+    if args.dry_run:
+        return
+    # The folder itself is not made: one that is there is of a run.
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    try:
+        # Permissions alone do not tell, for the superuser and on a file system that is read-only or full.
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise ValueError(
+            f"--out {args.out}: the run cannot be written to {folder}, for {there} takes no files ({error.strerror}). "
+            "Write the path of a folder that does, e.g. --out ~/runs"
+        ) from None
 
 
 def _done(folder: Path, policy: str) -> Result | None:
@@ -204,4 +219,4 @@ def _end(
         say("next: jaxche simulate --ms 20,50, or your own script: jaxche launch -n 2 train.py")
     else:
         say(f"next: jaxche train --task {task.name} --compare sync,cadence,async")
-    say(f"      jaxche report {folder}")
+    say(f"      jaxche report {shlex.quote(str(folder))}")

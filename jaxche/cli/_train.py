@@ -19,6 +19,7 @@ from jaxche.cli._replay import recorded
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._stages import check_stages, run_stages
 from jaxche.cli._tasks import TASKS, require
+from jaxche.training import HEARTBEAT
 
 _POLICIES = tuple(policy.value for policy in ApplyPolicy)
 _PROCESSES = 2
@@ -47,9 +48,14 @@ equal cores act as devices of different speeds. With GPUs each process has one, 
 exit codes:
   0     trained, or --dry-run went well
   1     training failed, e.g. the loss became NaN
-  2     the arguments make no sense, or a package or a pace they need is missing; says what to write
+  2     the arguments make no sense, or a package or a pace they need is missing, or --out cannot be
+        written; says what to write
+  124   no process came to the end of a round for the --hang-timeout
   130   Ctrl-C
   143   SIGTERM; with --checkpoint-every or --max-restarts saved before, so that the same command goes on
+  128+n a process was ended by signal n (137: SIGKILL, often for want of memory)
+
+Under Slurm or mpirun the launcher starts again what failed; see jaxche launch --help.
 """
 
 
@@ -104,6 +110,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="start again after a failure, from the last checkpoint (default: 0)",
     )
+    add(
+        "--hang-timeout",
+        type=number("--hang-timeout 600", above=True),
+        metavar="S",
+        help="seconds without a round of any process, from their start on, that are a failure (default: none)",
+    )
     add("--replay", type=folder, metavar="RUN", help="make a run again from its record, e.g. runs/first, and compare")
 
 
@@ -119,6 +131,7 @@ def _run(args: argparse.Namespace) -> int:
     require(args.task)
     if launcher() != "none":
         _check_name(args)
+        _check_watcher(args)
         joined()
         from jaxche.cli._worker import work
 
@@ -137,14 +150,24 @@ def _check_name(args: argparse.Namespace) -> None:
         )
 
 
+def _check_watcher(args: argparse.Namespace) -> None:
+    """Whoever starts the processes hears of their silence; ``HEARTBEAT`` is of a launcher that listens."""
+    if args.hang_timeout and HEARTBEAT not in os.environ:
+        raise ValueError(
+            f"--hang-timeout is for processes that jaxche train starts itself, and {launcher()} started these; leave "
+            "it out: JAX itself misses a process that is stopped or cut off for 100 s"
+        )
+
+
 def _check_replay(args: argparse.Namespace) -> None:
-    others = [flag(name) for name in given(_arguments, args) if name not in ("replay", "name", "out", "processes")]
+    others = [flag(name) for name in given(_arguments, args) if name not in ("replay", "name", "out")]
     if others:
         raise ValueError(f"--replay runs with what was recorded; leave {', '.join(others)} out")
 
 
 def _start(args: argparse.Namespace, name: str, processes: int, platform: str | None) -> int:
-    if processes == 1:
+    # Alone it needs nobody, except to be watched.
+    if processes == 1 and not (args.max_restarts or args.hang_timeout):
         from jaxche.cli._worker import work
 
         return work(args, name)
@@ -156,7 +179,17 @@ def _start(args: argparse.Namespace, name: str, processes: int, platform: str | 
     words += [] if args.processes else ["-n", str(processes)]
     command = [sys.executable, "-m", "jaxche", *words]
     env = {"JAX_PLATFORMS": platform} if platform else None
-    return launch(command, processes, env=env, prefix=False, only_rank0=True, max_restarts=args.max_restarts)
+    return launch(
+        command,
+        processes,
+        env=env,
+        prefix=False,
+        only_rank0=True,
+        # Replicas that share a machine keep off each other's cores; one has them all.
+        pin=processes > 1,
+        max_restarts=args.max_restarts,
+        hang_timeout_s=args.hang_timeout,
+    )
 
 
 def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
@@ -198,9 +231,9 @@ def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
     if args.ratios and args.pace not in (None, "auto"):
         raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
     if not args.dry_run and not args.replay:
-        from jaxche.cli._run import refuse_finished
+        from jaxche.cli._run import refuse_folder
 
-        refuse_finished(args, folder)
+        refuse_folder(args, folder)
     cadence(args, processes)
     for policy in policies(args):
         trainer_options(args, policy)

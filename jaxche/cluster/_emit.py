@@ -10,6 +10,30 @@ from collections.abc import Sequence
 from jaxche.cluster._nodes import Nodes, parse_nodes, total_tasks
 
 _PORT = 61234
+# Seconds for a checkpoint after SIGTERM.
+_TERM_S = 120
+# Seconds between the signals with which Open MPI ends the processes beside one that failed. It waits them out in full,
+# twice, so a longer time would delay every new start.
+_KILL_S = 5
+
+# A name as Kubernetes takes it, and an absolute path.
+_VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]+")
+_KINDS = (
+    "# A kind is the value of the node label nvidia.com/gpu.product, letter by letter, e.g. NVIDIA-H100-80GB-HBM3:",
+    "# kubectl get nodes -L nvidia.com/gpu.product",
+)
+
+# Around each process of mpirun, which gives a process seconds after a SIGTERM of its own, but passes SIGUSR1 on as it
+# is, and kills the others where one ends with another code than 0. Its own labels (--tag-output) tear lines.
+_RANK = """\
+rank='trap "" USR1
+label() { trap "" TERM; exec sed -u "s/^/[${OMPI_COMM_WORLD_RANK:-${PMIX_RANK-}}] /"; }
+"$@" > >(label) 2> >(label >&2) &
+process=$!
+trap "told=1; kill -TERM $process" USR1
+trap "kill -TERM $process" TERM
+while wait "$process"; code=$?; kill -0 "$process"; do :; done 2>/dev/null
+[ "${told-}$code" = 1143 ] || exit "$code"'"""
 
 
 def emit(
@@ -20,6 +44,7 @@ def emit(
     name: str = "jaxche",
     made_by: str = "Made by jaxche.",
     image: str | None = None,
+    volume: str | None = None,
 ) -> str:
     """Writes the file that starts a command on a cluster, one process a GPU.
 
@@ -31,6 +56,8 @@ def emit(
       name: of the job; what is no letter or digit becomes a hyphen, and "run-" comes before a digit.
       made_by: a line for the reader of the file; what would end the line becomes a space.
       image: container image with the program and jaxche; for "jobset" alone.
+      volume: ``CLAIM:/path``, for "jobset" alone: a PersistentVolumeClaim and where all pods find it. A pod that starts
+        again has nothing else of what the one before it wrote, checkpoints included.
 
     Returns:
       Text for ``sbatch``, ``kubectl apply -f -`` or ``bash``.
@@ -57,13 +84,18 @@ def emit(
             f"--image {image}: --emit jobset needs the container image, the others take none. "
             "Write: jaxche launch --emit jobset --image registry/me/train:1 --nodes 2x8 train.py"
         )
+    if volume is not None and (scheduler != "jobset" or not _VOLUME.fullmatch(volume)):
+        raise ValueError(
+            f"--volume {volume}: --emit jobset takes the name of a PersistentVolumeClaim and an absolute path, the "
+            "others take none. Write: --emit jobset --volume training:/checkpoints"
+        )
     # What all three read as a name, and a comment that stays one, whatever is quoted in it.
     name = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "jaxche"
     # A service of Kubernetes has it too, and those begin with a letter.
     name = name if name[0].isalpha() else f"run-{name}"
     made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
     if scheduler == "jobset":
-        return _jobset(command, groups, max_restarts, name, made_by, image or "")
+        return _jobset(command, groups, max_restarts, name, made_by, image or "", volume)
     return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](command, groups, max_restarts, name, made_by)
 
 
@@ -107,23 +139,32 @@ def _slurm(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, n
 
 
 def _jobset(
-    command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, name: str, made_by: str, image: str
+    command: Sequence[str],
+    groups: Sequence[Nodes],
+    max_restarts: int,
+    name: str,
+    made_by: str,
+    image: str,
+    volume: str | None,
 ) -> str:
     """A job a kind of machine (the value of the label nvidia.com/gpu.product), a pod a process."""
     jobs, first = [], 0
     for number, group in enumerate(groups):
-        jobs.append(_job(command, group, number, first, f"{name}-nodes0-0-0.{name}", total_tasks(groups), image))
+        address = f"{name}-nodes0-0-0.{name}"
+        jobs.append(_job(command, group, number, first, address, total_tasks(groups), image, volume))
         first += group.tasks
     return "\n".join(
         [
             f"# {made_by}",
             "# Needs the JobSet controller (jobset.sigs.k8s.io). Start with: kubectl apply -f FILE",
+            *_storage(volume),
+            *(_KINDS if any(group.kind for group in groups) else ()),
             "apiVersion: jobset.x-k8s.io/v1alpha2",
             "kind: JobSet",
             f"metadata: {{name: {name}}}",
             "spec:",
             "  network: {enableDNSHostnames: true}",
-            "  # All pods start again after one failed; the training script goes on from its checkpoint.",
+            f"  # So often all pods start again after one failed{_from_checkpoint(volume)}.",
             f"  failurePolicy: {{maxRestarts: {max_restarts}}}",
             "  replicatedJobs:",
             *jobs,
@@ -142,7 +183,9 @@ def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, 
             "#!/bin/bash",
             f"# {made_by}",
             f"# Write: HOSTS=node1,node2,... bash {name}.sh",
-            f"# Machines: {kinds}. Process 0 is on the first.",
+            f"# Machines: {kinds}. Process 0 is on the first. For Open MPI 4 and 5.",
+            "# To stop it send SIGTERM to this script: all processes write a checkpoint, and it ends with code 143.",
+            "# What is sent to mpirun alone looks like a failure, and starts the run again.",
             "set -u",
             f"slots=({' '.join(map(str, slots))})",
             'IFS=, read -r -a hosts <<<"$HOSTS"',
@@ -155,16 +198,41 @@ def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, 
             "",
             f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{_PORT}}}" JAXCHE_NUM_PROCESSES={total_tasks(groups)}',
             "export PYTHONUNBUFFERED=1",
+            "# Seconds that mpirun leaves the others when one failed, before and after SIGTERM; in Open MPI 4 and 5.",
+            f"export OMPI_MCA_odls_base_sigkill_timeout={_KILL_S} PRTE_MCA_odls_base_sigkill_timeout={_KILL_S}",
+            "",
+            "# Around each process: lines start with its rank. SIGUSR1, which mpirun passes on, becomes SIGTERM, and",
+            "# to end by that is to end well, for mpirun kills the others beside one that does not.",
+            _RANK,
+            "",
+            "told= mpirun= late=",
+            "stop() {",
+            "  told=$1",
+            '  [ -n "$mpirun" ] && kill -USR1 "$mpirun" 2>/dev/null || return',
+            '  [ -z "$late" ] || return',
+            f'  {{ sleep {_TERM_S}; kill -TERM "$mpirun"; }} >/dev/null 2>&1 &',
+            "  late=$!",
+            "}",
+            "trap 'stop 129' HUP",
+            "trap 'stop 130' INT",
+            "trap 'stop 143' TERM",
+            "# Jobs in process groups of their own: a signal to that of this script reaches mpirun through it alone.",
+            "set -m",
+            "code=0",
             f"for ((JAXCHE_RESTART = 0; JAXCHE_RESTART <= {max_restarts}; JAXCHE_RESTART++)); do",
             "  export JAXCHE_RESTART",
             "  # Unbound: a process on one core is a slow host for its GPU.",
             f'  mpirun -n {total_tasks(groups)} --host "${{where#,}}" --bind-to none \\',
             f"    {' '.join(f'-x {variable}' for variable in variables)} \\",
-            f"    {shlex.join(command)}",
-            "  code=$?",
-            "  # 143 and 130: told to stop. 2: bad input, which would be refused again.",
+            f'    bash -c "$rank" rank {shlex.join(command)} </dev/null &',
+            "  mpirun=$!",
+            '  [ -z "$told" ] || stop "$told"',
+            '  while wait "$mpirun"; code=$?; kill -0 "$mpirun" 2>/dev/null; do :; done',
+            "  # 2: bad input, which would be refused again. 143 and 130: told to stop.",
+            '  [ -z "$told" ] || { code=$told; break; }',
             '  case "$code" in 0 | 2 | 130 | 143) break ;; esac',
             "done",
+            '[ -z "$late" ] || { kill -- "-$late"; wait "$late"; } 2>/dev/null',
             'exit "$code"',
             "",
         ]
@@ -187,13 +255,36 @@ def _slurm_coordinator(groups: Sequence[Nodes]) -> list[str]:
     return [
         "# Process 0 is on the first machine of the first kind.",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)',
-        'export JAXCHE_COORDINATOR="$first:$((61440 + SLURM_JOB_ID % 4096))" '
+        'export JAXCHE_COORDINATOR="$first:${PORT:-$((61440 + SLURM_JOB_ID % 4096))}" '
         f"JAXCHE_NUM_PROCESSES={total_tasks(groups)}",
     ]
 
 
+def _storage(volume: str | None) -> list[str]:
+    if volume is None:
+        return [
+            "# What a pod writes is gone with it. For checkpoints that outlive a restart, --volume CLAIM:/path mounts",
+            "# a PersistentVolumeClaim that all nodes can write (ReadWriteMany) in every pod; the script writes there.",
+        ]
+    claim, _, path = volume.partition(":")
+    return [
+        f"# The claim {claim} is one that all nodes can write (ReadWriteMany); checkpoints go to a folder in {path}.",
+    ]
+
+
+def _from_checkpoint(volume: str | None) -> str:
+    return "; the training script goes on from its checkpoint" if volume else ""
+
+
 def _job(
-    command: Sequence[str], group: Nodes, number: int, first: int, coordinator: str, processes: int, image: str
+    command: Sequence[str],
+    group: Nodes,
+    number: int,
+    first: int,
+    coordinator: str,
+    processes: int,
+    image: str,
+    volume: str | None,
 ) -> str:
     # JSON strings are YAML strings.
     words = [
@@ -235,4 +326,11 @@ def _job(
     ]
     if group.gpus:
         lines.append("                  resources: {limits: {nvidia.com/gpu: 1}}")
+    if volume is not None:
+        claim, _, path = volume.partition(":")
+        lines += [
+            f"                  volumeMounts: [{{name: kept, mountPath: {json.dumps(path)}}}]",
+            "              volumes:",
+            f"                - {{name: kept, persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}}}",
+        ]
     return "\n".join(lines)

@@ -5,21 +5,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 
 class EventLog:
-    """Writes events as they happen; without a file it drops them."""
+    """Writes events as they happen. Those that cannot be written, as on a full disk, are lost; without a file all are.
 
-    def __init__(self, file: TextIO | None) -> None:
+    Args:
+      file: unbuffered, or None.
+    """
+
+    def __init__(self, file: BinaryIO | None) -> None:
         self._file = file
+        self._warned = False
 
     def write(self, event: str, **fields: Any) -> None:
         """Writes ``{"time": <Unix seconds>, "event": event, ...}``."""
-        if self._file is not None:
-            self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+        if self._file is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            # The processes are worth more than what is said of them.
+            if not self._warned:
+                self._warned = True
+                sys.stderr.write(f"events={self._file.name!r}: {error.strerror}; the run goes on without them\n")
+                sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -37,8 +52,8 @@ def event_log(path: str | os.PathLike[str] | None) -> Iterator[EventLog]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            # A line at a time: whoever reads along sees each event when it happens.
-            file = stack.enter_context(open(path, "a", encoding="utf8", buffering=1))
+            # Without a buffer: whoever reads along sees each event when it happens, and none fails twice.
+            file = stack.enter_context(open(path, "ab", buffering=0))
         except OSError as error:
             raise ValueError(f"events={os.fspath(path)!r} cannot be written: {error.strerror}") from None
         yield EventLog(file)

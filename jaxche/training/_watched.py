@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +22,18 @@ HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTAR
 # As of a process that SIGTERM ended: 128 and the number of the signal.
 PREEMPTED_CODE = 143
 
+_warned: set[str] = set()
+
 
 def beat() -> None:
     """Show that this process still moves."""
     if HEARTBEAT in os.environ:
-        Path(os.environ[HEARTBEAT]).touch()
+        with _or_warning(HEARTBEAT):
+            Path(os.environ[HEARTBEAT]).touch()
 
 
 def tell(info: RoundInfo, ranks: Sequence[int], merged_bytes: int) -> None:
-    """Append a line of JSON for each local rank to the file of events.
+    """Append a line of JSON for each local rank to the file of events; where it is full the run goes on without.
 
     Args:
       info: the round.
@@ -40,8 +44,20 @@ def tell(info: RoundInfo, ranks: Sequence[int], merged_bytes: int) -> None:
         return
     lines = [json.dumps(event(info, rank, merged_bytes)) + "\n" for rank in ranks]
     # One write of whole lines in append mode: processes of one machine do not mix theirs.
-    with open(os.environ[EVENTS], "a", encoding="utf8") as file:
+    with _or_warning(EVENTS), open(os.environ[EVENTS], "a", encoding="utf8") as file:
         file.write("".join(lines))
+
+
+@contextlib.contextmanager
+def _or_warning(variable: str) -> Iterator[None]:
+    """What is only told must not end a training: a file that cannot be written is one line, once."""
+    try:
+        yield
+    except OSError as error:
+        if variable not in _warned:
+            _warned.add(variable)
+            sys.stderr.write(f"{variable}={os.environ[variable]}: {error.strerror}; the run goes on without it\n")
+            sys.stderr.flush()
 
 
 def event(info: RoundInfo, rank: int, merged_bytes: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`jaxche train` as a user runs it: real processes, real files."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from jaxche.cli import main
 from jaxche.training import History
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -91,6 +93,61 @@ def test_a_run_is_replayed_bit_for_bit(trained):
     done = run(folder, "--replay", "runs/other")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--replay runs/other: there is no result.json" in done.stderr
+
+
+def test_a_run_that_changed_its_ranks_is_not_replayed(trained):
+    folder, _ = trained
+    shutil.copytree(folder / "runs/mine", folder / "runs/elastic", ignore=shutil.ignore_patterns("checkpoints"))
+    rounds = History.from_json(folder / "runs/mine/history.jsonl")
+    per_rank = {name: value for name, value in vars(rounds[-1]).items() if isinstance(value, tuple) and len(value) == 2}
+    rounds[-1] = dataclasses.replace(rounds[-1], **{name: (*value, value[0]) for name, value in per_rank.items()})
+    rounds.to_json(folder / "runs/elastic/history.jsonl")
+    done = run(folder, "--replay", "runs/elastic")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--replay runs/elastic: this run went on from 2 to 3 ranks at round {rounds[-1].round}," in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def refused(words, capsys):
+    assert main(["train", "--task", "digits", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_a_replay_has_the_processes_it_had(capsys):
+    assert "--replay runs with what was recorded; leave --task, -n out" in refused(["--replay", "x", "-n", "3"], capsys)
+
+
+@pytest.mark.parametrize("more", [[], ["-n", "1"], ["--checkpoint-every", "1", "--name", "mine"]])
+def test_a_folder_that_takes_no_files_is_found_before_anything_starts(more, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr("jaxche.cluster.launch", lambda *_, **__: pytest.fail("it started"))
+    monkeypatch.setattr("jaxche.cli._worker.work", lambda *_: pytest.fail("it started"))
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "runs"
+    err = refused(["--out", str(out), *more], capsys)
+    assert f"--out {out}: " in err
+    assert f"{tmp_path / 'file'} takes no files (Not a directory)" in err
+    assert "e.g. --out ~/runs" in err
+    # Where there is nothing yet it looks, and leaves nothing behind.
+    with pytest.raises(pytest.fail.Exception, match="it started"):
+        main(["train", "--task", "digits", "--out", str(tmp_path / "new" / "runs"), *more])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_hang_is_watched_by_who_starts_the_processes(monkeypatch, capsys):
+    started = {}
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr("jaxche.cluster.launch", lambda *words, **how: started.update(how) or 124)
+    for processes in (1, 2):
+        assert main(["train", "--task", "digits", "-n", str(processes), "--hang-timeout", "9", "--dry-run"]) == 124
+        assert (started["hang_timeout_s"], started["pin"]) == (9.0, processes == 2)
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "a"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "leave it out" in refused(["--hang-timeout", "9"], capsys)
 
 
 def dies_once(folder, when):

@@ -1,7 +1,11 @@
 """Files for clusters: parsed by what will parse them, and run with the schedulers' programs played by shell scripts."""
 
 import os
+import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,6 +130,62 @@ def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
     assert "HOSTS has 2 name(s), 3 are needed" in done.stderr
 
 
+def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path):
+    # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
+    mpirun = f'echo start >>{tmp_path}/starts; trap "exit 1" USR1; while :; do sleep 0.02; done'
+    (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1", max_restarts=3))
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
+        (tmp_path / "starts").unlink(missing_ok=True)
+        env = {**os.environ, "HOSTS": "a", "PATH": played(tmp_path, mpirun=mpirun)}
+        script = subprocess.Popen(["bash", tmp_path / "script"], env=env, stderr=subprocess.PIPE, text=True)
+        waited(lambda: (tmp_path / "starts").exists())
+        script.send_signal(number)
+        assert (script.communicate(timeout=20)[1], script.returncode) == ("", code)
+        assert (tmp_path / "starts").read_text() == "start\n"
+
+
+def waited(done):
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+RANK = """
+import os, signal, sys, time
+rank, told = os.environ["OMPI_COMM_WORLD_RANK"], []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("starts", os.environ["JAXCHE_RESTART"], flush=True)
+open(f"{rank}.pid", "w").write(str(os.getpid()))
+while not told:
+    time.sleep(0.02)
+time.sleep(3 * int(rank))
+open(f"{rank}.saved", "w").close()
+sys.exit(143)
+"""
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+def test_open_mpi_leaves_all_ranks_the_time_for_a_checkpoint(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "script").write_text(emit("mpirun", [sys.executable, "rank.py"], "1x2", max_restarts=3))
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    with open(tmp_path / "log", "w") as log:
+        env = {**os.environ, **root, "HOSTS": "localhost"}
+        script = subprocess.Popen(["bash", "script"], cwd=tmp_path, env=env, stdout=log, stderr=log)
+    pids = [tmp_path / f"{rank}.pid" for rank in range(2)]
+    waited(lambda: all(path.exists() and path.read_text() for path in pids))
+    script.terminate()
+    # The second saves for longer than mpirun gives those beside one that failed.
+    assert script.wait(timeout=60) == 143
+    assert all((tmp_path / f"{rank}.saved").exists() for rank in range(2))
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(line for line in lines if "starts" in line) == ["[0] starts 0", "[1] starts 0"]
+    for path in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
 def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
     jobset = yaml.safe_load(emit("jobset", COMMAND, "2x8:h100,4", 3, name="My Run!", image="me/train:1"))
     assert (jobset["kind"], jobset["metadata"]["name"]) == ("JobSet", "my-run")
@@ -150,8 +210,41 @@ def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
     h100, plain = (job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"])
     assert h100["nodeSelector"] == {"nvidia.com/gpu.product": "h100"}
     assert h100["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert "volumes" not in h100
     assert "nodeSelector" not in plain
     assert "resources" not in plain["containers"][0]
+
+
+def test_all_pods_of_a_jobset_share_a_volume():
+    text = emit("jobset", COMMAND, "2x8:NVIDIA-H100-80GB-HBM3,4", image="me/train:1", volume="training.v1:/kept/here")
+    for job in yaml.safe_load(text)["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        assert pod["volumes"] == [{"name": "kept", "persistentVolumeClaim": {"claimName": "training.v1"}}]
+        assert pod["containers"][0]["volumeMounts"] == [{"name": "kept", "mountPath": "/kept/here"}]
+    assert "kubectl get nodes -L nvidia.com/gpu.product" in text
+    bare = emit("jobset", COMMAND, "4", image="me/train:1")
+    assert "--volume CLAIM:/path mounts" in bare
+    assert "goes on from its checkpoint" not in bare
+    assert "gpu.product" not in bare
+
+
+@pytest.mark.parametrize("volume", ["training", "training:kept", "Training:/kept", ":/kept", "a:/", "a:/b:c", "a b:/c"])
+def test_a_volume_is_a_claim_and_a_path(volume):
+    with pytest.raises(ValueError, match=r"--volume .*Write: --emit jobset --volume training:/checkpoints"):
+        emit("jobset", COMMAND, "2", image="me/train:1", volume=volume)
+    with pytest.raises(ValueError, match="the others take none"):
+        emit("slurm", COMMAND, "2", volume="training:/kept")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "line"),
+    [("slurm", '"$JAXCHE_RESTART" -lt {} ]'), ("mpirun", "JAXCHE_RESTART <= {};"), ("jobset", "maxRestarts: {}}}")],
+)
+def test_a_file_starts_again_unless_it_is_told_not_to(scheduler, line, capsys):
+    words = ["launch", "--emit", scheduler, "--nodes", "2", *(["--image", "me/train"] if scheduler == "jobset" else [])]
+    for more, restarts in (([], 3), (["--max-restarts", "0"], 0)):
+        assert main([*words, *more, "train.py"]) == 0
+        assert line.format(restarts) in capsys.readouterr().out
 
 
 def test_the_script_in_the_repository_is_what_is_printed(capsys):
@@ -193,7 +286,8 @@ def test_what_a_file_cannot_hold_is_refused(words, capsys):
         (["--emit", "slurm", "train.py"], "takes the machines in --nodes"),
         (["--emit", "slurm", "--nodes", "2", "-n", "2", "train.py"], "takes the machines in --nodes"),
         (["--emit", "slurm", "--nodes", "2"], "nothing to run"),
-        (["--nodes", "2", "train.py"], "--nodes and --image are for a cluster"),
+        (["--nodes", "2", "train.py"], "--nodes, --image and --volume are for a cluster"),
+        (["--volume", "training:/kept", "train.py"], "--nodes, --image and --volume are for a cluster"),
     ],
 )
 def test_a_wrong_command_line_says_so(words, message, capsys):
