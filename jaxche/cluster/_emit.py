@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
 
+from jaxche.cluster._jobset import PORT, jobset
 from jaxche.cluster._nodes import Nodes, parse_nodes, total_tasks
 
-_PORT = 61234
 # Seconds for a checkpoint after SIGTERM.
 _TERM_S = 120
 # Seconds between the signals with which Open MPI ends the processes beside one that failed. It waits them out in full,
@@ -18,10 +17,6 @@ _KILL_S = 5
 
 # A name as Kubernetes takes it, and an absolute path.
 _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]+")
-_KINDS = (
-    "# A kind is the value of the node label nvidia.com/gpu.product, letter by letter, e.g. NVIDIA-H100-80GB-HBM3:",
-    "# kubectl get nodes -L nvidia.com/gpu.product",
-)
 
 # Around each process of mpirun, which gives a process seconds after a SIGTERM of its own, but passes SIGUSR1 on as it
 # is, and kills the others where one ends with another code than 0. Its own labels (--tag-output) tear lines.
@@ -95,7 +90,7 @@ def emit(
     name = name if name[0].isalpha() else f"run-{name}"
     made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
     if scheduler == "jobset":
-        return _jobset(command, groups, max_restarts, name, made_by, image or "", volume)
+        return jobset(command, groups, max_restarts, name, made_by, image or "", volume)
     return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](command, groups, max_restarts, name, made_by)
 
 
@@ -138,41 +133,6 @@ def _slurm(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, n
     )
 
 
-def _jobset(
-    command: Sequence[str],
-    groups: Sequence[Nodes],
-    max_restarts: int,
-    name: str,
-    made_by: str,
-    image: str,
-    volume: str | None,
-) -> str:
-    """A job a kind of machine (the value of the label nvidia.com/gpu.product), a pod a process."""
-    jobs, first = [], 0
-    for number, group in enumerate(groups):
-        address = f"{name}-nodes0-0-0.{name}"
-        jobs.append(_job(command, group, number, first, address, total_tasks(groups), image, volume))
-        first += group.tasks
-    return "\n".join(
-        [
-            f"# {made_by}",
-            "# Needs the JobSet controller (jobset.sigs.k8s.io). Start with: kubectl apply -f FILE",
-            *_storage(volume),
-            *(_KINDS if any(group.kind for group in groups) else ()),
-            "apiVersion: jobset.x-k8s.io/v1alpha2",
-            "kind: JobSet",
-            f"metadata: {{name: {name}}}",
-            "spec:",
-            "  network: {enableDNSHostnames: true}",
-            f"  # So often all pods start again after one failed{_from_checkpoint(volume)}.",
-            f"  failurePolicy: {{maxRestarts: {max_restarts}}}",
-            "  replicatedJobs:",
-            *jobs,
-            "",
-        ]
-    )
-
-
 def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, name: str, made_by: str) -> str:
     """A script around mpirun, with the address that Open MPI 5 no longer tells."""
     slots = [group.tasks_per_node for group in groups for _ in range(group.count)]
@@ -196,7 +156,7 @@ def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, 
             "where=",
             'for i in "${!hosts[@]}"; do where="$where,${hosts[i]}:${slots[i]}"; done',
             "",
-            f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{_PORT}}}" JAXCHE_NUM_PROCESSES={total_tasks(groups)}',
+            f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{PORT}}}" JAXCHE_NUM_PROCESSES={total_tasks(groups)}',
             "export PYTHONUNBUFFERED=1",
             "# Seconds that mpirun leaves the others when one failed, before and after SIGTERM; in Open MPI 4 and 5.",
             f"export OMPI_MCA_odls_base_sigkill_timeout={_KILL_S} PRTE_MCA_odls_base_sigkill_timeout={_KILL_S}",
@@ -258,79 +218,3 @@ def _slurm_coordinator(groups: Sequence[Nodes]) -> list[str]:
         'export JAXCHE_COORDINATOR="$first:${PORT:-$((61440 + SLURM_JOB_ID % 4096))}" '
         f"JAXCHE_NUM_PROCESSES={total_tasks(groups)}",
     ]
-
-
-def _storage(volume: str | None) -> list[str]:
-    if volume is None:
-        return [
-            "# What a pod writes is gone with it. For checkpoints that outlive a restart, --volume CLAIM:/path mounts",
-            "# a PersistentVolumeClaim that all nodes can write (ReadWriteMany) in every pod; the script writes there.",
-        ]
-    claim, _, path = volume.partition(":")
-    return [
-        f"# The claim {claim} is one that all nodes can write (ReadWriteMany); checkpoints go to a folder in {path}.",
-    ]
-
-
-def _from_checkpoint(volume: str | None) -> str:
-    return "; the training script goes on from its checkpoint" if volume else ""
-
-
-def _job(
-    command: Sequence[str],
-    group: Nodes,
-    number: int,
-    first: int,
-    coordinator: str,
-    processes: int,
-    image: str,
-    volume: str | None,
-) -> str:
-    # JSON strings are YAML strings.
-    words = [
-        "sh",
-        "-c",
-        f'JAXCHE_PROCESS_ID=$(({first} + JOB_COMPLETION_INDEX)) exec "$@"',
-        "sh",
-        *command,
-    ]
-    lines = [
-        f"    - name: nodes{number}",
-        "      replicas: 1",
-        "      template:",
-        "        spec:",
-        f"          parallelism: {group.tasks}",
-        f"          completions: {group.tasks}",
-        "          completionMode: Indexed",
-        "          backoffLimit: 0",
-        "          template:",
-        "            spec:",
-        "              restartPolicy: Never",
-        "              # Time for a checkpoint after SIGTERM.",
-        "              terminationGracePeriodSeconds: 120",
-    ]
-    if group.kind:
-        lines.append(f"              nodeSelector: {{nvidia.com/gpu.product: {json.dumps(group.kind)}}}")
-    lines += [
-        "              containers:",
-        "                - name: train",
-        f"                  image: {json.dumps(image)}",
-        f"                  command: {json.dumps(words)}",
-        "                  env:",
-        f"                    - {{name: JAXCHE_COORDINATOR, value: {json.dumps(f'{coordinator}:{_PORT}')}}}",
-        f'                    - {{name: JAXCHE_NUM_PROCESSES, value: "{processes}"}}',
-        "                    - name: JAXCHE_RESTART",
-        "                      valueFrom:",
-        "                        fieldRef: {fieldPath: \"metadata.annotations['jobset.sigs.k8s.io/restart-attempt']\"}",
-        '                    - {name: PYTHONUNBUFFERED, value: "1"}',
-    ]
-    if group.gpus:
-        lines.append("                  resources: {limits: {nvidia.com/gpu: 1}}")
-    if volume is not None:
-        claim, _, path = volume.partition(":")
-        lines += [
-            f"                  volumeMounts: [{{name: kept, mountPath: {json.dumps(path)}}}]",
-            "              volumes:",
-            f"                - {{name: kept, persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}}}",
-        ]
-    return "\n".join(lines)

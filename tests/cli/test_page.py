@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -66,6 +67,15 @@ def read(path):
     assert "url(http" not in text
     assert "@import" not in text
     return text, page
+
+
+def test_the_next_line_can_be_pasted(tmp_path, capsys, history):
+    folder = tmp_path / "my runs" / "it's"
+    folder.mkdir(parents=True)
+    history().to_json(folder / "history.jsonl")
+    assert main(["report", str(folder)]) == 0
+    words = shlex.split(capsys.readouterr().out.split(", or ")[1])
+    assert words == ["jaxche", "report", str(folder), "--open"]
 
 
 def test_a_run_becomes_one_file(tmp_path, capsys, history):

@@ -1,0 +1,127 @@
+"""A JobSet of Kubernetes, as text: a job a kind of machine, a pod a process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from jaxche.cluster._nodes import Nodes, total_tasks
+
+# Of process 0, where nobody says another.
+PORT = 61234
+
+_KINDS = (
+    "# A kind is the value of the node label nvidia.com/gpu.product, letter by letter, e.g. NVIDIA-H100-80GB-HBM3:",
+    "# kubectl get nodes -L nvidia.com/gpu.product",
+)
+
+
+def jobset(
+    command: Sequence[str],
+    groups: Sequence[Nodes],
+    max_restarts: int,
+    name: str,
+    made_by: str,
+    image: str,
+    volume: str | None,
+) -> str:
+    """A job a kind of machine (the value of the label nvidia.com/gpu.product), a pod a process."""
+    jobs, first = [], 0
+    for number, group in enumerate(groups):
+        address = f"{name}-nodes0-0-0.{name}"
+        jobs.append(_job(command, group, number, first, address, total_tasks(groups), image, volume))
+        first += group.tasks
+    return "\n".join(
+        [
+            f"# {made_by}",
+            "# Needs the JobSet controller (jobset.sigs.k8s.io). Start with: kubectl apply -f FILE",
+            *_storage(volume),
+            *(_KINDS if any(group.kind for group in groups) else ()),
+            "apiVersion: jobset.x-k8s.io/v1alpha2",
+            "kind: JobSet",
+            f"metadata: {{name: {name}}}",
+            "spec:",
+            "  network: {enableDNSHostnames: true}",
+            f"  # So often all pods start again after one failed{_from_checkpoint(volume)}.",
+            f"  failurePolicy: {{maxRestarts: {max_restarts}}}",
+            "  replicatedJobs:",
+            *jobs,
+            "",
+        ]
+    )
+
+
+def _storage(volume: str | None) -> list[str]:
+    if volume is None:
+        return [
+            "# What a pod writes is gone with it. For checkpoints that outlive a restart, --volume CLAIM:/path mounts",
+            "# a PersistentVolumeClaim that all nodes can write (ReadWriteMany) in every pod; the script writes there.",
+        ]
+    claim, _, path = volume.partition(":")
+    return [
+        f"# The claim {claim} is one that all nodes can write (ReadWriteMany); checkpoints go to a folder in {path}.",
+    ]
+
+
+def _from_checkpoint(volume: str | None) -> str:
+    return "; the training script goes on from its checkpoint" if volume else ""
+
+
+def _job(
+    command: Sequence[str],
+    group: Nodes,
+    number: int,
+    first: int,
+    coordinator: str,
+    processes: int,
+    image: str,
+    volume: str | None,
+) -> str:
+    # JSON strings are YAML strings.
+    words = [
+        "sh",
+        "-c",
+        f'JAXCHE_PROCESS_ID=$(({first} + JOB_COMPLETION_INDEX)) exec "$@"',
+        "sh",
+        *command,
+    ]
+    lines = [
+        f"    - name: nodes{number}",
+        "      replicas: 1",
+        "      template:",
+        "        spec:",
+        f"          parallelism: {group.tasks}",
+        f"          completions: {group.tasks}",
+        "          completionMode: Indexed",
+        "          backoffLimit: 0",
+        "          template:",
+        "            spec:",
+        "              restartPolicy: Never",
+        "              # Time for a checkpoint after SIGTERM.",
+        "              terminationGracePeriodSeconds: 120",
+    ]
+    if group.kind:
+        lines.append(f"              nodeSelector: {{nvidia.com/gpu.product: {json.dumps(group.kind)}}}")
+    lines += [
+        "              containers:",
+        "                - name: train",
+        f"                  image: {json.dumps(image)}",
+        f"                  command: {json.dumps(words)}",
+        "                  env:",
+        f"                    - {{name: JAXCHE_COORDINATOR, value: {json.dumps(f'{coordinator}:{PORT}')}}}",
+        f'                    - {{name: JAXCHE_NUM_PROCESSES, value: "{processes}"}}',
+        "                    - name: JAXCHE_RESTART",
+        "                      valueFrom:",
+        "                        fieldRef: {fieldPath: \"metadata.annotations['jobset.sigs.k8s.io/restart-attempt']\"}",
+        '                    - {name: PYTHONUNBUFFERED, value: "1"}',
+    ]
+    if group.gpus:
+        lines.append("                  resources: {limits: {nvidia.com/gpu: 1}}")
+    if volume is not None:
+        claim, _, path = volume.partition(":")
+        lines += [
+            f"                  volumeMounts: [{{name: kept, mountPath: {json.dumps(path)}}}]",
+            "              volumes:",
+            f"                - {{name: kept, persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}}}",
+        ]
+    return "\n".join(lines)
