@@ -121,7 +121,7 @@ def _slurm(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, n
             f"srun {_span(groups)}--kill-on-bad-exit=1 --label {shlex.join(command)}",
             "code=$?",
             "",
-            "# 143: a checkpoint was written on SIGTERM. 2: bad input, which would be refused again.",
+            "# 143: SIGTERM, after a checkpoint of what there was. 2: bad input, which would be refused again.",
             f'if [ "$code" -eq 143 ] || {{ [ "$code" -ne 0 ] && [ "$code" -ne 2 ] '
             f'&& [ "$JAXCHE_RESTART" -lt {max_restarts} ]; }}; then',
             '  echo "exit code $code after restart $JAXCHE_RESTART: back into the queue"',

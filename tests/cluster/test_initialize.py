@@ -204,3 +204,27 @@ def test_a_proxy_is_bypassed(monkeypatch):
     assert os.environ["no_proxy"] == "example.org,10.0.0.1"
     assert os.environ.get("no_grpc_proxy") == "10.0.0.1"  # noqa: SIM112 (gRPC reads it in small letters)
     monkeypatch.delenv("no_grpc_proxy")
+
+
+@pytest.mark.parametrize("asked", ["true", None])
+def test_the_preemption_service_is_off_unless_its_variable_is_set(monkeypatch, asked):
+    _idle_backend(monkeypatch)
+    seen, name = [], "jax_enable_preemption_service"
+    if asked:
+        monkeypatch.setenv(name.upper(), asked)
+    else:
+        monkeypatch.delenv(name.upper(), raising=False)
+
+    def connect(*_):
+        seen.append(jax.config.values[name])
+        raise TimeoutError("far enough")
+
+    monkeypatch.setattr(module, "connect", connect)
+    before = jax.config.values[name]
+    jax.config.update(name, True)
+    try:
+        with pytest.raises(TimeoutError, match="far enough"):
+            initialize("127.0.0.1:1", 2, 1)
+    finally:
+        jax.config.update(name, before)
+    assert seen == [bool(asked)]
