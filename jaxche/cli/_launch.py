@@ -24,7 +24,7 @@ examples:
   jaxche launch -n 4 --elastic --max-restarts 3 train.py   survivors go on, a replacement joins
   jaxche launch --emit slurm --nodes 2x8 train.py >train.sbatch
   jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 train.py >train.sbatch    two kinds in one job
-  jaxche launch --emit jobset --nodes 2x8 --image registry/me/train:1 --volume training:/ckpt train.py >train.yaml
+  jaxche launch --emit jobset --nodes 2x8 --image me/train:1 --volume c:/ckpt train.py >train.yaml
   jaxche launch --emit mpirun --nodes 2x8 train.py >train.sh; HOSTS=node1,node2 bash train.sh
 
 The script calls jaxche.initialize() before its first array. One process that fails ends them all.

@@ -52,7 +52,12 @@ def recorded(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _refuse_changed_ranks(folder: Path) -> None:
-    rounds = History.from_json(folder / "history.jsonl")
+    try:
+        rounds = History.from_json(folder / "history.jsonl")
+    except OSError:
+        raise ValueError(
+            f"--replay {folder}: there is no history.jsonl of its rounds; write e.g. --replay runs/first"
+        ) from None
     for before, info in itertools.pairwise(rounds):
         if len(info.counts) != len(before.counts):
             raise ValueError(

@@ -52,7 +52,7 @@ exit codes:
         written; says what to write
   124   no process came to the end of a round for the --hang-timeout
   130   Ctrl-C
-  143   SIGTERM; with --checkpoint-every or --max-restarts saved before, so that the same command goes on
+  143   SIGTERM; with --checkpoint-every or --max-restarts it saves, and the same command goes on
   128+n a process was ended by signal n (137: SIGKILL, often for want of memory)
 
 Under Slurm or mpirun the launcher starts again what failed; see jaxche launch --help.

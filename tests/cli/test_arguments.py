@@ -137,6 +137,7 @@ def record(folder, **arguments):
     made_with = vars(parse("--task", "digits", *(w for name, value in arguments.items() for w in (name, value))))
     del made_with["words"], made_with["chosen"]
     (folder / "result.json").write_text(json.dumps({"arguments": made_with, "devices": ["cpu"] * 3}))
+    (folder / "history.jsonl").write_text("")
 
 
 def test_a_replay_neither_starts_again_nor_saves(launched, tmp_path, monkeypatch):
@@ -150,6 +151,14 @@ def test_a_replay_neither_starts_again_nor_saves(launched, tmp_path, monkeypatch
     assert (args.epochs, args.processes, args.replay, args.task) == (7, 3, "old", "digits")
     main(["train", "--replay", "old"])
     assert more["max_restarts"] == 0
+
+
+def test_a_run_without_its_rounds_is_not_replayed(launched, tmp_path, capsys):
+    record(tmp_path / "old")
+    (tmp_path / "old" / "history.jsonl").unlink()
+    assert main(["train", "--replay", "old"]) == 2
+    assert "--replay old: there is no history.jsonl of its rounds" in capsys.readouterr().err
+    assert not launched
 
 
 @pytest.mark.parametrize("words", [["--epochs", "2"], ["--task", "text", "--protocol", "pipeline"], ["--dry-run"]])
