@@ -192,7 +192,7 @@ def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, 
             '  [ -z "$told" ] || { code=$told; break; }',
             '  case "$code" in 0 | 2 | 130 | 143) break ;; esac',
             "done",
-            '[ -z "$late" ] || { kill -- "-$late"; wait "$late"; } 2>/dev/null',
+            '[ -z "$late" ] || { kill -KILL -- "-$late"; wait "$late"; } 2>/dev/null',
             'exit "$code"',
             "",
         ]

@@ -137,11 +137,18 @@ def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path):
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
         (tmp_path / "starts").unlink(missing_ok=True)
         env = {**os.environ, "HOSTS": "a", "PATH": played(tmp_path, mpirun=mpirun)}
-        script = subprocess.Popen(["bash", tmp_path / "script"], env=env, stderr=subprocess.PIPE, text=True)
+        script = subprocess.Popen(
+            ["bash", tmp_path / "script"], env=env, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_ctrl_c
+        )
         waited(lambda: (tmp_path / "starts").exists())
         script.send_signal(number)
         assert (script.communicate(timeout=20)[1], script.returncode) == ("", code)
         assert (tmp_path / "starts").read_text() == "start\n"
+
+
+def _hear_ctrl_c():
+    # In the background of a shell it is ignored, which no script can change for itself.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def waited(done):

@@ -14,7 +14,7 @@ import pytest
 
 import jaxche
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training._checkpoints import Keeper
+from jaxche.training._keeper import Keeper
 
 
 def noisy_loss(params, batch, rng, model_state):
