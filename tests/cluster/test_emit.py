@@ -132,7 +132,7 @@ def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
 
 def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path):
     # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
-    mpirun = f'echo start >>{tmp_path}/starts; trap "exit 1" USR1; while :; do sleep 0.02; done'
+    mpirun = f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; while :; do sleep 0.02; done'
     (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1", max_restarts=3))
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
         (tmp_path / "starts").unlink(missing_ok=True)
