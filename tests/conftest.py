@@ -42,15 +42,6 @@ def devices():
 
 
 @pytest.fixture
-def compiled_quickly():
-    """Without LLVM's dear optimizations, which are most of what compiling costs: for tests of what programs compute
-    within a tolerance or consist of. What is promised bit for bit is tested as users compile it, like all processes."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
 def close():
     """Compare two trees, tightly unless told otherwise."""
 

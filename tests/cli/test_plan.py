@@ -15,7 +15,6 @@ from jaxche.cli._plan import _smaller
 from jaxche.cluster import fake_devices
 from jaxche.sharding import as_bytes, compare_strategies
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 SMALL = ["plan", "--task", "digits", "--devices", "4", "--batch-size", "16"]
 NAMES = ["NoShard()", "ShardGradOp()", "FullShard()", "HybridShardGradOp(4)", "HybridShard(4)"]
 

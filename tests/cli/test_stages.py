@@ -10,8 +10,6 @@ from jaxche.cli._stages import train
 from jaxche.cli._text_task import text_stages
 from jaxche.cluster import ClusterInfo
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def parse(*words):
     args = make_parser().parse_args(["train", "--task", "text", *words])

@@ -23,7 +23,6 @@ def make_step(problem, name, devices, tx=None, loss=None, **knobs):
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "masked_chain"])
 @pytest.mark.parametrize("sizes", ["even", "odd"])
-@pytest.mark.usefixtures("compiled_quickly")
 def test_twenty_steps_equal_one_device(name, sizes, optimizer, world, devices, problems, close):
     problem = problems[sizes]
     step = make_step(problem, name, devices[:world], problem.optimizers[optimizer]())

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 import jaxche
 from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp, collectives
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 # Even, odd and scalar leaves; 8 rows a batch.
 ROUNDS = ((2, 3), (1, 4), (3, 3), (2, 1))
 
