@@ -130,6 +130,14 @@ def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
     assert "HOSTS has 2 name(s), 3 are needed" in done.stderr
 
 
+# In the background of a shell Ctrl-C is ignored, which no script can change for itself.
+HEARD = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
 def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path):
     # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
     mpirun = f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; while :; do sleep 0.02; done'
@@ -137,18 +145,12 @@ def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path):
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
         (tmp_path / "starts").unlink(missing_ok=True)
         env = {**os.environ, "HOSTS": "a", "PATH": played(tmp_path, mpirun=mpirun)}
-        script = subprocess.Popen(
-            ["bash", tmp_path / "script"], env=env, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_ctrl_c
-        )
+        heard = [sys.executable, "-c", HEARD, "bash", tmp_path / "script"]
+        script = subprocess.Popen(heard, env=env, stderr=subprocess.PIPE, text=True)
         waited(lambda: (tmp_path / "starts").exists())
         script.send_signal(number)
         assert (script.communicate(timeout=20)[1], script.returncode) == ("", code)
         assert (tmp_path / "starts").read_text() == "start\n"
-
-
-def _hear_ctrl_c():
-    # In the background of a shell it is ignored, which no script can change for itself.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def waited(done):
