@@ -15,7 +15,7 @@ from typing import Any
 from jaxche.cluster._gpus import has_cuda, visible_gpus
 from jaxche.cluster._output import listed
 from jaxche.cluster._share import share
-from jaxche.drawing import aligned
+from jaxche.drawing import odd_ones
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _ROWS = 12
@@ -130,21 +130,14 @@ def refuse_mismatch(members: Sequence[Member]) -> None:
             + ". Start all with the same number (JAXCHE_NUM_PROCESSES or num_processes=)."
         )
     columns = {name: [member.versions.get(name, "none") for member in members] for name in members[0].versions}
-    columns = {name: values for name, values in columns.items() if len(set(values)) > 1}
-    if not columns:
+    odd = odd_ones(columns, range(len(members)), {"host": [member.host for member in members]}, _ROWS)
+    if not odd.who:
         return
-    # The first value wins a tie: the table then shows who differs from process 0.
-    usual = {name: max(dict.fromkeys(values), key=values.count) for name, values in columns.items()}
-    differ = [i for i in range(len(members)) if any(columns[name][i] != usual[name] for name in columns)]
-    rows = [["process", "host", *columns], ["most", "", *usual.values()]]
-    rows += [[str(i), members[i].host, *(columns[name][i] for name in columns)] for i in differ[:_ROWS]]
-    more = f"\n  and {len(differ) - _ROWS} more" if len(differ) > _ROWS else ""
-    fix = " ".join(f"{name}=={value}" for name, value in usual.items() if name != "python")
+    fix = " ".join(f"{name}=={value}" for name, value in odd.usual.items() if name != "python")
     raise RuntimeError(
-        f"{len(differ)} of {len(members)} processes run other versions of {', '.join(columns)}:\n"
-        f"{aligned(rows, left=len(rows[0]), indent=2)}{more}\n"
+        f"{len(odd.who)} of {len(members)} processes run other versions of {', '.join(odd.usual)}:\n{odd.table}\n"
         "Programs of different versions are not the same program, and their ranks hang or diverge. "
-        + (f"There write: pip install {fix}" if fix else f"There start them with Python {usual['python']}.")
+        + (f"There write: pip install {fix}" if fix else f"There start them with Python {odd.usual['python']}.")
     )
 
 

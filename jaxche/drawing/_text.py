@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> str:
@@ -53,30 +54,49 @@ def per_rank(values: Sequence[float], form: str = "{:.0f}", most: int = 8) -> st
     return f"{form.format(min(values))}..{form.format(max(values))}"
 
 
-def odd_ones(columns: Mapping[str, Sequence[str]], who: Sequence[int], most: int = 8) -> str:
-    """A table of who differs from the most, of those columns in which somebody does.
+class OddOnes(NamedTuple):
+    """Who differs from the most, in what, and a table of it."""
+
+    who: tuple[int, ...]
+    usual: dict[str, str]
+    table: str
+
+
+def odd_ones(
+    columns: Mapping[str, Sequence[str]],
+    who: Sequence[int],
+    beside: Mapping[str, Sequence[str]] | None = None,
+    most: int = 8,
+) -> OddOnes:
+    """Who differs from the most, by those columns in which somebody does.
 
     Args:
       columns: a value for each of ``who``, by their name.
       who: numbers of processes.
+      beside: columns that are shown and not compared.
       most: rows at the most; how many more there are is said.
 
     Returns:
-      The table, or "" where all are alike.
+      The numbers of those that differ, what most have in each column in which somebody differs, and the table; where
+      all are alike nobody, nothing and "".
 
     Example:
-      >>> print(odd_ones({"jax": ["0.10", "0.10", "0.9"], "seed": ["0", "0", "0"]}, who=[0, 1, 2]))
+      >>> odd = odd_ones({"jax": ["0.10", "0.10", "0.9"], "seed": ["0", "0", "0"]}, who=[0, 1, 2])
+      >>> odd.who, odd.usual
+      ((2,), {'jax': '0.10'})
+      >>> print(odd.table)
         process  jax
         most     0.10
         2        0.9
     """
-    columns = {name: values for name, values in columns.items() if len(set(values)) > 1}
+    columns, beside = {name: values for name, values in columns.items() if len(set(values)) > 1}, beside or {}
     if not columns:
-        return ""
+        return OddOnes((), {}, "")
     # The first value wins a tie: the table then shows who differs from the first.
     usual = {name: max(dict.fromkeys(values), key=values.count) for name, values in columns.items()}
     differ = [i for i in range(len(who)) if any(columns[name][i] != usual[name] for name in columns)]
-    rows = [["process", *columns], ["most", *usual.values()]]
-    rows += [[str(who[i]), *(columns[name][i] for name in columns)] for i in differ[:most]]
+    shown = [*beside.values(), *columns.values()]
+    rows = [["process", *beside, *columns], ["most", *[""] * len(beside), *usual.values()]]
+    rows += [[str(who[i]), *(values[i] for values in shown)] for i in differ[:most]]
     more = f"\n  and {len(differ) - most} more" if len(differ) > most else ""
-    return aligned(rows, left=len(rows[0]), indent=2) + more
+    return OddOnes(tuple(who[i] for i in differ), usual, aligned(rows, left=len(rows[0]), indent=2) + more)

@@ -20,6 +20,8 @@ from jaxche.training._data import Reader
 
 # Devices of other kinds round differently, so values that all computed alike may differ in their last digits.
 _ALIKE = 1e-3
+# Letters of a cell in the table of who differs.
+_LENGTH = 40
 # Of data that is not the same when it is read again.
 VARIES = "varies"
 
@@ -48,10 +50,10 @@ def data_digest(reader: Reader, size: int) -> str:
       reader: of the data.
       size: batches in an epoch.
     """
-    first = _batch_hash(reader.load((0, 0)))
-    if _batch_hash(reader.load((0, 0))) != first:
+    first = _batch_hash(reader.take((0, 0)))
+    if _batch_hash(reader.take((0, 0))) != first:
         return VARIES  # a random augmentation, say: then nobody can compare
-    return _hash("".join([first, *(_batch_hash(reader.load((0, i))) for i in (size // 2, size - 1))]).encode())
+    return _hash("".join([first, *(_batch_hash(reader.take((0, i))) for i in (size // 2, size - 1))]).encode())
 
 
 def _batch_hash(batch: Any) -> str:
@@ -61,6 +63,12 @@ def _batch_hash(batch: Any) -> str:
         seen.update(f"{jax.tree_util.keystr(path)} {host.dtype} {host.shape}".encode())
         seen.update(host.tobytes())
     return seen.hexdigest()
+
+
+def brief(value: Any) -> str:
+    """A value as text, or the beginning of it and a hash of all."""
+    text = str(value)
+    return text if len(text) <= _LENGTH else f"{text[: _LENGTH // 2]}... {_hash(text.encode())}"
 
 
 def _hash(text: bytes) -> str:
@@ -80,9 +88,9 @@ def refuse_differences(fingerprint: Mapping[str, str]) -> None:
     names = dict.fromkeys(name for other in everyone for name in other)
     columns = {name: [str(other.get(name, "none")) for other in everyone] for name in names}
     columns = {name: values for name, values in columns.items() if VARIES not in values}
-    found = odd_ones(columns, members())
-    if found:
-        raise ValueError(f"processes differ; run the same script and data everywhere:\n{found}")
+    odd = odd_ones(columns, members())
+    if odd.who:
+        raise ValueError(f"processes differ; run the same script and data everywhere:\n{odd.table}")
 
 
 def refuse_other_values(trees: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxche.drawing import aligned, per_rank
+from jaxche.drawing import aligned, odd_ones, per_rank
 
 ROWS = [["rank", "", "ms"], ["0", "now", "1.5"], ["12", "", "1000.25"]]
 
@@ -30,3 +30,26 @@ def test_many_ranks_are_a_range():
     assert per_rank([1, 2, 3]) == "1:2:3"
     assert per_rank([3, 9, 4, 1, 5], most=4) == "1..9"
     assert per_rank([3.25, 9, 4, 1, 5], "{:g}", most=5) == "3.25:9:4:1:5"
+
+
+def test_who_differs_is_named_beside_what_most_have():
+    columns = {"jax": list("aaba"), "flax": list("cccc"), "seed": list("0001")}
+    odd = odd_ones(columns, who=[0, 2, 5, 7], beside={"host": ["n0", "n2", "n5", "n7"]})
+    assert (odd.who, odd.usual) == ((5, 7), {"jax": "a", "seed": "0"})
+    rows = [line.split() for line in odd.table.splitlines()]
+    assert rows == [
+        ["process", "host", "jax", "seed"],
+        ["most", "a", "0"],
+        ["5", "n5", "b", "0"],
+        ["7", "n7", "a", "1"],
+    ]
+
+
+def test_the_first_wins_a_tie_and_many_are_counted():
+    odd = odd_ones({"seed": ["1"] * 10 + ["0"] * 10}, range(20), most=3)
+    assert (odd.who, odd.usual) == (tuple(range(10, 20)), {"seed": "1"})
+    assert odd.table.splitlines()[-2:] == ["  12       0", "  and 7 more"]
+
+
+def test_nobody_differs():
+    assert odd_ones({"seed": ["1", "1"]}, [0, 1], {"host": ["a", "b"]}) == ((), {}, "")

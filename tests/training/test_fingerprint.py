@@ -32,6 +32,13 @@ def test_the_same_code_has_the_same_digest_and_other_code_another():
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_long_values_that_begin_alike_stay_apart():
+    assert fingerprint.brief(0.25) == "0.25"
+    long = [fingerprint.brief((1.0,) * 100 + (last,)) for last in (1.0, 2.0, 2.0)]
+    assert long[0] != long[1] == long[2]
+    assert max(map(len, long)) < 40
+
+
 def seen(*args, **options):
     data = jaxche.Batches(*args, **options)
     return fingerprint.data_digest(Reader(data), len(data))
