@@ -134,7 +134,7 @@ def fit(
                 history.append(info)
                 bar.update(info)
                 if keeper:
-                    keeper.add(info)
+                    keeper.record.add(info)
                     if keeper.due(state) or info.stop or (state.epoch >= last_epoch and not state.owed):
                         keeper.save(state)
                 trainer._tell(info)

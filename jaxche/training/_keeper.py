@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,8 +24,10 @@ from jaxche.training._fingerprint import VARIES
 from jaxche.training._history import History
 from jaxche.training._lives import PeerLostError, lost
 from jaxche.training._packing import Packing
-from jaxche.training._saved import nested, numbers, refuse_unwritable, shapes, unnested, with_numbers
-from jaxche.training._state import ReplicaState, RoundInfo
+from jaxche.training._record import Record
+from jaxche.training._saved import nested, numbers, shapes, unnested, with_numbers
+from jaxche.training._shared_folder import shared_folder
+from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer
@@ -39,8 +38,6 @@ _log = logging.getLogger("jaxche")
 _FORMAT = 2
 # For all processes to have written their parts, in a run whose processes may die.
 _PATIENCE_S = 30
-# Between a file's making and its being seen on other machines, and from one look to the next.
-_VISIBLE_S, _LOOK_S = 10.0, 0.2
 
 
 class Keeper:
@@ -51,9 +48,12 @@ class Keeper:
       trainer: whose states are kept.
       data: what the run trains on.
 
+    Attributes:
+      record: of the rounds.
+
     Raises:
       ImportError: Orbax is missing.
-      ValueError: a folder that some process cannot write.
+      ValueError: a folder that some process cannot write, or that not all of them share.
     """
 
     def __init__(self, asked: Checkpoints, trainer: Trainer, data: Any):
@@ -67,38 +67,17 @@ class Keeper:
                 "parameters are safe with the others; leave durable out"
             )
         self._ocp, self._asked, self._trainer, self._batches = ocp, asked, trainer, len(data)
-        self._folder = Path(asked.folder).expanduser().resolve()
+        self._folder = shared_folder(asked.folder)
         error, self._data = None, VARIES
         try:
-            refuse_unwritable(self._folder)
             self._data = trainer._engine.data_digest(data)
         except Exception as e:
             error = e
-        raise_everywhere(error, jax.process_index(), "the preparation of checkpoints")
-        self._refuse_own_folder()
+        raise_everywhere(error, jax.process_index(), "the reading of the data")
         self._manager = self._open()
-        self._record = self._folder / "history.jsonl"
+        self.record = Record(self._folder)
         # The step that was begun last, and the one whose saving a process did not live to finish.
         self._begun = self._abandoned = 0
-
-    def _refuse_own_folder(self) -> None:
-        """Refuse a folder that is not the same one for all processes, which would wait for each other's files."""
-        if len(members()) == 1:
-            return
-        error, sign = None, self._folder / f".shared-{gather_json(os.urandom(6).hex())[0]}"
-        if jax.process_index() == members()[0]:
-            sign.touch()
-        gather_json(None)
-        if not _appears(sign):
-            error = ValueError(
-                f"checkpoints={str(self._folder)!r} is not the folder that process {members()[0]} has under that name; "
-                "give one that all machines share, as a mount of a file server"
-            )
-        try:
-            raise_everywhere(error, jax.process_index(), "the preparation of checkpoints")
-        finally:
-            if jax.process_index() == members()[0]:
-                sign.unlink()
 
     def _open(self) -> Any:
         options, settings = self._ocp.options, {}
@@ -133,7 +112,7 @@ class Keeper:
         else:
             self._count_alike()
         self._manager = self._open()
-        self._rewritten(rounds)
+        self.record.cut(rounds)
 
     def settle(self) -> None:
         """Wait until all that was begun is written."""
@@ -164,10 +143,10 @@ class Keeper:
                 break
             restored = self._restore(step, state)
             if restored is not None:
-                return restored, self._rewritten(restored.round)
+                return restored, self.record.cut(restored.round)
             # It is in the way of the one this round will write again.
             self._manager.delete(step)
-        return state, self._rewritten(state.round)
+        return state, self.record.cut(state.round)
 
     def _restore(self, step: int, state: ReplicaState) -> ReplicaState | None:
         """The state of a checkpoint, or None where some process cannot read it."""
@@ -242,12 +221,6 @@ class Keeper:
     def _packing(self, state: ReplicaState) -> Packing:
         return self._trainer._engine.packing(state.locals)
 
-    def add(self, info: RoundInfo) -> None:
-        """Write a round's line to the record."""
-        if jax.process_index() == 0:
-            with self._record.open("a", encoding="utf8") as file:
-                file.write(History([info]).to_json())
-
     def due(self, state: ReplicaState) -> bool:
         """Whether this state is one to save."""
         return state.round % self._asked.every == 0
@@ -284,30 +257,6 @@ class Keeper:
         if not isinstance(error, PeerLostError):
             self._manager.wait_until_finished()
             self._manager.close()
-
-    def _rewritten(self, rounds: int) -> History:
-        """The record of the first so many rounds; what came after them is done again."""
-        text = self._record.read_text(encoding="utf8") if self._record.exists() else ""
-        # A line that a dying process did not finish has no end.
-        lines = text.splitlines(keepends=True)[:rounds]
-        kept = "".join(line for line in lines if line.endswith("\n"))
-        gather_json(None)  # all have read it
-        if jax.process_index() == 0 and kept != text:
-            part = self._record.with_suffix(".part")
-            part.write_text(kept, encoding="utf8")
-            part.replace(self._record)
-        return History.from_json(kept)
-
-
-def _appears(sign: Path) -> bool:
-    """Whether a file is there, or comes soon: file servers let others see a new one some seconds later."""
-    deadline = time.monotonic() + _VISIBLE_S
-    while not sign.exists():
-        if time.monotonic() > deadline:
-            return False
-        os.listdir(sign.parent)  # NFS then looks anew
-        time.sleep(_LOOK_S)
-    return True
 
 
 def _items(trees: Mapping[str, Any]) -> dict[str, Any]:

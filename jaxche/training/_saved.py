@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -71,19 +68,6 @@ def with_numbers(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
             che = replace(che, anchor=anchor, batch_counts=())
         correction = _correction(correction, saved["correction"])
     return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _PLACE})
-
-
-def refuse_unwritable(folder: Path) -> None:
-    """Make the folder, and refuse one in which this process cannot write."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"checkpoints={os.fspath(folder)!r} cannot be written ({error.strerror}); give a folder that can, e.g. "
-            "checkpoints='runs/first'"
-        ) from None
 
 
 def _correction(fresh: DivergenceCorrection, saved: Mapping[str, Any]) -> DivergenceCorrection:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxche
 from jaxche.sharding import is_private
-from jaxche.training import _keeper
+from jaxche.training import _shared_folder
 
 
 class Problem:
@@ -150,7 +150,7 @@ def different(trainer, problem, data, params=None):
 
 def faults(problem):
     """Everything that goes wrong on one rank, one after the other, in processes that go on living."""
-    _keeper._VISIBLE_S = 0.5
+    _shared_folder._VISIBLE_S = 0.5
     rank = jax.process_index()
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.05))
     state = trainer.init(problem.params, problem.model_state)

@@ -1,0 +1,44 @@
+"""The record of a run that is saved: a line for each round, beside the checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from jaxche.training._agree import gather_json
+from jaxche.training._history import History
+from jaxche.training._state import RoundInfo
+
+
+class Record:
+    """Written by process 0, read by all.
+
+    Args:
+      folder: of the checkpoints.
+    """
+
+    def __init__(self, folder: Path):
+        self._file = folder / "history.jsonl"
+
+    def add(self, info: RoundInfo) -> None:
+        """Write the line of a round."""
+        if jax.process_index() == 0:
+            with self._file.open("a", encoding="utf8") as file:
+                file.write(History([info]).to_json())
+
+    def cut(self, rounds: int) -> History:
+        """Keep the first so many rounds, and read them; what came after them is done again.
+
+        All processes make this call.
+        """
+        text = self._file.read_text(encoding="utf8") if self._file.exists() else ""
+        # A line that a dying process did not finish has no end.
+        lines = text.splitlines(keepends=True)[:rounds]
+        kept = "".join(line for line in lines if line.endswith("\n"))
+        gather_json(None)  # all have read it
+        if jax.process_index() == 0 and kept != text:
+            part = self._file.with_suffix(".part")
+            part.write_text(kept, encoding="utf8")
+            part.replace(self._file)
+        return History.from_json(kept)

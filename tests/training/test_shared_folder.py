@@ -1,0 +1,53 @@
+"""Which folder is one for all, seen from one process; tests/multiprocess has processes with one each."""
+
+import pytest
+
+from jaxche.training import _shared_folder
+from jaxche.training._shared_folder import shared_folder
+
+
+def test_it_is_made_and_left_clean(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = shared_folder("runs/first")
+    assert folder == tmp_path / "runs" / "first"
+    assert list(folder.iterdir()) == []
+    assert shared_folder(folder) == folder
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file/run' cannot be written"):
+        shared_folder(tmp_path / "file" / "run")
+
+
+@pytest.fixture
+def second(monkeypatch):
+    """This process as the second of a run whose first leaves no sign here, or one after so many looks."""
+
+    def be(folder, looks=None):
+        monkeypatch.setattr(_shared_folder, "members", lambda: (1, 0))
+        monkeypatch.setattr(_shared_folder, "gather_json", lambda own: ["abc", own])
+        monkeypatch.setattr(_shared_folder, "_VISIBLE_S", 0.1 if looks is None else 60.0)
+        seen = []
+
+        def sleep(seconds):
+            seen.append(seconds)
+            if len(seen) == looks:
+                (folder / ".shared-abc").touch()
+
+        monkeypatch.setattr(_shared_folder.time, "sleep", sleep)
+        return seen
+
+    return be
+
+
+def test_another_machine_s_folder_of_that_name_is_refused(tmp_path, second):
+    second(tmp_path)
+    with pytest.raises(ValueError, match="is not the folder that process 1 has under that name; give one that all"):
+        shared_folder(tmp_path)
+
+
+def test_a_file_server_may_show_a_file_late(tmp_path, second):
+    seen = second(tmp_path, looks=3)
+    assert shared_folder(tmp_path) == tmp_path
+    assert len(seen) == 3
