@@ -12,7 +12,8 @@ from jaxche.training import RoundInfo
 DEVICES = 8
 # Of `jaxche launch`, Slurm, Open MPI, MPICH and Kubernetes.
 LAUNCHERS = ("JAXCHE_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "KUBERNETES_", "JOB_COMPLETION_INDEX")
-_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax"
+# One for each of the processes that run tests side by side: JAX writes it without a lock.
+_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax" / os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))

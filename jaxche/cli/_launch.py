@@ -53,7 +53,6 @@ exit codes:
 
 # Options that a file for a cluster can hold.
 _IN_A_FILE = ("emit", "nodes", "image", "volume", "max_restarts", "module", "command")
-_RESTARTS_IN_A_FILE = 3
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +203,7 @@ def _emitted(args: argparse.Namespace) -> str:
         args.emit,
         command,
         args.nodes,
-        max_restarts=_RESTARTS_IN_A_FILE if args.max_restarts is None else args.max_restarts,
+        **({} if args.max_restarts is None else {"max_restarts": args.max_restarts}),
         name=name,
         made_by=f"Made by: {shlex.join(['jaxche', *args.words])}",
         image=args.image,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+from jaxche.training import unless_full
 
 
 class EventLog:
@@ -20,21 +21,14 @@ class EventLog:
 
     def __init__(self, file: BinaryIO | None) -> None:
         self._file = file
-        self._warned = False
 
     def write(self, event: str, **fields: Any) -> None:
         """Writes ``{"time": <Unix seconds>, "event": event, ...}``."""
         if self._file is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
-        try:
+        with unless_full(f"events={self._file.name!r}"):
             self._file.write(line.encode())
-        except OSError as error:
-            # The processes are worth more than what is said of them.
-            if not self._warned:
-                self._warned = True
-                sys.stderr.write(f"events={self._file.name!r}: {error.strerror}; the run goes on without them\n")
-                sys.stderr.flush()
 
 
 @contextlib.contextmanager

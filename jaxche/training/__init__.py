@@ -16,7 +16,7 @@ from jaxche.training._loggers import TensorBoardLogger, WandbLogger, profile
 from jaxche.training._replica import PaceError
 from jaxche.training._state import ReplicaState, RoundInfo
 from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
-from jaxche.training._watched import EVENTS, HEARTBEAT, RESTART
+from jaxche.training._watched import EVENTS, HEARTBEAT, RESTART, unless_full
 
 __all__ = [
     "DEFAULT_CADENCE",
@@ -47,5 +47,6 @@ __all__ = [
     "linen_loss",
     "profile",
     "stand_by",
+    "unless_full",
     "watch_lives",
 ]

@@ -56,11 +56,6 @@ class Checkpoints:
     keep: int = 3
     durable: bool = False
 
-    @staticmethod
-    def of(asked: Checkpoints | str | os.PathLike[str]) -> Checkpoints:
-        """What was asked for, also where it is just a folder."""
-        return asked if isinstance(asked, Checkpoints) else Checkpoints(asked)
-
     def __post_init__(self) -> None:
         if "://" in os.fspath(self.folder):
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxche.cadence import ApplyPolicy, ElChe
 from jaxche.training._agree import broken_place, gather_json, generation, member_lives, regroup
 from jaxche.training._connections import connect_anew
 from jaxche.training._lives import PeerLostError, TakenForDeadError, await_loss, awaited
+from jaxche.training._planning import SOLO_ROUND
 from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:
@@ -26,6 +27,23 @@ _log = logging.getLogger("jaxche")
 
 # How often in a row, without a round in between, connections may break while all live.
 _FALSE_ALARMS = 3
+
+
+@dataclass
+class World:
+    """What a trainer keeps of processes that come and go.
+
+    Attributes:
+      newcomers: who waits to join at the next merge, or None.
+      paces: steps in a round and ms a step of each rank of the start, as last learnt.
+      alone: steps in a round where one replica is left.
+      false_alarms: the rounds in which connections broke though all processes lived.
+    """
+
+    newcomers: dict[str, Any] | None = None
+    paces: dict[int, tuple[int, float]] = field(default_factory=dict)
+    alone: int = SOLO_ROUND
+    false_alarms: list[int] = field(default_factory=list)
 
 
 def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | None, error: Exception) -> ReplicaState:
@@ -45,7 +63,7 @@ def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | 
       Exception: ``error``, where what is left cannot train, or connections break again and again.
     """
     # Who was to join then is missed like the others, or asks again.
-    trainer._newcomers = None
+    trainer._world.newcomers = None
     while True:
         try:
             (state, order, lost), before = _fall_back(trainer, state, before, error), None
@@ -89,16 +107,16 @@ def _fall_back(
         raise error
     state = replace(state, che=rearranged(trainer, state.che, order))
     if len(order) == 1:  # takes what it took, by the rules of several: an outer step or an update needs its round
-        trainer._alone = 1 if trainer.policy is ApplyPolicy.SYNC else trainer._pace_of[order[0]][0]
+        trainer._world.alone = 1 if trainer.policy is ApplyPolicy.SYNC else trainer._world.paces[order[0]][0]
     return state, order, gone
 
 
 def _refuse_more(trainer: Trainer, round: int, error: Exception) -> None:
     """Raise the error where connections have broken for too often in one round, though all live."""
-    trainer._false_alarms = [*(old for old in trainer._false_alarms if old == round), round]
-    if len(trainer._false_alarms) > _FALSE_ALARMS:
+    alarms = trainer._world.false_alarms = [*(old for old in trainer._world.false_alarms if old == round), round]
+    if len(alarms) > _FALSE_ALARMS:
         error.add_note(
-            f"the connections between the processes broke {len(trainer._false_alarms)} times in round {round}, though "
+            f"the connections between the processes broke {len(alarms)} times in round {round}, though "
             "all processes live; does something between their machines end them, as a firewall?"
         )
         raise error
@@ -125,7 +143,7 @@ def rearranged(trainer: Trainer, che: ElChe | None, order: Sequence[int]) -> ElC
 
     Of a rank of which nothing was learnt nothing is to be supposed: then all are measured anew, from the same anchor.
     """
-    known, here = trainer._pace_of, trainer._engine.order
+    known, here = trainer._world.paces, trainer._engine.order
     if che is not None:
         known |= zip(here, zip(che.batch_counts, che.ms_per_batch, strict=True), strict=True)
     like = che or trainer._che

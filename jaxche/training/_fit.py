@@ -82,14 +82,14 @@ def fit(
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
     """
-    last_epoch, size = _agreed(state, data, epochs, dry_run, checkpoints)
+    last_epoch, size, asked = _agreed(state, data, epochs, dry_run, checkpoints)
     keeper, history = None, History()
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, trainer, "_stop", Stop.NO)  # one that came too late is not for the next fit
         # Left after the keeper: another SIGTERM does not end what the first one had saved.
         heeding = stack.enter_context(contextlib.ExitStack())
-        if checkpoints is not None:
-            keeper = Keeper(Checkpoints.of(checkpoints), trainer, data)
+        if asked is not None:
+            keeper = Keeper(asked, trainer, data)
             stack.push(keeper.close)
         if dry_run:
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
@@ -106,7 +106,7 @@ def fit(
         try:
             while state.epoch < last_epoch or state.owed:
                 try:
-                    if trainer._newcomers:
+                    if trainer._world.newcomers:
                         state, before = admit(trainer, state, history, keeper), None
                         if keeper:
                             keeper.reopen(state.round, others_died=False)
@@ -172,14 +172,17 @@ def fit(
     return state, history
 
 
-def _agreed(state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoints: Any) -> tuple[int, int]:
-    """Where training ends, and the batches in an epoch, once all processes want the same."""
-    error, wanted, ends = None, {}, (0, 0)
+def _agreed(
+    state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
+) -> tuple[int, int, Checkpoints | None]:
+    """Where training ends, the batches in an epoch, and what is saved, once all processes want the same."""
+    error, wanted, last_epoch, size, asked = None, {}, 0, 0, None
     try:
         if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
             raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
-        ends = state.epoch + int(epochs), checked_length(data)
-        asked = Checkpoints.of(checkpoints) if checkpoints is not None else None
+        last_epoch, size = state.epoch + int(epochs), checked_length(data)
+        if checkpoints is not None:
+            asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
         # A folder may have another name on another machine.
         how = str(asked and {"every": asked.every, "keep": asked.keep, "durable": asked.durable})
         wanted = {"epochs": str(epochs), "dry_run": str(dry_run), "checkpoints": how, "state": f"round {state.round}"}
@@ -190,4 +193,4 @@ def _agreed(state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoi
         refuse_differences(wanted)
     elif error is not None:
         raise error
-    return ends
+    return last_epoch, size, asked

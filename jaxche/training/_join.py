@@ -112,7 +112,7 @@ def admit(trainer: Trainer, state: ReplicaState, history: History, keeper: Keepe
       history: of the run so far.
       keeper: of its checkpoints, if any.
     """
-    said, engine = trainer._newcomers, trainer._engine
+    said, engine = trainer._world.newcomers, trainer._engine
     assert said is not None
     joined = {int(process): life for process, life in said["joined"].items()}
     given = engine.packing(state.locals).handed_over()
@@ -144,7 +144,7 @@ def admit(trainer: Trainer, state: ReplicaState, history: History, keeper: Keepe
     if jax.process_index() == 0:
         _client().key_value_delete(f"{_GIVEN}/{name}")
     engine.arrange(said["order"], state.locals)
-    trainer.world_size, trainer._newcomers = len(said["order"]), None
+    trainer.world_size, trainer._world.newcomers = len(said["order"]), None
     _log.warning("process %s joined: going on from round %s with %s", _listed(joined), state.round, len(said["order"]))
     return state
 

@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -49,15 +50,16 @@ def ended(client: Any) -> set[tuple[int, int]]:
     return {(int(process), int(life)) for process, life in places}
 
 
-class Line:
+class Line(ABC):
     """One end of lines, on a thread of its own."""
 
     def __init__(self, client: Any):
         self._client, self._over = client, threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxche-lines", daemon=True)
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """What the thread does."""
 
     def end(self) -> None:
         """Let go: from now on this process counts as ended."""

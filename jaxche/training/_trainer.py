@@ -32,12 +32,14 @@ from jaxche.training._checks import (
     refuse_apart,
     rule_text,
 )
+from jaxche.training._elastic import World
 from jaxche.training._engine import Engine
+from jaxche.training._fingerprint import brief
 from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
 from jaxche.training._join import newcomers
 from jaxche.training._learn import learn
-from jaxche.training._planning import SOLO_ROUND, forced_plan, limit_ms, next_plan
+from jaxche.training._planning import forced_plan, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._staged import StagedEngine, checked_stages
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
@@ -183,16 +185,11 @@ class Trainer:
             "backend": "host" if host else "device",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
-            **{f"che.{name}": str(value)[:40] for name, value in (che.to_dict() if che else {}).items()},
+            **{f"che.{name}": brief(value) for name, value in (che.to_dict() if che else {}).items()},
         }
         self.seed = seed
         self._stop = Stop.NO
-        # Processes that wait to join, what was learnt of each rank of the start, and the steps in a round of one.
-        self._newcomers: dict[str, Any] | None = None
-        self._pace_of: dict[int, Any] = {}
-        self._alone = SOLO_ROUND
-        # Rounds in which connections broke though all processes lived.
-        self._false_alarms: list[int] = []
+        self._world = World()
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:
@@ -301,14 +298,15 @@ class Trainer:
         Raises:
           ValueError: a record that does not begin at the state's place, or is of another number of replicas.
         """
-        again = History()
-        for info in history:
+        again, history = History(), list(history)
+        for number, info in enumerate(history):
             if len(info.counts) != self.world_size:
                 raise ValueError(
                     f"history has {len(info.counts)} replicas in round {info.round}, and this trainer has "
                     f"{self.world_size}; give it as many replicas. A run whose number changed on the way, as an "
-                    "elastic one's may, is replayed up to there: history[:n]"
+                    f"elastic one's may, is replayed up to there: history[:{number}]"
                 )
+        for info in history:
             epoch, start, _ = (state.owed or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
                 raise ValueError(
@@ -363,7 +361,7 @@ class Trainer:
         self, state: ReplicaState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
     ) -> RoundPlan:
         where = (state, size, self.policy, self.world_size)
-        return next_plan(*where, last_epoch, self._alone) if counts is None else forced_plan(*where, counts)
+        return next_plan(*where, last_epoch, self._world.alone) if counts is None else forced_plan(*where, counts)
 
     def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]
@@ -405,7 +403,7 @@ class Trainer:
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )
-        self._newcomers = newcomers(self)
+        self._world.newcomers = newcomers(self)
         merged = self._engine.merge(state.locals, outcomes, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)

@@ -28,7 +28,7 @@ _warned: set[str] = set()
 def beat() -> None:
     """Show that this process still moves."""
     if HEARTBEAT in os.environ:
-        with _or_warning(HEARTBEAT):
+        with unless_full(f"{HEARTBEAT}={os.environ[HEARTBEAT]}"):
             Path(os.environ[HEARTBEAT]).touch()
 
 
@@ -44,19 +44,31 @@ def tell(info: RoundInfo, ranks: Sequence[int], merged_bytes: int) -> None:
         return
     lines = [json.dumps(event(info, rank, merged_bytes)) + "\n" for rank in ranks]
     # One write of whole lines in append mode: processes of one machine do not mix theirs.
-    with _or_warning(EVENTS), open(os.environ[EVENTS], "a", encoding="utf8") as file:
+    path = os.environ[EVENTS]
+    with unless_full(f"{EVENTS}={path}"), open(path, "a", encoding="utf8") as file:
         file.write("".join(lines))
 
 
 @contextlib.contextmanager
-def _or_warning(variable: str) -> Iterator[None]:
-    """What is only told must not end a training: a file that cannot be written is one line, once."""
+def unless_full(name: str) -> Iterator[None]:
+    """What is only told must not end a run: a file that cannot be written is one line, once.
+
+    Args:
+      name: of the file, as it was given.
+
+    Returns:
+      A context in which the file is written.
+
+    Example:
+      >>> with unless_full("events='/dev/full'"):
+      ...     pass  # what an OSError here says goes to standard error
+    """
     try:
         yield
     except OSError as error:
-        if variable not in _warned:
-            _warned.add(variable)
-            sys.stderr.write(f"{variable}={os.environ[variable]}: {error.strerror}; the run goes on without it\n")
+        if name not in _warned:
+            _warned.add(name)
+            sys.stderr.write(f"{name}: {error.strerror}; the run goes on without it\n")
             sys.stderr.flush()
 
 

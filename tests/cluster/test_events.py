@@ -27,4 +27,4 @@ def test_a_full_disk_is_told_once_and_ends_nothing(capsys):
     command = [sys.executable, "-c", "pass"]
     assert launch(command, 2, env={"JAX_PLATFORMS": "cpu"}, events=FULL) == 0
     err = capsys.readouterr().err
-    assert err.count("events='/dev/full': No space left on device; the run goes on without them") == 1
+    assert err.count("events='/dev/full': No space left on device; the run goes on without it") == 1

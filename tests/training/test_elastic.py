@@ -18,7 +18,7 @@ def test_ranks_train_whose_processes_are_all_there():
 
 
 def test_connections_that_break_again_and_again_end_the_run_unless_a_round_was_completed():
-    one, error = SimpleNamespace(_false_alarms=[]), PeerLostError("broken off")
+    one, error = SimpleNamespace(_world=elastic.World()), PeerLostError("broken off")
     for round in (4, 4, 4, 5, 5, 5):
         elastic._refuse_more(one, round, error)
     with pytest.raises(PeerLostError) as raised:
@@ -27,7 +27,7 @@ def test_connections_that_break_again_and_again_end_the_run_unless_a_round_was_c
 
 
 def trainer(che):
-    return SimpleNamespace(_pace_of={}, _che=che, _engine=SimpleNamespace(order=list(range(che.world_size))))
+    return SimpleNamespace(_world=elastic.World(), _che=che, _engine=SimpleNamespace(order=list(range(che.world_size))))
 
 
 def test_what_was_learnt_of_a_rank_outlives_its_absence():

@@ -101,3 +101,16 @@ def test_a_record_of_another_run_is_refused(problem, slowed):
     later = replace(first, cursor=5)
     with pytest.raises(ValueError, match="history has round 0 at batch 5 of epoch 0, but the state is at round 0"):
         trainer.replay(start, problem.data, [later])
+
+
+def test_a_record_of_another_number_of_replicas_is_refused_before_the_first_round(problem, slowed, recorder):
+    trainer, start = slowed(pace_ms=None)
+    state, first = trainer.round(start, problem.data, counts=(2, 2))
+    _, second = trainer.round(state, problem.data, counts=(2, 1))
+    left = replace(second, counts=(2,), planned=(2,))
+    reads = recorder(problem.data)
+    with pytest.raises(ValueError, match=r"1 replicas in round 1, and this trainer has 2.*history\[:1\]"):
+        trainer.replay(start, reads, [first, left])
+    assert not reads.reads
+    _, again = trainer.replay(start, reads, jaxche.History([first, left])[:1])
+    assert [info.counts for info in again] == [(2, 2)]
