@@ -36,10 +36,10 @@ With --elastic the others go on where a rank other than 0 dies, and start nothin
 end of a round. Each replacement uses up one of the N, as does a start of all, which the death of
 rank 0 needs.
 
-A file for a cluster starts all again after a failure, three times if --max-restarts is left out. It
-watches no heartbeat. There a process that is stopped or cut off is missed by JAX, after 100 s of
-silence; one that hangs in its program only by the collective that waits for it, after two hours
-(XLA_FLAGS=--xla_cpu_collective_timeout_seconds=600 on CPU devices: ten minutes).
+A file for a cluster starts all again after a failure, three times if --max-restarts is left out.
+There a process that is stopped or cut off is missed by JAX, after 100 s of silence. One that hangs
+in its program ends itself with code 1, saying where its threads are, when a round lasts for the
+--hang-timeout (JAXCHE_HANG_TIMEOUT, for any launcher); without it after two hours.
 
 exit codes:
   0     all processes ended well
@@ -52,7 +52,7 @@ exit codes:
 """
 
 # Options that a file for a cluster can hold.
-_IN_A_FILE = ("emit", "nodes", "image", "volume", "max_restarts", "module", "command")
+_IN_A_FILE = ("emit", "nodes", "image", "volume", "max_restarts", "hang_timeout", "module", "command")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +93,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=number("--hang-timeout 600", above=True),
         metavar="S",
         help="seconds without a heartbeat of any process that are a failure (default: none); with --elastic also of "
-        "one process while others give theirs (default: 120)",
+        "one process while others give theirs (default: 120), and with --emit of one round",
     )
     group.add_argument(
         "--term-grace",
@@ -208,6 +208,7 @@ def _emitted(args: argparse.Namespace) -> str:
         made_by=f"Made by: {shlex.join(['jaxche', *args.words])}",
         image=args.image,
         volume=args.volume,
+        hang_timeout_s=args.hang_timeout,
     )
 
 

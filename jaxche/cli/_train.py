@@ -19,7 +19,7 @@ from jaxche.cli._replay import recorded
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._stages import check_stages, run_stages
 from jaxche.cli._tasks import TASKS, require
-from jaxche.training import HEARTBEAT
+from jaxche.training import HANG_TIMEOUT, HEARTBEAT
 
 _POLICIES = tuple(policy.value for policy in ApplyPolicy)
 _PROCESSES = 2
@@ -50,7 +50,7 @@ exit codes:
   1     training failed, e.g. the loss became NaN
   2     the arguments make no sense, or a package or a pace they need is missing, or --out cannot be
         written; says what to write
-  124   no process came to the end of a round for the --hang-timeout
+  124   no process came to the end of a round for the --hang-timeout (1 under Slurm or mpirun)
   130   Ctrl-C
   143   SIGTERM; with --checkpoint-every or --max-restarts it saves, and the same command goes on
   128+n a process was ended by signal n (137: SIGKILL, often for want of memory)
@@ -131,7 +131,7 @@ def _run(args: argparse.Namespace) -> int:
     require(args.task)
     if launcher() != "none":
         _check_name(args)
-        _check_watcher(args)
+        _watch(args)
         joined()
         from jaxche.cli._worker import work
 
@@ -150,13 +150,13 @@ def _check_name(args: argparse.Namespace) -> None:
         )
 
 
-def _check_watcher(args: argparse.Namespace) -> None:
-    """Whoever starts the processes hears of their silence; ``HEARTBEAT`` is of a launcher that listens."""
+def _watch(args: argparse.Namespace) -> None:
+    """Whoever starts the processes hears of their silence, or they watch over themselves.
+
+    ``HEARTBEAT`` is of a launcher that listens.
+    """
     if args.hang_timeout and HEARTBEAT not in os.environ:
-        raise ValueError(
-            f"--hang-timeout is for processes that jaxche train starts itself, and {launcher()} started these; leave "
-            "it out: JAX itself misses a process that is stopped or cut off for 100 s"
-        )
+        os.environ[HANG_TIMEOUT] = f"{args.hang_timeout:g}"
 
 
 def _check_replay(args: argparse.Namespace) -> None:

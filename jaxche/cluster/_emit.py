@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._jobset import PORT, jobset
 from jaxche.cluster._nodes import Nodes, parse_nodes, total_tasks
+from jaxche.training import HANG_TIMEOUT
 
 # Seconds for a checkpoint after SIGTERM.
 _TERM_S = 120
@@ -40,6 +42,7 @@ def emit(
     made_by: str = "Made by jaxche.",
     image: str | None = None,
     volume: str | None = None,
+    hang_timeout_s: float | None = None,
 ) -> str:
     """Writes the file that starts a command on a cluster, one process a GPU.
 
@@ -53,6 +56,8 @@ def emit(
       image: container image with the program and jaxche; for "jobset" alone.
       volume: ``CLAIM:/path``, for "jobset" alone: a PersistentVolumeClaim and where all pods find it. A pod that starts
         again has nothing else of what the one before it wrote, checkpoints included.
+      hang_timeout_s: seconds after which a process ends itself, with code 1 and the stacks of its threads, that has not
+        come to the end of a round; more than the first one takes, with its compilation.
 
     Returns:
       Text for ``sbatch``, ``kubectl apply -f -`` or ``bash``.
@@ -84,17 +89,29 @@ def emit(
             f"--volume {volume}: --emit jobset takes the name of a PersistentVolumeClaim and an absolute path, the "
             "others take none. Write: --emit jobset --volume training:/checkpoints"
         )
+    if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
+        raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")
+    variables = {"PYTHONUNBUFFERED": "1"}
+    if hang_timeout_s is not None:
+        variables[HANG_TIMEOUT] = f"{hang_timeout_s:g}"
     # What all three read as a name, and a comment that stays one, whatever is quoted in it.
     name = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-") or "jaxche"
     # A service of Kubernetes has it too, and those begin with a letter.
     name = name if name[0].isalpha() else f"run-{name}"
     made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
     if scheduler == "jobset":
-        return jobset(command, groups, max_restarts, name, made_by, image or "", volume)
-    return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](command, groups, max_restarts, name, made_by)
+        return jobset(command, groups, max_restarts, name, made_by, variables, image or "", volume)
+    return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](command, groups, max_restarts, name, made_by, variables)
 
 
-def _slurm(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, name: str, made_by: str) -> str:
+def _slurm(
+    command: Sequence[str],
+    groups: Sequence[Nodes],
+    max_restarts: int,
+    name: str,
+    made_by: str,
+    variables: Mapping[str, str],
+) -> str:
     """Machines of several kinds become one heterogeneous job."""
     directives = [
         f"#SBATCH --job-name={name}",
@@ -114,7 +131,7 @@ def _slurm(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, n
             "# Submit with sbatch; options on its command line win over those in this file.",
             *directives,
             "",
-            "export PYTHONUNBUFFERED=1",
+            _exported(variables),
             "# The training script goes on from its checkpoint.",
             'export JAXCHE_RESTART="${SLURM_RESTART_COUNT:-0}"',
             *_slurm_coordinator(groups),
@@ -133,11 +150,18 @@ def _slurm(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, n
     )
 
 
-def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, name: str, made_by: str) -> str:
+def _mpirun(
+    command: Sequence[str],
+    groups: Sequence[Nodes],
+    max_restarts: int,
+    name: str,
+    made_by: str,
+    variables: Mapping[str, str],
+) -> str:
     """A script around mpirun, with the address that Open MPI 5 no longer tells."""
     slots = [group.tasks_per_node for group in groups for _ in range(group.count)]
     kinds = ", then ".join(f"{group.count} with {group.gpus} GPU(s) {group.kind or ''}".rstrip() for group in groups)
-    variables = ("JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_RESTART", "PYTHONUNBUFFERED", "PATH")
+    passed = ("JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_RESTART", *variables, "PATH")
     return "\n".join(
         [
             "#!/bin/bash",
@@ -157,7 +181,7 @@ def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, 
             'for i in "${!hosts[@]}"; do where="$where,${hosts[i]}:${slots[i]}"; done',
             "",
             f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{PORT}}}" JAXCHE_NUM_PROCESSES={total_tasks(groups)}',
-            "export PYTHONUNBUFFERED=1",
+            _exported(variables),
             "# Seconds that mpirun leaves the others when one failed, before and after SIGTERM; in Open MPI 4 and 5.",
             f"export OMPI_MCA_odls_base_sigkill_timeout={_KILL_S} PRTE_MCA_odls_base_sigkill_timeout={_KILL_S}",
             "",
@@ -183,7 +207,7 @@ def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, 
             "  export JAXCHE_RESTART",
             "  # Unbound: a process on one core is a slow host for its GPU.",
             f'  mpirun -n {total_tasks(groups)} --host "${{where#,}}" --bind-to none \\',
-            f"    {' '.join(f'-x {variable}' for variable in variables)} \\",
+            f"    {' '.join(f'-x {variable}' for variable in passed)} \\",
             f'    bash -c "$rank" rank {shlex.join(command)} </dev/null &',
             "  mpirun=$!",
             '  [ -z "$told" ] || stop "$told"',
@@ -197,6 +221,10 @@ def _mpirun(command: Sequence[str], groups: Sequence[Nodes], max_restarts: int, 
             "",
         ]
     )
+
+
+def _exported(variables: Mapping[str, str]) -> str:
+    return f"export {' '.join(f'{name}={value}' for name, value in variables.items())}"
 
 
 def _request(group: Nodes) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._nodes import Nodes, total_tasks
 
@@ -22,27 +22,30 @@ def jobset(
     max_restarts: int,
     name: str,
     made_by: str,
+    variables: Mapping[str, str],
     image: str,
     volume: str | None,
 ) -> str:
     """A job a kind of machine (the value of the label nvidia.com/gpu.product), a pod a process."""
+    claim, _, path = (volume or "").partition(":")
+    again = "; the training script goes on from its checkpoint" if claim else ""
     jobs, first = [], 0
     for number, group in enumerate(groups):
         address = f"{name}-nodes0-0-0.{name}"
-        jobs.append(_job(command, group, number, first, address, total_tasks(groups), image, volume))
+        jobs.append(_job(command, group, number, first, address, total_tasks(groups), variables, image, claim, path))
         first += group.tasks
     return "\n".join(
         [
             f"# {made_by}",
             "# Needs the JobSet controller (jobset.sigs.k8s.io). Start with: kubectl apply -f FILE",
-            *_storage(volume),
+            *_storage(claim, path),
             *(_KINDS if any(group.kind for group in groups) else ()),
             "apiVersion: jobset.x-k8s.io/v1alpha2",
             "kind: JobSet",
             f"metadata: {{name: {name}}}",
             "spec:",
             "  network: {enableDNSHostnames: true}",
-            f"  # So often all pods start again after one failed{_from_checkpoint(volume)}.",
+            f"  # So often all pods start again after one failed{again}.",
             f"  failurePolicy: {{maxRestarts: {max_restarts}}}",
             "  replicatedJobs:",
             *jobs,
@@ -51,20 +54,15 @@ def jobset(
     )
 
 
-def _storage(volume: str | None) -> list[str]:
-    if volume is None:
+def _storage(claim: str, path: str) -> list[str]:
+    if not claim:
         return [
             "# What a pod writes is gone with it. For checkpoints that outlive a restart, --volume CLAIM:/path mounts",
             "# a PersistentVolumeClaim that all nodes can write (ReadWriteMany) in every pod; the script writes there.",
         ]
-    claim, _, path = volume.partition(":")
     return [
         f"# The claim {claim} is one that all nodes can write (ReadWriteMany); checkpoints go to a folder in {path}.",
     ]
-
-
-def _from_checkpoint(volume: str | None) -> str:
-    return "; the training script goes on from its checkpoint" if volume else ""
 
 
 def _job(
@@ -74,8 +72,10 @@ def _job(
     first: int,
     coordinator: str,
     processes: int,
+    variables: Mapping[str, str],
     image: str,
-    volume: str | None,
+    claim: str,
+    path: str,
 ) -> str:
     # JSON strings are YAML strings.
     words = [
@@ -113,12 +113,11 @@ def _job(
         "                    - name: JAXCHE_RESTART",
         "                      valueFrom:",
         "                        fieldRef: {fieldPath: \"metadata.annotations['jobset.sigs.k8s.io/restart-attempt']\"}",
-        '                    - {name: PYTHONUNBUFFERED, value: "1"}',
+        *(f"                    - {{name: {name}, value: {json.dumps(value)}}}" for name, value in variables.items()),
     ]
     if group.gpus:
         lines.append("                  resources: {limits: {nvidia.com/gpu: 1}}")
-    if volume is not None:
-        claim, _, path = volume.partition(":")
+    if claim:
         lines += [
             f"                  volumeMounts: [{{name: kept, mountPath: {json.dumps(path)}}}]",
             "              volumes:",

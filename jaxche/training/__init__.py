@@ -16,11 +16,12 @@ from jaxche.training._loggers import TensorBoardLogger, WandbLogger, profile
 from jaxche.training._replica import PaceError
 from jaxche.training._state import ReplicaState, RoundInfo
 from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
-from jaxche.training._watched import EVENTS, HEARTBEAT, RESTART, unless_full
+from jaxche.training._watched import EVENTS, HANG_TIMEOUT, HEARTBEAT, RESTART, unless_full
 
 __all__ = [
     "DEFAULT_CADENCE",
     "EVENTS",
+    "HANG_TIMEOUT",
     "HEARTBEAT",
     "NUM_PROCESSES",
     "PACE_MS",

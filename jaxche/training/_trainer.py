@@ -44,7 +44,7 @@ from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._staged import StagedEngine, checked_stages
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._table import Table, host_row
-from jaxche.training._watched import beat, tell
+from jaxche.training._watched import beat, in_time, tell
 
 # The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
@@ -376,6 +376,7 @@ class Trainer:
         beat()
         tell(info, self._engine.ranks, self._engine.merged_bytes)
 
+    @in_time()
     def _round(
         self,
         state: ReplicaState,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
+import math
 import os
 import signal
 import sys
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # Set by ``jaxche launch``: a file to touch after every round, one to tell of every round, how often it started anew.
 HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
+# Set where nobody watches heartbeats: seconds for a round.
+HANG_TIMEOUT = "JAXCHE_HANG_TIMEOUT"
 
 # As of a process that SIGTERM ended: 128 and the number of the signal.
 PREEMPTED_CODE = 143
@@ -30,6 +34,33 @@ def beat() -> None:
     if HEARTBEAT in os.environ:
         with unless_full(f"{HEARTBEAT}={os.environ[HEARTBEAT]}"):
             Path(os.environ[HEARTBEAT]).touch()
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """End the process, with the stacks of its threads, where this lasts for the seconds in ``JAXCHE_HANG_TIMEOUT``.
+
+    A scheduler that hears no heartbeats sees an exit code. Not even a program that never gives the interpreter back
+    can hold this up.
+
+    Raises:
+      ValueError: if the variable holds no such number.
+    """
+    text = os.environ.get(HANG_TIMEOUT, "")
+    if not text:
+        yield
+        return
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{HANG_TIMEOUT}={text!r} must be positive seconds; write {HANG_TIMEOUT}=600")
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)  # standard error, whatever stands for it in Python
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def tell(info: RoundInfo, ranks: Sequence[int], merged_bytes: int) -> None:

@@ -136,7 +136,7 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_starts(more, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_hang_is_watched_by_who_starts_the_processes(monkeypatch, capsys):
+def test_a_hang_is_watched_by_who_starts_the_processes_or_by_themselves(monkeypatch):
     started = {}
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr("jaxche.cluster.launch", lambda *words, **how: started.update(how) or 124)
@@ -147,7 +147,12 @@ def test_a_hang_is_watched_by_who_starts_the_processes(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     for name, value in {"SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "leave it out" in refused(["--hang-timeout", "9"], capsys)
+    monkeypatch.setenv("JAXCHE_HANG_TIMEOUT", "")
+    seen = []
+    monkeypatch.setattr("jaxche.cli._train.joined", lambda: seen.append(os.environ["JAXCHE_HANG_TIMEOUT"]))
+    monkeypatch.setattr("jaxche.cli._worker.work", lambda args, name: 0)
+    assert main(["train", "--task", "digits", "--hang-timeout", "9"]) == 0
+    assert seen == ["9"]
 
 
 def dies_once(folder, when):

@@ -77,6 +77,28 @@ def test_words_stay_words(scheduler, image):
     assert written("", "3rd run") == written("", "run-3rd-run")
 
 
+@pytest.mark.parametrize(("scheduler", "image"), [("slurm", None), ("mpirun", None), ("jobset", "me/train:1")])
+def test_processes_are_told_how_long_a_round_may_take(scheduler, image, tmp_path):
+    plain = emit(scheduler, COMMAND, "2", image=image)
+    text = emit(scheduler, COMMAND, "2", image=image, hang_timeout_s=90.5)
+    assert "HANG_TIMEOUT" not in plain
+    if scheduler == "jobset":
+        (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+        (pod,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert {"name": "JAXCHE_HANG_TIMEOUT", "value": "90.5"} in pod["env"]
+        return
+    program = 'echo "$JAXCHE_HANG_TIMEOUT $*"'
+    done = run(text, tmp_path, {"HOSTS": "a,b", "SLURM_JOB_ID": "1"}, srun=program, mpirun=program)
+    assert done.stdout.startswith("90.5 ")
+    assert scheduler == "slurm" or "-x JAXCHE_HANG_TIMEOUT" in done.stdout
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_a_time_for_a_round_that_makes_no_sense_is_refused(seconds):
+    with pytest.raises(ValueError, match=r"hang_timeout_s=.* must be positive seconds. Write: hang_timeout_s=600"):
+        emit("slurm", COMMAND, "2", hang_timeout_s=seconds)
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
 @pytest.mark.parametrize("nodes", ["4", "2x8", "2x8:h100,4x1:l4"])
 def test_the_shell_reads_it(scheduler, nodes):
@@ -272,7 +294,6 @@ def test_the_script_in_the_repository_is_what_is_printed(capsys):
         ["-n", "2"],
         ["--pace", "20,50"],
         ["--survivors"],
-        ["--hang-timeout", "60"],
         ["--elastic"],
         ["--events", "run.jsonl"],
         ["--grace", "1"],

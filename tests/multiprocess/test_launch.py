@@ -174,3 +174,30 @@ def test_a_signal_to_the_launcher_ends_the_ranks(script, launcher, gone, number)
     assert run.returncode == 128 + number
     assert f"{number.name}: stopping 2 process(es)" in err
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_rank_that_hangs_ends_all_where_nobody_hears_heartbeats(script, capfd):
+    command = script("""
+        import threading
+        import jax.numpy as jnp, numpy as np, optax
+        import jaxche
+
+        def waits_for_ever():
+            threading.Event().wait()
+
+        class Data(list):
+            def __getitem__(self, i):
+                return waits_for_ever() if i == 3 else super().__getitem__(i)
+
+        jaxche.initialize(timeout_s=60)
+        data = Data([np.ones(4, np.float32)] * 8)
+        trainer = jaxche.Trainer(lambda w, batch: jnp.mean((w - batch) ** 2), optax.sgd(0.1))
+        state, _ = trainer.round(trainer.init(jnp.zeros(4)), data, counts=(1, 1))
+        os.environ["JAXCHE_HANG_TIMEOUT"] = "3"  # from here on, for the first round has compiled
+        trainer.round(state, data, counts=(1, 1))
+    """)
+    assert launch(command, 2, grace_s=2.0) == 1
+    told = capfd.readouterr().err.splitlines()
+    assert any(re.fullmatch(r"\[[01]\] Timeout \(0:00:03\)!", line) for line in told)
+    # Only one has something to tell of where it hangs.
+    assert {line[:3] for line in told if line.startswith("[") and "in waits_for_ever" in line} == {"[1]"}
