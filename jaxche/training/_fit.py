@@ -14,14 +14,14 @@ import jax
 from jaxche.training._agree import is_elastic, raise_everywhere
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import checked_length
-from jaxche.training._elastic import go_on_without
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._history import History
-from jaxche.training._join import admit, come_back, end_of_run, join, stands_by
+from jaxche.training._join import end_of_run, stands_by
 from jaxche.training._keeper import Keeper
-from jaxche.training._lives import PeerLostError, TakenForDeadError
+from jaxche.training._lives import PeerLostError
 from jaxche.training._progress import Progress
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
+from jaxche.training._turnover import let_in, recover, take_place
 from jaxche.training._watched import PREEMPTED_CODE, on_sigterm
 
 if TYPE_CHECKING:
@@ -95,9 +95,7 @@ def fit(
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
             return state, History([info], trainer.memory)
         if stands_by():
-            state, history = join(trainer, state, data, size)
-            if keeper:
-                keeper.reopen(state.round, others_died=False)
+            state, history = take_place(trainer, state, data, size, keeper)
         elif keeper:
             state, history = keeper.resume(state)
         bar = Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
@@ -107,24 +105,11 @@ def fit(
             while state.epoch < last_epoch or state.owed:
                 try:
                     if trainer._world.newcomers:
-                        state, before = admit(trainer, state, history, keeper), None
-                        if keeper:
-                            keeper.reopen(state.round, others_died=False)
+                        state, before = let_in(trainer, state, history, keeper), None
                     after, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
                 except PeerLostError as error:
-                    if not is_elastic():
-                        raise
-                    try:
-                        state, before = go_on_without(trainer, state, before, error), None
-                        while history and history[-1].round >= state.round:
-                            history.pop()
-                        if keeper:
-                            keeper.reopen(state.round)
-                    except TakenForDeadError:
-                        come_back()
-                        (state, history), before = join(trainer, state, data, size), None
-                        if keeper:
-                            keeper.reopen(state.round, others_died=False)
+                    state, history = recover(trainer, state, before, error, history, keeper, data, size)
+                    before = None
                     continue
                 before, state = (state if is_elastic() else None), after
                 if keeper and not merged:
