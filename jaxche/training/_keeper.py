@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
+import itertools
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +38,8 @@ _log = logging.getLogger("jaxche")
 
 # Of what is in a checkpoint and where. A folder of another format is refused.
 _FORMAT = 2
-# For all processes to have written their parts, in a run whose processes may die.
-_PATIENCE_S = 30
+# For all processes to have written their parts. Of one that dies the others hear at once.
+_PATIENCE_S = 3600
 
 
 class Keeper:
@@ -74,7 +76,7 @@ class Keeper:
         except Exception as e:
             error = e
         raise_everywhere(error, jax.process_index(), "the reading of the data")
-        self._manager = self._open()
+        self._manager: Any = None
         self.record = Record(self._folder)
         # The step that was begun last, and the one whose saving a process did not live to finish.
         self._begun = self._abandoned = 0
@@ -132,7 +134,8 @@ class Keeper:
         Raises:
           ValueError: checkpoints of another model, data, seed or version.
         """
-        seen = gather_json(sorted(self._manager.all_steps()))
+        reader = self._reader()
+        seen = gather_json(sorted(reader.all_steps()))
         if any(steps != seen[0] for steps in seen):
             raise ValueError(
                 f"checkpoints={str(self._folder)!r}: processes see different checkpoints there ({seen}); give a "
@@ -141,44 +144,73 @@ class Keeper:
         for step in reversed(seen[0]):
             if step <= state.round:
                 break
-            restored = self._restore(step, state)
+            restored = self._restore(reader, step, state)
             if restored is not None:
-                return restored, self.record.cut(restored.round)
-            # It is in the way of the one this round will write again.
-            self._manager.delete(step)
+                state = restored
+                break
+        reader.close()
+        self._manager = self._open()
         return state, self.record.cut(state.round)
 
-    def _restore(self, step: int, state: ReplicaState) -> ReplicaState | None:
+    def _reader(self) -> Any:
+        """A manager of this process alone, for what it cannot read the others may read."""
+        options, own = self._ocp.options, jax.process_index()
+        alone = options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"jaxche-reader-{own}"
+        )
+        settings = self._ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
+        return self._ocp.CheckpointManager(self._folder, options=settings)
+
+    def _restore(self, reader: Any, step: int, state: ReplicaState) -> ReplicaState | None:
         """The state of a checkpoint, or None where some process cannot read it."""
-        args, error, refused, restored = self._ocp.args, None, None, None
+        args, error, refused, meta, found = self._ocp.args, None, None, {}, {}
         try:
-            meta = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
+            meta = reader.restore(step, args=args.Composite(run=args.JsonRestore())).run
             try:
                 self._refuse_other(meta, state)
             except ValueError as e:
                 refused = e
         except Exception as e:
             error = e
+            if not (self._folder / str(step) / "run").is_dir():
+                refused = ValueError(
+                    f"checkpoints={str(self._folder)!r}: {step} there was not written by jaxche; give another folder"
+                )
         raise_everywhere(refused, jax.process_index(), f"checkpoint {step}")
         if self._unreadable(step, error):
             return None
+        packing = self._packing(self._as_saved(meta, state))
+        wanted = packing.saved_as(meta["rows"])
         try:
-            restored = self._read(step, meta, state)
+            items = {name: args.StandardRestore(item) for name, item in _items(wanted).items()}
+            read = reader.restore(step, args=args.Composite(**items))
+            trees = {"params": read.params} | (read.state if "state" in items else {})
+            found = {name: unnested(tree, trees[name]) for name, tree in wanted.items()}
         except Exception as e:
             error = e
-        return None if self._unreadable(step, error) else restored
+        if self._unreadable(step, error):
+            return None
+        # Only now: what follows all processes compute together.
+        locals_ = self._trainer._engine.comparing(packing.unpack(found, meta["rows"]))
+        return with_numbers(replace(state, locals=locals_), meta)
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
+        """Whether a process has an error; then the checkpoint is set aside, for this round will be written again."""
         said = [text for text in gather_json(None if error is None else f"{type(error).__name__}: {error}") if text]
         if said:
-            _log.warning("checkpoint %s in %s cannot be read and is left out: %s", step, self._folder, said[0][:300])
+            names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
+            aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
+            gather_json(None)  # all have found the same name
+            if jax.process_index() == members()[0]:
+                (self._folder / str(step)).rename(aside)
+            gather_json(None)
+            _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, said[0][:300])
         return bool(said)
 
     def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
         """Refuse a checkpoint that this trainer cannot go on from."""
         where = f"checkpoints={str(self._folder)!r}"
-        version = importlib.metadata.version("jaxche")
-        other = meta["jaxche"]
+        version, other = _version(), meta["jaxche"]
         if meta["format"] != _FORMAT or other.split(".")[:2] != version.split(".")[:2]:
             raise ValueError(
                 f"{where} was written by jaxche {other} in format {meta['format']}, and this is {version} with format "
@@ -203,16 +235,6 @@ class Keeper:
                     "seed, or give another folder"
                 )
 
-    def _read(self, step: int, meta: Any, state: ReplicaState) -> ReplicaState:
-        args, packing = self._ocp.args, self._packing(self._as_saved(meta, state))
-        wanted = packing.saved_as(meta["rows"])
-        items = {name: args.StandardRestore(item) for name, item in _items(wanted).items()}
-        found = self._manager.restore(step, args=args.Composite(**items))
-        trees = {"params": found.params} | (found.state if "state" in items else {})
-        named = {name: unnested(tree, trees[name]) for name, tree in wanted.items()}
-        locals_ = self._trainer._engine.comparing(packing.unpack(named, meta["rows"]))
-        return with_numbers(replace(state, locals=locals_), meta)
-
     def _as_saved(self, meta: Any, state: ReplicaState) -> ReplicaState:
         """The state in the form of a checkpoint: one of a single replica may hold its previous gradient."""
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
@@ -234,7 +256,7 @@ class Keeper:
         trees = packing.pack()
         meta = numbers(state) | {
             "format": _FORMAT,
-            "jaxche": importlib.metadata.version("jaxche"),
+            "jaxche": _version(),
             "rows": packing.rows,
             "leaves": shapes(trees),
             "batches": self._batches,
@@ -242,21 +264,33 @@ class Keeper:
             "seed": self._trainer.seed,
         }
         items = {name: args.StandardSave(item) for name, item in _items(trees).items()}
-        try:
+        with self._unless_lost("begun"):
             self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
-        except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
-            if not is_elastic() or not (lost(member_lives()) or "Gloo" in str(error)):
-                raise
-            # The next round misses it too, and goes on with those who are left.
-            _log.warning("checkpoint %s was not begun, a process is missed: %s", state.round, str(error)[:300])
         if self._asked.durable:
             self.settle()
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
         """Wait until all is written, at the end of a ``with`` block; but not for processes that have died."""
-        if not isinstance(error, PeerLostError):
-            self._manager.wait_until_finished()
-            self._manager.close()
+        if self._manager is not None and not isinstance(error, PeerLostError):
+            with self._unless_lost("finished"):
+                self._manager.wait_until_finished()
+            with self._unless_lost("finished"):
+                self._manager.close()
+
+    @contextlib.contextmanager
+    def _unless_lost(self, what: str) -> Iterator[None]:
+        """In an elastic run a save in which a process died is no error: the others have the state, and go on."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
+            if not is_elastic() or not (lost(member_lives()) or "Gloo" in str(error)):
+                raise
+            _log.warning("checkpoint %s was not %s, a process is missed: %s", self._begun, what, str(error)[:300])
+
+
+def _version() -> str:
+    # Not the metadata's: a checkout on PYTHONPATH has none, or another's.
+    return sys.modules[__name__.partition(".")[0]].__version__
 
 
 def _items(trees: Mapping[str, Any]) -> dict[str, Any]:

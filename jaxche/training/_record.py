@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -33,9 +34,12 @@ class Record:
         All processes make this call.
         """
         text = self._file.read_text(encoding="utf8") if self._file.exists() else ""
-        # A line that a dying process did not finish has no end.
-        lines = text.splitlines(keepends=True)[:rounds]
-        kept = "".join(line for line in lines if line.endswith("\n"))
+        lines, last = [], -1
+        for line in text.splitlines(keepends=True):
+            # A line that a dying process did not finish has no end. The first round need not be number 0.
+            if line.endswith("\n") and last < (number := json.loads(line)["round"]) < rounds:
+                lines, last = [*lines, line], number
+        kept = "".join(lines)
         gather_json(None)  # all have read it
         if jax.process_index() == 0 and kept != text:
             part = self._file.with_suffix(".part")

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.training import _planning
 
 
 class Problem:
@@ -110,7 +111,13 @@ def trained_alike(close):
 
 
 @pytest.fixture
-def lockstep():
+def patient(monkeypatch):
+    """A stall of this machine cuts no round short."""
+    monkeypatch.setattr(_planning, "_LEAST_PATIENCE_MS", 60_000.0)
+
+
+@pytest.fixture
+def lockstep(patient):
     """Makes the cadence of replicas that take two steps a round each: no timing decides."""
 
     def make(world=2):

@@ -235,7 +235,7 @@ def saved(problem, devices, lockstep, tmp_path):
     return tmp_path / "run", run, state, history
 
 
-def test_what_is_torn_is_left_out(saved, same, caplog):
+def test_what_is_torn_is_set_aside(saved, same, caplog):
     folder, run, state, _ = saved
     for torn in (folder / "3" / "state").rglob("*"):
         if torn.is_file() and torn.stat().st_size > 100:
@@ -245,6 +245,7 @@ def test_what_is_torn_is_left_out(saved, same, caplog):
     assert "cannot be read" in caplog.text
     assert again.round == len(history) == 3
     same(plain(again)[0], plain(state)[0])  # round 2 was done again
+    assert (folder / "unreadable-3" / "state").is_dir()
     final, record = run()
     assert [info.round for info in record] == list(range(final.round))
 
@@ -256,6 +257,25 @@ def test_where_nothing_can_be_read_the_run_begins_anew(saved, caplog):
     state, history = run()
     assert caplog.text.count("cannot be read") == 3
     assert [info.round for info in history] == list(range(state.round))
+    # What failed may have been the file server, and nothing is lost.
+    assert {path.name for path in folder.glob("unreadable-*")} == {f"unreadable-{step}" for step in (1, 2, 3)}
+
+
+def test_a_second_one_of_a_round_is_set_aside_under_a_name_of_its_own(saved, caplog):
+    folder, run, *_ = saved
+    for _ in range(2):
+        (folder / "3" / "run" / "metadata").write_text("{")
+        run(callbacks=[stop_after(3)])
+    assert {path.name for path in folder.glob("unreadable-*")} == {"unreadable-3", "unreadable-3-1"}
+
+
+def test_what_another_program_saved_is_refused_and_left_as_it_is(problem, devices, tmp_path):
+    with ocp.CheckpointManager(tmp_path) as theirs:
+        theirs.save(7, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match="7 there was not written by jaxche; give another folder"):
+        trainer.fit(trainer.init(problem.params), problem.data, checkpoints=tmp_path)
+    assert (tmp_path / "7" / "default").is_dir()
 
 
 def test_a_record_cut_in_mid_line_or_longer_than_the_checkpoint_is_mended(saved, told):

@@ -26,6 +26,15 @@ def test_what_is_cut_is_gone_and_the_rest_goes_on(tmp_path, rounds, told):
     assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
 
 
+def test_a_record_that_began_later_is_cut_by_the_numbers_of_its_rounds(tmp_path, rounds, told):
+    record = Record(tmp_path)
+    for info in rounds[1:]:
+        record.add(info)
+    assert told(record.cut(rounds[-1].round)) == told(rounds[1:-1])
+    record.add(rounds[1])  # twice
+    assert told(record.cut(99)) == told(rounds[1:-1])
+
+
 def test_a_line_that_was_not_finished_is_not_read(tmp_path, rounds, told):
     record = Record(tmp_path)
     record.add(rounds[0])
