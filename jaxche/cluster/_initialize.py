@@ -165,9 +165,10 @@ def initialize(
         jax.config.update(_PREEMPTION_SERVICE.lower(), False)
     _die_of_sigterm_as_process_1()
     connect(found, local_ids, timeout_s, deadline)
-    _leave_at_once_after_an_exception()
     if elastic:
         atexit.register(farewell)
+    # Called first at exit: then nobody waits for the others.
+    _leave_at_once_after_an_exception()
     state = _jax_distributed.global_state
     assert state.client is not None
     left_s = max(_LEAST_ROLL_CALL_S, deadline - time.monotonic())

@@ -16,7 +16,7 @@ import jax
 from jax._src import distributed as _jax_distributed
 
 from jaxche.training._lives import awaited, lives, lost, part
-from jaxche.training._watched import beat
+from jaxche.training._watched import beat_again
 
 # Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
 _PATIENCE_MS = 3_600_000
@@ -227,7 +227,7 @@ def _wait_for_others() -> None:
     others = {process: life for process, life in (_members or lives()).items() if process != 0}
     deadline = time.monotonic() + _FAREWELL_S
     while len(lost(others)) < len(others) and time.monotonic() < deadline:
-        beat()
+        beat_again()
         time.sleep(_LOOK_S)
 
 

@@ -53,8 +53,7 @@ def fit(
       data: ``len(data)`` batches, ``data[i]``.
       epochs: how many more epochs, from the state's own epoch on.
       callbacks: functions ``callback(state, info)`` called after every round, on every process; one that returns
-        something true stops training. When processes disagree, one that wants to stop stops all after the next
-        round.
+        something true stops training; with several processes all stop after the next round, also if only one wants to.
       progress: show a bar on rank 0 (plain lines where stderr is not a terminal).
       dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the one
         round's history: everything that can fail early has then run.
@@ -71,7 +70,8 @@ def fit(
       ValueError: ``epochs`` below 1, checkpoints that cannot be written or are of another run, or whatever
         :meth:`Trainer.round` refuses.
       RuntimeError: this process takes the place of one that died, and the others cannot let it in; says why.
-      SystemExit: with code 143, preempted; with code 0 where it takes such a place and the run has ended.
+      SystemExit: with code 143, preempted; with code 0 where it takes such a place and this fit has ended there; a
+        place in a later fit of a script cannot be taken.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -85,7 +85,9 @@ def fit(
     last_epoch, size, asked = _agreed(state, data, epochs, dry_run, checkpoints)
     keeper, history = None, History()
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, trainer, "_stop", Stop.NO)  # one that came too late is not for the next fit
+        # Who asked to stop or to join too late is not for the next fit.
+        stack.callback(setattr, trainer, "_stop", Stop.NO)
+        stack.callback(setattr, trainer._world, "newcomers", None)
         # Left after the keeper: another SIGTERM does not end what the first one had saved.
         heeding = stack.enter_context(contextlib.ExitStack())
         if asked is not None:

@@ -20,7 +20,7 @@ from jaxche.training._connections import connect_anew
 from jaxche.training._elastic import ranks_of, rearranged
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._history import History
-from jaxche.training._lives import awaited, live_again, lives
+from jaxche.training._lives import awaited, live_again, lives, merging
 from jaxche.training._saved import numbers, with_numbers
 from jaxche.training._state import ReplicaState
 
@@ -37,6 +37,8 @@ _CHUNK = 1 << 20
 
 # Which one of its slot this process is, if it takes a place, until it has joined.
 _stands_by: int | None = None
+# Whether the first fit has ended. The script of a newcomer begins with its own first, so it can join no other.
+_over = False
 
 
 def stand_by(process: int, life: int) -> None:
@@ -79,6 +81,8 @@ def newcomers(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _heard(trainer: Trainer) -> dict[str, Any] | None:
+    if _over:  # who comes now learns that by itself
+        return None
     client, engine, now = _client(), trainer._engine, lives()
     joined: dict[int, int] = {}
     for key, text in client.key_value_dir_get(f"{_WAITING}/"):
@@ -115,9 +119,11 @@ def admit(trainer: Trainer, state: ReplicaState, history: History, keeper: Keepe
     said, engine = trainer._world.newcomers, trainer._engine
     assert said is not None
     joined = {int(process): life for process, life in said["joined"].items()}
-    given = engine.packing(state.locals).handed_over()
+    with merging():
+        given = jax.block_until_ready(engine.packing(state.locals).handed_over())
     if keeper:
         keeper.settle()
+    gather_json(None)  # nobody turns to the newcomers, or none
     state = replace(state, che=rearranged(trainer, state.che, said["order"]))
     taking_part, name = member_lives() | joined, f"{generation()}+{','.join(map(str, joined))}"
     chunks = 0
@@ -163,7 +169,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
 
     Raises:
       RuntimeError: the others refuse it; says why.
-      SystemExit: with code 0, the run had ended.
+      SystemExit: with code 0, the run's first fit had ended.
     """
     global _stands_by
     engine, process, life = trainer._engine, jax.process_index(), _stands_by
@@ -182,7 +188,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     if "refused" in answer:
         raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")
     if "over" in answer:
-        _log.warning("process %s came when the run had ended", process)
+        _log.warning("process %s came when the first fit of the run had ended, and can join no other", process)
         raise SystemExit(0)
     packing = engine.packing(state.locals)
     locals_ = packing.unpack(_received(packing.saved_as({}), answer), {})
@@ -201,7 +207,9 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
 
 def end_of_run() -> None:
     """Let those who still wait to join go."""
+    global _over
     if is_elastic() and not stands_by() and jax.process_index() == 0:
+        _over = True
         _client().key_value_set(f"{_OVER}/here", "", allow_overwrite=True)
         for key, text in _client().key_value_dir_get(f"{_WAITING}/"):
             process = int(key.rpartition("/")[2])

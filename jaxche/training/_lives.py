@@ -14,7 +14,7 @@ import jax
 from jax._src import distributed as _jax_distributed
 
 from jaxche.training._lines import declare_ended, ended, keep_line
-from jaxche.training._watched import beat
+from jaxche.training._watched import beat_again
 
 # Between two looks at who lives.
 _LOOK_S = 0.2
@@ -42,6 +42,22 @@ class PeerLostError(RuntimeError):
       ...     print(error)
       the merge of all processes broke off; did one of them die?
     """
+
+
+@contextlib.contextmanager
+def merging() -> Iterator[None]:
+    """What processes compute together breaks off where one of them dies.
+
+    Raises:
+      PeerLostError: instead of the many errors of the libraries in between.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # Gloo's failures come as either.
+        if jax.process_count() == 1 or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)):
+            raise
+        raise PeerLostError(f"the merge with the other processes broke off; did one of them die? {error}") from error
 
 
 class TakenForDeadError(PeerLostError):
@@ -87,8 +103,10 @@ class _Watch:
         now = time.monotonic()
         paused = now - self._looked if now - self._looked > 3 * _BEAT_S else 0.0
         self._looked = now
+        # Read first: whoever beats has begun to live, and may have done so just now.
+        beats = _told(self._client, _BEATS)
         counts = _told(self._client, _LIVES)
-        for process, text in _told(self._client, _BEATS).items():
+        for process, text in beats.items():
             life, known = int(counts[process]), self._heard.get(process)
             if known is None or known[:2] != (life, text):
                 self._heard[process] = life, text, now
@@ -175,7 +193,7 @@ def await_loss(expected: Mapping[int, int], place: str) -> list[int]:
         here = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(place)}
         if here.issuperset(expected.keys() - gone):
             return gone
-        beat()
+        beat_again()
         time.sleep(_LOOK_S)
 
 
@@ -206,7 +224,7 @@ def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("i
             raise PeerLostError("a merge broke off in another process")
         if time.monotonic() > deadline:
             raise TimeoutError(f"nobody wrote {key} within {patience_ms / 1e3:g} s")
-        beat()  # who waits does not hang
+        beat_again()  # who waits does not hang
 
 
 @contextlib.contextmanager

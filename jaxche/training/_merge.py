@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.training._agree import gather_json, is_elastic
-from jaxche.training._lives import PeerLostError
+from jaxche.training._lives import merging
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._merging import HOST_COLUMNS, Merging, Rules
 from jaxche.training._programs import Local
@@ -89,17 +89,10 @@ class Merge:
             self._program.lower(*arguments).compile()
             gather_json(None)
             self._compiled = True
-        try:
+        with merging():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            # Gloo's failures come as either.
-            if jax.process_count() == 1 or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)):
-                raise
-            raise PeerLostError(
-                f"the merge with the other processes broke off; did one of them die? {error}"
-            ) from error
         kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
         parts = self._meeting.unstack(merged)
         locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, parts, strict=True))

@@ -374,7 +374,9 @@ class Trainer:
     def _tell(self, info: RoundInfo) -> None:
         """Tell those who watch over this process of a round."""
         beat()
-        tell(info, self._engine.ranks, self._engine.merged_bytes)
+        # In an elastic run ranks are numbered anew, but not for those who watch its processes.
+        ranks = {place: self._engine.order[place] for place in self._engine.ranks}
+        tell(info, ranks, self._engine.merged_bytes)
 
     @in_time()
     def _round(

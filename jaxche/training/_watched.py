@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +29,23 @@ PREEMPTED_CODE = 143
 _warned: set[str] = set()
 
 
+# Whether this process has come to the end of a round.
+_moved = False
+
+
 def beat() -> None:
-    """Show that this process still moves."""
+    """Show that this process has come to the end of a round."""
+    global _moved
+    _moved = True
     if HEARTBEAT in os.environ:
         with unless_full(f"{HEARTBEAT}={os.environ[HEARTBEAT]}"):
             Path(os.environ[HEARTBEAT]).touch()
+
+
+def beat_again() -> None:
+    """Show that this process still moves, if it has before: until their first round some compile for far longer."""
+    if _moved:
+        beat()
 
 
 @contextlib.contextmanager
@@ -63,17 +75,17 @@ def in_time() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def tell(info: RoundInfo, ranks: Sequence[int], merged_bytes: int) -> None:
+def tell(info: RoundInfo, ranks: Mapping[int, int], merged_bytes: int) -> None:
     """Append a line of JSON for each local rank to the file of events; where it is full the run goes on without.
 
     Args:
       info: the round.
-      ranks: of this process.
+      ranks: of this process: what number the run started with, by that in the round.
       merged_bytes: what a replica puts into the merge.
     """
     if EVENTS not in os.environ:
         return
-    lines = [json.dumps(event(info, rank, merged_bytes)) + "\n" for rank in ranks]
+    lines = [json.dumps(event(info, place, rank, merged_bytes)) + "\n" for place, rank in ranks.items()]
     # One write of whole lines in append mode: processes of one machine do not mix theirs.
     path = os.environ[EVENTS]
     with unless_full(f"{EVENTS}={path}"), open(path, "a", encoding="utf8") as file:
@@ -103,17 +115,17 @@ def unless_full(name: str) -> Iterator[None]:
             sys.stderr.flush()
 
 
-def event(info: RoundInfo, rank: int, merged_bytes: int) -> dict[str, Any]:
-    """One round of one rank."""
+def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:
+    """One round of one rank, and where it was among those that took part."""
     return {
         "time": round(time.time(), 3),
         "event": "round",
         "rank": rank,
         "round": info.round,
         "epoch": info.epoch,
-        "steps": info.counts[rank],
-        "compute_ms": round(info.wall_ms[rank], 3),
-        "wait_ms": round(info.wait_ms[rank], 3),
+        "steps": info.counts[place],
+        "compute_ms": round(info.wall_ms[place], 3),
+        "wait_ms": round(info.wait_ms[place], 3),
         "merge_ms": round(info.sync_ms, 3),
         "merged_bytes": merged_bytes,
         "restart": int(os.environ.get(RESTART, 0)),

@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import jaxche
-from jaxche.training import _merge
+from jaxche.training import _merge, _planning
+
+# A stall of this machine cuts no round short: runs are compared bit for bit.
+_planning._LEAST_PATIENCE_MS = 60_000.0
 
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
@@ -119,8 +123,22 @@ def pause_in_merge(seconds):
     _merge.Merge.arguments = stop
 
 
+def fail_to_read(step):
+    """This process cannot read the parameters of a checkpoint, as when its machine has lost the file server."""
+    restore = ocp.CheckpointManager.restore
+
+    def fail(self, number, args):
+        if number == step and "params" in args:
+            raise OSError("stale file handle")
+        return restore(self, number, args=args)
+
+    ocp.CheckpointManager.restore = fail
+
+
 def main(what, round, folder, rules="plain"):
     jaxche.initialize(timeout_s=60)
+    if what.startswith("UNREADABLE") and jax.process_index() == 1:
+        fail_to_read(int(what.split()[1]))
     problem, world = Problem(), len(jaxche.devices())
     trainer = problem.trainer(world, **RULES[rules])
     state, history = trainer.fit(

@@ -62,23 +62,24 @@ def test_processes_that_expect_different_worlds_are_named(script, capfd):
     assert "num_processes=2 on process 0; num_processes=3 on process 1" in err
 
 
-def test_an_exception_after_joining_ends_both_at_once(script, capfd):
+@pytest.mark.parametrize(("who", "elastic"), [(1, False), (0, True)])
+def test_an_exception_after_joining_ends_both_at_once(script, capfd, who, elastic):
     # Left to itself JAX would have rank 1 wait at exit for rank 0, and rank 0 for ever for rank 1.
-    command = script("""
+    command = script(f"""
         from jaxche.cluster import initialize
         info = initialize(timeout_s=60)
         import jax
         jax.devices()
-        if info.process_id == 1:
+        if info.process_id == {who}:
             raise KeyError("the data is missing")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(100)
     """)
     start = time.monotonic()
-    assert launch(command, 2, grace_s=0.3) == 1
+    assert launch(command, 2, grace_s=0.3, elastic=elastic) == 1
     assert time.monotonic() - start < 40
     err = capfd.readouterr().err
-    assert "rank 1 failed with exit code 1" in err
+    assert f"rank {who} failed with exit code 1" in err
     assert "    KeyError: 'the data is missing'" in err
 
 
