@@ -171,6 +171,8 @@ def _fit(
     say(round_header(trainer.world_size))
     watch = Watch(trainer, task, epochs, folder, goes_on=checkpoints is not None)
     state, history = trainer.fit(state, task.data, epochs, callbacks=[watch], progress=False, checkpoints=checkpoints)
+    if state.epoch < epochs or state.owed:  # Ctrl-C, to which fit answers with what was reached
+        raise KeyboardInterrupt
     watch.finish(state)
     result = outcome(trainer.policy.value, history, rates, watch.seconds, watch.test, watch.curve)
     return state, result, history

@@ -47,7 +47,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="first batches of the slowest (default: %(default)s)",
     )
-    add("--overhead-target", type=number("--overhead-target 0.02", 0.01, 0.5), default=0.02)
+    add(
+        "--overhead-target",
+        type=number("--overhead-target 0.02", 0.01, 0.5),
+        default=0.02,
+        help="of sync (default: %(default)g)",
+    )
     add("--tuner", choices=("seed", "steady", "both"), default="steady", help="default: %(default)s")
     add("--plot", type=file, metavar="FILE.png", help="draw it (with both tuners: a file each)")
 

@@ -73,7 +73,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--average", choices=("parameters", "gradients"), help="default: gradients under sync, else parameters")
     add("--merge", choices=tuple(MERGE_RULES), help="weights of the replicas in a merge (default: steps)")
     add("--opt-state", choices=("local", "average", "reset"), help="optimizer states at a merge (default: local)")
-    add("--anchor", type=whole("--anchor 4", 1, 200), help="first batches of the slowest in a round (default: 4)")
+    add("--anchor", type=whole("--anchor 4", 1, 200), help="first batches of the slowest in a round (default: 2)")
     add("--overhead-target", type=number("--overhead-target 0.02", 0.01, 0.5), help="of sync (default: 0.015)")
     add("--tuner", choices=("seed", "steady"), help="what tunes the anchor (default: steady)")
     add("--max-batch-diff", type=whole("--max-batch-diff 8", 0), help="largest lead of the fastest (default: no limit)")

@@ -132,8 +132,8 @@ def _check_port_is_free(address: str, port: int) -> None:
         except OSError as error:
             raise ValueError(
                 f"coordinator_address={address!r}: process 0 cannot open port {port} here ({error.strerror}). "
-                "Take another port, the same in every process; under Slurm or Open MPI: JAX_COORDINATOR_PORT, in a "
-                "file of jaxche launch --emit: PORT=61235 before its command; JAXCHE_COORDINATOR where that is set."
+                "Take another port, the same in every process; under Slurm or Open MPI: JAX_COORDINATOR_PORT; "
+                "JAXCHE_COORDINATOR where that is set; PORT=61235 before a file of jaxche launch --emit that has PORT."
             ) from None
 
 

@@ -50,7 +50,7 @@ def emit(
       scheduler: "slurm", "jobset" or "mpirun".
       command: the program and its arguments.
       nodes: the machines, as ``parse_nodes`` reads them.
-      max_restarts: how often a failed run starts again.
+      max_restarts: how often a failed run starts again; one that SIGTERM ended has not failed.
       name: of the job; what is no letter or digit becomes a hyphen, and "run-" comes before a digit.
       made_by: a line for the reader of the file; what would end the line becomes a space.
       image: container image with the program and jaxche; for "jobset" alone.
@@ -139,10 +139,18 @@ def _slurm(
             "code=$?",
             "",
             "# 143: SIGTERM, after a checkpoint of what there was. 2: bad input, which would be refused again.",
-            f'if [ "$code" -eq 143 ] || {{ [ "$code" -ne 0 ] && [ "$code" -ne 2 ] '
-            f'&& [ "$JAXCHE_RESTART" -lt {max_restarts} ]; }}; then',
+            "# All else is a failure. They are counted here, for Slurm's own count is of all returns to the queue.",
+            'failures=".jaxche-$SLURM_JOB_ID.failures" again=',
+            'case "$code" in',
+            "  0 | 2) ;;",
+            "  143) again=yes ;;",
+            f'  *) echo "$code" >>"$failures" && [ "$(wc -l <"$failures")" -le {max_restarts} ] && again=yes ;;',
+            "esac",
+            'if [ -n "$again" ]; then',
             '  echo "exit code $code after restart $JAXCHE_RESTART: back into the queue"',
             '  scontrol requeue "$SLURM_JOB_ID"',
+            "else",
+            '  rm -f "$failures"',
             "fi",
             'exit "$code"',
             "",

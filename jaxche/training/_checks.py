@@ -36,6 +36,8 @@ _log = logging.getLogger("jaxche")
 
 # Set by ``jaxche launch``, the first by its ``--pace``.
 PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
+# What srun sets, and nothing else of Slurm.
+_IN_A_STEP = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"}
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -156,11 +158,14 @@ def meets_on_host(backend: str, places: Sequence[Home]) -> bool:
 
 def refuse_apart() -> None:
     """Refuse a process that was started as one of several and has not joined them: each would train by itself."""
-    started = os.environ.get(NUM_PROCESSES, "1")
-    if started != "1" and not jax.distributed.is_initialized():
+    names = [NUM_PROCESSES, "OMPI_COMM_WORLD_SIZE"]
+    if os.environ.keys() >= _IN_A_STEP:  # else the shell of an allocation, or a job's own script
+        names.append("SLURM_NTASKS")
+    name = next((name for name in names if name in os.environ), None)
+    if name is not None and os.environ[name] != "1" and not jax.distributed.is_initialized():
         raise ValueError(
-            f"this process was started as one of {started} ({NUM_PROCESSES}), but has not joined the others; write "
-            f"jaxche.initialize() behind the imports, before the first array, or unset {NUM_PROCESSES} to train alone"
+            f"this process was started as one of {os.environ[name]} ({name}), but has not joined the others; write "
+            f"jaxche.initialize() behind the imports, before the first array, or set {NUM_PROCESSES}=1 to train alone"
         )
 
 

@@ -136,6 +136,19 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_starts(more, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_ctrl_c_is_no_end_of_a_run(monkeypatch, tmp_path, capsys):
+    def interrupt(self, state, info):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxche.cli._watch.Watch.__call__", interrupt)
+    run = ["train", "--task", "digits", "-n", "1", "--name", "mine", "--out", str(tmp_path), "--checkpoint-every", "1"]
+    assert main(run) == 130
+    assert not (tmp_path / "mine" / "result.json").exists()
+    monkeypatch.undo()
+    assert main([*run, "--epochs", "1"]) == 0
+    assert (tmp_path / "mine" / "result.json").exists()
+
+
 def test_a_hang_is_watched_by_who_starts_the_processes_or_by_themselves(monkeypatch):
     started = {}
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

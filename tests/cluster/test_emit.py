@@ -1,5 +1,6 @@
 """Files for clusters: parsed by what will parse them, and run with the schedulers' programs played by shell scripts."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -32,7 +33,8 @@ def run(text, tmp_path, environ, **programs):
     script = tmp_path / "script"
     script.write_text(text)
     env = {**os.environ, **environ, "PATH": played(tmp_path, **programs)}
-    return subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=20, check=False)
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": 20, "check": False}
+    return subprocess.run(["bash", str(script)], **options)
 
 
 def test_nodes():
@@ -123,7 +125,7 @@ SCONTROL = 'if [ "$1" = show ]; then echo h1; echo h2; else echo "scontrol $*"; 
 
 
 @pytest.mark.parametrize(
-    ("code", "max_restarts", "requeued"), [(0, 9, False), (2, 9, False), (143, 0, True), (1, 2, True), (1, 1, False)]
+    ("code", "max_restarts", "requeued"), [(0, 9, False), (2, 9, False), (143, 0, True), (1, 1, True), (1, 0, False)]
 )
 def test_slurm_goes_back_into_the_queue(tmp_path, code, max_restarts, requeued):
     text = emit("slurm", COMMAND, "2x8:h100,4x1:l4", max_restarts)
@@ -133,6 +135,18 @@ def test_slurm_goes_back_into_the_queue(tmp_path, code, max_restarts, requeued):
     assert f"srun h1:{61440 + 70001 % 4096} 20 1\n" in done.stdout
     assert "<--het-group=0,1><--kill-on-bad-exit=1><--label><python><train.py><--note><it's $HOME>" in done.stdout
     assert ("scontrol requeue 70001" in done.stdout) == requeued
+
+
+def test_slurm_counts_failures_and_not_the_times_that_were_up(tmp_path):
+    text = emit("slurm", COMMAND, "2", max_restarts=2)
+    again = []
+    for number, code in enumerate((143, 1, 143, 143, 137, 143, 1)):
+        environ = {"SLURM_JOB_ID": "70001", "SLURM_RESTART_COUNT": str(number), "CODE": str(code)}
+        done = run(text, tmp_path, environ, srun=SRUN, scontrol=SCONTROL)
+        assert done.returncode == code
+        again.append("scontrol requeue 70001" in done.stdout)
+    assert again == [True] * 6 + [False]
+    assert not list(tmp_path.glob(".jaxche*"))
 
 
 def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
@@ -152,23 +166,43 @@ def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
     assert "HOSTS has 2 name(s), 3 are needed" in done.stderr
 
 
-# In the background of a shell Ctrl-C is ignored, which no script can change for itself.
+@pytest.fixture
+def started():
+    """Starts scripts; one that a test gives up on is told to stop, and what it started ends by itself."""
+    scripts = []
+
+    def start(*arguments, **options):
+        scripts.append(subprocess.Popen(*arguments, **options))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        with script:
+            if script.poll() is None:
+                script.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    script.wait(timeout=20)
+                script.kill()
+
+
+# In the background of a shell Ctrl-C is ignored, and under nohup SIGHUP, which no script can change for itself.
 HEARD = """
 import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path):
+def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path, started):
     # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
-    mpirun = f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; while :; do sleep 0.02; done'
+    mpirun = f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; for i in {{1..1500}}; do sleep 0.02; done'
     (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1", max_restarts=3))
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
         (tmp_path / "starts").unlink(missing_ok=True)
         env = {**os.environ, "HOSTS": "a", "PATH": played(tmp_path, mpirun=mpirun)}
         heard = [sys.executable, "-c", HEARD, "bash", tmp_path / "script"]
-        script = subprocess.Popen(heard, env=env, stderr=subprocess.PIPE, text=True)
+        script = started(heard, env=env, stderr=subprocess.PIPE, text=True)
         waited(lambda: (tmp_path / "starts").exists())
         script.send_signal(number)
         assert (script.communicate(timeout=20)[1], script.returncode) == ("", code)
@@ -188,26 +222,28 @@ rank, told = os.environ["OMPI_COMM_WORLD_RANK"], []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 print("starts", os.environ["JAXCHE_RESTART"], flush=True)
 open(f"{rank}.pid", "w").write(str(os.getpid()))
-while not told:
+until = time.monotonic() + 60
+while not told and time.monotonic() < until:
     time.sleep(0.02)
-time.sleep(3 * int(rank))
+time.sleep(4 * int(rank))
 open(f"{rank}.saved", "w").close()
 sys.exit(143)
 """
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
-def test_open_mpi_leaves_all_ranks_the_time_for_a_checkpoint(tmp_path):
+def test_open_mpi_leaves_all_ranks_the_time_for_a_checkpoint(tmp_path, started, monkeypatch):
+    monkeypatch.setattr("jaxche.cluster._emit._KILL_S", 1)
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "script").write_text(emit("mpirun", [sys.executable, "rank.py"], "1x2", max_restarts=3))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with open(tmp_path / "log", "w") as log:
         env = {**os.environ, **root, "HOSTS": "localhost"}
-        script = subprocess.Popen(["bash", "script"], cwd=tmp_path, env=env, stdout=log, stderr=log)
+        script = started(["bash", "script"], cwd=tmp_path, env=env, stdout=log, stderr=log)
     pids = [tmp_path / f"{rank}.pid" for rank in range(2)]
     waited(lambda: all(path.exists() and path.read_text() for path in pids))
     script.terminate()
-    # The second saves for longer than mpirun gives those beside one that failed.
+    # The second saves for longer than mpirun gives those beside one that failed, twice a second.
     assert script.wait(timeout=60) == 143
     assert all((tmp_path / f"{rank}.saved").exists() for rank in range(2))
     lines = (tmp_path / "log").read_text().splitlines()
@@ -269,7 +305,7 @@ def test_a_volume_is_a_claim_and_a_path(volume):
 
 @pytest.mark.parametrize(
     ("scheduler", "line"),
-    [("slurm", '"$JAXCHE_RESTART" -lt {} ]'), ("mpirun", "JAXCHE_RESTART <= {};"), ("jobset", "maxRestarts: {}}}")],
+    [("slurm", "-le {} ] && again=yes"), ("mpirun", "JAXCHE_RESTART <= {};"), ("jobset", "maxRestarts: {}}}")],
 )
 def test_a_file_starts_again_unless_it_is_told_not_to(scheduler, line, capsys):
     words = ["launch", "--emit", scheduler, "--nodes", "2", *(["--image", "me/train"] if scheduler == "jobset" else [])]

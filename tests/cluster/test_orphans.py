@@ -1,10 +1,13 @@
 """The small process that outlives a launcher, with a launcher that really is killed."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 # Gives the groups in its arguments to an orphanage, and waits to be killed.
 LAUNCHER = """
@@ -24,34 +27,46 @@ while :; do sleep 0.05; done
 """
 
 
-def start(*command, **options):
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
+@pytest.fixture
+def start():
+    """Starts processes, each the leader of a group, and ends what is left of them."""
+    env, started = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, []
+
+    def starting(*command, **options):
+        options |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": env}
+        started.append(subprocess.Popen(command, **options))
+        return started[-1]
+
+    yield starting
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with process:
+            pass
 
 
 def until_ready(process):
     assert process.stdout.readline() == "ready\n"
 
 
-def test_a_rank_that_is_gone_takes_no_time_from_those_that_still_write(tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with start("true") as gone:
-        gone.wait()
-    with start("sh", "-c", SAVES, cwd=tmp_path) as saves, start("sleep", "100") as other:
-        until_ready(saves)
-        groups = [str(process.pid) for process in (gone, saves, other)]
-        with start(sys.executable, "-c", LAUNCHER, "10", *groups, env=env) as launcher:
-            until_ready(launcher)
-            launcher.kill()
-        assert other.wait(timeout=20) == -signal.SIGTERM
-        assert saves.wait(timeout=20) == 143
+def test_a_rank_that_is_gone_takes_no_time_from_those_that_still_write(start, tmp_path):
+    gone = start("true")
+    gone.wait()
+    saves, other = start("sh", "-c", SAVES, cwd=tmp_path), start("sleep", "100")
+    until_ready(saves)
+    groups = [str(process.pid) for process in (gone, saves, other)]
+    launcher = start(sys.executable, "-c", LAUNCHER, "10", *groups)
+    until_ready(launcher)
+    launcher.kill()
+    assert other.wait(timeout=20) == -signal.SIGTERM
+    assert saves.wait(timeout=20) == 143
     assert (tmp_path / "checkpoint").exists()
 
 
-def test_one_that_stays_is_killed_after_the_grace(tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with start("sh", "-c", "trap '' TERM; echo ready; sleep 100") as stays:
-        until_ready(stays)
-        with start(sys.executable, "-c", LAUNCHER, "1", str(stays.pid), env=env) as launcher:
-            until_ready(launcher)
-            launcher.kill()
-        assert stays.wait(timeout=20) == -signal.SIGKILL
+def test_one_that_stays_is_killed_after_the_grace(start):
+    stays = start("sh", "-c", "trap '' TERM; echo ready; sleep 100")
+    until_ready(stays)
+    launcher = start(sys.executable, "-c", LAUNCHER, "1", str(stays.pid))
+    until_ready(launcher)
+    launcher.kill()
+    assert stays.wait(timeout=20) == -signal.SIGKILL

@@ -14,6 +14,7 @@ from jaxche.training._checks import (
     checked_places,
     meets_on_host,
     one_of,
+    refuse_apart,
     refuse_foreign_devices,
 )
 
@@ -81,3 +82,28 @@ def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
     know_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
     checked_places(devices[:2], NoShard())
     assert "replicas=jaxche.devices()" in caplog.text
+
+
+STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"JAXCHE_NUM_PROCESSES": "2"}, r"one of 2 \(JAXCHE_NUM_PROCESSES\)"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, r"one of 4 \(OMPI_COMM_WORLD_SIZE\)"),
+        (STEP | {"SLURM_NTASKS": "8"}, r"one of 8 \(SLURM_NTASKS\)"),
+        ({}, ""),
+        (STEP | {"SLURM_NTASKS": "1"}, ""),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ""),  # a job's own script
+        (STEP | {"SLURM_NTASKS": "8", "JAXCHE_NUM_PROCESSES": "1"}, ""),
+    ],
+)
+def test_processes_that_were_started_together_do_not_train_apart(environ, said, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if not said:
+        return refuse_apart()
+    with pytest.raises(ValueError, match=f"{said}, but has not joined.*JAXCHE_NUM_PROCESSES=1 to train alone"):
+        refuse_apart()
+    return None
