@@ -147,10 +147,15 @@ def test_sigterm_while_a_failure_is_dealt_with_is_heard(script, launcher):
     assert "restart" not in err
 
 
-def test_ranks_that_hear_of_a_failure_say_so_before_they_are_ended(script, capfd):
-    ranks = script("""
+def test_ranks_that_hear_of_a_failure_say_so_before_they_are_ended(script, capfd, tmp_path):
+    ranks = script(f"""
+        from pathlib import Path
+        there = Path({str(tmp_path)!r}) / "there"
         if rank == 1:
+            while not there.exists():
+                time.sleep(0.01)
             sys.exit(3)
+        there.touch()
         time.sleep(0.4)
         print("rank 1 has failed", file=sys.stderr)
     """)
@@ -197,18 +202,30 @@ def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(s
     assert told[-1][:2] == ("end", 2)
 
 
-def test_replacements_are_used_up_and_one_that_comes_too_late_is_stopped(script, capfd):
-    dies = script("""
+def test_replacements_are_used_up_and_one_that_comes_too_late_is_stopped(script, capfd, tmp_path):
+    dies = script(f"""
+        from pathlib import Path
+        last = Path({str(tmp_path)!r}) / "last"
         if rank == 1:
+            if restart == 2:
+                last.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(2)
+        while not last.exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
     """)
     assert launch(dies, 2, elastic=True, max_restarts=2, grace_s=0.5) == 0
     assert capfd.readouterr().err.count("rank 1 was ended by SIGKILL") == 3
-    late = script("""
+    late = script(f"""
+        from pathlib import Path
+        replaced = Path({str(tmp_path)!r}) / "replaced"
         if rank == 1 and restart == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(100 if rank else 1)
+        if rank == 1:
+            replaced.touch()
+            time.sleep(100)
+        while not replaced.exists():
+            time.sleep(0.05)
     """)
     start = time.monotonic()
     assert launch(late, 2, elastic=True, max_restarts=1, grace_s=0.5) == 0
@@ -217,14 +234,14 @@ def test_replacements_are_used_up_and_one_that_comes_too_late_is_stopped(script,
 
 def test_in_an_elastic_run_a_rank_that_alone_is_silent_is_killed(script, capfd):
     command = script("""
-        for _ in range(60):
-            if rank != 1 or _ < 3:
+        for beat in range(100):
+            if rank != 1 or beat < 3:
                 open(os.environ["JAXCHE_HEARTBEAT"], "w").close()
             time.sleep(0.1)
         if rank == 1:
             time.sleep(100)
     """)
-    assert launch(command, 3, elastic=True, hang_timeout_s=2.0, grace_s=0.5) == 0
+    assert launch(command, 3, elastic=True, hang_timeout_s=4.0, grace_s=0.5) == 0
     err = capfd.readouterr().err
     assert "rank 1 gives no heartbeat, while others do" in err
     assert "rank 1 was ended by SIGKILL" in err

@@ -26,7 +26,7 @@ def slowed(problem, devices):
     """A trainer whose second replica takes 60 ms a step, and a state whose cadence has learnt that both take 5 ms."""
     che = jaxche.ElChe(world_size=2, anchor=6, max_anchor=6, tuner="steady").report_timing([30.0, 30.0], [6, 6], 0.0)
 
-    def make(pace_ms=(1.0, 60.0), **knobs):
+    def make(pace_ms=(None, 60.0), **knobs):
         trainer = jaxche.Trainer(
             problem.loss, optax.adam(0.05), che=che, replicas=devices[:2], pace_ms=pace_ms, **knobs
         )

@@ -37,7 +37,8 @@ class Store:
 @pytest.fixture
 def kept(monkeypatch):
     """Keeps lines, and ends them with the test."""
-    monkeypatch.setattr(lines, "_GRACE_S", 0.3)
+    monkeypatch.setattr(lines, "_GRACE_S", 1.0)
+    monkeypatch.setattr(lines, "_AGAIN_S", 0.02)
     store, ends = Store(), []
 
     def keep(process, life=1):
