@@ -106,8 +106,8 @@ def initialize(
         opens a port of its own for this, besides the coordinator's, which the others reach at the same host; where they
         cannot, a death is missed after 15 s.
         A process that joins with the number of one that died takes its place: its ``Trainer.fit`` waits for the end of
-        a round and goes on from there with the others. Only where replicas merge on CPU devices: a GPU collective does
-        not come back from the death of a peer.
+        a round and goes on from there with the others, where they are in the first fit of the script, as it is. Only
+        where replicas merge on CPU devices: a GPU collective does not come back from the death of a peer.
 
     Returns:
       The number of this process, how many there are, and who said so.

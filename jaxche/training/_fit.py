@@ -16,7 +16,7 @@ from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import checked_length
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._history import History
-from jaxche.training._join import end_of_run, stands_by
+from jaxche.training._join import begin_fit, end_fit, stands_by
 from jaxche.training._keeper import Keeper
 from jaxche.training._lives import PeerLostError
 from jaxche.training._progress import Progress
@@ -70,8 +70,7 @@ def fit(
       ValueError: ``epochs`` below 1, checkpoints that cannot be written or are of another run, or whatever
         :meth:`Trainer.round` refuses.
       RuntimeError: this process takes the place of one that died, and the others cannot let it in; says why.
-      SystemExit: with code 143, preempted; with code 0 where it takes such a place and this fit has ended there; a
-        place in a later fit of a script cannot be taken.
+      SystemExit: with code 143, preempted; with code 0 where it takes such a place and this fit has ended there.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -96,6 +95,7 @@ def fit(
         if dry_run:
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
             return state, History([info], trainer.memory)
+        begin_fit()
         if stands_by():
             state, history = take_place(trainer, state, data, size, keeper)
         elif keeper:
@@ -147,7 +147,7 @@ def fit(
         except Exception:
             trainer.last_good_state = state
             raise
-        end_of_run()
+        end_fit()
     history.memory = tuple(trainer.memory)
     has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
     if has_momentum and len(history) < _FEW_ROUNDS:

@@ -37,8 +37,9 @@ _CHUNK = 1 << 20
 
 # Which one of its slot this process is, if it takes a place, until it has joined.
 _stands_by: int | None = None
-# Whether the first fit has ended. The script of a newcomer begins with its own first, so it can join no other.
-_over = False
+# Which fit of its script this process is in. Who comes joins the same one: the script of a new process begins with its
+# first, that of one that was only taken for dead is where it was.
+_fit = 0
 
 
 def stand_by(process: int, life: int) -> None:
@@ -81,14 +82,14 @@ def newcomers(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def _heard(trainer: Trainer) -> dict[str, Any] | None:
-    if _over:  # who comes now learns that by itself
-        return None
     client, engine, now = _client(), trainer._engine, lives()
     joined: dict[int, int] = {}
     for key, text in client.key_value_dir_get(f"{_WAITING}/"):
         process, said = int(key.rpartition("/")[2]), json.loads(text)
         if process in members() or now.get(process) != said["incarnation"]:
             continue  # its forerunner has not been missed yet, or it is gone
+        if said["fit"] != _fit:
+            continue  # it learns by itself that its fit is over
         refusal = _refusal(engine.fingerprint, said["fingerprint"])
         if any(process in home and len(home) > 1 for home in engine.homes):
             refusal = "its replica needs other processes too"
@@ -169,7 +170,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
 
     Raises:
       RuntimeError: the others refuse it; says why.
-      SystemExit: with code 0, the run's first fit had ended.
+      SystemExit: with code 0, this fit had ended.
     """
     global _stands_by
     engine, process, life = trainer._engine, jax.process_index(), _stands_by
@@ -179,16 +180,16 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     plan = RoundPlan(0, 0, 0, (1,) * len(own), size)
     engine.prepare(state.locals, data, plan, trainer._settings(state, plan))
     now = lives()
-    said = json.dumps({"life": life, "incarnation": now[process], "fingerprint": engine.fingerprint})
-    _client().key_value_set(f"{_WAITING}/{process}", said, allow_overwrite=True)
-    if dict(_client().key_value_dir_get(_OVER)):
+    said = {"life": life, "incarnation": now[process], "fit": _fit, "fingerprint": engine.fingerprint}
+    _client().key_value_set(f"{_WAITING}/{process}", json.dumps(said), allow_overwrite=True)
+    if dict(_client().key_value_dir_get(f"{_OVER}/{_fit}/")):
         _tell(process, life, {"over": True})
     _log.warning("process %s takes the place of one that is missed, and waits for the end of a round", process)
     answer = json.loads(awaited(f"{_ANSWER}/{process}/{life}", {0: now[0]}))
     if "refused" in answer:
         raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")
     if "over" in answer:
-        _log.warning("process %s came when the first fit of the run had ended, and can join no other", process)
+        _log.warning("process %s came when fit %s of its script had ended, and can join no other", process, _fit)
         raise SystemExit(0)
     packing = engine.packing(state.locals)
     locals_ = packing.unpack(_received(packing.saved_as({}), answer), {})
@@ -205,12 +206,16 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     return state, History.from_json(answer["history"])
 
 
-def end_of_run() -> None:
+def begin_fit() -> None:
+    """A script goes through its fits in the same order in all its processes."""
+    global _fit
+    _fit += 1
+
+
+def end_fit() -> None:
     """Let those who still wait to join go."""
-    global _over
     if is_elastic() and not stands_by() and jax.process_index() == 0:
-        _over = True
-        _client().key_value_set(f"{_OVER}/here", "", allow_overwrite=True)
+        _client().key_value_set(f"{_OVER}/{_fit}/here", "", allow_overwrite=True)
         for key, text in _client().key_value_dir_get(f"{_WAITING}/"):
             process = int(key.rpartition("/")[2])
             if process not in members():

@@ -141,10 +141,14 @@ def main(what, round, folder, rules="plain"):
         fail_to_read(int(what.split()[1]))
     problem, world = Problem(), len(jaxche.devices())
     trainer = problem.trainer(world, **RULES[rules])
+    epochs = {"JOIN": MANY_EPOCHS, "PAUSE20": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS)
+    if "twice" in what:
+        trainer.fit(trainer.init(problem.params), problem.data, progress=False)
+        epochs //= 2
     state, history = trainer.fit(
         trainer.init(problem.params),
         Broken(problem.data, int(round)) if what == "error" else problem.data,
-        epochs={"JOIN": MANY_EPOCHS, "PAUSE20": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS),
+        epochs,
         callbacks=[callback(what, int(round), world)],
         progress=False,
         checkpoints=None if what in ("LOST", "JOIN", "AGAIN") or "unsaved" in what else Path(folder) / "checkpoints",

@@ -265,6 +265,18 @@ def test_a_rank_that_is_stopped_for_long_is_missed_and_comes_back_by_itself(prog
 
 
 @pytest.mark.slow
+def test_a_replacement_that_would_be_in_another_fit_leaves_again(program, tmp_path, capfd):
+    code, results = run(tmp_path / "run", "JOIN unsaved twice", 3, processes=3, elastic=True, max_restarts=1)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert "came when fit 1 of its script had ended" in err
+    assert "joined: going on" not in err
+    assert len(results) == 2
+    assert results[0] == results[1]
+    assert [len(counts) for _, _, _, counts, _ in results[0]["rounds"]].count(3) == 4
+
+
+@pytest.mark.slow
 def test_two_processes_take_in_replacement_after_replacement(program, tmp_path, capfd):
     code, results = run(tmp_path / "run", "AGAIN", processes=2, elastic=True, max_restarts=program.DEATHS)
     err = capfd.readouterr().err
