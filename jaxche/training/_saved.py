@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,6 +13,8 @@ from jaxche.averaging import path_names
 from jaxche.cadence import DivergenceCorrection, ElChe
 from jaxche.training._state import ReplicaState
 
+# Of what is in a checkpoint and where. A folder of another format is refused.
+FORMAT = 2
 # What is saved of a state besides arrays, by its own names.
 _PLACE = ("round", "epoch", "cursor", "examples", "owed", "sync_ms")
 
@@ -68,6 +71,18 @@ def with_numbers(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
             che = replace(che, anchor=anchor, batch_counts=())
         correction = _correction(correction, saved["correction"])
     return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _PLACE})
+
+
+def version() -> str:
+    """Of jaxche."""
+    # Not the metadata's: a checkout on PYTHONPATH has none, or another's.
+    return sys.modules[__name__.partition(".")[0]].__version__
+
+
+def items_of(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as they are, and all else, if there is any; Orbax saves no empty trees."""
+    rest = {name: nested(tree) for name, tree in trees.items() if name != "params"}
+    return {"params": nested(trees["params"])} | ({"state": rest} if rest else {})
 
 
 def _correction(fresh: DivergenceCorrection, saved: Mapping[str, Any]) -> DivergenceCorrection:

@@ -1,6 +1,7 @@
 """Real processes, on CPU devices: how they are started, and whether they have ended."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +62,12 @@ def script(tmp_path):
         return [sys.executable, *options, str(path)]
 
     return write
+
+
+@pytest.fixture(scope="session")
+def json_lines():
+    """Reads a file of events."""
+    return lambda path: [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Real processes that die, hang or are told to stop: what the launcher makes of them. No JAX in here."""
 
-import json
 import re
 import signal
 import time
@@ -16,11 +15,7 @@ def script(script):
     return lambda text: script(text, "-S")
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_rank_that_dies_is_started_again_with_all_the_others(script, capfd, tmp_path):
+def test_a_rank_that_dies_is_started_again_with_all_the_others(script, capfd, tmp_path, json_lines):
     command = script("""
         print("start", restart, os.environ["JAXCHE_COORDINATOR"])
         if restart == 0:
@@ -36,7 +31,7 @@ def test_a_rank_that_dies_is_started_again_with_all_the_others(script, capfd, tm
     assert ports["0"] != ports["1"]
     assert "rank 1 was ended by SIGKILL" in err
     assert "restart 1 of 3 with 2 process(es)" in err
-    told = read(events)
+    told = json_lines(events)
     kinds = [event["event"] for event in told]
     assert kinds == ["start", "start", "exit", "exit", "restart", "start", "start", "exit", "exit", "end"]
     assert told[2] | {"time": 0} == {"time": 0, "event": "exit", "restart": 0, "rank": 1, "signal": "SIGKILL"}
@@ -74,7 +69,7 @@ def test_a_rank_that_fails_twice_in_a_row_is_left_behind(script, capfd):
     assert {"[0] pace 20 rank 0 of 2", "[1] pace 30 rank 1 of 2"} <= set(out.splitlines())
 
 
-def test_a_run_that_falls_silent_is_killed_and_started_again(script, capfd, tmp_path):
+def test_a_run_that_falls_silent_is_killed_and_started_again(script, capfd, tmp_path, json_lines):
     command = script("""
         for _ in range(3 if restart == 0 else 30):
             open(os.environ["JAXCHE_HEARTBEAT"], "w").close()
@@ -86,7 +81,7 @@ def test_a_run_that_falls_silent_is_killed_and_started_again(script, capfd, tmp_
     assert launch(command, 2, max_restarts=1, hang_timeout_s=6.0, events=events) == 0
     err = capfd.readouterr().err
     assert re.search(r"no heartbeat, last heard of rank 0 \d+ s ago, rank 1 \d+ s ago", err), err
-    assert [event["event"] for event in read(events)].count("hang") == 1
+    assert [event["event"] for event in json_lines(events)].count("hang") == 1
     hang = script("time.sleep(100)")
     assert launch(hang, 1, hang_timeout_s=0.5) == 124
 
@@ -178,7 +173,7 @@ def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, la
     assert all(gone(pid) for pid in pids)
 
 
-def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(script, capfd, tmp_path):
+def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(script, capfd, tmp_path, json_lines):
     command = script(f"""
         from pathlib import Path
         come = Path({str(tmp_path)!r}) / "come"
@@ -197,7 +192,7 @@ def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(s
     assert sorted(start[:2] for start in starts) == [("0", "0"), ("1", "2")]
     assert starts[0][2] == starts[1][2]  # where the others are
     assert err.count("the others go on") == 2
-    told = [(event["event"], event.get("restart"), event.get("rank")) for event in read(events)]
+    told = [(event["event"], event.get("restart"), event.get("rank")) for event in json_lines(events)]
     assert [one for one in told if one[0] == "replace"] == [("replace", 1, 1), ("replace", 2, 1)]
     assert told[-1][:2] == ("end", 2)
 

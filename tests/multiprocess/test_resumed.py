@@ -21,6 +21,11 @@ def run(folder, what="nothing", round=0, processes=2, rules="plain", **options):
     return code, [json.loads(p.read_text()) for p in sorted(folder.glob("[0-9].json"))]
 
 
+def read(rounds):
+    """The batches that a run trained on, by its record."""
+    return [(epoch, cursor + i) for _, epoch, cursor, counts, _ in rounds for i in range(sum(counts))]
+
+
 @pytest.fixture(scope="module")
 def program(load):
     return load("resumed")
@@ -50,12 +55,12 @@ def test_a_run_that_ended_early_goes_on_bit_for_bit(undisturbed, tmp_path, stand
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_and_one_that_hangs_are_made_up_for(undisturbed, tmp_path):
+def test_a_rank_that_dies_and_one_that_hangs_are_made_up_for(undisturbed, tmp_path, json_lines):
     events = tmp_path / "events.jsonl"
     code, results = run(tmp_path / "dies", "KILL", 2, max_restarts=1, events=events)
     assert code == 0
     assert results == [undisturbed, undisturbed]
-    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = json_lines(events)
     rounds = [event for event in told if event["event"] == "round"]
     assert {(e["rank"], e["round"]) for e in rounds if e["restart"]} >= {(r, n) for r in (0, 1) for n in range(4, 9)}
     assert all(e["steps"] == 2 and e["merged_bytes"] == 4 * 12 for e in rounds)
@@ -72,8 +77,7 @@ def test_another_number_of_processes_goes_on(program, undisturbed, tmp_path, dev
     (zero, one, two) = results
     assert zero == one == two
     assert zero["rounds"][:5] == undisturbed["rounds"][:5]
-    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in zero["rounds"] for i in range(sum(counts))]
-    assert read == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    assert read(zero["rounds"]) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
     problem = program.Problem()
     trainer = problem.trainer(3, replicas=devices[:3])
     state, _ = trainer.fit(
@@ -136,8 +140,7 @@ def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stan
     # Every batch of every epoch once, by three and then by two.
     rounds = zero["rounds"]
     assert [len(counts) for _, _, _, counts, _ in rounds] == [3] * 4 + [2] * (len(rounds) - 4)
-    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in rounds for i in range(sum(counts))]
-    assert read == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    assert read(rounds) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
     # The same steps on devices of one process.
     problem = program.Problem()
     first, second = (problem.trainer(n, replicas=[devices[i] for i in ids]) for n, ids in ((3, (0, 1, 2)), (2, (0, 2))))
@@ -182,14 +185,14 @@ def test_one_that_is_left_goes_on_by_the_rules_of_several(program, tmp_path, dev
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["JOIN", "JOIN saved"], ids=["without checkpoints", "with checkpoints"])
-def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, capfd):
+def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, capfd, json_lines):
     events = tmp_path / "events.jsonl"
     code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, max_restarts=1, events=events)
     err = capfd.readouterr().err
     assert code == 0, err
     zero = results[0]
     assert results == [zero, zero, zero]  # the record too, which the third has been given
-    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = json_lines(events)
     assert [(event["event"], event["rank"]) for event in told if event["event"] in ("start", "replace")] == [
         *[("start", rank) for rank in range(3)],
         ("replace", 1),
@@ -201,8 +204,7 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, cap
     assert worlds == [3] * 4 + [2] * two + [3] * (len(worlds) - 4 - two)
     assert two
     assert worlds[-1] == 3
-    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in rounds for i in range(sum(counts))]
-    assert read == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+    assert read(rounds) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
     # An undisturbed run of three, on devices of one process.
     problem = program.Problem()
     trainer = problem.trainer(3, replicas=devices[:3])
@@ -211,7 +213,7 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, cap
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
+def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd, json_lines):
     events = tmp_path / "events.jsonl"
     options = {"elastic": True, "hang_timeout_s": 40.0, "events": events}
     code, results = run(tmp_path / "run", "STOP unsaved", 3, processes=3, **options)
@@ -221,7 +223,7 @@ def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
     assert results[0] == results[1]
     rounds = results[0]["rounds"]
     assert [len(counts) for _, _, _, counts, _ in rounds] == [3] * 4 + [2] * (len(rounds) - 4)
-    told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = json_lines(events)
     # The others did not wait for the launcher, which puts an end to the stopped one after its silence.
     assert [event["rank"] for event in told if event["event"] == "hang"] == [1]
     hang = next(event["time"] for event in told if event["event"] == "hang")
@@ -233,7 +235,7 @@ def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["CUT", "PAUSE12 unsaved"], ids=["connections end", "stopped in a merge"])
-def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program, tmp_path, capfd, what):
+def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program, tmp_path, capfd, what, json_lines):
     events = tmp_path / "events.jsonl"
     code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, events=events)
     err = capfd.readouterr().err
@@ -242,9 +244,8 @@ def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program
     zero = results[0]
     assert results == [zero, zero, zero]
     assert all(len(counts) == 3 for _, _, _, counts, _ in zero["rounds"])
-    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in zero["rounds"] for i in range(sum(counts))]
-    assert read == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
-    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert read(zero["rounds"]) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    told = json_lines(events)
     assert [(event["rank"], event["code"]) for event in told if event["event"] == "exit"].count((1, 0)) == 1
 
 
@@ -260,8 +261,7 @@ def test_a_rank_that_is_stopped_for_long_is_missed_and_comes_back_by_itself(prog
     assert worlds == [3] * 4 + [2] * two + [3] * (len(worlds) - 4 - two)
     assert two
     assert worlds[-1] == 3
-    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in zero["rounds"] for i in range(sum(counts))]
-    assert read == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+    assert read(zero["rounds"]) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
 
 
 @pytest.mark.slow
@@ -286,5 +286,4 @@ def test_two_processes_take_in_replacement_after_replacement(program, tmp_path, 
     assert results[0] == results[1]
     rounds = results[0]["rounds"]
     assert len(rounds[-1][3]) == 2
-    read = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in rounds for i in range(sum(counts))]
-    assert read == [(e, i) for e in range(program.MORE_EPOCHS) for i in range(12)]
+    assert read(rounds) == [(e, i) for e in range(program.MORE_EPOCHS) for i in range(12)]

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 
 import jaxche
 from jaxche.sharding import FullShard, ShardGradOp
+from jaxche.training import PeerLostError
 from jaxche.training._keeper import Keeper
 
 
@@ -322,6 +324,26 @@ def test_an_elastic_run_waits_for_nobody(problem, devices, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"durable=True waits for all processes.*leave durable out"):
         trainer.fit(trainer.init(problem.params), problem.data, checkpoints=jaxche.Checkpoints(tmp_path, durable=True))
     assert trainer.compilations == 0
+
+
+@pytest.mark.parametrize("died", [[1], []])
+def test_a_death_in_the_last_save_ends_no_elastic_run(problem, devices, tmp_path, monkeypatch, caplog, died):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    keeper = Keeper(jaxche.Checkpoints(tmp_path), trainer, problem.data)
+
+    def fail():
+        raise PeerLostError("process 1 died while others waited for it")
+
+    keeper._manager = SimpleNamespace(wait_until_finished=fail, close=lambda: None)
+    monkeypatch.setattr("jaxche.training._keeper.is_elastic", lambda: True)
+    monkeypatch.setattr("jaxche.training._keeper.member_lives", dict)
+    monkeypatch.setattr("jaxche.training._keeper.lost", lambda expected: died)
+    if died:
+        keeper.close(None, None, None)
+        assert "was not finished, a process is missed" in caplog.text
+    else:
+        with pytest.raises(PeerLostError):
+            keeper.close(None, None, None)
 
 
 def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxche.training import _agree as module
+from jaxche.training import _lives as lives
 from jaxche.training import farewell
 
 BEGINNING = {0: 10, 1: 11, 2: 12}
@@ -46,3 +47,19 @@ def test_it_does_not_wait_for_who_took_a_place_too_late(leave):
 
 def test_the_others_leave_at_once(leave):
     assert leave(1, [BEGINNING]) == 0
+
+
+def test_one_that_begins_to_live_between_two_looks_does_not_end_the_watch():
+    told = {lives._LIVES: {"0": "1"}, lives._BEATS: {"0": "7"}}
+
+    class Store:
+        def key_value_dir_get(self, place):
+            seen = [(place + process, text) for process, text in told[place].items()]
+            told[lives._LIVES]["1"], told[lives._BEATS]["1"] = "1", "1"  # right after
+            return seen
+
+    watch = object.__new__(lives._Watch)
+    watch._client, watch._heard, watch._looked = Store(), {}, 0.0
+    watch._look()
+    watch._look()
+    assert {process: heard[:2] for process, heard in watch._heard.items()} == {0: (1, "7"), 1: (1, "1")}
