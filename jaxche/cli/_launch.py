@@ -36,8 +36,8 @@ With --elastic the others go on where a rank other than 0 dies, and start nothin
 end of a round. Each replacement uses up one of the N, as does a start of all, which the death of
 rank 0 needs.
 
-A file for a cluster starts all again after a failure, three times if --max-restarts is left out, and
-under Slurm after its time is up, which is no failure.
+A file for a cluster starts all again after a failure, three times if --max-restarts is left out.
+Under Slurm a job whose time is up goes back into the queue, too; that is no failure.
 There a process that is stopped or cut off is missed by JAX, after 100 s of silence. One that hangs
 in its program ends itself with code 1, saying where its threads are, when a round lasts for the
 --hang-timeout (JAXCHE_HANG_TIMEOUT, for any launcher); without it after two hours.

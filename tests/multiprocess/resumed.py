@@ -19,9 +19,6 @@ import orbax.checkpoint as ocp
 import jaxche
 from jaxche.training import _merge, _planning
 
-# A stall of this machine cuts no round short: runs are compared bit for bit.
-_planning._LEAST_PATIENCE_MS = 60_000.0
-
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
 MANY_EPOCHS = 12
@@ -136,6 +133,8 @@ def fail_to_read(step):
 
 
 def main(what, round, folder, rules="plain"):
+    # A stall of this machine cuts no round short: runs are compared bit for bit.
+    _planning._LEAST_PATIENCE_MS = 60_000.0
     jaxche.initialize(timeout_s=60)
     if what.startswith("UNREADABLE") and jax.process_index() == 1:
         fail_to_read(int(what.split()[1]))
