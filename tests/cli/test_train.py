@@ -136,6 +136,7 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_starts(more, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_no_end_of_a_run(monkeypatch, tmp_path, capsys):
     def interrupt(self, state, info):
         raise KeyboardInterrupt
