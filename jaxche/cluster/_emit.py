@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._jobset import PORT, jobset
-from jaxche.cluster._nodes import Nodes, parse_nodes, total_tasks
+from jaxche.cluster._nodes import Job, Nodes, parse_nodes, total_tasks
 from jaxche.training import HANG_TIMEOUT
 
 # Seconds for a checkpoint after SIGTERM.
@@ -99,43 +99,37 @@ def emit(
     # A service of Kubernetes has it too, and those begin with a letter.
     name = name if name[0].isalpha() else f"run-{name}"
     made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
+    job = Job(command, groups, max_restarts, name, made_by, variables)
     if scheduler == "jobset":
-        return jobset(command, groups, max_restarts, name, made_by, variables, image or "", volume)
-    return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](command, groups, max_restarts, name, made_by, variables)
+        return jobset(job, image or "", volume)
+    return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](job)
 
 
-def _slurm(
-    command: Sequence[str],
-    groups: Sequence[Nodes],
-    max_restarts: int,
-    name: str,
-    made_by: str,
-    variables: Mapping[str, str],
-) -> str:
+def _slurm(job: Job) -> str:
     """Machines of several kinds become one heterogeneous job."""
     directives = [
-        f"#SBATCH --job-name={name}",
+        f"#SBATCH --job-name={job.name}",
         "#SBATCH --output=%x-%j.log --open-mode=append",
         "#SBATCH --time=24:00:00",
         "# Back into the queue after pre-emption or the loss of a node;",
         "# SIGTERM to all ranks 120 s before the time is up.",
         "#SBATCH --requeue --signal=TERM@120",
-        f"#SBATCH {_request(groups[0])}",
+        f"#SBATCH {_request(job.groups[0])}",
     ]
-    for group in groups[1:]:
+    for group in job.groups[1:]:
         directives += ["#SBATCH hetjob", f"#SBATCH {_request(group)}"]
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# {made_by}",
+            f"# {job.made_by}",
             "# Submit with sbatch; options on its command line win over those in this file.",
             *directives,
             "",
-            _exported(variables),
+            _exported(job.variables),
             "# The training script goes on from its checkpoint.",
             'export JAXCHE_RESTART="${SLURM_RESTART_COUNT:-0}"',
-            *_slurm_coordinator(groups),
-            f"srun {_span(groups)}--kill-on-bad-exit=1 --label {shlex.join(command)}",
+            *_slurm_coordinator(job.groups),
+            f"srun {_span(job.groups)}--kill-on-bad-exit=1 --label {shlex.join(job.command)}",
             "code=$?",
             "",
             "# 143: SIGTERM, after a checkpoint of what there was. 2: bad input, which would be refused again.",
@@ -144,7 +138,7 @@ def _slurm(
             'case "$code" in',
             "  0 | 2) ;;",
             "  143) again=yes ;;",
-            f'  *) echo "$code" >>"$failures" && [ "$(wc -l <"$failures")" -le {max_restarts} ] && again=yes ;;',
+            f'  *) echo "$code" >>"$failures" && [ "$(wc -l <"$failures")" -le {job.max_restarts} ] && again=yes ;;',
             "esac",
             'if [ -n "$again" ]; then',
             '  echo "exit code $code after restart $JAXCHE_RESTART: back into the queue"',
@@ -158,23 +152,17 @@ def _slurm(
     )
 
 
-def _mpirun(
-    command: Sequence[str],
-    groups: Sequence[Nodes],
-    max_restarts: int,
-    name: str,
-    made_by: str,
-    variables: Mapping[str, str],
-) -> str:
+def _mpirun(job: Job) -> str:
     """A script around mpirun, with the address that Open MPI 5 no longer tells."""
+    groups, processes = job.groups, total_tasks(job.groups)
     slots = [group.tasks_per_node for group in groups for _ in range(group.count)]
     kinds = ", then ".join(f"{group.count} with {group.gpus} GPU(s) {group.kind or ''}".rstrip() for group in groups)
-    passed = ("JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_RESTART", *variables, "PATH")
+    passed = ("JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_RESTART", *job.variables, "PATH")
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# {made_by}",
-            f"# Write: HOSTS=node1,node2,... bash {name}.sh",
+            f"# {job.made_by}",
+            f"# Write: HOSTS=node1,node2,... bash {job.name}.sh",
             f"# Machines: {kinds}. Process 0 is on the first. For Open MPI 4 and 5.",
             "# To stop it send SIGTERM to this script: all processes write a checkpoint, and it ends with code 143.",
             "# What is sent to mpirun alone looks like a failure, and starts the run again.",
@@ -188,8 +176,8 @@ def _mpirun(
             "where=",
             'for i in "${!hosts[@]}"; do where="$where,${hosts[i]}:${slots[i]}"; done',
             "",
-            f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{PORT}}}" JAXCHE_NUM_PROCESSES={total_tasks(groups)}',
-            _exported(variables),
+            f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{PORT}}}" JAXCHE_NUM_PROCESSES={processes}',
+            _exported(job.variables),
             "# Seconds that mpirun leaves the others when one failed, before and after SIGTERM; in Open MPI 4 and 5.",
             f"export OMPI_MCA_odls_base_sigkill_timeout={_KILL_S} PRTE_MCA_odls_base_sigkill_timeout={_KILL_S}",
             "",
@@ -211,12 +199,12 @@ def _mpirun(
             "# Jobs in process groups of their own: a signal to that of this script reaches mpirun through it alone.",
             "set -m",
             "code=0",
-            f"for ((JAXCHE_RESTART = 0; JAXCHE_RESTART <= {max_restarts}; JAXCHE_RESTART++)); do",
+            f"for ((JAXCHE_RESTART = 0; JAXCHE_RESTART <= {job.max_restarts}; JAXCHE_RESTART++)); do",
             "  export JAXCHE_RESTART",
             "  # Unbound: a process on one core is a slow host for its GPU.",
-            f'  mpirun -n {total_tasks(groups)} --host "${{where#,}}" --bind-to none \\',
+            f'  mpirun -n {processes} --host "${{where#,}}" --bind-to none \\',
             f"    {' '.join(f'-x {variable}' for variable in passed)} \\",
-            f'    bash -c "$rank" rank {shlex.join(command)} </dev/null &',
+            f'    bash -c "$rank" rank {shlex.join(job.command)} </dev/null &',
             "  mpirun=$!",
             '  [ -z "$told" ] || stop "$told"',
             '  while wait "$mpirun"; code=$?; kill -0 "$mpirun" 2>/dev/null; do :; done',

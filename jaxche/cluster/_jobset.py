@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._nodes import Nodes, total_tasks
+from jaxche.cluster._nodes import Job, Nodes, total_tasks
 
 # Of process 0, where nobody says another.
 PORT = 61234
@@ -16,37 +15,27 @@ _KINDS = (
 )
 
 
-def jobset(
-    command: Sequence[str],
-    groups: Sequence[Nodes],
-    max_restarts: int,
-    name: str,
-    made_by: str,
-    variables: Mapping[str, str],
-    image: str,
-    volume: str | None,
-) -> str:
+def jobset(job: Job, image: str, volume: str | None) -> str:
     """A job a kind of machine (the value of the label nvidia.com/gpu.product), a pod a process."""
     claim, _, path = (volume or "").partition(":")
     again = "; the training script goes on from its checkpoint" if claim else ""
     jobs, first = [], 0
-    for number, group in enumerate(groups):
-        address = f"{name}-nodes0-0-0.{name}"
-        jobs.append(_job(command, group, number, first, address, total_tasks(groups), variables, image, claim, path))
+    for number, group in enumerate(job.groups):
+        jobs.append(_job(job, group, number, first, image, claim, path))
         first += group.tasks
     return "\n".join(
         [
-            f"# {made_by}",
+            f"# {job.made_by}",
             "# Needs the JobSet controller (jobset.sigs.k8s.io). Start with: kubectl apply -f FILE",
             *_storage(claim, path),
-            *(_KINDS if any(group.kind for group in groups) else ()),
+            *(_KINDS if any(group.kind for group in job.groups) else ()),
             "apiVersion: jobset.x-k8s.io/v1alpha2",
             "kind: JobSet",
-            f"metadata: {{name: {name}}}",
+            f"metadata: {{name: {job.name}}}",
             "spec:",
             "  network: {enableDNSHostnames: true}",
             f"  # So often all pods start again after one failed{again}.",
-            f"  failurePolicy: {{maxRestarts: {max_restarts}}}",
+            f"  failurePolicy: {{maxRestarts: {job.max_restarts}}}",
             "  replicatedJobs:",
             *jobs,
             "",
@@ -65,25 +54,15 @@ def _storage(claim: str, path: str) -> list[str]:
     ]
 
 
-def _job(
-    command: Sequence[str],
-    group: Nodes,
-    number: int,
-    first: int,
-    coordinator: str,
-    processes: int,
-    variables: Mapping[str, str],
-    image: str,
-    claim: str,
-    path: str,
-) -> str:
+def _job(job: Job, group: Nodes, number: int, first: int, image: str, claim: str, path: str) -> str:
+    coordinator = f"{job.name}-nodes0-0-0.{job.name}:{PORT}"
     # JSON strings are YAML strings.
     words = [
         "sh",
         "-c",
         f'JAXCHE_PROCESS_ID=$(({first} + JOB_COMPLETION_INDEX)) exec "$@"',
         "sh",
-        *command,
+        *job.command,
     ]
     lines = [
         f"    - name: nodes{number}",
@@ -108,12 +87,15 @@ def _job(
         f"                  image: {json.dumps(image)}",
         f"                  command: {json.dumps(words)}",
         "                  env:",
-        f"                    - {{name: JAXCHE_COORDINATOR, value: {json.dumps(f'{coordinator}:{PORT}')}}}",
-        f'                    - {{name: JAXCHE_NUM_PROCESSES, value: "{processes}"}}',
+        f"                    - {{name: JAXCHE_COORDINATOR, value: {json.dumps(coordinator)}}}",
+        f'                    - {{name: JAXCHE_NUM_PROCESSES, value: "{total_tasks(job.groups)}"}}',
         "                    - name: JAXCHE_RESTART",
         "                      valueFrom:",
         "                        fieldRef: {fieldPath: \"metadata.annotations['jobset.sigs.k8s.io/restart-attempt']\"}",
-        *(f"                    - {{name: {name}, value: {json.dumps(value)}}}" for name, value in variables.items()),
+        *(
+            f"                    - {{name: {name}, value: {json.dumps(value)}}}"
+            for name, value in job.variables.items()
+        ),
     ]
     if group.gpus:
         lines.append("                  resources: {limits: {nvidia.com/gpu: 1}}")

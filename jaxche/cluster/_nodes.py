@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _GROUP = re.compile(r"([1-9]\d*)(?:x([1-9]\d*)(?::([\w.-]+))?)?")
 _WRITE = "--nodes 4 (no GPUs), --nodes 2x8 or, of two kinds, --nodes 2x8:h100,4x1:l4"
@@ -51,3 +51,15 @@ def parse_nodes(text: str) -> tuple[Nodes, ...]:
 def total_tasks(groups: Sequence[Nodes]) -> int:
     """Processes of the whole job."""
     return sum(group.tasks for group in groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the files of all schedulers say: what runs, on what, how often again, under which name and variables."""
+
+    command: Sequence[str]
+    groups: Sequence[Nodes]
+    max_restarts: int
+    name: str
+    made_by: str
+    variables: Mapping[str, str]
