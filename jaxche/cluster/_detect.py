@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 
-from jaxche.training import NUM_PROCESSES
+from jaxche.training import NUM_PROCESSES, scheduled
 
 COORDINATOR = "JAXCHE_COORDINATOR"
 PROCESS_ID = "JAXCHE_PROCESS_ID"
@@ -113,10 +113,8 @@ def _is_address(address: str) -> bool:
 
 
 def _scheduler(environ: Mapping[str, str]) -> Found | None:
-    # The conditions and their order are JAX's own, and the count on top: `srun --pty bash`, a Jupyter pod or
-    # `mpirun -n 1` is a process on its own.
-    count = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
-    if count > 1:
+    name, count = scheduled(environ)
+    if name == "OMPI_COMM_WORLD_SIZE":
         if "OMPI_MCA_orte_hnp_uri" in environ:
             return Found("ompi")
         # Open MPI 5 no longer says where mpirun is. Without this, each rank would train a model alone.
@@ -125,10 +123,8 @@ def _scheduler(environ: Mapping[str, str]) -> Found | None:
             f"cannot find process 0. Write: mpirun -n {count} -x {COORDINATOR}=<host of rank 0>:1234 "
             f"-x {NUM_PROCESSES}={count} python train.py"
         )
-    if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
-        if int(environ.get("SLURM_NTASKS", "1")) > 1:
-            return Found("slurm")
-        return None
+    if name == "SLURM_NTASKS":
+        return Found("slurm")
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         if importlib.util.find_spec("kubernetes") is None:
             raise ValueError(

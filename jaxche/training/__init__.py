@@ -3,7 +3,7 @@
 from jaxche.training._advice import Advice
 from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, RankError, farewell
 from jaxche.training._checkpoints import Checkpoints
-from jaxche.training._checks import NUM_PROCESSES, PACE_MS
+from jaxche.training._checks import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.training._data import Batches
 from jaxche.training._doors import NNXLoss, linen_loss
 from jaxche.training._fit import fit
@@ -47,6 +47,7 @@ __all__ = [
     "fit",
     "linen_loss",
     "profile",
+    "scheduled",
     "stand_by",
     "unless_full",
     "watch_lives",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +36,6 @@ _log = logging.getLogger("jaxche")
 
 # Set by ``jaxche launch``, the first by its ``--pace``.
 PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
-# What srun sets, and nothing else of Slurm.
-_IN_A_STEP = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"}
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -158,15 +156,38 @@ def meets_on_host(backend: str, places: Sequence[Home]) -> bool:
 
 def refuse_apart() -> None:
     """Refuse a process that was started as one of several and has not joined them: each would train by itself."""
-    names = [NUM_PROCESSES, "OMPI_COMM_WORLD_SIZE"]
-    if os.environ.keys() >= _IN_A_STEP:  # else the shell of an allocation, or a job's own script
-        names.append("SLURM_NTASKS")
-    name = next((name for name in names if name in os.environ), None)
-    if name is not None and os.environ[name] != "1" and not jax.distributed.is_initialized():
+    if NUM_PROCESSES in os.environ:
+        name, count = NUM_PROCESSES, os.environ[NUM_PROCESSES]
+    else:
+        name, count = scheduled(os.environ)
+    if str(count) != "1" and not jax.distributed.is_initialized():
         raise ValueError(
-            f"this process was started as one of {os.environ[name]} ({name}), but has not joined the others; write "
+            f"this process was started as one of {count} ({name}), but has not joined the others; write "
             f"jaxche.initialize() behind the imports, before the first array, or set {NUM_PROCESSES}=1 to train alone"
         )
+
+
+def scheduled(environ: Mapping[str, str]) -> tuple[str, int]:
+    """How many processes Open MPI or Slurm started together with this one, and the variable that says so.
+
+    The conditions and their order are JAX's own, and the count on top: ``srun --pty bash`` or ``mpirun -n 1`` is a
+    process on its own, and so are the shell of an allocation and a job's own script, which are in no step.
+
+    Args:
+      environ: environment variables.
+
+    Returns:
+      The name and the count; ("", 1) where nobody started several.
+
+    Example:
+      >>> scheduled({"OMPI_COMM_WORLD_SIZE": "4"}), scheduled({"SLURM_NTASKS": "8"})
+      (('OMPI_COMM_WORLD_SIZE', 4), ('', 1))
+    """
+    names = ["OMPI_COMM_WORLD_SIZE"]
+    if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
+        names.append("SLURM_NTASKS")
+    counts = ((name, int(environ.get(name, "1"))) for name in names)
+    return next(((name, count) for name, count in counts if count > 1), ("", 1))
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:
