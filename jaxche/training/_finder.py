@@ -104,13 +104,20 @@ class Finder:
     def _unreadable(self, step: int, error: Exception | None) -> bool:
         """Whether a process has an error; then the checkpoint is set aside, for this round will be written again."""
         said = [text for text in gather_json(None if error is None else f"{type(error).__name__}: {error}") if text]
-        if said and jax.process_index() == members()[0]:
+        if not said:
+            return False
+        failed = None
+        if jax.process_index() == members()[0]:
             names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
             aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
-            (self._folder / str(step)).rename(aside)
             _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, said[0][:300])
-        gather_json(None)  # before anything is written under its name
-        return bool(said)
+            try:
+                (self._folder / str(step)).rename(aside)
+            except OSError as e:
+                failed = e
+        # Before anything is written under its name.
+        raise_everywhere(failed, jax.process_index(), f"checkpoint {step}")
+        return True
 
     def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
         """Refuse a checkpoint that this trainer cannot go on from."""

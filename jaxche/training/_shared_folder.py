@@ -49,10 +49,13 @@ def _refuse_own(folder: Path) -> None:
     """Refuse a folder that only some have: processes that write there would wait for each other's files."""
     first = members()[0]
     error, sign = None, folder / f".shared-{gather_json(os.urandom(6).hex())[0]}"
-    if jax.process_index() == first:
-        sign.touch()
+    try:
+        if jax.process_index() == first:
+            sign.touch()
+    except OSError as e:
+        error = e
     gather_json(None)
-    if not _appears(sign):
+    if error is None and not _appears(sign):
         error = ValueError(
             f"checkpoints={str(folder)!r} is not the folder that process {first} has under that name; give one that "
             "all machines share, as a mount of a file server"
@@ -61,7 +64,7 @@ def _refuse_own(folder: Path) -> None:
         raise_everywhere(error, jax.process_index(), _WHAT)
     finally:
         if jax.process_index() == first:
-            sign.unlink()
+            sign.unlink(missing_ok=True)
 
 
 def _appears(sign: Path) -> bool:

@@ -263,6 +263,19 @@ def test_where_nothing_can_be_read_the_run_begins_anew(saved, caplog):
     assert {path.name for path in folder.glob("unreadable-*")} == {f"unreadable-{step}" for step in (1, 2, 3)}
 
 
+def test_one_that_cannot_be_set_aside_either_is_an_error(saved, monkeypatch):
+    folder, run, *_ = saved
+    (folder / "3" / "run" / "metadata").write_text("{")
+
+    def fail(self, target):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.rename", fail)
+    with pytest.raises(OSError, match="read-only file system"):
+        run()
+    assert (folder / "3").is_dir()
+
+
 def test_a_second_one_of_a_round_is_set_aside_under_a_name_of_its_own(saved, caplog):
     folder, run, *_ = saved
     for _ in range(2):
