@@ -2,7 +2,7 @@
 
 from jaxche.averaging._drift import Drift, drift_from_gram, gram_matrix, measure_drift
 from jaxche.averaging._mean import is_float, psum_buckets, weighted_mean
-from jaxche.averaging._outer import outer_step
+from jaxche.averaging._outer import outer_init, outer_step
 from jaxche.averaging._statistics import from_moments, path_names, to_moments
 from jaxche.averaging._sums import add_weighted, sum_dtype, zero_sums
 from jaxche.averaging._weights import MERGE_RULES, merge_weights
@@ -17,6 +17,7 @@ __all__ = [
     "is_float",
     "measure_drift",
     "merge_weights",
+    "outer_init",
     "outer_step",
     "path_names",
     "psum_buckets",

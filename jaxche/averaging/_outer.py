@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import optax
+
+from jaxche.averaging._sums import sum_dtype
+
+
+def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:
+    """The state of an outer optimizer before the first merge, in float32 at least.
+
+    Args:
+      outer: any ``optax.GradientTransformation``.
+      params: pytree of float arrays, of any precision.
+
+    Returns:
+      Its state, as :func:`outer_step` takes it and gives it back.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> outer_init(optax.sgd(0.7, momentum=0.9), jnp.ones(2, jnp.bfloat16))[0].trace.dtype.name
+      'float32'
+    """
+    return outer.init(_wide(params))
 
 
 def outer_step(
@@ -18,11 +39,13 @@ def outer_step(
     DiLoCo (its paper uses ``lr=0.7, momentum=0.9`` over very many rounds: in a run of few rounds the momentum of
     the first ones overshoots and hurts).
 
+    All is computed in float32 at least, and the parameters are rounded once, at the end.
+
     Args:
       outer: any ``optax.GradientTransformation``.
       params: the common parameters ``x_0`` at the start of the round.
       pseudo_gradient: pytree like ``params``: the weighted mean of ``x_0 - x_i`` times alpha.
-      outer_state: its state, from ``outer.init(params)``.
+      outer_state: its state, from :func:`outer_init`.
 
     Returns:
       ``(params, outer_state)`` after the step.
@@ -37,9 +60,15 @@ def outer_step(
       >>> import jax.numpy as jnp, optax
       >>> slowmo = optax.sgd(0.5, momentum=0.9)
       >>> x = jnp.array([1.0, 2.0])
-      >>> x, s = outer_step(slowmo, x, x - jnp.array([0.5, 1.0]), slowmo.init(x))
+      >>> x, s = outer_step(slowmo, x, x - jnp.array([0.5, 1.0]), outer_init(slowmo, x))
       >>> x.tolist()
       [0.75, 1.5]
     """
-    updates, outer_state = outer.update(pseudo_gradient, outer_state, params)
-    return optax.apply_updates(params, updates), outer_state
+    wide = _wide(params)
+    updates, outer_state = outer.update(_wide(pseudo_gradient), outer_state, wide)
+    stepped = optax.apply_updates(wide, updates)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), stepped, params), outer_state
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), tree)

@@ -61,12 +61,13 @@ class PlanMismatchError(RuntimeError):
 
 
 class NonFiniteLossError(FloatingPointError):
-    """A replica's loss became NaN or infinite.
+    """A loss, or a number of the training state, became NaN or infinite.
 
     Attributes:
-      rank: the replica.
-      round: the round in which it happened; it was not merged.
+      rank: the replica, or None where all were finite and what was merged is not.
+      round: the round in which it happened; nothing of it is kept.
       state: the last good state, from before that round.
+      batches: what that replica, or all of them, trained on in the round: ``(epoch, index)`` of each batch.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -76,13 +77,15 @@ class NonFiniteLossError(FloatingPointError):
       >>> try:
       ...     _ = trainer.fit(trainer.init(jnp.zeros(2)), data, progress=False)
       ... except jaxche.NonFiniteLossError as error:
-      ...     trainer.params(error.state).tolist()
-      [0.0, 0.0]
+      ...     trainer.params(error.state).tolist(), error.batches[0]
+      ([0.0, 0.0], (0, 0))
     """
 
-    def __init__(self, message: str, rank: int, round: int, state: Any):
+    def __init__(
+        self, message: str, rank: int | None, round: int, state: Any, batches: tuple[tuple[int, int], ...] = ()
+    ):
         super().__init__(message)
-        self.rank, self.round, self.state = rank, round, state
+        self.rank, self.round, self.state, self.batches = rank, round, state, batches
 
 
 def gather_json(value: Any) -> list[Any]:

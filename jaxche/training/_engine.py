@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
 from jaxche.sharding import Loss, batch_size, nbytes
 from jaxche.training._agree import gather_json, raise_everywhere
@@ -94,7 +95,7 @@ class Engine:
             if opt_state is not None:
                 tx = optax.GradientTransformation(lambda params: opt_state, self._plain_tx.update)
                 tx = tx if self._scaling is None else self._scaling.transform(tx)
-            outer_state = self._outer.init(params) if self._outer else None
+            outer_state = outer_init(self._outer, params) if self._outer else None
             scaled = self._scaling.start(params) if self._scaling else {}
             return lift(Local(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
@@ -229,7 +230,7 @@ class Engine:
                 "return every entry of model_state, updated or not, with its shape and dtype"
             )
         scaling = self._scaling and self._scaling.on_batches_of(examples)
-        knobs = (self._loss, self._tx, self._average, self._seed, self.metrics, scaling)
+        knobs = (self._loss, self._tx, self._average, self._seed, self.metrics, scaling, len(self._all) == 1)
         self._replicas = [
             Replica(rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
             for rank in self.ranks
@@ -287,7 +288,8 @@ class Engine:
                 return replica.idle(local)
             epoch, index = feed.keys[0]
             number = epoch * plan.epoch_size + index
-            return replica.run(local, feed, number, worth, limit_ms, measured[replica.rank])
+            own = worth._replace(stride=plan.total / plan.counts[replica.rank])
+            return replica.run(local, feed, number, own, limit_ms, measured[replica.rank])
 
         # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts. What
         # fails here fails again in the run, which makes it part of the outcome.

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.training._agree import gather_json, is_elastic
+from jaxche.training._counts import are_schedules, counts_of, with_counts
 from jaxche.training._lives import merging
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._merging import HOST_COLUMNS, Merging, Rules
@@ -25,6 +26,7 @@ class Merged(NamedTuple):
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
     squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # what the drift is made of
+    finite: bool = True  # whether the merge itself made nothing NaN or infinite
 
 
 class Merge:
@@ -48,10 +50,12 @@ class Merge:
             self._common = ("params", "model_state", "outer_state")
             self._sent = ("params", "model_state", "opt_state")[: 3 if opt_state == "average" else 2]
             made = ("params", "model_state", "outer_state", *(("opt_state",) if opt_state != "local" else ()))
+            self._merges_counts = opt_state == "average" or any(are_schedules(local.opt_state))
         else:
             self._common = ("params", "model_state", "outer_state", "opt_state")
             self._sent = ("grads", "model_state")
-            made = self._common
+            made, self._merges_counts = self._common, False
+        made = (*made, "counts") if self._merges_counts else made
         if scaling is not None:
             compared = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
             self._common = (*self._common, "noise", "progress", *compared)
@@ -65,7 +69,8 @@ class Merge:
             axis_names={AXIS},
             check_vma=False,
         )
-        merged = {name: meeting.shardings(name, getattr(local, name)) for name in made}
+        trees = local._asdict() | {"counts": counts_of(local.opt_state)}
+        merged = {name: meeting.shardings(name, trees[name]) for name in made}
         everywhere = NamedSharding(meeting.mesh, P())
         # A carry's trees have the shapes of the merged ones and give their buffers to them. Gradient accumulators
         # of low-precision parameters do not: they are float32.
@@ -93,22 +98,34 @@ class Merge:
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
-        kept = [{"opt_state": carry.get("opt_state")} for carry in carries]
         parts = self._meeting.unstack(merged)
-        locals_ = tuple(Local(**(own | part)) for own, part in zip(kept, parts, strict=True))
-        return Merged(locals_, table, (report[0], report[1]), Scaled(*report[5:]), tuple(report[2:5]))
+        locals_ = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
+        scaled, squares = Scaled(*report[6:]), tuple(report[2:5])
+        return Merged(locals_, table, (report[0], report[1]), scaled, squares, finite=report[5] == 1)
 
     def arguments(self, starts: Any, carries: Any, rows: np.ndarray) -> tuple[Any, ...]:
         """What the program is called with."""
         stack = self._meeting.stack
         # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
         measured = [{name: carry[name] for name in ("sums", "tracked", "scaled") if name in carry} for carry in carries]
+        common = [{name: getattr(local, name) for name in self._common} for local in starts]
+        if self._merges_counts:
+            common = [tree | {"counts": counts_of(start.opt_state)} for tree, start in zip(common, starts, strict=True)]
+            if "opt_state" not in self._sent:  # whose buffers are donated: its counts are not passed a second time
+                measured = [m | {"counts": counts_of(c["opt_state"])} for m, c in zip(measured, carries, strict=True)]
         return (
-            stack([{name: getattr(local, name) for name in self._common} for local in starts]),
+            stack(common),
             stack([{name: carry[name] for name in self._sent} for carry in carries]),
             stack(measured),
             self._meeting.rows(rows),
         )
+
+
+def _next(carry: dict[str, Any], merged: dict[str, Any]) -> Local:
+    """What a replica goes on with: the merged trees, and its own optimizer state where it keeps that."""
+    trees = {"opt_state": carry.get("opt_state")} | merged
+    counts = trees.pop("counts", None)
+    return Local(**trees) if counts is None else Local(**trees | {"opt_state": with_counts(trees["opt_state"], counts)})
 
 
 def _one_row_each(table: np.ndarray) -> np.ndarray:

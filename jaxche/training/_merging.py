@@ -11,13 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import from_moments, is_float, measure_drift, outer_step, psum_buckets, sum_dtype, to_moments
+from jaxche.training._counts import advanced, are_schedules, counts_of
+from jaxche.training._finite import stayed_finite
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._place import first, lift
 from jaxche.training._programs import Local
 from jaxche.training._scaling import Scaling
 
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
-HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "plan_high", "plan_low")
+HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "not_finite", "stop", "plan_high", "plan_low")
 
 
 class Rules(NamedTuple):
@@ -53,6 +55,7 @@ class Merging:
         self._meeting, self._rule, self._opt_mode = meeting, rules.merge, rules.opt_state
         self._outer, self._scaling = rules.outer, rules.scaling
         self._tx: Any = optax.with_extra_args_support(rules.tx)
+        self._schedules = are_schedules(local.opt_state)
         # Gradients are cut at least as finely as parameters, so what is summed is cut like them.
         self._cut = {
             "delta": meeting.specs("grads", local.params),
@@ -121,6 +124,11 @@ class Merging:
             "examples": examples,
             "table": self._table(host, sums),
         }
+        if "counts" in start:
+            begun = first(start["counts"])
+            counted = first(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
+            steps = jnp.stack([new - old for old, new in zip(begun, counted, strict=True)]).astype(jnp.float32)
+            payload["counts"] = jnp.stack([steps, steps * weight])
         if self._opt_mode == "average":
             opt_leaves, opt_def = jax.tree.flatten(first(end["opt_state"]))
             floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
@@ -148,9 +156,12 @@ class Merging:
                 opt_leaves[i] = (s / total["weight"]).astype(opt_leaves[i].dtype)
             merged["opt_state"] = lift(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
-            merged["opt_state"] = lift(self._tx.init(params))
+            fresh = self._tx.init(params)
+            merged["opt_state"], counted = lift(fresh), counts_of(fresh)
+        if "counts" in start:
+            merged["counts"] = lift(self._merged_counts(begun, counted, total))
         squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        report = [*measure_drift(*squares), *squares]
+        report = [*measure_drift(*squares), *squares, _stayed_finite(start, merged)]
         if self._scaling is not None:
             noise = self._scaling.learnt(noise, total["noise"])
             # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
@@ -160,6 +171,18 @@ class Merging:
             report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
             report.append(noise.base_batch_size)
         return merged, total["table"], jnp.stack(report)
+
+    def _merged_counts(self, begun: Any, own: Any, total: Any) -> list[Any]:
+        """The optimizer's counts after a merge: schedules count the steps of all, moments are as old as their mean."""
+        merged = []
+        for i, (first_count, count) in enumerate(zip(begun, own, strict=True)):
+            if self._schedules[i]:
+                count = first_count + total["counts"][0, i].astype(first_count.dtype)
+            elif self._opt_mode == "average":
+                mean = total["counts"][1, i] / total["weight"]
+                count = first_count + jnp.round(mean).astype(first_count.dtype)
+            merged.append(count)
+        return merged
 
     def gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """One update on the mean of all gradients, the same everywhere."""
@@ -183,20 +206,28 @@ class Merging:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
             noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before, examples)
             scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
-        updates, opt_state = self._tx.update(grads, before, params, value=loss, **scaled)
+        updates, after = self._tx.update(grads, before, params, value=loss, **scaled)
+        opt_state = advanced(before, before, after, by=total["table"][:, 0, HOST_COLUMNS.index("count")].sum())
         merged = {
             "params": lift(optax.apply_updates(params, updates)),
             "opt_state": lift(opt_state),
             "model_state": lift(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
-        report = jnp.zeros(5, jnp.float32)
+        report = jnp.append(jnp.zeros(5, jnp.float32), _stayed_finite(start, merged))
         if scaled:
             progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
             merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}
             told = [scaled["noise"].critical_batch_size, gain, opt_state.factor, progress]
             report = jnp.concatenate([report, jnp.stack([*told, scaled["noise"].base_batch_size])])
         return merged, total["table"], report
+
+
+def _stayed_finite(start: dict[str, Any], merged: dict[str, Any]) -> Any:
+    """1.0 where the merge broke no number of a state, else 0.0."""
+    names = [name for name in ("params", "model_state", "outer_state", "opt_state") if name in start and name in merged]
+    before, after = ([tree[name] for name in names] for tree in (start, merged))
+    return stayed_finite(before, after).astype(jnp.float32)
 
 
 def _square_norm(tree: Any) -> Any:

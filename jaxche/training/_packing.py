@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,7 +35,7 @@ class Packing:
 
     def handed_over(self) -> dict[str, Any]:
         """What a replica that joins begins with, as :meth:`unpack` takes it where no rows were saved."""
-        return {name: _pooled(x) if name in self._own else x for name, x in self.pack().items()}
+        return {name: _pooled(name, x) if name in self._own else x for name, x in self.pack().items()}
 
     @property
     def rows(self) -> dict[str, int]:
@@ -51,13 +52,13 @@ class Packing:
     def unpack(self, saved: dict[str, Any], rows: dict[str, int]) -> tuple[Local, ...]:
         """The state of which :meth:`pack` made ``saved``, in the place of these replicas'.
 
-        Where there are not as many replicas as were saved, each gets the mean of the saved rows: of what is not a
-        float, the first.
+        Where there are not as many replicas as were saved, each gets the mean of the saved rows: of moments and of the
+        counts that say how old they are. Of what else is not a float it gets the first.
         """
         like, views = _present(self._locals[0]), {}
         for name, tree in saved.items():
             if not self._keeps(name, rows):
-                one = _pooled(tree) if name in rows else tree
+                one = _pooled(name, tree) if name in rows else tree
                 tree = self._meeting.everywhere(name, one, like[name])
             views[name] = tree
         parts = self._meeting.unstack(views)
@@ -72,11 +73,15 @@ def _present(local: Local) -> dict[str, Any]:
     return {name: tree for name, tree in local._asdict().items() if jax.tree.leaves(tree)}
 
 
-def _pooled(rows: Any) -> Any:
-    """One row of ``[n, ...]`` arrays that are whole along ``n`` everywhere."""
+def _pooled(name: str, rows: Any) -> Any:
+    """One row of the ``[n, ...]`` arrays of this name, which are whole along ``n`` everywhere."""
 
     def pooled(x: Any) -> Any:
-        return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype) if is_float(x) else x[0]
+        if is_float(x):
+            return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype)
+        if name == "opt_state" and x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.signedinteger):
+            return x[0] + jnp.round((x - x[0]).mean()).astype(x.dtype)  # as old as the mean of the moments
+        return x[0]
 
     shardings = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), rows)
     return jax.jit(lambda tree: jax.tree.map(pooled, tree), out_shardings=shardings)(rows)

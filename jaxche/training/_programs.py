@@ -12,6 +12,8 @@ import optax
 
 from jaxche.averaging import add_weighted, zero_sums
 from jaxche.sharding import Loss, batch_size
+from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
+from jaxche.training._finite import all_finite, stayed_finite
 from jaxche.training._place import Place, first, lift
 from jaxche.training._scaling import Scaling, Worth
 
@@ -58,6 +60,10 @@ class Programs(Protocol):
         """The steps for batches of these shapes."""
         ...
 
+    def finite(self, local: Local, carry: dict[str, Any]) -> bool:
+        """Whether a round that began with ``local`` and ended with ``carry`` broke no number."""
+        ...
+
 
 class LocalPrograms:
     """The compiled programs of a replica's local phase: ``begin`` and ``step``.
@@ -74,6 +80,7 @@ class LocalPrograms:
       seed: seed of ``rng=``.
       metrics: names of the loss function's metrics, sorted.
       scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
+      solo: whether this is the only replica, whose own steps are those of the run.
     """
 
     def __init__(
@@ -85,8 +92,9 @@ class LocalPrograms:
         seed: int,
         metrics: tuple[str, ...],
         scaling: Scaling | None = None,
+        solo: bool = False,
     ):
-        self._place, self._seed = place, seed
+        self._place, self._seed, self._solo = place, seed, solo
         self._objective = place.value_and_grad(loss)
         self._tx: Any = optax.with_extra_args_support(tx)
         self._metrics, self._scaling = metrics, scaling
@@ -94,12 +102,15 @@ class LocalPrograms:
         self._average = average
         # keep_unused: the arguments also say on which device the zeros are made.
         self.begin = jax.jit(self._begin, keep_unused=True)
+        self._finite = jax.jit(self._stayed_finite)
         self._step = jax.jit(
             step, static_argnames="measures", donate_argnums=1, compiler_options=place.compiler_options
         )
 
     def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
         start = made | ({"params": local.params} if self._average == "gradients" else {})
+        if "stride" in made:
+            start["counts"] = counts_of(local.opt_state)
         if self._scaling is not None:
             start |= {"progress": local.progress} | ({} if self._scaling.solo else {"noise": local.noise})
         return start
@@ -110,6 +121,17 @@ class LocalPrograms:
             return Steps(step, step)
         start, rest, _ = _parted(start, carry)
         return Steps(step, partial(_unmeasured, self._step.lower(start, rest, batch, measures=False).compile()))
+
+    def finite(self, local: Local, carry: dict[str, Any]) -> bool:
+        own = {name: carry[name] for name in ("params", "opt_state", "model_state", "grads") if name in carry}
+        return bool(self._finite(local, own))
+
+    def _stayed_finite(self, local: Local, carry: dict[str, Any]) -> Any:
+        flags = [
+            all_finite(tree) if name == "grads" else stayed_finite(getattr(local, name), tree)
+            for name, tree in carry.items()
+        ]
+        return self._place.constrain({"finite": jnp.all(jnp.stack(flags))})["finite"]
 
     def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[dict[str, Any], dict[str, Any]]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
@@ -126,6 +148,8 @@ class LocalPrograms:
             made, carry = {"seen": lift(seen), "worth": worth}, carry | lift(begun)
         if self._average == "parameters":
             carry |= {"params": copied["params"], "opt_state": copied["opt_state"]}
+            if not self._solo and any(are_schedules(local.opt_state)):
+                made["stride"] = worth.stride
         else:
             carry["grads"] = zero_sums(local.params)
         return self._place.constrain(made), self._place.constrain(carry)
@@ -148,7 +172,9 @@ class LocalPrograms:
         params, opt_state = first(carry["params"]), first(carry["opt_state"])
         loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
         scaled, more = self._scale(start, carry, grads, examples, measures) if self._scaling is not None else ({}, {})
-        params, opt_state = self._place.update(self._tx, grads, opt_state, params, value=loss, **scaled)
+        seen = ahead(opt_state, first(start["counts"]), start["stride"]) if "stride" in start else opt_state
+        params, updated = self._place.update(self._tx, grads, seen, params, value=loss, **scaled)
+        opt_state = advanced(opt_state, seen, updated) if "stride" in start else updated
         if scaled:
             worth = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
             more["scaled"] = carry["scaled"] + worth[None]

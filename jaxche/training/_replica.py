@@ -27,12 +27,16 @@ _PLAIN = Worth()
 
 
 class Outcome(NamedTuple):
-    """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong."""
+    """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong.
+
+    ``finite`` is false where a number of the carry became NaN or infinite.
+    """
 
     carry: dict[str, Any]
     steps: int
     wall_ms: float
     error: Exception | None = None
+    finite: bool = True
 
 
 class PaceError(ValueError):
@@ -99,6 +103,7 @@ class Replica:
             carry, loss = steps.measuring(start, carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
+        self._programs.finite(local, carry)
         if self._pace_ms and fastest > self._pace_ms:
             enough = np.ceil(1.3 * fastest)
             raise PaceError(
@@ -158,9 +163,12 @@ class Replica:
                     losses[in_flight // 2 - 1].block_until_ready()
                     del losses[: in_flight // 2]
             jax.block_until_ready(carry)
+            wall_ms = (time.perf_counter() - start) * 1e3 if steps else 0.0
+            # Before an error is raised: the other processes of an island take part in this.
+            finite = self._programs.finite(local, carry)
             if self._unread is not None:
                 raise self._unread
-            return Outcome(carry, steps, (time.perf_counter() - start) * 1e3 if steps else 0.0)
+            return Outcome(carry, steps, wall_ms, finite=finite)
         except Exception as error:
             return self.idle(local)._replace(error=error)
 

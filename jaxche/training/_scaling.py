@@ -31,10 +31,12 @@ class Worth(NamedTuple):
     Attributes:
       replicas: the merge's effective number of replicas.
       alpha: its step length.
+      stride: steps of all replicas for one of this replica.
     """
 
     replicas: Any = 1.0
     alpha: Any = 1.0
+    stride: Any = 1.0
 
 
 class Scaled(NamedTuple):

@@ -179,7 +179,8 @@ class StageMerge:
         squares = np.sum([one.squares for one in merged.values()], axis=0)
         rel, direction = measure_drift(*squares.tolist())
         table = next(iter(merged.values())).table
-        return Merged(tuple(locals_), table, (float(rel), float(direction)))
+        finite = all(one.finite for one in merged.values())
+        return Merged(tuple(locals_), table, (float(rel), float(direction)), finite=finite)
 
 
 def _stage_of(local: Local, stage: int) -> Local:
@@ -206,7 +207,7 @@ class StagedEngine(Engine):
             self._meeting = StageMeetings(places, self._host)
 
     def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
-        settings = (self._tx, self._average, self._seed, examples)
+        settings = (self._tx, self._average, self._seed, examples, len(self._all) == 1)
         places: Any = self._places
         self._replicas = [
             Replica(rank, places[rank], StagedPrograms(places[rank], *settings), self._paces[rank])

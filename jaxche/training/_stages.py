@@ -15,6 +15,8 @@ import optax
 from jaxche.averaging import add_weighted, zero_sums
 from jaxche.protocols import Partitioned, Pipeline
 from jaxche.sharding import Device, batch_size
+from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
+from jaxche.training._finite import all_finite, stayed_finite
 from jaxche.training._place import Begin, OneDevice, first, lift
 from jaxche.training._programs import Local, Steps
 
@@ -57,10 +59,13 @@ class StagedPrograms:
       seed: added to the model's own, of the keys of stages that name ``rng``.
       examples: in a batch of the data. A smaller one, as the last of an epoch may be, is cut into micro-batches of
         the largest size that divides it.
+      solo: whether this is the only replica.
     """
 
-    def __init__(self, place: Stages, tx: optax.GradientTransformation, average: str, seed: int, examples: int):
-        self._model, self._average, self._examples = place.model, average, examples
+    def __init__(
+        self, place: Stages, tx: optax.GradientTransformation, average: str, seed: int, examples: int, solo: bool
+    ):
+        self._model, self._average, self._examples, self._solo = place.model, average, examples, solo
         self._devices = [device for (device,) in (one.devices[0] for one in place.by_stage)]
         self._seed = place.model.seed + seed
         self._tx: Any = optax.with_extra_args_support(tx)
@@ -70,18 +75,21 @@ class StagedPrograms:
         self._update = jax.jit(self._updated, donate_argnums=(1, 2))
         self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_counted, donate_argnums=0)
+        self._stayed_finite, self._all_finite = jax.jit(stayed_finite), jax.jit(all_finite)
 
     def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
-        return made | ({"params": local.params} if self._average == "gradients" else {})
+        start = made | ({"params": local.params} if self._average == "gradients" else {})
+        return start | ({"counts": tuple(map(counts_of, local.opt_state))} if "stride" in made else {})
 
     def begin(self, local: Local, index: Any, worth: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state a round works on, a copy: the one it starts from stays valid."""
-        del worth  # learning rates of stages are not scaled
+        follows = self._average == "parameters" and not self._solo and any(are_schedules(local.opt_state))
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
         carry: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        return {}, carry | {"model_state": None, "index": int(index), "sums": sums}
+        made = {"stride": worth.stride} if follows else {}
+        return made, carry | {"model_state": None, "index": int(index), "sums": sums}
 
     def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
         examples = batch_size(batch)
@@ -89,6 +97,14 @@ class StagedPrograms:
         model.compile(self._params(start, carry), batch)
         step = functools.partial(self._step, model, np.float32(examples))
         return Steps(step, step)
+
+    def finite(self, local: Local, carry: dict[str, Any]) -> bool:
+        if self._average == "gradients":
+            flags = [self._all_finite(stage) for stage in carry["grads"]]
+        else:
+            stages = zip(local.params, local.opt_state, carry["params"], carry["opt_state"], strict=True)
+            flags = [self._stayed_finite((p, o), (params, opt_state)) for p, o, params, opt_state in stages]
+        return all(map(bool, flags))
 
     def _params(self, start: dict[str, Any], carry: dict[str, Any]) -> Any:
         return carry["params"] if self._average == "parameters" else start["params"]
@@ -123,8 +139,9 @@ class StagedPrograms:
             added = (self._add(*stage, examples) for stage in zip(carry["grads"], grads, strict=True))
             return stepped | {"grads": tuple(added)}, loss
         told = jax.device_put([loss] * len(self._devices), self._devices)
-        stages = zip(grads, carry["opt_state"], params, told, strict=True)
-        updated = [self._update(*stage) for stage in stages]
+        counts = start.get("counts", (None,) * len(params))
+        stages = zip(grads, carry["opt_state"], params, told, counts, strict=True)
+        updated = [self._update(*stage, start.get("stride")) for stage in stages]
         params, opt_state = zip(*updated, strict=True)
         return stepped | {"params": params, "opt_state": opt_state}, loss
 
@@ -134,9 +151,11 @@ class StagedPrograms:
             return {"params": jax.tree.map(jnp.copy, params), "opt_state": jax.tree.map(jnp.copy, opt_state)}
         return {"grads": zero_sums(params)}
 
-    def _updated(self, grads: Any, opt_state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
-        grads, opt_state, params = first((grads, opt_state, params))
-        updates, opt_state = self._tx.update(grads, opt_state, params, value=loss)
+    def _updated(self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any) -> tuple[Any, Any]:
+        grads, opt_state, params, begun = first((grads, opt_state, params, begun))
+        seen = opt_state if begun is None else ahead(opt_state, begun, stride)
+        updates, updated = self._tx.update(grads, seen, params, value=loss)
+        opt_state = updated if begun is None else advanced(opt_state, seen, updated)
         return lift((optax.apply_updates(params, updates), opt_state))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -25,6 +26,7 @@ def host_row(plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, 
         outcome.wall_ms,
         last_sync_ms,
         failed,
+        not outcome.finite,
         stop,
         *plan.digest_halves(),
     ]
@@ -82,7 +84,7 @@ class Table:
         return dict(zip(self._metrics, means.tolist(), strict=True))
 
     def refuse_bad(
-        self, state: ReplicaState, plan: RoundPlan, ranks: Sequence[int], outcomes: Sequence[Outcome]
+        self, state: ReplicaState, plan: RoundPlan, ranks: Sequence[int], outcomes: Sequence[Outcome], merged: bool
     ) -> None:
         """Raise, on every host alike, if this round must not count.
 
@@ -90,7 +92,8 @@ class Table:
           Exception: whatever a local replica raised.
           RankError: another process's replica raised.
           PlanMismatchError: hosts planned different rounds.
-          NonFiniteLossError: a loss is NaN or infinite.
+          NonFiniteLossError: a loss, a replica's state or gradients, or what was merged (unless ``merged``) is NaN
+            or infinite.
         """
         if self._host("failed").any():
             errors = [(outcome.error, rank) for rank, outcome in zip(ranks, outcomes, strict=True) if outcome.error]
@@ -103,13 +106,47 @@ class Table:
                 f"{[r for r, d in enumerate(digests) if d != tuple(map(float, plan.digest_halves()))]} something else; "
                 "use the same data, seed and settings on all of them"
             )
-        bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(self._numbers[r, _LOSS])]
+        losses = self._numbers[:, _LOSS]
+        bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
         if bad:
-            raise NonFiniteLossError(
-                f"the loss of rank {bad[0]} became {self._numbers[bad[0], _LOSS]} in round {plan.round} (epoch "
-                f"{plan.epoch}); the round was not merged and this error's .state is the last good one. Try a lower "
-                "learning rate or optax.chain(optax.clip_by_global_norm(1.0), tx)",
-                bad[0],
-                plan.round,
-                state,
-            )
+            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}")
+        broken = np.flatnonzero(self._host("not_finite")).tolist()
+        if broken:
+            what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
+            self._refuse_numbers(state, plan, broken[0], what)
+        if not merged:
+            self._refuse_numbers(state, plan, None, "the merged parameters or optimizer state became NaN or infinite")
+
+    def _refuse_numbers(self, state: ReplicaState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
+        ranks = range(len(plan.counts)) if rank is None else [rank]
+        batches = tuple(batch for r in ranks for batch in plan.share(r)[: self.counts[r]])
+        raise NonFiniteLossError(
+            f"{what} in round {plan.round}, which trained on {_listed(batches)}. The round was not merged, and this "
+            "error's .state is the one from before it. Look for NaN, infinite or empty values in these batches and for "
+            "a gradient that is not finite where the loss is (sqrt or log at 0); else try a lower learning rate or "
+            "optax.chain(optax.clip_by_global_norm(1.0), tx)",
+            rank,
+            plan.round,
+            state,
+            batches,
+        )
+
+
+def _listed(batches: Sequence[tuple[int, int]]) -> str:
+    """E.g. ``batches 3 to 7 of epoch 0, batch 0 of epoch 1``."""
+    by_epoch: dict[int, list[int]] = {}
+    for epoch, index in batches:
+        by_epoch.setdefault(epoch, []).append(index)
+    return ", ".join(
+        f"batch{'es' * (len(found) > 1)} {_ranges(sorted(found))} of epoch {epoch}" for epoch, found in by_epoch.items()
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " and ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)

@@ -64,7 +64,8 @@ class Trainer:
         dict of scalars. It gets ``rng=`` (a key of its own for every batch) and ``model_state=`` if it names them;
         with the latter it returns ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with
         ``Direct`` or ``Pipeline``: every replica is then a pipeline of its own, and parameters are one entry a stage.
-      tx: any ``optax.GradientTransformation``. Each replica has its own state of it.
+      tx: any ``optax.GradientTransformation``. Each replica has its own state of it. A schedule inside it follows the
+        run as on one device: its count is the number of batches that all replicas have trained on (see the notes).
       policy: when replicas meet, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch,
         ``"cadence"`` when the slowest has done ``anchor`` batches, ``"async"`` the same with divergence correction
         and without stopping at the end of an epoch.
@@ -75,7 +76,8 @@ class Trainer:
         ``sync`` and parameters otherwise.
       merge: weights of parameters, see :func:`~jaxche.merge_weights`: ``"steps"``, ``"batch"`` or ``"fednova"``.
       opt_state: what a merge does with each replica's optimizer state: ``"local"`` leaves it, ``"average"`` takes
-        the weighted mean of its float leaves, ``"reset"`` starts anew.
+        the weighted mean of its moments and of the counts that say how old these are, ``"reset"`` starts moments anew.
+        Schedules go on whichever it is.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default each of
         :func:`jaxche.devices` is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other
@@ -102,6 +104,19 @@ class Trainer:
         (:func:`~jaxche.scaling.noise_scale.skip`).
       base_batch_size: examples in the batch the learning rate was tuned for; by default those of one batch of the
         data.
+
+    Notes:
+      **Schedules.** On one device a schedule in ``tx`` is a function of the updates so far, one a batch. Here it is a
+      function of the batches that all replicas have trained on, so ``optax.cosine_decay_schedule(0.1, epochs *
+      len(data))`` ends at the end of the run on any number of replicas, of any speeds, under every policy. In a round
+      of N steps over all replicas, of which one replica takes n, its count advances by N/n at each of its steps; after
+      the merge all have the same. Where gradients are averaged the one update of the round advances it by N. With
+      ``optax.MultiSteps(tx, k)`` a count stands for k batches, as on one device. These are counts of
+      ``scale_by_schedule``, ``inject_hyperparams``, ``MultiSteps``, ``add_decayed_weights``, ``add_noise``,
+      ``schedule_free`` and ``ademamix``, wherever they are nested; a transformation of your own that depends on a count
+      keeps it in an ``optax.ScaleByScheduleState``. Counts of moments, as in Adam's bias correction, count updates of
+      their replica. A scaling rule has a progress of its own, which :func:`~jaxche.scaling.progress_schedule` follows.
+      A schedule of ``outer`` counts merges.
 
     Attributes:
       last_good_state: after an error in :meth:`fit`, the state from before the round that failed.
@@ -250,7 +265,8 @@ class Trainer:
 
         Raises:
           ValueError: data, loss, pace or counts that cannot work.
-          NonFiniteLossError: a loss became NaN; its ``state`` is the one passed in.
+          NonFiniteLossError: a loss, a parameter or a state became NaN or infinite; the error's ``state`` is the one
+            passed in, and its ``batches`` are those of the replica that it happened on.
           RankError: another process failed.
           PlanMismatchError: hosts planned different rounds.
         """
@@ -410,7 +426,7 @@ class Trainer:
         merged = self._engine.merge(state.locals, outcomes, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)
-        table.refuse_bad(state, plan, self._engine.ranks, outcomes)
+        table.refuse_bad(state, plan, self._engine.ranks, outcomes, merged.finite)
         if self._stop == stop:  # only now all have heard of it; a signal may have asked for more meanwhile
             self._stop = Stop.NO
         # Replicas start a round together, so what the slowest did not take was the merge.

@@ -1,11 +1,12 @@
 """Outer optimizers: published cases, start [1, 2], learning rate 0.5, momentum 0.9."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from jaxche.averaging import outer_step
+from jaxche.averaging import outer_init, outer_step
 
 SLOWMO = optax.sgd(0.5, momentum=0.9)
 DILOCO = optax.sgd(0.5, momentum=0.9, nesterov=True)
@@ -22,7 +23,20 @@ DILOCO = optax.sgd(0.5, momentum=0.9, nesterov=True)
 )
 def test_published_cases(outer, rounds):
     x = jnp.array([1.0, 2.0])
-    state = outer.init(x)
+    state = outer_init(outer, x)
     for consensus, after in rounds:
         x, state = outer_step(outer, x, x - jnp.array(consensus), state)
         np.testing.assert_allclose(x, after, rtol=1e-6)
+
+
+def test_low_precision_parameters_are_rounded_once():
+    # bfloat16 has no number between 1 and 1.0078: the momentum alone would be lost.
+    outer = optax.chain(optax.trace(0.5), optax.scale(-1.0))
+    x = jnp.ones(1, jnp.bfloat16)
+    state = outer_init(outer, x)
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [jnp.float32]
+    y, state = outer_step(outer, x, jnp.full(1, -0.002, jnp.float32), state)
+    assert (float(y[0]), y.dtype) == (1.0, jnp.bfloat16)
+    y, state = outer_step(outer, x, jnp.full(1, -0.003, jnp.float32), state)
+    assert float(y[0]) == float(jnp.bfloat16(1.0 + 0.003 + 0.5 * 0.002))
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [jnp.float32]

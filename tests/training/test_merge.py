@@ -8,6 +8,7 @@ import pytest
 
 import jaxche
 from jaxche.averaging import drift_from_gram, gram_matrix
+from jaxche.training._merging import HOST_COLUMNS
 
 
 @pytest.mark.parametrize("scaling", [None, jaxche.AdaScale(), jaxche.AdamScale()])
@@ -18,7 +19,7 @@ def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
     carries = [r.begin(local, 0) for r, local in zip(replicas, state.locals, strict=True)]
-    arguments = merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))
+    arguments = merge.arguments(state.locals, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
     text = merge._program.lower(*arguments).as_text()
     assert text.count("stablehlo.all_reduce") == 1
     assert "all_gather" not in text
@@ -53,6 +54,30 @@ def test_low_precision_parameters_keep_their_dtype(devices):
         state, info = trainer.round(trainer.init(jnp.zeros(4, jnp.bfloat16)), data, counts=(2, 4))
         assert trainer.params(state).dtype == jnp.bfloat16
         assert np.isfinite(info.loss)
+
+
+@pytest.mark.filterwarnings("ignore:an outer optimizer over only")
+def test_an_outer_momentum_of_low_precision_parameters_is_float32_from_the_start(devices, lockstep, tmp_path):
+    def trainer():
+        return jaxche.Trainer(
+            lambda w, b: jnp.mean((b @ w.astype(jnp.float32) - 1.0) ** 2),
+            optax.sgd(0.1),
+            outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
+            che=lockstep(),
+            replicas=devices[:2],
+        )
+
+    data = [np.eye(4, dtype=np.float32)] * 8
+    first = trainer()
+    state = first.init(jnp.zeros(4, jnp.bfloat16))
+    before = [x.dtype for x in jax.tree.leaves(state.outer_state)]
+    state, _ = first.fit(state, data, progress=False, checkpoints=tmp_path, callbacks=[lambda *_: True])
+    assert before == [x.dtype for x in jax.tree.leaves(state.outer_state)] == [jnp.float32]
+    assert first.params(state).dtype == jnp.bfloat16
+    second = trainer()
+    after, history = second.fit(second.init(jnp.zeros(4, jnp.bfloat16)), data, progress=False, checkpoints=tmp_path)
+    assert len(history) == 2
+    assert second.params(after).dtype == jnp.bfloat16
 
 
 def test_integers_and_keys_in_model_state_stay_each_replicas_own(devices):

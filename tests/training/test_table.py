@@ -27,8 +27,8 @@ def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
 DONE = (Outcome({}, 2, 1.0), Outcome({}, 1, 1.0))
 
 
-def refuse(t, outcomes=DONE, ranks=(0, 1)):
-    t.refuse_bad("state", PLAN, ranks, outcomes)
+def refuse(t, outcomes=DONE, ranks=(0, 1), merged=True):
+    t.refuse_bad("state", PLAN, ranks, outcomes, merged)
 
 
 def test_reads():
@@ -54,6 +54,32 @@ def test_a_loss_that_is_not_finite_names_its_rank(bad):
     with pytest.raises(NonFiniteLossError, match="rank 1 became") as caught:
         refuse(table(losses=(8.0, bad)))
     assert (caught.value.rank, caught.value.round, caught.value.state) == (1, 2, "state")
+
+
+def test_a_state_that_is_not_finite_names_its_rank_and_its_batches():
+    with pytest.raises(NonFiniteLossError, match=r"a state of rank 0 became.*batches 0 to 1 of epoch 0.*NaN") as caught:
+        refuse(table(not_finite=(0, 1.0), count=(0, 2.0)))
+    assert (caught.value.rank, caught.value.batches) == (0, ((0, 0), (0, 1)))
+
+
+def test_a_replica_names_only_the_batches_that_it_trained_on():
+    with pytest.raises(NonFiniteLossError, match="trained on batch 0 of epoch 0") as caught:
+        refuse(table(not_finite=(0, 1.0), count=(0, 1.0)))
+    assert caught.value.batches == ((0, 0),)
+
+
+def test_a_merge_that_is_not_finite_names_all_batches():
+    counts = table(count=(0, 2.0))._numbers
+    counts[1, module._COLUMN["count"]] = 1
+    with pytest.raises(NonFiniteLossError, match="the merged parameters") as caught:
+        refuse(Table(counts, ("mae",)), merged=False)
+    assert caught.value.rank is None
+    assert caught.value.batches == ((0, 0), (0, 1), (0, 2))
+
+
+def test_batches_are_listed_as_ranges():
+    assert module._listed([(0, 7), (0, 8), (1, 0)]) == "batches 7 to 8 of epoch 0, batch 0 of epoch 1"
+    assert module._listed([(2, 5), (2, 1), (2, 2)]) == "batches 1 to 2 and 5 of epoch 2"
 
 
 def test_the_local_error_wins():

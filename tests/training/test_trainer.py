@@ -47,10 +47,9 @@ def local_sgd(problem, tx, rounds, rule="steps", opt_mode="local", outer=None):
         weights, alpha = merge_weights(rule, counts)
 
         def mean(*leaves, weights=weights):
-            if not jnp.issubdtype(leaves[0].dtype, jnp.floating):
-                return leaves
             total = sum(w * x for w, x in zip(weights, leaves, strict=True))
-            return (total,) * len(leaves)
+            counts = jnp.issubdtype(leaves[0].dtype, jnp.integer)  # of Adam: as old as the mean of the moments
+            return (jnp.round(total).astype(leaves[0].dtype) if counts else total,) * len(leaves)
 
         merged = jax.tree.map(lambda *x, w=weights: sum(a * b for a, b in zip(w, x, strict=True)), *ends)
         gradient = jax.tree.map(lambda a, b, alpha=alpha: alpha * (a - b), x0, merged)

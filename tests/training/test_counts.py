@@ -1,0 +1,219 @@
+"""Schedules follow the progress of the whole run; counts of moments follow the moments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.training._counts import advanced, ahead, are_schedules, counts_of, with_counts
+
+BATCHES = 24
+DATA = [{"x": np.ones(2, np.float32)} for _ in range(BATCHES)]
+
+
+def rate(count):
+    """Falls to zero over the batches of the run."""
+    return 1.0 - count / BATCHES
+
+
+def slope(w, batch):
+    """Its gradient is 1, so that a parameter goes down by the sum of the rates."""
+    return jnp.sum(w) * batch["x"].mean()
+
+
+def start(trainer):
+    return trainer.init(jnp.zeros(()))
+
+
+def schedule_counts(opt_state):
+    """Rows of each count that a schedule depends on."""
+    marks = are_schedules(jax.tree.map(lambda x: x[:1], opt_state))
+    found = [leaf for leaf in jax.tree.leaves(opt_state) if leaf.ndim == 1 and leaf.dtype == jnp.int32]
+    return [np.asarray(leaf).tolist() for leaf, mark in zip(found, marks, strict=True) if mark]
+
+
+def every(k, tx):
+    return optax.MultiSteps(tx, every_k_schedule=k).gradient_transformation()
+
+
+OPTIMIZERS = {
+    "chain": optax.chain(optax.clip_by_global_norm(9.0), optax.sgd(rate)),
+    "inject": optax.inject_hyperparams(optax.sgd)(learning_rate=rate),
+    "multi_transform": optax.multi_transform({"all": optax.sgd(rate)}, "all"),
+    "masked": optax.masked(optax.sgd(rate), True),
+    "adamw": optax.adamw(rate),
+    "decay": optax.chain(optax.add_decayed_weights(rate), optax.sgd(rate)),
+    "schedule_free": optax.contrib.schedule_free(optax.sgd(rate), rate),
+}
+SETTINGS = {
+    "cadence": {},
+    "async": {"policy": "async"},
+    "sync": {"policy": "sync"},
+    "gradients": {"average": "gradients"},
+    "average": {"opt_state": "average"},
+    "reset": {"opt_state": "reset"},
+    "host": {"backend": "host"},
+    "outer": {"outer": optax.sgd(1.0)},
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_schedule_has_run_when_the_batches_are_used_up(devices, lockstep, setting, world):
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:world], che=lockstep(world), **SETTINGS[setting])
+    state, _ = trainer.fit(start(trainer), DATA, epochs=1, progress=False)
+    assert schedule_counts(state.opt_state) == [[BATCHES] * world] * 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_through_every_wrapper(devices, average, name):
+    trainer = jaxche.Trainer(slope, OPTIMIZERS[name], replicas=devices[:2], average=average)
+    state = start(trainer)
+    for counts in ((1, 4), (3, 2), (0, 5)):
+        state, _ = trainer.round(state, DATA, counts=counts)
+    found = schedule_counts(state.opt_state)
+    begun = [row[0] for row in schedule_counts(start(trainer).opt_state)]  # schedule_free counts from 1
+    assert found
+    assert found == [[first + 15] * 2 for first in begun]
+
+
+@pytest.mark.parametrize(("average", "rounds", "updates"), [("parameters", 3, 12), ("gradients", 4, 16)])
+def test_through_accumulated_steps(devices, average, rounds, updates):
+    # Of two batches each: half as many updates as batches, as on one device.
+    trainer = jaxche.Trainer(slope, every(2, optax.sgd(rate)), replicas=devices[:2], average=average)
+    state = start(trainer)
+    for _ in range(rounds):
+        state, _ = trainer.round(state, DATA, counts=(2, 6))
+    assert schedule_counts(state.opt_state) == [[updates, updates]] * 2
+
+
+def test_the_rates_within_a_round_are_those_of_the_batches_so_far(devices):
+    trainer = jaxche.Trainer(slope, optax.sgd(rate), replicas=devices[:2], merge="batch")
+    state, w, done = start(trainer), 0.0, 0
+    for counts in ((2, 6), (1, 4), (3, 3)):
+        total = sum(counts)
+        moved = [sum(rate(done + round(step * total / n)) for step in range(n)) for n in counts]
+        w, done = w - np.mean(moved), done + total
+        state, _ = trainer.round(state, DATA, counts=counts)
+        assert float(trainer.params(state)) == pytest.approx(w, rel=1e-6)
+
+
+def test_the_update_on_averaged_gradients_has_the_rate_of_the_batches_so_far(devices):
+    trainer = jaxche.Trainer(slope, optax.sgd(rate), replicas=devices[:2], average="gradients")
+    state = start(trainer)
+    for counts in ((2, 6), (1, 3)):
+        state, _ = trainer.round(state, DATA, counts=counts)
+    assert float(trainer.params(state)) == pytest.approx(-rate(0) - rate(8))
+
+
+def test_one_replica_counts_as_ever(devices, same):
+    tx = optax.chain(optax.adam(rate), optax.scale(0.5))
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:1])
+    state, _ = trainer.fit(start(trainer), DATA, epochs=1, progress=False)
+    params = jnp.zeros(())
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        updates, opt_state = tx.update(jax.grad(slope)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for batch in DATA:
+        params, opt_state = step(params, opt_state, batch)
+    same((params, opt_state), (trainer.params(state), jax.tree.map(lambda x: x[0], state.opt_state)))
+
+
+@pytest.mark.parametrize("strategy", [jaxche.FullShard(), jaxche.ShardGradOp()])
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_islands_of_unlike_sizes_agree(devices, average, strategy):
+    replicas = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:6])]
+    trainer = jaxche.Trainer(slope, optax.adam(rate), replicas=replicas, strategy=strategy, average=average)
+    state, _ = trainer.round(start(trainer), DATA, counts=(1, 4))
+    assert schedule_counts(state.opt_state) == [[5, 5]]
+
+
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+def test_every_stage_agrees(devices, average):
+    stages = [lambda p, batch: p * batch["x"], lambda p, x: p + x]
+    model = jaxche.Partitioned(stages, lambda y, batch: jnp.mean(y), jaxche.Direct())
+    replicas = [devices[:2], devices[2:4]]
+    trainer = jaxche.Trainer(model, optax.adam(rate), replicas=replicas, average=average)
+    state = trainer.init([jnp.zeros(()), jnp.zeros(())])
+    for counts in ((1, 4), (3, 2)):
+        state, _ = trainer.round(state, DATA, counts=counts)
+    assert [schedule_counts(stage) for stage in state.opt_state] == [[[10, 10]], [[10, 10]]]
+    if average == "parameters":
+        adam = [np.asarray(stage[0].count).tolist() for stage in state.opt_state]
+        assert adam == [[4, 6], [4, 6]]
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_a_resume_with_other_replicas_goes_on_where_the_schedule_was(devices, lockstep, tmp_path, other):
+    def trainer(world):
+        che = lockstep(world) if world > 1 else None
+        return jaxche.Trainer(slope, optax.adam(rate), replicas=devices[:world], che=che)
+
+    first = trainer(2)
+    half, _ = first.fit(
+        start(first), DATA, progress=False, checkpoints=tmp_path, callbacks=[lambda state, info: state.round == 3]
+    )
+    assert schedule_counts(half.opt_state) == [[12, 12]]
+    second = trainer(other)
+    state, _ = second.fit(start(second), DATA, progress=False, checkpoints=tmp_path)
+    assert schedule_counts(state.opt_state) == [[BATCHES] * other]
+
+
+def test_a_scaled_optimizer_keeps_its_own_progress_beside_the_schedule(devices):
+    trainer = jaxche.Trainer(
+        slope, optax.sgd(rate), replicas=devices[:2], average="gradients", scaling=jaxche.LinearScale()
+    )
+    state, info = trainer.round(start(trainer), DATA, counts=(2, 6))
+    assert schedule_counts(state.opt_state) == [[8, 8]]
+    assert info.progress == pytest.approx(1.0, rel=1e-5)  # without noise a larger batch is worth no more
+
+
+def test_averaged_moments_are_as_old_as_their_mean(devices):
+    trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2], opt_state="average")
+    state, _ = trainer.round(start(trainer), DATA, counts=(1, 20))
+    assert np.asarray(state.opt_state[0].count).tolist() == [19, 19]  # (1 * 1 + 20 * 20) / 21
+    before = trainer.params(state)
+    state, _ = trainer.round(state, DATA, counts=(1, 0))
+    # Adam's step on a constant gradient is one rate long, at whatever age of its moments.
+    assert float(before - trainer.params(state)) == pytest.approx(0.01, rel=0.03)
+
+
+def test_own_moments_count_the_updates_of_their_replica(devices):
+    trainer = jaxche.Trainer(slope, optax.adam(rate), replicas=devices[:2])
+    state, _ = trainer.round(start(trainer), DATA, counts=(1, 4))
+    assert np.asarray(state.opt_state[0].count).tolist() == [1, 4]
+
+
+def test_a_reset_forgets_moments_and_not_the_schedule(devices):
+    trainer = jaxche.Trainer(slope, optax.adam(rate), replicas=devices[:2], opt_state="reset")
+    state, _ = trainer.round(start(trainer), DATA, counts=(1, 4))
+    adam, schedule = state.opt_state
+    assert np.asarray(adam.count).tolist() == [0, 0]
+    assert not np.asarray(adam.mu).any()
+    assert np.asarray(schedule.count).tolist() == [5, 5]
+
+
+def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices):
+    trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2])
+    state, _ = trainer.round(start(trainer), DATA, counts=(1, 5))
+    packing = trainer._engine.packing(state.locals)
+    assert int(packing.handed_over()["opt_state"][0].count) == 3
+
+
+def test_counts_by_hand():
+    state = (optax.ScaleByAdamState(jnp.int32(7), jnp.ones(2), jnp.ones(2)), optax.ScaleByScheduleState(jnp.int32(20)))
+    assert are_schedules(state) == [False, True]
+    assert [int(n) for n in counts_of(ahead(state, [jnp.int32(5), jnp.int32(18)], 2.5))] == [7, 23]
+    seen, after = (with_counts(state, list(map(jnp.int32, counts))) for counts in ((7, 23), (8, 24)))
+    assert [int(n) for n in counts_of(advanced(state, seen, after))] == [8, 21]
+    after = with_counts(state, list(map(jnp.int32, (8, 21))))
+    assert [int(n) for n in counts_of(advanced(state, state, after, by=5))] == [8, 25]
+    assert counts_of({"key": jax.random.key(0), "n": jnp.uint32(3), "x": jnp.zeros(()), "i": jnp.arange(2)}) == []
