@@ -33,7 +33,7 @@ class Alone:
         if self._spans:
             rows = np.max(gather_json(rows.tolist()), axis=0)  # they stop together, and fail together
         local = Local(carry["params"], carry["opt_state"], carry["model_state"], start.outer_state)
-        table = np.concatenate([rows, np.asarray(carry["sums"])], axis=1)
+        table = np.concatenate([rows, np.asarray(carry["not_finite"]), np.asarray(carry["sums"])], axis=1)
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
         known = {name: carry[name] for name in ("noise", "scaled", "sums", "tracked", "params")}

@@ -209,7 +209,7 @@ class Engine:
             self._warm_up_merge(locals_)
 
     def _warm_up_merge(self, locals_: Sequence[Local]) -> None:
-        carries = [r.begin(local, 0) for r, local in zip(self._replicas, locals_, strict=True)]
+        carries = [r.idle(local).carry for r, local in zip(self._replicas, locals_, strict=True)]
         self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
     def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:

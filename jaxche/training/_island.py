@@ -27,7 +27,7 @@ from jaxche.sharding import (
 from jaxche.training._place import Begin
 
 # Small enough, or of a kind, to be whole on every device.
-_WHOLE = ("model_state", "progress", "sums", "scaled", "index", "worth", "stride", "counts", "finite")
+_WHOLE = ("model_state", "progress", "sums", "scaled", "index", "worth", "stride", "counts", "not_finite")
 
 
 class Island:

@@ -22,7 +22,7 @@ class Merged(NamedTuple):
     """Result of a merge: each local replica's next state and the table every host sees alike."""
 
     locals: tuple[Local, ...]
-    table: np.ndarray  # [R, len(HOST_COLUMNS) + 2 + metrics]
+    table: np.ndarray  # [R, len(HOST_COLUMNS) + 3 + metrics]
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
     squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # what the drift is made of
@@ -107,7 +107,8 @@ class Merge:
         """What the program is called with."""
         stack = self._meeting.stack
         # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
-        measured = [{name: carry[name] for name in ("sums", "tracked", "scaled") if name in carry} for carry in carries]
+        own = ("sums", "not_finite", "tracked", "scaled")
+        measured = [{name: carry[name] for name in own if name in carry} for carry in carries]
         common = [{name: getattr(local, name) for name in self._common} for local in starts]
         if self._merges_counts:
             common = [tree | {"counts": counts_of(start.opt_state)} for tree, start in zip(common, starts, strict=True)]

@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import from_moments, is_float, measure_drift, outer_step, psum_buckets, sum_dtype, to_moments
 from jaxche.training._counts import advanced, are_schedules, counts_of
-from jaxche.training._finite import stayed_finite
+from jaxche.training._finite import all_finite, broken, stayed_finite
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._place import first, lift
 from jaxche.training._programs import Local
 from jaxche.training._scaling import Scaling
 
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
-HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "not_finite", "stop", "plan_high", "plan_low")
+HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "plan_high", "plan_low")
 
 
 class Rules(NamedTuple):
@@ -81,9 +81,10 @@ class Merging:
         )
         return by_piece(payload)
 
-    def _table(self, host: Any, sums: Any) -> Any:
+    def _table(self, host: Any, not_finite: Any, sums: Any) -> Any:
         """This replica's rows in an otherwise empty table; the sum over replicas is the whole table."""
-        rows = jnp.concatenate([host[0], jnp.broadcast_to(sums, (host.shape[1], sums.shape[1]))], axis=1)
+        told = jnp.concatenate([not_finite, sums], axis=1)
+        rows = jnp.concatenate([host[0], jnp.broadcast_to(told, (host.shape[1], told.shape[1]))], axis=1)
         table = jnp.zeros((self._meeting.mesh.shape[AXIS], *rows.shape), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(rows)
 
@@ -122,7 +123,7 @@ class Merging:
             "squares": weight * _square_norm(delta),
             "statistics": statistics,
             "examples": examples,
-            "table": self._table(host, sums),
+            "table": self._table(host, measured["not_finite"], sums),
         }
         if "counts" in start:
             begun = first(start["counts"])
@@ -193,7 +194,7 @@ class Merging:
             "grads": first(end["grads"]),
             "sums": sums[0],
             "statistics": statistics,
-            "table": self._table(host, sums),
+            "table": self._table(host, broken(all_finite(end["grads"])), sums),
         }
         if self._scaling is not None:
             payload["noise"] = self._scaling.sent(first(measured["tracked"]), None, None, None, sums[0, 0])

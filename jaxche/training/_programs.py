@@ -13,7 +13,7 @@ import optax
 from jaxche.averaging import add_weighted, zero_sums
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
-from jaxche.training._finite import all_finite, stayed_finite
+from jaxche.training._finite import broken, stayed_finite
 from jaxche.training._place import Place, first, lift
 from jaxche.training._scaling import Scaling, Worth
 
@@ -60,8 +60,8 @@ class Programs(Protocol):
         """The steps for batches of these shapes."""
         ...
 
-    def finite(self, local: Local, carry: dict[str, Any]) -> bool:
-        """Whether a round that began with ``local`` and ended with ``carry`` broke no number."""
+    def ended(self, local: Local, carry: dict[str, Any]) -> dict[str, Any]:
+        """The carry at the end of a round that began with ``local``, with ``not_finite`` if a merge cannot see it."""
         ...
 
 
@@ -102,7 +102,7 @@ class LocalPrograms:
         self._average = average
         # keep_unused: the arguments also say on which device the zeros are made.
         self.begin = jax.jit(self._begin, keep_unused=True)
-        self._finite = jax.jit(self._stayed_finite)
+        self._not_finite = jax.jit(self._broken)
         self._step = jax.jit(
             step, static_argnames="measures", donate_argnums=1, compiler_options=place.compiler_options
         )
@@ -122,16 +122,15 @@ class LocalPrograms:
         start, rest, _ = _parted(start, carry)
         return Steps(step, partial(_unmeasured, self._step.lower(start, rest, batch, measures=False).compile()))
 
-    def finite(self, local: Local, carry: dict[str, Any]) -> bool:
-        own = {name: carry[name] for name in ("params", "opt_state", "model_state", "grads") if name in carry}
-        return bool(self._finite(local, own))
+    def ended(self, local: Local, carry: dict[str, Any]) -> dict[str, Any]:
+        if self._average == "gradients":
+            return carry  # all of it goes into the merge
+        names = ("params", "opt_state", "model_state")
+        before, after = ({name: tree[name] for name in names} for tree in (local._asdict(), carry))
+        return carry | self._not_finite(before, after)
 
-    def _stayed_finite(self, local: Local, carry: dict[str, Any]) -> Any:
-        flags = [
-            all_finite(tree) if name == "grads" else stayed_finite(getattr(local, name), tree)
-            for name, tree in carry.items()
-        ]
-        return self._place.constrain({"finite": jnp.all(jnp.stack(flags))})["finite"]
+    def _broken(self, before: Any, after: Any) -> dict[str, Any]:
+        return self._place.constrain({"not_finite": broken(stayed_finite(before, after))})
 
     def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[dict[str, Any], dict[str, Any]]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.

@@ -27,16 +27,12 @@ _PLAIN = Worth()
 
 
 class Outcome(NamedTuple):
-    """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong.
-
-    ``finite`` is false where a number of the carry became NaN or infinite.
-    """
+    """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong."""
 
     carry: dict[str, Any]
     steps: int
     wall_ms: float
     error: Exception | None = None
-    finite: bool = True
 
 
 class PaceError(ValueError):
@@ -103,7 +99,7 @@ class Replica:
             carry, loss = steps.measuring(start, carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
-        self._programs.finite(local, carry)
+        self._programs.ended(local, carry)
         if self._pace_ms and fastest > self._pace_ms:
             enough = np.ceil(1.3 * fastest)
             raise PaceError(
@@ -165,10 +161,10 @@ class Replica:
             jax.block_until_ready(carry)
             wall_ms = (time.perf_counter() - start) * 1e3 if steps else 0.0
             # Before an error is raised: the other processes of an island take part in this.
-            finite = self._programs.finite(local, carry)
+            carry = self._programs.ended(local, carry)
             if self._unread is not None:
                 raise self._unread
-            return Outcome(carry, steps, wall_ms, finite=finite)
+            return Outcome(carry, steps, wall_ms)
         except Exception as error:
             return self.idle(local)._replace(error=error)
 
@@ -179,7 +175,7 @@ class Replica:
 
     def idle(self, local: Local) -> Outcome:
         """The outcome of taking no step."""
-        return Outcome(self.begin(local, 0), 0, 0.0)
+        return Outcome(self._programs.ended(local, self.begin(local, 0)), 0, 0.0)
 
     def _gapless(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed. Where another process of an island waits in each step, a batch that cannot be read is

@@ -178,7 +178,7 @@ class StageMerge:
             locals_.append(start._replace(**by_name))
         squares = np.sum([one.squares for one in merged.values()], axis=0)
         rel, direction = measure_drift(*squares.tolist())
-        table = next(iter(merged.values())).table
+        table = np.max([one.table for one in merged.values()], axis=0)  # alike but for what became of each stage
         finite = all(one.finite for one in merged.values())
         return Merged(tuple(locals_), table, (float(rel), float(direction)), finite=finite)
 
@@ -190,7 +190,8 @@ def _stage_of(local: Local, stage: int) -> Local:
 def _carry_of(carry: dict[str, Any], stage: int, home: Any) -> dict[str, Any]:
     trees = {name: carry[name][stage] for name in ("params", "opt_state", "grads") if name in carry}
     # What the last stage counted goes to all: each merge weighs by it.
-    return trees | {"model_state": None, "sums": jax.device_put(carry["sums"], home)}
+    told = {name: jax.device_put(carry[name], home) for name in ("sums", "not_finite") if name in carry}
+    return trees | {"model_state": None} | told
 
 
 class StagedEngine(Engine):

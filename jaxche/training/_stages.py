@@ -16,7 +16,7 @@ from jaxche.averaging import add_weighted, zero_sums
 from jaxche.protocols import Partitioned, Pipeline
 from jaxche.sharding import Device, batch_size
 from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
-from jaxche.training._finite import all_finite, stayed_finite
+from jaxche.training._finite import stayed_finite
 from jaxche.training._place import Begin, OneDevice, first, lift
 from jaxche.training._programs import Local, Steps
 
@@ -75,7 +75,7 @@ class StagedPrograms:
         self._update = jax.jit(self._updated, donate_argnums=(1, 2))
         self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_counted, donate_argnums=0)
-        self._stayed_finite, self._all_finite = jax.jit(stayed_finite), jax.jit(all_finite)
+        self._stayed_finite = jax.jit(stayed_finite)
 
     def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
         start = made | ({"params": local.params} if self._average == "gradients" else {})
@@ -98,13 +98,12 @@ class StagedPrograms:
         step = functools.partial(self._step, model, np.float32(examples))
         return Steps(step, step)
 
-    def finite(self, local: Local, carry: dict[str, Any]) -> bool:
+    def ended(self, local: Local, carry: dict[str, Any]) -> dict[str, Any]:
         if self._average == "gradients":
-            flags = [self._all_finite(stage) for stage in carry["grads"]]
-        else:
-            stages = zip(local.params, local.opt_state, carry["params"], carry["opt_state"], strict=True)
-            flags = [self._stayed_finite((p, o), (params, opt_state)) for p, o, params, opt_state in stages]
-        return all(map(bool, flags))
+            return carry
+        stages = zip(local.params, local.opt_state, carry["params"], carry["opt_state"], strict=True)
+        flags = [self._stayed_finite((p, o), (params, opt_state)) for p, o, params, opt_state in stages]
+        return carry | {"not_finite": np.array([[not all(map(bool, flags))]], np.float32)}
 
     def _params(self, start: dict[str, Any], carry: dict[str, Any]) -> Any:
         return carry["params"] if self._average == "parameters" else start["params"]

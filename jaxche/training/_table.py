@@ -14,7 +14,7 @@ from jaxche.training._replica import Outcome
 from jaxche.training._state import ReplicaState
 
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
-_EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(3))
+_NOT_FINITE, _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(4))
 
 
 def host_row(plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, stop: int) -> list[float]:
@@ -26,7 +26,6 @@ def host_row(plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, 
         outcome.wall_ms,
         last_sync_ms,
         failed,
-        not outcome.finite,
         stop,
         *plan.digest_halves(),
     ]
@@ -110,7 +109,7 @@ class Table:
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
         if bad:
             self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}")
-        broken = np.flatnonzero(self._host("not_finite")).tolist()
+        broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
         if broken:
             what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
             self._refuse_numbers(state, plan, broken[0], what)

@@ -112,7 +112,7 @@ def test_the_merge_sends_pieces_between_islands_only(devices, train):
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
     trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy)
     engine = trainer._engine
-    carries = [r.begin(local, 0) for r, local in zip(engine._replicas, state.locals, strict=True)]
+    carries = [r.idle(local).carry for r, local in zip(engine._replicas, state.locals, strict=True)]
     arguments = engine._merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))
     text = engine._merge._program.lower(*arguments).compile().as_text()
     found = collectives(text, 8)
@@ -121,10 +121,10 @@ def test_the_merge_sends_pieces_between_islands_only(devices, train):
     # Between islands the pieces of a and b (a quarter each), c and scale whole, and the table with its few scalars.
     pieces = (8 * 12 + 12 * 3) // 4 + 3 + 1
     assert {one.kind for one in found if one.groups == across} == {"all-reduce"}
-    assert pieces < sum(one.nbytes for one in found if one.groups == across) // 4 < pieces + 2 * 4 * 10 + 10
-    # Inside them a few sums of scalars, and of the gathers none but that of the table: ten numbers a device.
+    assert pieces < sum(one.nbytes for one in found if one.groups == across) // 4 < pieces + 2 * 4 * 11 + 10
+    # Inside them a few sums of scalars, and of the gathers none but that of the table: eleven numbers a device.
     inside = [one for one in found if one.groups == within]
-    assert [one.nbytes for one in inside if one.kind == "all-gather"] == [4 * 2 * 4 * 10]
+    assert [one.nbytes for one in inside if one.kind == "all-gather"] == [4 * 2 * 4 * 11]
     assert sum(one.nbytes for one in inside if one.kind != "all-gather") < 4 * 10
 
 

@@ -18,7 +18,7 @@ def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.begin(local, 0) for r, local in zip(replicas, state.locals, strict=True)]
+    carries = [r.idle(local).carry for r, local in zip(replicas, state.locals, strict=True)]
     arguments = merge.arguments(state.locals, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
     text = merge._program.lower(*arguments).as_text()
     assert text.count("stablehlo.all_reduce") == 1

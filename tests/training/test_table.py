@@ -15,12 +15,12 @@ PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
 
 
 def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
-    """Two replicas with 16 and 8 examples and one metric."""
+    """Two replicas with 16 and 8 examples and one metric; other fields are ``name=(rank, value)``."""
     rows = [host_row(plan, r, Outcome({}, 0, 10.0 * (r + 1)), 3.0 + r, False) for r, plan in enumerate(plans)]
-    sums = [[16.0, losses[0], 4.0], [8.0, losses[1], 8.0]]
+    sums = [[0.0, 16.0, losses[0], 4.0], [0.0, 8.0, losses[1], 8.0]]
     numbers = np.float32([row + s for row, s in zip(rows, sums, strict=True)])
     for name, (rank, value) in host.items():
-        numbers[rank, module._COLUMN[name]] = value
+        numbers[rank, module._COLUMN.get(name, module._NOT_FINITE)] = value
     return Table(numbers, ("mae",))
 
 
