@@ -1,6 +1,12 @@
 """Fake devices, made once for all tests: they prove correctness, never speed."""
 
+import contextlib
+import json
 import os
+import socket
+import struct
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -88,3 +94,119 @@ def round_info():
         return RoundInfo(**values | fields)
 
     return make
+
+
+def malformed(token, rng):
+    """The beginning of a connection by somebody who does not know the token, whatever the listener."""
+    frame = struct.Struct(">I")
+    values = ([1, 0], None, 3, {}, [[]], [None, None], "x", [3.5, "x"], ["x" * 32, 0], {"token": 1})
+    text = json.dumps(values[rng.integers(len(values))]).encode()
+    changed = token[:-1] + ("0" if token[-1] != "0" else "1")
+    kinds = (
+        lambda: rng.bytes(int(rng.integers(0, 200))),
+        lambda: frame.pack(len(text)) + text,
+        lambda: frame.pack(1 << int(rng.integers(8, 32))) + text,
+        lambda: b"\xff" * int(rng.integers(1, 64)),
+        lambda: token.encode()[: int(rng.integers(0, len(token)))],
+        lambda: token.encode() + b"\xff" + b"1",
+        lambda: changed.encode() + b"\x011",
+        lambda: token.upper().encode() + b"!" + b"\x011",
+        lambda: ("\u00e9" * 16).encode() + b"\x011",
+        lambda: f"{changed} 1 1\n".encode(),
+        lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(int(rng.integers(0, 70_000))),
+    )
+    return kinds[rng.integers(len(kinds))]()
+
+
+@pytest.fixture(scope="session")
+def strangers():
+    """Sends 10,000 greetings that are none to a listener, half of them through each of its doors, beside 500 silences.
+
+    Gives the most threads, files and KiB of memory that the process of the listener then had above what it has before.
+    """
+
+    def besiege(address, pid=None, hellos=10_000, silences=500, seed=0):
+        host, port, name, token = address
+        doors = [(socket.AF_INET, (host, port))] + ([(socket.AF_UNIX, f"\0{name}")] if name else [])
+        rng, silent, before = np.random.default_rng(seed), [], measured(pid)
+        most = before
+        with contextlib.ExitStack() as stack:
+            for i in range(silences + hellos):
+                family, where = doors[i % len(doors)]
+                sock = socket.socket(family)
+                if i < silences:
+                    silent.append(stack.enter_context(sock))
+                sock.connect(where)  # waits where the listener is slow
+                sock.settimeout(20)
+                if i >= silences:
+                    with sock, contextlib.suppress(ConnectionError):  # closed after the first bytes
+                        sock.sendall(malformed(token, rng))
+                if i % 500 == 499:
+                    most = np.maximum(most, measured(pid))
+            own = 0 if pid else len(silent)
+        return dict(zip(("threads", "files", "kib"), (most - before - [0, own, 0]).tolist(), strict=True))
+
+    return besiege
+
+
+def measured(pid=None):
+    """Threads, open files and KiB of memory of a process; of this one unless told otherwise."""
+    folder = Path(f"/proc/{pid or os.getpid()}")
+    if not folder.exists():  # not on Linux: then this much is not tested
+        return np.zeros(3, np.int64)
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return np.array([int(status["Threads"]), len(os.listdir(folder / "fd")), int(status["VmRSS"].split()[0])])
+
+
+class Store:
+    """What the coordination service does for processes, in one."""
+
+    def __init__(self):
+        self._values, self._changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self._changed:
+            if key in self._values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def key_value_delete(self, key):
+        with self._changed:
+            del self._values[key]
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_ms / 1e3):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            return self._values[key]
+
+    def key_value_dir_get(self, place):
+        with self._changed:
+            return [(key, value) for key, value in self._values.items() if key.startswith(place)]
+
+
+@pytest.fixture
+def store():
+    """A store of a run."""
+    return Store()
+
+
+@pytest.fixture
+def coordinator():
+    """An address at which somebody listens, as process 0 of a run does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def until():
+    """Waits for something to become true, and says whether it did."""
+
+    def wait(true, within_s=20):
+        deadline = time.monotonic() + within_s
+        while not true() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return true()
+
+    return wait

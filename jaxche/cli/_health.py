@@ -130,18 +130,16 @@ def proxies(environ: Mapping[str, str]) -> Finding:
 def ports() -> Finding:
     """Whether a port can be opened and reached under this machine's name."""
     host = socket.gethostname()
-    with socket.socket() as server:
-        server.bind(("", 0))
-        server.listen()
-        try:
-            address = socket.gethostbyname(host)
-            socket.create_connection((address, server.getsockname()[1]), timeout=3.0).close()
-        except OSError as error:
-            return Finding(
-                "ports",
-                f"this machine cannot reach itself as {host!r} ({error}), which Slurm gives as its address",
-                f"a line in /etc/hosts: <address of this machine> {host}",
-            )
+    try:
+        address = socket.gethostbyname(host)
+        with socket.create_server((address, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=3.0).close()
+    except OSError as error:
+        return Finding(
+            "ports",
+            f"this machine cannot reach itself as {host!r} ({error}), which Slurm gives as its address",
+            f"a line in /etc/hosts: <address of this machine> {host}",
+        )
     known = " (on this machine alone)" if address.startswith("127.") else ""
     return Finding("ports", f"open; {host} is {address}{known}")
 

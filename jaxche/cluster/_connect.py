@@ -18,8 +18,7 @@ from jax._src import clusters as _jax_clusters
 
 from jaxche.cluster._detect import Found
 from jaxche.cluster._gpus import gpu_ids
-
-_LOOPBACK = ("127.0.0.1", "localhost")
+from jaxche.protocols import is_loopback
 
 # What gRPC reads, in small letters or large.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
@@ -81,8 +80,9 @@ def connect(found: Found, local_ids: Sequence[int] | None, timeout_s: float, dea
     assert found.process_id is not None
     host, _, port = found.address.rpartition(":")
     _bypass_proxy(host)
+    alone_here = is_loopback(host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     if found.process_id == 0:
-        _check_port_is_free(found.address, int(port))
+        _check_port_is_free(found.address, host.strip("[]") if alone_here else "", int(port))
     else:
         _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
     left_s = max(2, math.ceil(deadline - time.monotonic()))
@@ -90,7 +90,6 @@ def connect(found: Found, local_ids: Sequence[int] | None, timeout_s: float, dea
     said = threading.Timer(left_s - 0.5, _say_who_waits, (found, timeout_s))
     said.daemon = True
     said.start()
-    alone_here = host in _LOOPBACK and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     try:
         jax.distributed.initialize(
             found.address,
@@ -123,12 +122,12 @@ def _bypass_proxy(host: str) -> None:
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
 
 
-def _check_port_is_free(address: str, port: int) -> None:
+def _check_port_is_free(address: str, host: str, port: int) -> None:
     # jaxlib crashes on a taken port. SO_REUSEADDR lets a port through that only lingers in TIME_WAIT.
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind((host, port))
         except OSError as error:
             raise ValueError(
                 f"coordinator_address={address!r}: process 0 cannot open port {port} here ({error.strerror}). "

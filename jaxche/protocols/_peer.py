@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import secrets
 import socket
 import threading
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ import jax
 from jax._src import distributed as _jax_distributed
 
 from jaxche.protocols._base import Tag, WireClosedError
-from jaxche.protocols._connect import connect, listen
+from jaxche.protocols._listener import Listener, connect, own_address
 from jaxche.protocols._local import Mailbox
-from jaxche.protocols._socket import Outgoing, read_arrays, read_json, write_json
+from jaxche.protocols._socket import Outgoing, read_arrays
 from jaxche.protocols._tensors import on_device
 from jaxche.protocols._trace import describe
 from jaxche.sharding import Device
@@ -62,12 +61,10 @@ class PeerWire:
         self._losses = 0
         self._mailbox = Mailbox()
         self._closing = False
-        self._token = secrets.token_hex(16)
         self._incoming: list[socket.socket] = []
         self._outgoing: dict[int, Outgoing] = {}
-        self._servers, self._where = listen(_own_address())
-        for server in self._servers:
-            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+        host = own_address(str(_jax_distributed.global_state.coordinator_address))
+        self._listener = Listener(host, self._begin, local=True)
         try:
             self._meet(stages)
         except BaseException:
@@ -119,7 +116,8 @@ class PeerWire:
         self._mailbox.fail(WireClosedError("the wire was closed while a stage waited on it"))
         for outgoing in self._outgoing.values():
             outgoing.close()
-        for sock in (*self._servers, *self._incoming):
+        self._listener.close()
+        for sock in self._incoming:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
@@ -127,7 +125,7 @@ class PeerWire:
     def _meet(self, stages: Sequence[int]) -> None:
         for stage in stages:
             try:
-                self._client.key_value_set(f"{self._name}/{stage}", json.dumps([self._where, self._token]))
+                self._client.key_value_set(f"{self._name}/{stage}", json.dumps(self._listener.address))
             except jax.errors.JaxRuntimeError as error:
                 raise ValueError(
                     f"local_stages={list(stages)}: stage {stage} is in another process already; give each stage to "
@@ -136,9 +134,8 @@ class PeerWire:
         for target in sorted({stage + side for stage in stages for side in (-1, 1)}):
             if not 0 <= target < self._n_stages or target in stages:
                 continue
-            where, token = json.loads(self._look_up(str(target), f"the address of stage {target}"))
-            sock = connect(where, self._timeout_s)
-            write_json(sock, [token, stages[0]])
+            address = json.loads(self._look_up(str(target), f"the address of stage {target}"))
+            sock = connect(address, str(stages[0]), self._timeout_s)
             self._outgoing[target] = Outgoing(sock, lambda error, target=target: self._lost(target, error))
 
     def _look_up(self, key: str, what: str) -> str:
@@ -150,37 +147,20 @@ class PeerWire:
                 "local_stages, and does it still run?"
             ) from error
 
-    def _accept(self, server: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = server.accept()
-            except OSError:  # closed
-                return
-            self._incoming.append(sock)
-            threading.Thread(target=self._read, args=(sock,), daemon=True).start()
+    def _begin(self, sock: socket.socket, text: str) -> None:
+        stage = int(text)
+        self._incoming.append(sock)
+        threading.Thread(target=self._read, args=(sock, stage), daemon=True).start()
 
-    def _read(self, sock: socket.socket) -> None:
-        stage = None
+    def _read(self, sock: socket.socket, stage: int) -> None:
         try:
-            token, stage = read_json(sock)
-            if not secrets.compare_digest(token, self._token):
-                sock.close()
-                return
             while True:
                 tag, arrays = read_arrays(sock)
                 self._mailbox.put(tag, on_device(arrays, self._devices[tag.target]))
         except Exception as error:
-            if stage is not None:
-                self._lost(stage, error)
+            self._lost(stage, error)
 
     def _lost(self, stage: int, error: Exception) -> None:
         if not self._closing:
             what = f"{type(error).__name__}: {error}"
             self._mailbox.fail(ConnectionError(f"the connection to the process of stage {stage} is lost ({what})"))
-
-
-def _own_address() -> str:
-    """The address of this machine by which the others of the run see it: that from which it sees the coordinator."""
-    host, _, port = str(_jax_distributed.global_state.coordinator_address).rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=10.0) as probe:
-        return probe.getsockname()[0]

@@ -26,13 +26,16 @@ _INLINE_BYTES = 1 << 20
 _ALIGNMENT = 64
 
 
-def write_json(sock: socket.socket, value: Any) -> None:
-    """Write one small JSON value."""
-    write_all(sock.sendmsg, [_packed(value)])
+def write_arrays(sock: socket.socket, tag: Tag, arrays: Sequence[np.ndarray]) -> None:
+    """Write the leaves of a tree under a tag."""
+    text = json.dumps([*tag, [[array.dtype.name, array.shape] for array in arrays]]).encode()
+    # As bytes, because bfloat16 and its kin have no buffer of their own.
+    payload = (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
+    write_all(sock.sendmsg, [_LENGTH.pack(len(text)) + text, *payload])
 
 
-def read_json(sock: socket.socket) -> Any:
-    """Read what :func:`write_json` wrote.
+def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
+    """Read what :func:`write_arrays` wrote.
 
     Raises:
       EOFError: the other end is gone.
@@ -41,31 +44,13 @@ def read_json(sock: socket.socket) -> Any:
     length = _LENGTH.unpack(_read_few(sock, _LENGTH.size))[0]
     if length > _MOST_HEADER:
         raise ValueError(f"a header of {length} bytes; at most {_MOST_HEADER} are read")
-    return json.loads(_read_few(sock, length))
-
-
-def write_arrays(sock: socket.socket, tag: Tag, arrays: Sequence[np.ndarray]) -> None:
-    """Write the leaves of a tree under a tag."""
-    header = _packed([*tag, [[array.dtype.name, array.shape] for array in arrays]])
-    # As bytes, because bfloat16 and its kin have no buffer of their own.
-    payload = (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
-    write_all(sock.sendmsg, [header, *payload])
-
-
-def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
-    """Read what :func:`write_arrays` wrote; raises like :func:`read_json`."""
-    *tag, leaves = read_json(sock)
+    *tag, leaves = json.loads(_read_few(sock, length))
     arrays = []
     for name, shape in leaves:
         dtype = jnp.dtype(name)
         count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         arrays.append(_read(sock, count).view(dtype).reshape(shape))
     return Tag(*tag), arrays
-
-
-def _packed(value: Any) -> bytes:
-    text = json.dumps(value).encode()
-    return _LENGTH.pack(len(text)) + text
 
 
 def _read_few(sock: socket.socket, count: int) -> bytes:

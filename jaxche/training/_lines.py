@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
+import queue
 import selectors
 import socket
 import threading
@@ -14,14 +14,15 @@ from typing import Any
 
 import jax
 
+from jaxche.protocols import Listener, connect, own_address
+
 # Where process 0 can be reached, and which lives have ended.
 _ADDRESS, _ENDED = "jaxche/lines", "jaxche/ended/"
 # Something between the machines may end a line too. A process that lives has a new one by then.
 _GRACE_S = 1.0
-_LOOK_S, _AGAIN_S, _JOIN_S = 0.2, 0.2, 10.0
+_LOOK_S, _AGAIN_S, _CONNECT_S, _JOIN_S = 0.2, 0.2, 5.0, 10.0
 # After so many failures in a row process 0 is gone, or cannot be reached: then silence has to do.
 _FAILURES = 50
-_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def keep_line(client: Any, process: int, life: int, coordinator: str) -> Line:
@@ -36,7 +37,7 @@ def keep_line(client: Any, process: int, life: int, coordinator: str) -> Line:
       life: which the store knows it by.
       coordinator: ``host:port`` at which the others reach process 0.
     """
-    return _Exchange(client, coordinator.rpartition(":")[0]) if process == 0 else _Single(client, process, life)
+    return _Exchange(client, own_address(coordinator)) if process == 0 else _Single(client, process, life)
 
 
 def declare_ended(client: Any, process: int, life: int) -> None:
@@ -79,9 +80,8 @@ class _Single(Line):
         failures = 0
         while failures < _FAILURES and not self._over.is_set():
             try:
-                host, port, password = json.loads(self._client.blocking_key_value_get(_ADDRESS, 1000))
-                with socket.create_connection((host, port), timeout=5.0) as line:
-                    line.sendall(f"{password} {self._name}\n".encode())
+                address = json.loads(self._client.blocking_key_value_get(_ADDRESS, 1000))
+                with connect(address, self._name, _CONNECT_S) as line:
                     line.settimeout(_LOOK_S)
                     failures = 0
                     while not self._over.is_set():
@@ -98,59 +98,51 @@ class _Exchange(Line):
 
     def __init__(self, client: Any, host: str):
         super().__init__(client)
-        # Anybody may connect; only who reads the store knows what to say.
-        self._password = secrets.token_hex(8)
-        if host in _LOOPBACK:
-            self._server = socket.create_server(("127.0.0.1", 0))
-        elif socket.has_dualstack_ipv6():
-            self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._server = socket.create_server(("", 0))
+        self._accepted: queue.SimpleQueue[tuple[socket.socket, tuple[int, int]]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
-        # What came over each line, who is at its other end, and when those who have none lost it.
-        self._heard: dict[socket.socket, bytes] = {}
+        # Who is at the other end of each line, and when those who have none lost it.
         self._who: dict[socket.socket, tuple[int, int]] = {}
         self._since: dict[tuple[int, int], float] = {}
-        port = self._server.getsockname()[1]
-        client.key_value_set(_ADDRESS, json.dumps([host.strip("[]"), port, self._password]))
+        self._listener = Listener(host, self._begin)
+        client.key_value_set(_ADDRESS, json.dumps(self._listener.address))
         self._thread.start()
+
+    def _begin(self, line: socket.socket, text: str) -> None:
+        process, life = map(int, text.split())
+        self._accepted.put((line, (process, life)))
 
     def _run(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._server)
             stack.enter_context(self._selector)
-            stack.callback(lambda: [line.close() for line in self._heard])
+            stack.callback(lambda: [line.close() for line in self._who])
+            stack.callback(self._take)
+            stack.callback(self._listener.close)
             while not self._over.is_set():
                 for key, _ in self._selector.select(_LOOK_S):
-                    if key.fileobj is self._server:
-                        line = self._server.accept()[0]
-                        self._heard[line] = b""
-                        self._selector.register(line, selectors.EVENT_READ)
-                    else:
-                        self._read(key.fileobj)
+                    self._read(key.fileobj)
+                self._take()
                 # Where the store is gone, so are those who would read this.
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._tell()
 
+    def _take(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                line, who = self._accepted.get_nowait()
+                self._selector.register(line, selectors.EVENT_READ)
+                self._who[line] = who
+                self._since.pop(who, None)
+
     def _read(self, line: Any) -> None:
         try:
-            text = line.recv(256)
+            ended = not line.recv(256)
         except OSError:
-            text = b""
-        self._heard[line] += text
-        if line not in self._who and self._heard[line].endswith(b"\n"):
-            password, _, who = self._heard[line].decode(errors="replace").strip().partition(" ")
-            if password == self._password:
-                process, _, life = who.partition(" ")
-                self._who[line] = int(process), int(life)
-                self._since.pop(self._who[line], None)
-        if not text or (line not in self._who and len(self._heard[line]) > 256):
+            ended = True
+        if ended:
             self._selector.unregister(line)
             line.close()
-            del self._heard[line]
-            who = self._who.pop(line, None)
-            if who is not None and who not in self._who.values():
+            who = self._who.pop(line)
+            if who not in self._who.values():
                 self._since[who] = time.monotonic()
 
     def _tell(self) -> None:

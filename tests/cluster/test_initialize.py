@@ -70,6 +70,19 @@ def test_a_taken_port_is_named_before_jaxlib_crashes_on_it(monkeypatch):
             initialize(f"127.0.0.1:{taken.getsockname()[1]}", 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("node1", False), ("10.0.0.1", False)],
+)
+def test_a_coordinator_on_the_loopback_listens_there_alone(monkeypatch, host, alone):
+    calls, address = [], f"{host}:1234"
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(connecting, "_check_port_is_free", lambda *args: None)
+    connecting.connect(Found("arguments", address, 2, 0), None, 300, time.monotonic() + 300)
+    assert [call["coordinator_bind_address"] for call in calls] == [address if alone else None]
+
+
 @pytest.fixture
 def join(monkeypatch, service):
     """Runs initialize() as process 1 of two under Slurm, with JAX's part played here; gives the calls of that part."""

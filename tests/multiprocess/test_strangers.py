@@ -1,0 +1,82 @@
+"""A run on this machine listens on the loopback alone, and ends as if nobody had come whoever connects there."""
+
+import ipaddress
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxche.cluster import launch
+
+PROGRAM = Path(__file__).with_name("strangers.py")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="who listens is read from /proc")
+
+
+@pytest.fixture
+def run(tmp_path, until):
+    """Trains with two processes, and calls something with what they say of themselves while they do."""
+
+    def running(visit):
+        def visiting():
+            try:
+                ready = [tmp_path / f"ready-{i}.json" for i in range(2)]
+                assert until(lambda: over.is_set() or all(path.exists() for path in ready), within_s=120)
+                visit([json.loads(path.read_text()) for path in ready])
+            except BaseException as error:
+                errors.append(error)
+            (tmp_path / "enough").touch()
+
+        errors, over = [], threading.Event()
+        thread = threading.Thread(target=visiting)
+        thread.start()
+        env = {"PYTHONWARNINGS": "error", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        code = launch([sys.executable, str(PROGRAM), str(tmp_path)], 2, env=env, elastic=True)
+        over.set()
+        thread.join()
+        if errors:
+            raise errors[0]
+        assert code == 0
+        results = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
+        for result in results:
+            assert result["other"] == []
+            assert result["merged"] == result["before"]
+            assert result["merged"][1:] == [True, 2]
+            assert result["lives"] == {"0": 1, "1": 1}
+        assert results[0]["first"][0] == results[1]["first"][0]
+        return results
+
+    return running
+
+
+def test_a_run_on_this_machine_listens_on_the_loopback_alone(run):
+    seen = []
+    run(seen.extend)
+    for told in seen:
+        listening = {port: ipaddress.ip_address(host) for host, port in told["listening"]}
+        # Gloo listens where the name of this machine leads to, and nobody everywhere.
+        assert not [host for host in listening.values() if host.is_unspecified]
+        for host, port, *_ in told["addresses"].values():
+            assert host == str(listening[port]) == "127.0.0.1"
+    zero, one = ({port for _, port in told["listening"]} for told in seen)
+    coordinator = {port for port in zero if port not in {address[1] for address in seen[0]["addresses"].values()}}
+    assert coordinator  # and gloo
+    assert one
+
+
+def test_strangers_at_every_listener_leave_a_run_as_it_was(run, strangers):
+    used = []
+
+    def visit(told):
+        for process in told:
+            for number, address in enumerate(process["addresses"].values()):
+                used.append(strangers(address, process["pid"], seed=number))
+
+    results = run(visit)
+    assert len(used) == 3
+    for one in used:
+        assert one["threads"] <= 2
+        assert one["files"] <= 100
+        assert one["kib"] < 100_000
+    assert results[0]["done"] == results[1]["done"] > 10
