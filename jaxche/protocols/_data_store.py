@@ -13,6 +13,7 @@ from typing import Any
 from jaxche.protocols._checks import check_micro_batching
 from jaxche.protocols._names import PLAN
 from jaxche.protocols._opening import open_objects
+from jaxche.protocols._store_run import StoreRun
 from jaxche.protocols._store_wire import StoreWire
 from jaxche.sharding import Device
 
@@ -26,7 +27,8 @@ class DataStore:
     The processes that hold the stages share nothing else: each runs the same script with ``local_stages=[i]``. Every
     object is written once and whole, checked when it is read, and deleted by its reader once the reader's own state
     after that step is saved; so a process that dies at any moment can be started again with the same command, goes
-    on at the step it was at, and the run ends with the parameters it would have ended with.
+    on at the step it was at, and the run ends with the parameters it would have ended with. Until any stage has saved a
+    state, it needs the others to be running for that.
 
     Args:
       url: a folder (``"/shared/run"``, ``"file:///shared/run"``), a bucket (``"s3://bucket/path"``,
@@ -34,7 +36,9 @@ class DataStore:
       micro_batch_size: examples in a micro-batch; None for the whole batch at once.
       schedule: order of a stage's forward and backward passes, ``"1f1b"`` or ``"gpipe"``.
       run: name of the run, under which its objects lie. A run of the same name is gone on with, where it saved states.
-      timeout_s: seconds a stage waits for an object before it gives up.
+        What one that saved none left behind is never read: each start of all processes makes an identity that all
+        objects are named by, and a process that is started again takes over that of those that run.
+      timeout_s: seconds a stage waits for an object, or for the processes of the other stages, before it gives up.
       save_every: steps from one saved state to the next; what was received since the last one stays in the store.
       options: what obstore takes for the URL beside the environment, such as ``endpoint``, ``access_key_id``,
         ``secret_access_key``, ``region`` or ``client_options``; ``client_options={"timeout": "5m"}`` lets one
@@ -93,4 +97,5 @@ class DataStore:
         objects = open_objects(self.url, self.run, self.options)
         plan = {"stages": n_stages, "micro_batch_size": self.micro_batch_size, "schedule": self.schedule}
         objects.agree(PLAN, json.dumps(plan))
-        return StoreWire(objects, stages, n_stages, self.timeout_s, self.save_every)
+        run = StoreRun(objects, stages, n_stages, self.timeout_s)
+        return StoreWire(run, stages, n_stages, self.timeout_s, self.save_every)

@@ -15,6 +15,7 @@ import gc
 import mmap
 import os
 import secrets
+import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,6 +96,10 @@ class Folder:
             # JAX gives back what was lent to it when Python looks for garbage, or else in the next step: to free the
             # pages of large files takes a while, which the stages need not wait for.
             gc.collect(0)
+
+    def remove(self, folder: str) -> None:
+        """Take a folder away with all that is in it."""
+        shutil.rmtree(f"{self._path}/{folder}", ignore_errors=True)
 
     def remove_torn(self, mine: Callable[[str], bool]) -> None:
         """Delete halves of files whose names are the caller's alone."""

@@ -47,6 +47,23 @@ class Objects:
         """Whether an object is written by system calls of this machine, and not by requests to another."""
         return self._folder is not None
 
+    def within(self, folder: str) -> Objects:
+        """The objects of a folder of these."""
+        return Objects(self._store, self._where, f"{self._run}/{folder}")
+
+    def folders(self) -> list[str]:
+        """Names of the folders that hold objects."""
+        with self._named("listing", self._run):
+            found = self._store.list_with_delimiter(self._run)["common_prefixes"]
+        return sorted(path.rpartition("/")[2] for path in found)
+
+    def remove(self, folder: str) -> None:
+        """Take a folder away with all that is in it, also what was half written."""
+        if self._folder is not None:
+            self._folder.remove(folder)
+        else:
+            self.delete(self.names(folder))
+
     def create(self, key: str, buffers: Sequence[Any]) -> None:
         """Write an object that is not there, whole or not at all; one that is there with equal bytes is left alone.
 

@@ -22,6 +22,7 @@ from jaxche.protocols import _names as names
 from jaxche.protocols import _tensors as tensors
 from jaxche.protocols._base import Tag, WireClosedError
 from jaxche.protocols._objects import Objects
+from jaxche.protocols._store_run import StoreRun
 from jaxche.sharding import Device
 
 _UPLOADS = 4  # transfers side by side; each reads its arrays, sums and writes them
@@ -50,15 +51,15 @@ class StoreWire:
     """Carries what the stages of one process exchange with all others through the objects of a run.
 
     Args:
-      objects: the run's objects.
+      run: whose objects carry it. The processes agree on it when the first of them is sent or awaited.
       stages: the stages of this process, ascending.
       n_stages: how many there are in all.
       timeout_s: seconds to wait for an object.
       save_every: steps from one saved state to the next.
     """
 
-    def __init__(self, objects: Objects, stages: Sequence[int], n_stages: int, timeout_s: float, save_every: int):
-        self._objects, self._stages, self._n_stages = objects, tuple(stages), n_stages
+    def __init__(self, run: StoreRun, stages: Sequence[int], n_stages: int, timeout_s: float, save_every: int):
+        self._run, self._stages, self._n_stages = run, tuple(stages), n_stages
         self._timeout_s, self._save_every = timeout_s, save_every
         self._uploads = ThreadPoolExecutor(_UPLOADS, "jaxche-upload")
         self._keeper = ThreadPoolExecutor(1, "jaxche-keeper")
@@ -93,6 +94,7 @@ class StoreWire:
         return float(copies[0])
 
     def finish(self, step: int, state: Any = None) -> None:
+        self._run.agree(self._nap)
         self._wait_settled()  # one save at a time: a store slower than the steps holds the stage back here
         if state is not None and (step + 1) % self._save_every:
             return
@@ -110,7 +112,8 @@ class StoreWire:
 
     def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
         self._wait_settled()
-        self._objects.remove_torn(self._writes)
+        if not self._run.find():
+            return None
         self._states = self._objects.names(self._state_folder())
         if not self._states:
             return None
@@ -142,16 +145,24 @@ class StoreWire:
         self._uploads.shutdown()
         self._keeper.shutdown()
         if self._forgetful and self._failure is None:
-            self._objects.delete([names.PLAN])  # nothing is left of this run: the next of its name may be cut otherwise
+            self._run.root.delete(
+                [names.PLAN]
+            )  # nothing is left of this run: the next of its name may be cut otherwise
+        with contextlib.suppress(ConnectionError):  # it does no harm there
+            self._run.leave()
         if not self._told:
             self._raise()
 
     # -- one object
 
+    @property
+    def _objects(self) -> Objects:
+        return self._run.objects
+
     def _write(self, step: int, reader: int, key: str, tree: Any, dtype: Any = None) -> None:
         self._check()
         self._wait_deleted(step)
-        if self._objects.is_near and _is_small_and_ready(tree):
+        if self._run.is_agreed and self._objects.is_near and _is_small_and_ready(tree):
             self._guarded(self._upload, key, tree, dtype)
             done = Future()
             done.set_result(None)
@@ -163,10 +174,15 @@ class StoreWire:
     def _upload(self, key: str, tree: Any, dtype: Any) -> None:
         if dtype is not None:
             tree = np.asarray(tree).astype(dtype)
+        try:
+            self._run.agree(self._nap)
+        except WireClosedError:
+            return  # nobody came to read it
         self._objects.create(key, tensors.encode(tree))
 
     def _read(self, step: int, key: str, like: Any, what: str, writer: int) -> Any:
         self._wait_deleted(step)
+        self._run.agree(self._nap)
         limit = max(tensors.object_size(like), tensors.HEAD_LIMIT)
         try:
             found = self._objects.wait(key, limit, self._timeout_s, self._pause)
@@ -186,6 +202,10 @@ class StoreWire:
         return tensors.decode(data, like, f"{key} in {self._objects}")
 
     def _pause(self, seconds: float) -> None:
+        self._run.answer()
+        self._nap(seconds)
+
+    def _nap(self, seconds: float) -> None:
         self._check()
         self._closed.wait(seconds)
 
@@ -230,6 +250,7 @@ class StoreWire:
             key = f"{self._state_folder()}/step-{next_step:010d}"
             self._objects.replace(key, tensors.encode(state[0]))
             self._saves += 1
+            self._run.note_saved()
             self._mark(next_step)
             self._states.append(key)
         self._objects.delete(received)
@@ -250,13 +271,8 @@ class StoreWire:
             return int(bytes(found[0])) if found else 0
         return 0
 
-    def _writes(self, key: str) -> bool:
-        ends = tuple(f".from-stage-{stage:03d}" for stage in self._stages)
-        own = (f"{self._state_folder()}/", *map(names.finished_key, self._stages))
-        return key.endswith(ends) or key.startswith(own)
-
     def _state_folder(self) -> str:
-        return f"stage-{self._stages[0]:03d}-state"
+        return names.state_folder(self._stages[0])
 
     def _forget_states(self) -> None:
         self._objects.delete(self._states[:-_STATES])

@@ -46,9 +46,9 @@ def make_stages(n_stages):
 
 def make_batch(step):
     """A function of the step, so that a process that comes back reads what it read before."""
-    rng = np.random.default_rng(step)
+    rng, scale = np.random.default_rng(step), np.float32(os.environ.get("STORE_SCALE", "1"))
     shapes = {"x": (12, 5), "y": (12, 2)}
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: scale * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def dies(wire, step, direction):

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -91,7 +92,8 @@ def check(program, results):
 
 
 def left(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    paths = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    return sorted(re.sub("[0-9a-f]{32}", "ID", path) for path in paths)
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +128,35 @@ def test_a_process_killed_in_mid_step_goes_on_at_that_step(program, tmp_path, un
     check(program, [results[0], {**results[1], "losses": results[0]["losses"]}])
     check_repeated(results, undisturbed(2))
     assert left(tmp_path / "store") == [
+        *(f"run/ID/stage-{s:03d}-{what}" for s in range(2) for what in ("finished", *STATES)),
         "run/plan",
-        *(f"run/stage-{s:03d}-{what}" for s in range(2) for what in ("finished", *STATES)),
     ]
+
+
+@pytest.mark.parametrize("death", [0, 1])
+def test_a_process_killed_before_any_state_was_saved_takes_its_place_again(program, tmp_path, undisturbed, death):
+    results = run(tmp_path / "store", tmp_path / "out", 2, deaths={death: f"0:{('forward', 'backward')[death]}"})
+    check_repeated(results, undisturbed(2))
+    assert not [name for name in left(tmp_path / "store") if "receives" in name or "#" in name]
+
+
+@pytest.mark.slow
+def test_what_killed_processes_left_is_not_trained_on_by_a_later_run(program, tmp_path, undisturbed, monkeypatch):
+    # Both are killed in the first step of a run with other data, of which activations and gradients are left.
+    (tmp_path / "earlier").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("STORE_SCALE", "10")
+        earlier = [start(tmp_path / "store", tmp_path / "earlier", s, 2, {}, "0:backward" * s) for s in (0, 1)]
+    try:
+        assert earlier[1].wait(DEADLINE_S) == -signal.SIGKILL
+    finally:
+        for process in earlier:
+            process.kill()
+            process.wait()
+    assert [name for name in left(tmp_path / "store") if "from-stage-000" in name]
+    results = run(tmp_path / "store", tmp_path / "out", 2)
+    check_repeated(results, undisturbed(2))
+    check(program, results)
 
 
 @pytest.mark.slow

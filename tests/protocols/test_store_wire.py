@@ -1,5 +1,6 @@
 """A wire through a store: what is sent arrives, and whatever dies when, the run ends as if nothing had happened."""
 
+import re
 import threading
 from contextlib import suppress
 
@@ -8,13 +9,21 @@ import numpy as np
 import obstore.store
 import pytest
 
-from jaxche.protocols import DamagedObjectError, Tag, WireClosedError
+from jaxche.protocols import DamagedObjectError, Tag, WireClosedError, _store_run
 from jaxche.protocols._objects import Objects
+from jaxche.protocols._store_run import StoreRun
 from jaxche.protocols._store_wire import StoreWire
 
 STAGES, STEPS, MICRO = 3, 3, 2
 ARRAY = jax.ShapeDtypeStruct((2,), np.float32)
 STATE = {"w": ARRAY, "momentum": ARRAY}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """A store in memory may be looked at more often."""
+    monkeypatch.setattr(_store_run, "_ANSWER_S", 0.005)
+    monkeypatch.setattr(_store_run, "_LONGEST_WAIT_S", 0.01)
 
 
 class Dead(BaseException):
@@ -50,13 +59,15 @@ class Mortal:
         return lambda *arguments, **options: self._request(name, *arguments, **options)
 
 
-def wire_of(store, stages=(0,), n_stages=2, timeout_s=20.0, save_every=1):
-    return StoreWire(Objects(store, "memory://", "run"), stages, n_stages, timeout_s, save_every)
+def wire_of(store, stages=(0,), n_stages=2, timeout_s=20.0, save_every=1, identity="0" * 32):
+    """Of a run on which all agree, unless ``identity`` is None."""
+    run = StoreRun(Objects(store, "memory://", "run"), stages, n_stages, timeout_s, identity)
+    return StoreWire(run, stages, n_stages, timeout_s, save_every)
 
 
 def train(store, stage, save_every, losses):
     """One life of the process of a stage: a chain of products, fitted by momentum; the batch is a function of step."""
-    wire = wire_of(store, (stage,), STAGES, save_every=save_every)
+    wire = wire_of(store, (stage,), STAGES, save_every=save_every, identity=None)
     try:
         found = wire.rejoin(STATE)
         fresh = {"w": np.full(2, 0.9 + 0.1 * stage, np.float32), "momentum": np.zeros(2, np.float32)}
@@ -124,7 +135,7 @@ def run(deaths=(), save_every=1):
     for thread in threads:
         thread.join()
     assert not errors
-    left = sorted(entry["path"] for chunk in store.list() for entry in chunk)
+    left = sorted(re.sub("run/[0-9a-f]{32}/", "run/", entry["path"]) for chunk in store.list() for entry in chunk)
     return states, losses, left, requests
 
 
@@ -214,7 +225,7 @@ def test_damaged_and_foreign_objects_are_refused_by_their_key():
     altered[-1] ^= 1
     for content in (whole[:-1], whole[:10], b"", bytes(altered), whole + b"x", bytes(40_000_000)):
         store.put(entry["path"], content)
-        with pytest.raises(DamagedObjectError, match=r"forward.from-stage-000 in memory:// \(run run\)"):
+        with pytest.raises(DamagedObjectError, match=r"forward.from-stage-000 in memory:// \(run run/0+\)"):
             wires[1].receive(tag, ARRAY, jax.devices()[0])
     store.put(entry["path"], whole)
     with pytest.raises(ValueError, match=r"float32\[2\] where the only leaf: float32\[3\] is expected"):
