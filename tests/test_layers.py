@@ -1,6 +1,8 @@
 """Data flows one way: a module imports only from earlier layers, through their package's ``__init__``."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,10 +53,15 @@ def test_the_first_layer_knows_no_jax():
             assert not any(name.split(".")[0] in ("jax", "jaxlib", "flax", "optax") for name in names), path
 
 
-def test_the_front_door_holds_names_only():
-    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf8"))
-    allowed = (ast.ImportFrom, ast.Assign, ast.Expr)
-    assert all(isinstance(node, allowed) for node in tree.body)
-    assert sorted(jaxche.__all__) == list(jaxche.__all__)
-    for name in jaxche.__all__:
+def test_the_root_names_are_imported_on_first_use():
+    tree = ast.parse((ROOT / "__init__.pyi").read_text(encoding="utf8"))
+    assert all(isinstance(node, (ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)) for node in tree.body)
+    [names] = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    assert sorted(names) == names == jaxche.__all__
+    for name in names:
         assert getattr(jaxche, name).__doc__
+
+
+def test_the_cadence_needs_no_jax():
+    program = "import sys, jaxche.cadence, jaxche; jaxche.ElChe(2, anchor=10); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT.parent).returncode == 0
