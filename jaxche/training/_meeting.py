@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.training._connections import connected
-from jaxche.training._place import Place, is_local
+from jaxche.training._place import OneDevice, Place, is_local
 
 AXIS = "replica"
 # Within a replica: what is sharded is cut along the second axis, the first holds copies.
@@ -23,7 +23,7 @@ _INNER = ("copy", "shard")
 class Meeting:
     """All replicas as one mesh, the replicas along its axis ``replica``.
 
-    Replicas of one device make a mesh of that axis alone. Islands of one shape bring all their devices, so that each
+    Replicas that are devices make a mesh of that axis alone. Islands of one shape bring all their devices, so that each
     meets those of the other islands that hold the same piece, and nothing is gathered. Islands of different sizes
     meet on as many devices of each as the greatest common divisor of their widths: each first lays its trees out
     that way among its own devices, and spreads the merged ones again.
@@ -46,16 +46,17 @@ class Meeting:
         if host:
             rows = _on_host(rows)
         rows = [connected(row) for row in rows]
-        alone = all(row.size == 1 for row in rows)
-        grid = np.array([row[0, 0] for row in rows]) if alone else np.stack(rows)
-        names = (AXIS,) if alone else (AXIS, *_INNER)
+        # An island's specs name the axes within it, also where it meets on one device.
+        plain = all(isinstance(place, OneDevice) for place in places)
+        grid = np.array([row[0, 0] for row in rows]) if plain else np.stack(rows)
+        names = (AXIS,) if plain else (AXIS, *_INNER)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
         # For each local replica: where its pieces meet, and where they live.
         self._rows = list(zip(_own(rows), homes, strict=True))
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """The mesh axes within a replica: none when every replica is one device."""
+        """The mesh axes within a replica: none where replicas are devices, not islands."""
         return self.mesh.axis_names[1:]
 
     def specs(self, name: str, tree: Any) -> Any:

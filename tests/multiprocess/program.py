@@ -211,6 +211,7 @@ def faults(problem):
 
 # Devices of each process, and which processes make an island.
 ISLANDS = {
+    "one device each": ((1, 1), ((0,), (1,))),
     "islands": ((2, 2), ((0,), (1,))),
     "unequal islands": ((2, 4), ((0,), (1,))),
     "wide islands": ((2, 2, 4), ((0, 1), (2,))),

@@ -50,7 +50,11 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(
 @pytest.mark.parametrize(
     ("what", "accelerated"),
     [
-        *((what, ()) for what in ("islands", "unequal islands", "wide islands", "one island", "host")),
+        *(
+            (what, ())
+            for what in ("one device each", "islands", "unequal islands", "wide islands", "one island", "host")
+        ),
+        ("one device each", (0,)),
         ("islands", (0,)),
         ("unequal islands", (1,)),
     ],

@@ -85,7 +85,8 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
     assert told(record[:middle]) == told(part)
 
 
-def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close, lockstep):
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 1)], ids=str)
+def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close, lockstep, sizes):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(96, 8)).astype(np.float32)
     data = jaxche.Batches({"x": x, "y": np.sin(x[:, :2])}, 8)
@@ -95,8 +96,9 @@ def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close
         return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]) ** 2)
 
     strategy = FullShard(min_size=1)
-    islands = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
+    islands = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])]
     wide = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
+    single = [strategy.mesh(devices[:1]), strategy.mesh(devices[1:2])]
 
     def run(callbacks=(), replicas=islands, strategy=strategy, **options):
         trainer = jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=replicas, strategy=strategy)
@@ -107,8 +109,8 @@ def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close
     resumed, _ = run(checkpoints=tmp_path)
     same(plain(state)[0], plain(resumed)[0])
     cut = resumed.locals[0].opt_state[0].mu["w"]
-    assert cut.addressable_shards[0].data.size * 2 == cut.size
-    for other in ({"replicas": wide}, {"replicas": devices[:2], "strategy": None}):
+    assert cut.addressable_shards[0].data.size * sizes[0] == cut.size
+    for other in ({"replicas": wide}, {"replicas": single}, {"replicas": devices[:2], "strategy": None}):
         found, record = run([stop_after(3)], checkpoints=jaxche.Checkpoints(_copy(tmp_path, half.round)), **other)
         assert [info.round for info in record] == [0, 1, 2]
         undisturbed, _ = run([stop_after(3)])

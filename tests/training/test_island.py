@@ -68,6 +68,26 @@ def test_islands_train_as_devices_do(devices, train, as_devices, alone, strategy
     as_devices(train(meshes, strategy=strategy), alone)
 
 
+SIZES = [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_islands_that_meet_on_one_device_train_as_devices_do(devices, train, as_devices, close, alone, sizes):
+    strategy, (first, second) = FullShard(), sizes
+    meshes = [strategy.mesh(devices[:first]), strategy.mesh(devices[first : first + second])]
+    islands = train(meshes, strategy=strategy)
+    as_devices(islands, alone)
+    close(islands[1].params, alone[1].params, rtol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_islands_that_meet_on_one_device_average_gradients(devices, train, as_devices, sizes):
+    strategy, (first, second) = ShardGradOp(), sizes
+    meshes = [strategy.mesh(devices[:first]), strategy.mesh(devices[first : first + second])]
+    rounds, knobs = ROUNDS[:2], {"average": "gradients"}
+    as_devices(train(meshes, rounds, strategy=strategy, **knobs), train(devices[:2], rounds, **knobs))
+
+
 SETTINGS = {
     "gradients": {"average": "gradients"},
     "averaged moments": {"opt_state": "average"},
@@ -79,10 +99,11 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_is_right_on_shards(devices, setting, train, as_devices):
+def test_every_setting_is_right_on_shards(devices, setting, train, as_devices, sizes):
     strategy, knobs = FullShard(), SETTINGS[setting]
-    meshes = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
+    meshes = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])]
     islands, plain = (train(r, ROUNDS[:3], strategy=s, **knobs) for r, s in ((meshes, strategy), (devices[:2], None)))
     as_devices(islands, plain)
     assert islands[2][-1].noise == pytest.approx(plain[2][-1].noise, rel=1e-3, nan_ok=True)
@@ -126,6 +147,22 @@ def test_the_merge_sends_pieces_between_islands_only(devices, train):
     inside = [one for one in found if one.groups == within]
     assert [one.nbytes for one in inside if one.kind == "all-gather"] == [4 * 2 * 4 * 11]
     assert sum(one.nbytes for one in inside if one.kind != "all-gather") < 4 * 10
+
+
+def test_nodes_of_one_device_are_islands_too(devices, train, as_devices):
+    rounds = ((1,) * 8, (2, 0, 1, 1, 0, 1, 2, 1))
+    as_devices(train(None, rounds, strategy=HybridShard(1)), train(devices, rounds))
+
+
+def test_one_island_of_one_device_shows_its_state(devices, train):
+    strategy = FullShard()
+    _, state, _ = train([strategy.mesh(devices[:1])], ((2,),), strategy=strategy)
+    assert {name: x.shape for name, x in state.params.items()} == {
+        "a": (1, 8, 12),
+        "b": (1, 12, 3),
+        "c": (1, 3),
+        "scale": (1,),
+    }
 
 
 @pytest.mark.parametrize("strategy", [HybridShard(4), HybridShardGradOp(4)], ids=str)

@@ -27,11 +27,12 @@ def test_the_host_merges_to_the_same_numbers(problem, devices, average):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *ends)
 
 
-def test_islands_meet_on_the_host_too(problem, devices):
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 1)], ids=str)
+def test_islands_meet_on_the_host_too(problem, devices, sizes):
     ends = []
     for backend in ("device", "host"):
         strategy = ShardGradOp()
-        meshes = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
+        meshes = [strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])]
         trainer = jaxche.Trainer(
             problem.loss, optax.adam(0.05), strategy=strategy, replicas=meshes, backend=backend, opt_state="average"
         )
@@ -46,16 +47,16 @@ def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):
         Meeting([OneDevice(d) for d in devices[:2]], host=True)
 
 
-def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(devices):
+@pytest.mark.parametrize(("sizes", "width"), [((2, 4), 2), ((1, 1), 1), ((3, 2), 1)], ids=str)
+def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(devices, sizes, width):
     assert Meeting([OneDevice(d) for d in devices[:2]]).mesh.shape == {"replica": 2}
     strategy = FullShard()
     trainer = jaxche.Trainer(
         lambda p, b: (p * b).mean(),
         optax.sgd(0.1),
         strategy=strategy,
-        replicas=[strategy.mesh(devices[:2]), strategy.mesh(devices[2:6])],
+        replicas=[strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])],
     )
-    state = trainer.init(np.ones(8, np.float32))
-    assert trainer._engine._meeting.mesh.shape == {"replica": 2, "copy": 1, "shard": 2}
-    assert state.params.shape == (2, 8)
-    assert np.asarray(state.params).tolist() == np.ones((2, 8)).tolist()
+    state = trainer.init(np.arange(12, dtype=np.float32))
+    assert trainer._engine._meeting.mesh.shape == {"replica": 2, "copy": 1, "shard": width}
+    assert np.asarray(state.params).tolist() == [list(range(12))] * 2
