@@ -3,8 +3,8 @@
 from jaxche.averaging._drift import Drift, drift_from_gram, gram_matrix, measure_drift
 from jaxche.averaging._mean import is_float, psum_buckets, weighted_mean
 from jaxche.averaging._outer import outer_init, outer_step
-from jaxche.averaging._statistics import from_moments, path_names, to_moments
-from jaxche.averaging._sums import add_weighted, sum_dtype, zero_sums
+from jaxche.averaging._statistics import escape_name, from_moments, path_names, to_moments
+from jaxche.averaging._sums import add_weighted, sum_dtype, weighted, zero_sums
 from jaxche.averaging._weights import MERGE_RULES, merge_weights
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Drift",
     "add_weighted",
     "drift_from_gram",
+    "escape_name",
     "from_moments",
     "gram_matrix",
     "is_float",
@@ -23,6 +24,7 @@ __all__ = [
     "psum_buckets",
     "sum_dtype",
     "to_moments",
+    "weighted",
     "weighted_mean",
     "zero_sums",
 ]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxche.averaging._sums import sum_dtype
+from jaxche.averaging._sums import weighted
 
 # One all-reduce a leaf costs a network round trip a leaf; one for everything doubles the memory of a large model.
 # Buckets of this many bytes pay neither: a small model goes as one, a large one in pieces that amortise latency.
@@ -87,7 +87,8 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
 
     Args:
       tree: pytree of this device's arrays.
-      weight: this device's scalar weight, e.g. its number of local steps. Weights need not be normalised.
+      weight: this device's scalar weight, e.g. its number of local steps. Weights need not be normalised. A device of
+        weight 0 adds nothing, also where its arrays are not finite.
       axis_name: the mapped axis over which devices average.
 
     Returns:
@@ -109,9 +110,8 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     arrays = [jnp.asarray(leaves[i]) for i in averaged]
-    wide = [x.astype(sum_dtype(x.dtype)) for x in arrays]
-    scaled = [x * jnp.asarray(weight).astype(x.dtype) for x in wide]
-    sums, total = psum_buckets((scaled, jnp.asarray(weight).astype(jnp.float32)), axis_name)
+    weight = jnp.asarray(weight)
+    sums, total = psum_buckets((weighted(arrays, weight), weight.astype(jnp.float32)), axis_name)
     for i, x, s in zip(averaged, arrays, sums, strict=True):
         leaves[i] = (s / total.astype(s.dtype)).astype(x.dtype)
     return jax.tree.unflatten(treedef, leaves)

@@ -28,66 +28,99 @@ def path_names(path: Any) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def to_moments(tree: Any, reference: Any) -> Any:
-    r"""Replace each ``var`` that has a sibling ``mean`` by its second moment about a common reference.
+def escape_name(name: str, separator: str) -> str:
+    """A name without the separator, so that joined names can be told apart: as in a URL, ``%`` becomes ``%25``.
 
-    .. math:: q_i = v_i + (m_i - m_0)^2
+    Args:
+      name: one name of a path.
+      separator: one character.
 
-    A plain mean of variances forgets that the replicas' means differ. Second moments do average, so the merge
-    takes the weighted mean of these trees and :func:`from_moments` turns the result back (law of total variance).
-    Moments about ``m_0``, the mean every replica had when the round began, lose no digits when ``m^2`` is much
-    larger than ``v``.
+    Returns:
+      The name with the separator replaced by ``%`` and its code; different names stay different.
+
+    Example:
+      >>> [escape_name(name, ".") for name in ("kernel", "layer.0", "100%")]
+      ['kernel', 'layer%2E0', '100%25']
+    """
+    return name.replace("%", "%25").replace(separator, f"%{ord(separator):02X}")
+
+
+def to_moments(tree: Any, reference: Any) -> list[tuple[Any, Any]]:
+    r"""First and second moment of each ``mean`` that has a sibling ``var``, about a common reference.
+
+    .. math:: d_i = m_i - m_0, \qquad q_i = v_i + d_i^2
+
+    A plain mean of variances ignores the differences between the replicas' means. Moments about a common ``m_0`` do
+    average, and :func:`from_moments` makes pooled statistics of their weighted mean (law of total variance). The
+    nearer ``m_0`` is to the pooled mean, the fewer digits the difference loses: so the means are averaged first, and
+    their weighted mean is the reference.
 
     Args:
       tree: one replica's statistics, e.g. a Flax ``batch_stats`` collection.
-      reference: the statistics common to all replicas at the start of the round, same structure.
+      reference: statistics common to all replicas, same structure: the weighted mean of their trees.
 
     Returns:
-      The tree with every paired ``var`` replaced; other leaves unchanged.
+      ``(d_i, q_i)`` of each pair, in the order of the ``var`` leaves, in float32 at least; empty without pairs.
 
     References:
-      Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances*, 1979.
+      Chan, Golub, LeVeque, *Algorithms for computing the sample variance: analysis and recommendations*, The American
+      Statistician 37, 1983 (the corrected two-pass algorithm).
 
     Example:
       >>> stats = {"bn": {"mean": jnp.array(3.0), "var": jnp.array(1.0)}}
-      >>> float(to_moments(stats, {"bn": {"mean": jnp.array(1.0), "var": jnp.array(1.0)}})["bn"]["var"])
-      5.0
+      >>> [(d, q)] = to_moments(stats, {"bn": {"mean": jnp.array(1.0), "var": jnp.array(1.0)}})
+      >>> float(d), float(q)
+      (2.0, 5.0)
     """
-    return _shift_variances(tree, reference, 1.0)
+    leaves, origin, moments = jax.tree.leaves(tree), jax.tree.leaves(reference), []
+    for mean, var in _pairs(tree):
+        wide = sum_dtype(leaves[mean].dtype)
+        d = jnp.asarray(leaves[mean]).astype(wide) - jnp.asarray(origin[mean]).astype(wide)
+        moments.append((d, jnp.asarray(leaves[var]).astype(sum_dtype(leaves[var].dtype)) + _square(d)))
+    return moments
 
 
-def from_moments(tree: Any, reference: Any) -> Any:
-    r"""Undo :func:`to_moments` on the weighted mean of the replicas: :math:`v = q - (m - m_0)^2`.
+def from_moments(moments: Any, reference: Any) -> Any:
+    r"""Pooled statistics from the weighted mean of the replicas' moments.
+
+    .. math:: m = m_0 + \bar d, \qquad v = \bar q - \bar d^2
 
     Args:
-      tree: weighted mean of trees made by :func:`to_moments`.
+      moments: weighted mean of what :func:`to_moments` returned on each replica.
       reference: the same reference.
 
     Returns:
-      Statistics with the pooled mean and the pooled variance.
+      The reference with the pooled means and variances; other leaves unchanged. No variance is negative.
 
     Example:
-      >>> zero = {"mean": jnp.array(0.0), "var": jnp.array(0.0)}
-      >>> a = to_moments({"mean": jnp.array(0.0), "var": jnp.array(1.0)}, zero)
-      >>> b = to_moments({"mean": jnp.array(2.0), "var": jnp.array(1.0)}, zero)
-      >>> pooled = from_moments(jax.tree.map(lambda x, y: (x + y) / 2, a, b), zero)
+      >>> a, b = ({"mean": jnp.array(m), "var": jnp.array(1.0)} for m in (0.0, 2.0))
+      >>> half = lambda x, y: (x + y) / 2
+      >>> means = jax.tree.map(half, a, b)
+      >>> pooled = from_moments(jax.tree.map(half, to_moments(a, means), to_moments(b, means)), means)
       >>> float(pooled["mean"]), float(pooled["var"])
       (1.0, 2.0)
     """
-    return _shift_variances(tree, reference, -1.0)
-
-
-def _shift_variances(tree: Any, reference: Any, sign: float) -> Any:
-    paths, treedef = jax.tree.flatten_with_path(tree)
-    by_path = {path_names(path): leaf for path, leaf in paths}
-    origin = {path_names(path): leaf for path, leaf in jax.tree.leaves_with_path(reference)}
-    leaves = []
-    for path, leaf in paths:
-        names = path_names(path)
-        mean_path = (*names[:-1], "mean")
-        if names and names[-1] == "var" and mean_path in by_path and is_float(leaf):
-            wide = sum_dtype(leaf.dtype)
-            shift = by_path[mean_path].astype(wide) - origin[mean_path].astype(wide)
-            leaf = jnp.asarray(leaf).astype(wide) + sign * shift * shift
-        leaves.append(leaf)
+    leaves, treedef = jax.tree.flatten(reference)
+    for (mean, var), (d, q) in zip(_pairs(reference), moments, strict=True):
+        leaves[mean] = jnp.asarray(leaves[mean]).astype(d.dtype) + d
+        leaves[var] = jnp.maximum(q - _square(d), 0)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _pairs(tree: Any) -> list[tuple[int, int]]:
+    """Positions of each ``var`` and of the ``mean`` of the same shape beside it; floats only."""
+    flat = [(path_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    positions = {names: i for i, (names, _) in enumerate(flat)}
+    pairs = []
+    for i, (names, var) in enumerate(flat):
+        at = positions.get((*names[:-1], "mean")) if names and names[-1] == "var" else None
+        if at is None:
+            continue
+        mean = flat[at][1]
+        if is_float(var) and is_float(mean) and jnp.shape(var) == jnp.shape(mean):
+            pairs.append((at, i))
+    return pairs
+
+
+def _square(x: Any) -> Any:
+    return jnp.square(jnp.abs(x))

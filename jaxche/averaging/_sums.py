@@ -42,8 +42,33 @@ def zero_sums(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), tree)
 
 
+def weighted(tree: Any, weight: Any) -> Any:
+    r"""The tree times a weight: :math:`w x`, and 0 where :math:`w` is 0, whatever :math:`x` is.
+
+    Without the exception a replica that does not count would make the sum NaN where it has a NaN or an infinity.
+
+    Args:
+      tree: pytree of float arrays.
+      weight: a scalar array.
+
+    Returns:
+      The products, in the dtypes they are summed in.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> weighted(jnp.array([2.0, jnp.nan]), jnp.float32(0)).tolist(), weighted(jnp.ones(2), jnp.int32(3)).tolist()
+      ([0.0, 0.0], [3.0, 3.0])
+    """
+
+    def product(x: Any) -> Any:
+        wide = sum_dtype(x.dtype)
+        return jnp.where(weight != 0, x.astype(wide) * weight.astype(wide), jnp.zeros((), wide))
+
+    return jax.tree.map(product, tree)
+
+
 def add_weighted(sums: Any, tree: Any, weight: Any) -> Any:
-    r"""One more term of a weighted sum: :math:`s + w x`, in the dtypes of the sums.
+    r"""One more term of a weighted sum: :math:`s + w x`, in the dtypes of the sums, as :func:`weighted` multiplies.
 
     Args:
       sums: from :func:`zero_sums` or the term before.
@@ -59,4 +84,4 @@ def add_weighted(sums: Any, tree: Any, weight: Any) -> Any:
       >>> add_weighted(add_weighted(zero_sums(gradient), gradient, jnp.int32(8)), gradient, jnp.int32(3)).tolist()
       [11.0, 22.0]
     """
-    return jax.tree.map(lambda s, x: s + weight.astype(s.dtype) * x.astype(s.dtype), sums, tree)
+    return jax.tree.map(jnp.add, sums, weighted(tree, weight))

@@ -10,7 +10,16 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import from_moments, is_float, measure_drift, outer_step, psum_buckets, sum_dtype, to_moments
+from jaxche.averaging import (
+    from_moments,
+    is_float,
+    measure_drift,
+    outer_step,
+    psum_buckets,
+    sum_dtype,
+    to_moments,
+    weighted,
+)
 from jaxche.training._counts import advanced, are_schedules, counts_of
 from jaxche.training._finite import all_finite, broken, stayed_finite
 from jaxche.training._meeting import AXIS, Meeting
@@ -88,21 +97,22 @@ class Merging:
         table = jnp.zeros((self._meeting.mesh.shape[AXIS], *rows.shape), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(rows)
 
-    def _statistics(self, start: Any, end: Any, examples: Any) -> tuple[Any, Any]:
-        """Model state as weighted moments, and how to finish once they are summed."""
-        origin = first(start["model_state"])
+    def _statistics(self, end: Any, examples: Any) -> tuple[Any, Any]:
+        """Weighted model state, and how to finish once it is summed: variances take a second, small all-reduce."""
         state = first(end["model_state"])
-        leaves, treedef = jax.tree.flatten(to_moments(state, origin))
+        leaves, treedef = jax.tree.flatten(state)
         averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
-        weighted = [leaves[i].astype(sum_dtype(leaves[i].dtype)) * examples for i in averaged]
 
         def finish(sums: list[Any], total: Any) -> Any:
             for i, s in zip(averaged, sums, strict=True):
-                leaves[i] = s / total
-            pooled = from_moments(jax.tree.unflatten(treedef, leaves), origin)
-            return jax.tree.map(lambda new, old: new.astype(old.dtype) if is_float(old) else new, pooled, state)
+                leaves[i] = s / total.astype(s.dtype)
+            means = jax.tree.unflatten(treedef, leaves)
+            if moments := to_moments(state, means):
+                summed = self._sum({"moments": weighted(moments, examples)})["moments"]
+                means = from_moments(jax.tree.map(lambda s: s / total.astype(s.dtype), summed), means)
+            return jax.tree.map(lambda new, old: new.astype(old.dtype) if is_float(old) else new, means, state)
 
-        return weighted, finish
+        return weighted([leaves[i] for i in averaged], examples), finish
 
     def parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """Weighted mean of parameters: the merged trees, the table, and what the round tells of itself."""
@@ -116,11 +126,11 @@ class Merging:
             "fednova": (count > 0).astype(jnp.float32),
         }[self._rule]
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
-        statistics, finish = self._statistics(start, end, examples)
+        statistics, finish = self._statistics(end, examples)
         payload = {
-            "delta": jax.tree.map(lambda d: d * weight.astype(d.dtype), delta),
+            "delta": weighted(delta, weight),
             "weight": weight,
-            "squares": weight * _square_norm(delta),
+            "squares": weighted(_square_norm(delta), weight),
             "statistics": statistics,
             "examples": examples,
             "table": self._table(host, measured["not_finite"], sums),
@@ -133,12 +143,12 @@ class Merging:
         if self._opt_mode == "average":
             opt_leaves, opt_def = jax.tree.flatten(first(end["opt_state"]))
             floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
-            payload["opt_state"] = {i: opt_leaves[i].astype(sum_dtype(opt_leaves[i].dtype)) * weight for i in floats}
+            payload["opt_state"] = weighted({i: opt_leaves[i] for i in floats}, weight)
         if self._scaling is not None:
             noise, gains = first(start["noise"]), first(measured["scaled"])
             seen = first(start["opt_state"]) if self._scaling.preconditioned else None
             payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen, x0, examples)
-            payload["gains"] = jnp.append(gains, weight * gains[0])
+            payload["gains"] = jnp.append(gains, weighted(gains[0], weight))
         total = self._sum(payload)
         # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
         counts = total["table"][:, 0, HOST_COLUMNS.index("count")]
@@ -189,7 +199,7 @@ class Merging:
         """One update on the mean of all gradients, the same everywhere."""
         sums = measured["sums"]
         params = first(start["params"])
-        statistics, finish = self._statistics(start, end, sums[0, 0])
+        statistics, finish = self._statistics(end, sums[0, 0])
         payload = {
             "grads": first(end["grads"]),
             "sums": sums[0],

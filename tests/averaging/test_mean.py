@@ -65,6 +65,20 @@ def test_low_precision_is_summed_in_float32():
     assert over_vmap(x, jnp.ones(8))[0] == jnp.asarray(263 / 8, jnp.bfloat16)
 
 
+@AXES
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_of_zero_adds_nothing_also_of_what_is_not_finite(bind, bad):
+    tree = {"w": jnp.array([[1.0, 2.0], [bad, bad], [3.0, 6.0]]), "half": jnp.array([2.0, bad, 6.0], jnp.bfloat16)}
+    mean = bind(tree, jnp.array([1.0, 0.0, 3.0]))
+    assert np.asarray(mean["w"]).tolist() == [[2.5, 5.0]] * 3
+    assert np.asarray(mean["half"], np.float32).tolist() == [5.0] * 3
+
+
+def test_what_is_not_finite_counts_where_the_weight_is_not_zero():
+    assert np.isnan(over_vmap(jnp.array([1.0, np.nan]), jnp.array([1.0, 1e-3]))).all()
+    assert np.isnan(over_vmap(jnp.array([1.0, 1.0]), jnp.array([1.0, np.nan]))).all()
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=6),

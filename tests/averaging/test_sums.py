@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.averaging import add_weighted, sum_dtype, zero_sums
+from jaxche.averaging import add_weighted, sum_dtype, weighted, zero_sums
 
 
 def test_sums_are_wide_enough():
@@ -34,3 +34,11 @@ def test_terms_count_as_much_as_they_weigh():
     for term, weight in zip(terms, weights, strict=True):
         sums = add(sums, term, weight)
     np.testing.assert_allclose(sums, weights @ terms, rtol=1e-6, atol=1e-6)
+
+
+def test_a_term_of_weight_zero_adds_nothing_also_where_it_is_not_finite():
+    bad = {"x": jnp.array([np.nan, np.inf, -np.inf, 1.0], jnp.bfloat16)}
+    assert weighted(bad, jnp.float32(0))["x"].tolist() == [0.0] * 4
+    sums = add_weighted({"x": jnp.arange(4.0)}, bad, jnp.int32(0))
+    assert sums["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert np.isnan(add_weighted(sums, bad, jnp.int32(1))["x"][0])

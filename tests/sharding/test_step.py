@@ -130,6 +130,25 @@ def test_model_state_is_that_of_the_joined_batch(name, devices, problem):
     assert state.model_state["count"].sharding.is_fully_replicated
 
 
+def test_variances_are_right_where_a_step_moves_the_mean_far(name, devices, problem):
+    """The second moments of these features have no digits left for their variances."""
+    rng = np.random.default_rng(0)
+    rows = np.array([255, 1013.25, 1e4]) + np.array([0, 0.1, 1]) * rng.normal(size=(16, 3))
+    [batch] = problem.batches(1, rows=16)
+    batch = batch | {"features": rows.astype(np.float32)}
+
+    def loss(params, batch, model_state):
+        value, metrics = problem.loss(params, batch)
+        return value, (metrics, {"mean": batch["features"].mean(0), "var": batch["features"].var(0)})
+
+    step = make_step(problem, name, devices[:4], loss=loss)
+    state, _ = step(step.init(problem.params(), {"mean": jnp.zeros(3), "var": jnp.ones(3)}), batch)
+    exact = batch["features"].astype(np.float64)
+    np.testing.assert_allclose(state.model_state["mean"], exact.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(state.model_state["var"], exact.var(0), rtol=1e-3)
+    assert (np.asarray(state.model_state["var"]) >= 0).all()
+
+
 def test_steps_give_their_state_away_but_not_what_init_was_given(devices, problem):
     params, step = problem.params(), make_step(problem, "full", devices[:4])
     state = step.init(params)

@@ -18,6 +18,12 @@ class LinenNet(nn.Module):
         return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(nn.relu(x)))
 
 
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(1)(nn.BatchNorm(use_running_average=not train, momentum=0.5)(x))
+
+
 class NNXNet(nnx.Module):
     def __init__(self, rngs):
         self.dense, self.norm = nnx.Linear(3, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
@@ -95,6 +101,45 @@ def test_statistics_are_pooled_with_the_law_of_total_variance(door, data, device
     result = statistics(trainer.model_state(merged))
     np.testing.assert_allclose(result["mean"], mean, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(result["var"], second - mean**2, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_variances_of_constant_features_stay_right_when_a_round_moves_the_mean_far(devices, close, average, width):
+    """A white pixel and the pressure of the air: means move by a thousand where variances are a millionth."""
+    rng = np.random.default_rng(0)
+    x = np.stack([np.full(320, 255), np.full(320, 1013.25), rng.normal(size=320)], axis=1).astype(np.float32)
+    data = jaxche.Batches({"x": x, "y": x[:, 2:]}, batch_size=8)
+    net = Normed()
+    variables = net.init(jax.random.key(0), x[:1], train=False)
+    params = variables.pop("params")
+    loss = jaxche.linen_loss(net, lambda apply, batch: jnp.mean((apply(batch["x"], train=True) - batch["y"]) ** 2))
+
+    def rounds(replicas, counts, **knobs):
+        strategy = jaxche.FullShard()
+        islands = [strategy.mesh(replicas[i : i + width]) for i in range(0, len(replicas), width)]
+        where = {"replicas": replicas} if width == 1 else {"replicas": islands, "strategy": strategy}
+        trainer = jaxche.Trainer(loss, optax.sgd(1e-3), **where, **knobs)
+        state = trainer.init(params, variables)
+        for taken in counts:
+            state, _ = trainer.round(state, data, counts=taken)
+        return trainer.params(state), trainer.model_state(state)["batch_stats"]["BatchNorm_0"]
+
+    # Both replicas take as many steps, so what one has of the constant features both have.
+    _, alone = rounds(devices[:width], [(20,)])
+    reached, pooled = rounds(devices[: 2 * width], [(20, 20)], average=average)
+    close(pooled["mean"][:2], alone["mean"][:2], rtol=1e-6)
+    assert (np.asarray(pooled["var"]) >= 0).all()
+    np.testing.assert_allclose(pooled["var"][:2], alone["var"][:2], rtol=1e-5)
+    out = net.apply({"params": reached, "batch_stats": {"BatchNorm_0": pooled}}, x, train=False)
+    assert np.isfinite(out).all()
+    # Replicas that differ: the spread of their means is most of the variance.
+    _, pooled = rounds(devices[: 2 * width], [(3, 9)], average=average)
+    own = np.array([[1 - 0.5**n, 0.5**n] for n in (3, 9)])
+    mean = own[:, 0] @ [0.25, 0.75]
+    spread = [0.25, 0.75] @ (own[:, 0] - mean) ** 2
+    wanted = [own[:, 1] @ [0.25, 0.75] + spread * c**2 for c in (255, 1013.25)]
+    np.testing.assert_allclose(pooled["var"][:2], wanted, rtol=1e-5)
 
 
 @DOORS

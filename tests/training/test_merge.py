@@ -97,3 +97,49 @@ def test_integers_and_keys_in_model_state_stay_each_replicas_own(devices):
     assert state.model_state["ema"].tolist() == [2.5, 2.5]  # the mean by examples: (1 + 3 * 3) / 4
     keys = jax.random.key_data(state.model_state["key"])
     assert (keys[0] != keys[1]).any()
+
+
+def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_finite(problem, devices):
+    """Its optimizer's state, its statistics and its parameters weigh nothing."""
+
+    def loss(params, batch, model_state):
+        return problem.loss(params, batch)[0], ({}, {"mean": batch["x"].mean(0), "var": batch["x"].var(0)})
+
+    model_state = {"mean": np.zeros(5, np.float32), "var": np.ones(5, np.float32)}
+    trainer = jaxche.Trainer(loss, optax.adam(0.1), replicas=devices[:2], opt_state="average")
+    start = trainer.init(problem.params, model_state)
+    wanted, _ = trainer.round(start, problem.data, counts=(2, 0))
+    engine, merge = trainer._engine, trainer._engine._merge
+    carries = [r.begin(local, 0) for r, local in zip(engine._replicas, start.locals, strict=True)]
+    rows = np.zeros((2, 7), np.float32)
+    rows[0, 0] = 2
+    # As the end of a round: the first replica where it is after two steps, the second nowhere.
+    names = ("params", "opt_state", "model_state")
+    ends = [wanted.locals[0]._asdict(), jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, carries[1])]
+    carries = [carry | {name: end[name] for name in names} for carry, end in zip(carries, ends, strict=True)]
+    carries[0]["sums"] = jax.device_put(carries[0]["sums"].at[0, 0].set(16.0), devices[0])
+    carries[1]["sums"] = jnp.zeros_like(carries[1]["sums"])
+    reached = jax.tree.map(np.array, ends[0])
+    merged = merge(start.locals, carries, rows)
+    for name in names:
+        for row in merged.locals:
+            for x, y in zip(jax.tree.leaves(getattr(row, name)), jax.tree.leaves(reached[name]), strict=True):
+                if x.dtype == np.float32:
+                    np.testing.assert_allclose(x, y, rtol=1e-6)
+    assert np.isfinite(merged.drift).all()
+
+
+@pytest.mark.parametrize("average", ["parameters", "gradients"])
+@pytest.mark.parametrize("paired", [False, True])
+def test_variances_take_a_second_all_reduce_and_nothing_else_does(problem, devices, average, paired):
+    def loss(params, batch, model_state):
+        return problem.loss(params, batch)[0], ({}, model_state)
+
+    model_state = {"mean": np.zeros(5, np.float32), "var" if paired else "square": np.ones(5, np.float32)}
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2], average=average)
+    state = trainer.init(problem.params, model_state)
+    trainer.round(state, problem.data, counts=(1, 1))
+    merge, replicas = trainer._engine._merge, trainer._engine._replicas
+    carries = [r.begin(local, 0) for r, local in zip(replicas, state.locals, strict=True)]
+    text = merge._program.lower(*merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))).as_text()
+    assert text.count("stablehlo.all_reduce") == 1 + paired
