@@ -14,7 +14,7 @@ import jax
 from jaxche.training._agree import gather_json, members, raise_everywhere
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._packing import Packing
-from jaxche.training._saved import FORMAT, items_of, shapes, unnested, version, with_numbers
+from jaxche.training._saved import FORMAT, READABLE, items_of, joined_alike, shapes, unnested, version, with_numbers
 from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class Finder:
         packing = self._packing(meta, state)
         wanted = packing.saved_as(meta["rows"])
         try:
-            items = {name: args.StandardRestore(item) for name, item in items_of(wanted).items()}
+            items = {name: args.StandardRestore(item) for name, item in items_of(wanted, meta["format"]).items()}
             read = reader.restore(step, args=args.Composite(**items))
             trees = {"params": read.params} | (read.state if "state" in items else {})
-            found = {name: unnested(tree, trees[name]) for name, tree in wanted.items()}
+            found = {name: unnested(tree, trees[name], meta["format"]) for name, tree in wanted.items()}
         except Exception as e:
             error = e
         if self._unreadable(step, error):
@@ -123,7 +123,7 @@ class Finder:
         """Refuse a checkpoint that this trainer cannot go on from."""
         where = f"checkpoints={str(self._folder)!r}"
         own, other = version(), meta["jaxche"]
-        if meta["format"] != FORMAT or other.split(".")[:2] != own.split(".")[:2]:
+        if meta["format"] not in READABLE or other.split(".")[:2] != own.split(".")[:2]:
             raise ValueError(
                 f"{where} was written by jaxche {other} in format {meta['format']}, and this is {own} with format "
                 f"{FORMAT}; write pip install jaxche=={other}, or give another folder"
@@ -132,7 +132,13 @@ class Finder:
             _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
         if meta.get("data", VARIES) != self._data and VARIES not in (self._data, meta.get("data", VARIES)):
             _log.warning("%s was made with other data of as many batches; from here on it is this data", where)
-        wanted = shapes(self._packing(meta, state).saved_as(meta["rows"]))
+        trees = self._packing(meta, state).saved_as(meta["rows"])
+        if alike := joined_alike(trees, meta["format"]):
+            raise ValueError(
+                f"{where} was written in format {meta['format']}, in which {alike[0]} and {alike[1]} have one name, so "
+                "that only one of them was kept; give another folder, and this version writes both"
+            )
+        wanted = shapes(trees, meta["format"])
         for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
             have, want = meta["leaves"].get(path, "missing"), wanted.get(path, "not there")
             if have != want:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import path_names
+from jaxche.averaging import escape_name, path_names
 from jaxche.drawing import odd_ones
 from jaxche.training._agree import gather_json, members
 from jaxche.training._data import Reader
@@ -122,7 +122,10 @@ def refuse_other_values(trees: Mapping[str, Any]) -> None:
 
 def _traits(name: str, tree: Any) -> dict[str, tuple[float, float]]:
     """Norm and projection of each array by its path."""
-    named = {"/".join((name, *path_names(path))): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    named = {
+        "/".join((name, *(escape_name(part, "/") for part in path_names(path)))): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
     # Stages of a replica are on devices of their own, and a program is on those of its arguments.
     groups: dict[Any, dict[str, Any]] = {}
     for path, leaf in named.items():

@@ -149,12 +149,12 @@ class Keeper:
             "format": FORMAT,
             "jaxche": version(),
             "rows": packing.rows,
-            "leaves": shapes(trees),
+            "leaves": shapes(trees, FORMAT),
             "batches": self._batches,
             "data": self._data,
             "seed": self._trainer.seed,
         }
-        items = {name: args.StandardSave(item) for name, item in items_of(trees).items()}
+        items = {name: args.StandardSave(item) for name, item in items_of(trees, FORMAT).items()}
         with self._unless_lost("begun"):
             self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
         if self._asked.durable:

@@ -15,7 +15,7 @@ import pytest
 
 import jaxche
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training import PeerLostError
+from jaxche.training import PeerLostError, _keeper
 from jaxche.training._keeper import Keeper
 
 
@@ -378,16 +378,72 @@ def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
     ("format", "version", "said"),
     [
         (0, "0.0.1", r"jaxche 0\.0\.1 in format 0.*pip install jaxche==0\.0\.1"),
-        (2, "9.9.9", r"jaxche 9\.9\.9 in format 2.*pip install jaxche==9\.9\.9"),
+        (3, "9.9.9", r"jaxche 9\.9\.9 in format 3.*pip install jaxche==9\.9\.9"),
     ],
 )
 def test_what_another_version_wrote_is_refused(saved, format, version, said):
     folder, run, *_ = saved
     meta = folder / "3" / "run" / "metadata"
-    text = meta.read_text().replace('"format": 2', f'"format": {format}')
+    text = meta.read_text().replace('"format": 3', f'"format": {format}')
     meta.write_text(text.replace(f'"jaxche": "{jaxche.__version__}"', f'"jaxche": "{version}"'))
     with pytest.raises(ValueError, match=said):
         run()
+
+
+@pytest.fixture
+def named_run(devices, lockstep, tmp_path):
+    """Trains parameters of any names, each with a target of its own."""
+
+    def run(params, stop=None, checkpoints=tmp_path / "named"):
+        def loss(p, x):
+            leaves = jax.tree.leaves(p)
+            return sum(jnp.mean((w - i * x) ** 2) for i, w in enumerate(leaves)) / len(leaves)
+
+        data = [np.full((2, 2), i, np.float32) for i in range(8)]
+        trainer = jaxche.Trainer(loss, optax.adam(0.05), che=lockstep(), replicas=devices[:2])
+        callbacks = [] if stop is None else [stop_after(stop)]
+        state, _ = trainer.fit(
+            trainer.init(params), data, 2, callbacks=callbacks, progress=False, checkpoints=checkpoints
+        )
+        return state
+
+    return run
+
+
+ALIKE = {
+    "dots": {"a.b": {"c": np.ones(2, np.float32)}, "a": {"b.c": np.zeros(2, np.float32)}},
+    "slashes": {"a/b": {"c": np.ones(2, np.float32)}, "a": {"b/c": np.zeros((2, 2), np.float32)}},
+    "escapes": {"a.b": {"c": np.ones(2, np.float32)}, "a%2Eb": {"c": np.zeros(2, np.float32)}},
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_names_that_join_alike_stay_apart(named_run, tmp_path, same, case):
+    named_run(ALIKE[case], stop=2)
+    with ocp.CheckpointManager(tmp_path / "named") as manager:
+        meta = manager.restore(2, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+    assert sum(name.startswith("params/") for name in meta["leaves"]) == 2
+    undisturbed = named_run(ALIKE[case], checkpoints=None)
+    same(plain(undisturbed)[0], plain(named_run(ALIKE[case]))[0])
+
+
+@pytest.mark.parametrize("name", ["kernel", "layer.0", "a/b"])
+def test_the_format_before_is_read_where_its_names_differ(named_run, monkeypatch, same, name):
+    params = {name: {"w": np.ones(2, np.float32)}, "other": np.zeros(2, np.float32)}
+    monkeypatch.setattr(_keeper, "FORMAT", 2)
+    named_run(params, stop=2)
+    monkeypatch.undo()
+    same(plain(named_run(params, checkpoints=None))[0], plain(named_run(params))[0])
+
+
+def test_the_format_before_is_refused_where_one_array_took_the_place_of_another(named_run, monkeypatch):
+    monkeypatch.setattr(_keeper, "FORMAT", 2)
+    named_run(ALIKE["dots"], stop=2)
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match=r"in format 2, in which params\['a'\]\['b\.c'\] and params\['a\.b'\]\['c'\] have"
+    ):
+        named_run(ALIKE["dots"])
 
 
 def test_a_smaller_step_of_the_version_and_other_data_are_told(saved, problem, caplog):

@@ -99,3 +99,12 @@ def test_values_are_compared_but_for_rounding(monkeypatch, devices):
             compared(monkeypatch, tree, tree | other)
     with pytest.raises(ValueError, match="params/n"):
         compared(monkeypatch, tree, tree | {"n": np.int32([4])})
+
+
+def test_arrays_whose_names_join_alike_are_both_compared(monkeypatch):
+    one, zero = np.ones(2, np.float32), np.zeros(2, np.float32)
+    tree = {"a/b": {"c": one}, "a": {"b/c": zero}}
+    compared(monkeypatch, tree, tree)
+    for other, name in (({"a/b": {"c": zero}}, "a%2Fb/c"), ({"a": {"b/c": one}}, "a/b%2Fc")):
+        with pytest.raises(ValueError, match=f"values of params/{name}"):
+            compared(monkeypatch, tree, tree | other)
