@@ -44,6 +44,32 @@ def test_replicas_that_agree_do_not_drift():
     assert drift.dir == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rounding_makes_no_distance_negative(seed):
+    rng = np.random.default_rng(seed)
+    weights = rng.uniform(0.1, 1.0, 4)
+    drift = drift_from_gram(np.full((4, 4), 0.1), weights / weights.sum(), 1.0)
+    assert 0 <= drift.rel < 1e-7
+    assert 0 <= drift.dir < 1e-12
+    one = jnp.float32(1)
+    assert [float(x) for x in measure_drift(one, jnp.nextafter(one, 2 * one), one)] == [0.0, 0.0]
+
+
+def test_a_round_in_which_nothing_moved_has_no_drift():
+    zero, one = jnp.float32(0), jnp.float32(1)
+    for norm in (zero, one):
+        assert [float(x) for x in measure_drift(zero, zero, norm)] == [0.0, 0.0]
+    # Replicas that cancelled, around parameters of zero: large, but a number.
+    assert all(np.isfinite(x) and x > 1e18 for x in measure_drift(one, zero, zero))
+
+
+def test_low_precision_deltas_are_multiplied_in_float32():
+    """257 is 256 in bfloat16."""
+    gram = gram_matrix(jnp.ones((2, 257), jnp.bfloat16))
+    assert gram.dtype == jnp.float32
+    assert gram.tolist() == [[257.0] * 2] * 2
+
+
 def test_weights_must_fit_the_matrix():
     with pytest.raises(ValueError, match=r"shape \(2, 2\) for 3 weights"):
         drift_from_gram(np.eye(2), [0.2, 0.3, 0.5], 1.0)

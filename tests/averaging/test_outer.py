@@ -40,3 +40,9 @@ def test_low_precision_parameters_are_rounded_once():
     y, state = outer_step(outer, x, jnp.full(1, -0.003, jnp.float32), state)
     assert float(y[0]) == float(jnp.bfloat16(1.0 + 0.003 + 0.5 * 0.002))
     assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [jnp.float32]
+
+
+def test_the_outer_optimizer_sees_the_parameters():
+    x, outer = jnp.array([1.0, 2.0]), optax.chain(optax.add_decayed_weights(0.25), optax.sgd(1.0))
+    x, _ = outer_step(outer, x, jnp.array([0.5, 0.0]), outer.init(x))
+    assert x.tolist() == [0.25, 1.5]

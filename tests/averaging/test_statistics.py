@@ -77,3 +77,11 @@ def test_one_replica_keeps_its_statistics():
     tree = {"mean": jnp.array([[1.0, -2.0]]), "var": jnp.array([[0.5, 3.0]])}
     pooled = pool(tree, [3])
     assert (pooled["mean"].tolist(), pooled["var"].tolist()) == ([1.0, -2.0], [0.5, 3.0])
+
+
+def test_low_precision_statistics_are_shifted_in_float32():
+    """258 - 1 is 256 in bfloat16."""
+    tree = {"mean": jnp.full(1, 258, jnp.bfloat16), "var": jnp.zeros(1, jnp.bfloat16)}
+    [(shift, moment)] = to_moments(tree, {"mean": jnp.ones(1, jnp.bfloat16), "var": jnp.zeros(1, jnp.bfloat16)})
+    assert (shift.dtype, moment.dtype) == (jnp.float32, jnp.float32)
+    assert moment.tolist() == [257.0**2]

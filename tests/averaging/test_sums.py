@@ -42,3 +42,8 @@ def test_a_term_of_weight_zero_adds_nothing_also_where_it_is_not_finite():
     sums = add_weighted({"x": jnp.arange(4.0)}, bad, jnp.int32(0))
     assert sums["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert np.isnan(add_weighted(sums, bad, jnp.int32(1))["x"][0])
+
+
+def test_weights_are_not_rounded_to_the_precision_of_the_terms():
+    sums = add_weighted({"x": jnp.zeros(1)}, {"x": jnp.ones(1, jnp.bfloat16)}, jnp.int32(257))
+    assert sums["x"].tolist() == [257.0]

@@ -92,6 +92,25 @@ def test_seed_comes_back_to_its_start_without_overhead_to_drive_it():
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
+def test_a_suppress_lowers_a_ceiling_and_never_raises_it(tuner):
+    che = ElChe(2, 10, tuner=tuner)
+    for ceiling, wanted in ((12, 10), (10, 10), (4, 4)):
+        correction, held, _ = DivergenceCorrection(Script((SUPPRESS,)), ceiling=ceiling).apply(che, che, 0.1)
+        assert (correction.ceiling, held.anchor) == (wanted, wanted)
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.parametrize(("anchor", "ceiling"), [(9, None), (10, 10), (11, 10)])
+def test_a_ceiling_goes_when_the_anchor_stays_below_it_by_itself(tuner, anchor, ceiling):
+    """It was 8, and a quarter more is 10: an anchor of 10 may want more."""
+    correction = DivergenceCorrection(Script(), ceiling=8, calm=4)
+    after = ElChe(2, anchor, tuner=tuner)
+    correction, che, _ = correction.apply(after.capped(8), after, 0.1)
+    assert correction.ceiling == ceiling
+    assert che.anchor == min(anchor, 10)
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
 def test_a_nudge_moves_counts_that_the_tuner_would_leave(tuner):
     che = ElChe(2, 10, tuner=tuner, max_batch_diff=0).report_timing([100, 100], [10, 10], 0)
     _, che, _ = DivergenceCorrection(Script((NUDGE,))).apply(che, che, 1.0)
@@ -130,14 +149,16 @@ def test_drift_that_follows_the_round_length_settles(tuner):
 
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_calm_changes_nothing(tuner):
-    che = ElChe(2, 10, tuner=tuner)
-    free = [che]
-    for k in range(12):
-        wall, sync = FLEET.timings(free[-1].batch_counts, k)
-        free.append(free[-1].report_timing(wall, free[-1].batch_counts, sync))
-    for guard in (GrowthGuard(), TrendGuard()):
-        cadences, correction, _ = drive(FLEET, che, DivergenceCorrection(guard), 12)
-        assert cadences == free
+    # With a cheap merge steady goes below the anchor it began with, and stays there.
+    for fleet in (FLEET, VirtualFleet([10.0, 20.0], sync_ms=1.0)):
+        che = ElChe(2, 10, tuner=tuner)
+        free = [che]
+        for k in range(12):
+            wall, sync = fleet.timings(free[-1].batch_counts, k)
+            free.append(free[-1].report_timing(wall, free[-1].batch_counts, sync))
+        for guard in (GrowthGuard(), TrendGuard()):
+            cadences, correction, _ = drive(fleet, che, DivergenceCorrection(guard), 12)
+            assert cadences == free
         assert correction.ceiling is None
 
 

@@ -52,6 +52,8 @@ def test_clamp_counts_cases():
     assert clamp_counts((5, 5, 5), 2) == (1, 1, 0)
     # The original gives [2, 1, 1] here and reads past the end.
     assert clamp_counts((100, 1, 1), 3) == (1, 1, 1)
+    # Ranks that were to idle still do.
+    assert clamp_counts((1, 0, 0), 2) == (1, 0, 0)
     with pytest.raises(ValueError, match="max_total=-1"):
         clamp_counts((1, 1), -1)
 
@@ -60,6 +62,10 @@ def test_published_splits():
     assert split_by_ratio(100, [1, 1, 1]) == (34, 33, 33)
     assert split_by_ratio(900, [3, 2, 1]) == (450, 300, 150)
     assert split_by_ratio(100, [0, 0]) == (50, 50)
+    # 3.45 and 6.55: the larger remainder is rounded up.
+    assert split_by_ratio(10, [1, 1.9]) == (3, 7)
+    # The shares in float64 come to one more than there is.
+    assert sum(split_by_ratio(2**53 - 1, [14, 4])) == 2**53 - 1
 
 
 @given(

@@ -116,6 +116,7 @@ def test_builder_max_anchor():
     # An anchor that has grown past the new limit stays until the tuner moves it: only the start is lowered.
     grown = ElChe(2, 10).report_timing([1000, 1000], [10, 10], 500)
     assert grown.with_max_anchor(30).anchor == 50
+    assert grown.with_max_anchor(10).anchor == 50
 
 
 def test_nudge_goes_below_the_start_never_below_one_never_up():
@@ -125,6 +126,13 @@ def test_nudge_goes_below_the_start_never_below_one_never_up():
     assert che.nudge_anchor_down(7.0) == che
     fresh = ElChe(2, 10).nudge_anchor_down(0.5)
     assert (fresh.anchor, fresh.batch_counts) == (5, (10, 10))
+
+
+def test_the_seed_lowers_its_anchor_below_half_the_target_only():
+    che = ElChe(2, 10).report_timing([1000, 1000], [10, 10], 200)
+    assert che.anchor == 20
+    assert che.report_timing([2000, 2000], [20, 20], 100).anchor == 20
+    assert che.report_timing([2000, 2000], [20, 20], 99).anchor == 19
 
 
 def test_dead_zone_is_strict():
@@ -352,6 +360,8 @@ def test_steady_without_rounding_is_the_closed_form():
     assert drive(ElChe(2, 10, tuner="steady"), (11.5, 23), 45, 2).anchor == 20
     assert drive(ElChe(2, 10, tuner="steady"), (10, 10), 1, 1).anchor == 1
     assert drive(ElChe(2, 10, tuner="steady", max_anchor=12), (11.5, 23), 45, 2).anchor == 12
+    # 0.9 / 0.015 is 60, and a little more in float64.
+    assert drive(ElChe(2, 10, 0.015, tuner="steady"), (1, 1), 0.9, 2).anchor == 60
 
 
 def test_steady_first_report_may_shorten_but_not_lengthen_the_round():
@@ -364,6 +374,9 @@ def test_steady_pays_for_rounding_with_a_longer_round():
     # Sync alone is cheap enough for an anchor of 1, where 2.5 : 1 would run as 3 : 1 at 92 %.
     che = drive(ElChe(2, 10, 0.05, tuner="steady"), (20, 50), 2, 3)
     assert (che.anchor, che.batch_counts) == (2, (5, 2))
+    # The longest round allowed is tried too: 8 and 5 meet the target, shorter ones do not.
+    che = drive(ElChe(2, 5, 0.05, max_anchor=5, tuner="steady"), (5, 8), 1, 3)
+    assert (che.anchor, che.batch_counts) == (5, (8, 5))
 
 
 def test_steady_leaves_the_anchor_alone_while_sync_is_unknown():
@@ -393,6 +406,19 @@ def test_steady_counts_do_not_flip_with_jitter():
         assert che.batch_counts == counts
 
 
+def test_steady_keeps_no_count_that_misses_the_target():
+    # The exact count is 5.6, within the hysteresis of 5; but 5 and 4 cost 10.5 %, and 6 and 4 cost 6.3 %.
+    che = ElChe(2, 4, 0.1, tuner="steady", batch_counts=(5, 4), sync_samples=(1.0,))
+    assert che.report_timing([25, 28], [5, 4], 0).batch_counts == (6, 4)
+    assert che.with_overhead_target(0.11).report_timing([25, 28], [5, 4], 0).batch_counts == (5, 4)
+
+
+def test_steady_obeys_a_limit_that_was_lowered_while_sync_is_unknown():
+    che = drive(ElChe(2, 10, tuner="steady"), (10, 23), 45, 2).with_max_anchor(15)
+    assert che.anchor == 20
+    assert drive(che, (10, 23), 0, 1).anchor == 15
+
+
 def test_steady_keeps_the_lead_in_every_plan():
     che = drive(ElChe(2, 10, tuner="steady", max_batch_diff=3), (10, 50), 20, 9)
     assert che.batch_counts == (che.anchor + 3, che.anchor)
@@ -420,6 +446,7 @@ def test_capped_and_relaxed(tuner):
     assert che.capped(20) == che
     assert che.capped(30) == che
     assert low.relax_anchor_up().batch_counts == (40, 20)
+    assert low.with_max_anchor(20).relax_anchor_up().anchor == 20
     top = che.with_max_anchor(20)
     assert top.relax_anchor_up() == top
 

@@ -74,6 +74,7 @@ def test_growth_is_per_step():
 def test_growth_is_calm_on_a_plateau_and_below_the_floor():
     assert set(verdicts(GrowthGuard(), [0.3] * 9)) == {CALM}
     assert set(verdicts(GrowthGuard(), [0.0, 1e-12, 1e-10, 1e-9, 5e-9])) == {CALM}
+    assert set(verdicts(GrowthGuard(suppress_rate=0.0, nudge_rate=0.0), [0.3] * 9)) == {CALM}
 
 
 @given(drifts=st.lists(st.floats(0, 1e3), min_size=1, max_size=30), k_max=st.integers(1, 50))

@@ -28,12 +28,17 @@ def test_published_share_of_equal_batches():
 def test_efficiency_is_the_slow_sum_over_rounds():
     fleet = VirtualFleet([20, 30, 50], jitter=0.1, sync_ms=4, slowdown=Slowdown(1, 5, 2.0), seed=3)
     run = fleet.run(ElChe(3, tuner="steady"), 12)
-    done = could = 0.0
+    done = could = equal = limit = 0.0
     for k in range(12):
         speeds = [20, 60 if k >= 5 else 30, 50]
+        took = max(run.wall_ms[k]) + run.sync_ms[k]
         done += sum(run.counts[k])
-        could += (max(run.wall_ms[k]) + run.sync_ms[k]) * sum(1 / t for t in speeds)
+        could += took * sum(1 / t for t in speeds)
+        equal += 3 * took / (max(speeds) + run.sync_ms[k])
+        limit += 3 * took / max(speeds)
     assert run.efficiency == pytest.approx(done / could)
+    assert run.equal_batch_efficiency == pytest.approx(equal / could)
+    assert run.equal_batch_limit == pytest.approx(limit / could)
     assert np.all(run.round_efficiency > 0)
 
 
@@ -43,6 +48,13 @@ def test_the_same_seed_gives_the_same_run_whatever_is_tuned():
     np.testing.assert_allclose(one.wall_ms / one.counts, two.wall_ms / two.counts)
     assert fleet == VirtualFleet(np.array([20, 50]), jitter=0.15, seed=1)
     assert fleet.timings((1, 1), 4)[1] != VirtualFleet([20, 50], jitter=0.15, seed=2).timings((1, 1), 4)[1]
+
+
+def test_jitter_is_of_each_rank_and_of_the_merge_and_leaves_a_tenth():
+    fleet = VirtualFleet([10.0] * 60, jitter=1.0, sync_ms=5.0)
+    times = [(*(wall / 10), sync / 5) for wall, sync in (fleet.timings((1,) * 60, k) for k in range(20))]
+    assert np.min(times) == 0.1
+    assert len(set(np.ravel(times).round(9)) - {0.1}) == np.count_nonzero(np.ravel(times) > 0.1)
 
 
 def test_compilation_is_in_the_first_round_only():

@@ -70,6 +70,7 @@ def test_matches_the_twin_through_any_history(history, seed):
         twin.update(grads, sizes)
         assert float(noise.sqr) == pytest.approx(twin.sqr, rel=2e-4, abs=2e-5)
         assert float(noise.var) == pytest.approx(twin.var, rel=2e-4, abs=2e-5)
+        assert float(noise.unbias) == pytest.approx(twin.unbias, rel=1e-4)
         assert bool(noise.biased) == twin.biased
 
 
@@ -308,6 +309,15 @@ def test_one_contributor_alone_learns_what_one_of_several_would(preconditioned):
         noise_scale.update_from_one(noise_scale.init(params), grads, 4)
     with pytest.raises(ValueError, match=r"batch_size=0\.0 must be finite and greater than 0"):
         noise_scale.update_from_one(alone, grads, 0)
+
+
+def test_the_gradient_before_is_kept_in_the_dtype_of_the_parameters():
+    """A loop carries the state: what an update returns has the dtypes of what it was given."""
+    noise = noise_scale.init(jnp.zeros(2, jnp.bfloat16), base_batch_size=8, differenced=True)
+    after = noise_scale.update_from_one(noise, jnp.array([1.0, 2.0]), 8)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, noise)
+    assert after.previous.dtype == jnp.bfloat16
+    assert after.previous.tolist() == [1.0, 2.0]
 
 
 def test_one_contributor_left_teaches_nothing():
