@@ -44,6 +44,16 @@ def test_unbiased_at_unequal_counts_batches_and_places(sizes):
         assert error < 0.02 * wanted
 
 
+def test_replicas_are_pooled_by_their_degrees_of_freedom():
+    """Three batches tell twice as much of the noise as two, each replica around its own mean."""
+    grads, noise = np.random.default_rng(0).normal(size=(5, DIM)), noise_scale.init(jnp.zeros(DIM))
+    parts = [jnp.asarray(part, jnp.float32) for part in np.split(grads, [3])]
+    total = add(*(apart(noise, list(part), [8] * len(part)) for part in parts))
+    squares = sum(np.sum((part - part.mean(0)) ** 2) for part in np.split(grads, [3]))
+    assert float(total.weight) == 3
+    np.testing.assert_allclose(total.trace[0] / total.weight, 8 * squares / 3, rtol=1e-4)
+
+
 def test_one_replica_of_equal_batches_is_the_plain_update(strict_promotion):
     grads = jax.random.normal(jax.random.key(0), (4, DIM)) + 1
     noise = noise_scale.init(jnp.zeros(DIM))
@@ -65,6 +75,19 @@ def test_nothing_to_compare_and_nothing_finite_change_nothing():
     with_idle = noise_scale.update_from_estimates(noise, add(several, idle))
     alone = noise_scale.update_from_estimates(noise, several)
     jax.tree.map(np.testing.assert_array_equal, with_idle, alone)
+
+
+def test_averages_begin_anew_once_when_one_contributor_becomes_several():
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8, differenced=True)
+    grads = np.random.default_rng(0).normal(size=(4, 2, DIM)).astype(np.float32)
+    for g in grads[0]:
+        noise = noise_scale.update_from_one(noise, jnp.asarray(g), 8)
+    assert noise.biased
+    for several in grads[1:]:
+        noise = noise_scale.update_from_estimates(noise, apart(noise, list(jnp.asarray(several)), [8, 8]))
+        assert not noise.biased
+    # Two batches in each of three updates.
+    assert float(noise.unbias) == pytest.approx(1 - 0.999**6, rel=1e-4)
 
 
 def test_raw_and_preconditioned_estimates_do_not_mix():

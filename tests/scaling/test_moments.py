@@ -83,12 +83,28 @@ def test_nothing_is_preconditioned_before_five_steps():
             assert all(bool(jnp.all(d == 1)) for d in found.of(PARAMS))
 
 
+def test_the_youngest_moments_decide_whether_any_are_trusted():
+    def state(*counts):
+        nus = ({"w": jnp.ones(2)}, {"b": jnp.ones(3)})
+        return tuple(optax.ScaleByAdamState(jnp.int32(n), nu, nu) for n, nu in zip(counts, nus, strict=True))
+
+    grads = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    trusted = [bool(preconditioner(state(*counts), grads).active) for counts in ((9, 9), (9, 3), (3, 9))]
+    assert trusted == [True, False, False]
+
+
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.rmsprop(0.1), optax.lion(1e-3)])
 def test_an_optimizer_without_them_is_refused(tx):
     noise = noise_scale.init(PARAMS)
     grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), PARAMS)
     with pytest.raises(ValueError, match=r"no second moments.*use one, e\.g\. optax\.adam"):
         noise_scale.update(noise, grads, [8, 8], opt_state=tx.init(PARAMS))
+
+
+def test_moments_of_another_shape_are_those_of_another_model():
+    state = optax.ScaleByAdamState(jnp.int32(9), {"w": jnp.ones(3)}, {"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="no second moments"):
+        preconditioner(state, {"w": jnp.ones(2)})
 
 
 def test_measured_as_adam_sees_it_and_anew_when_that_begins():

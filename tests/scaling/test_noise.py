@@ -256,6 +256,14 @@ def test_the_first_batch_is_the_base_unless_given():
     assert float(given_base.critical_batch_size) == pytest.approx(float(noise.critical_batch_size), rel=1e-5)
 
 
+def test_an_update_that_cannot_be_used_sets_no_base():
+    noise, ones = noise_scale.init(jnp.zeros(2)), jnp.ones((2, 2))
+    for grads, sizes in ((ones * jnp.inf, [24, 8]), (ones, [0, 0])):
+        after = under_jit(noise, grads, jnp.array(sizes))
+        assert float(after.base_batch_size) == 0
+        assert float(under_jit(after, ones, jnp.array([3, 5])).base_batch_size) == 4
+
+
 def test_before_any_gradient():
     noise = noise_scale.init(jnp.zeros(2))
     assert float(noise.sqr) == 1.0
@@ -315,8 +323,7 @@ def test_the_gradient_before_is_kept_in_the_dtype_of_the_parameters():
     """A loop carries the state: what an update returns has the dtypes of what it was given."""
     noise = noise_scale.init(jnp.zeros(2, jnp.bfloat16), base_batch_size=8, differenced=True)
     after = noise_scale.update_from_one(noise, jnp.array([1.0, 2.0]), 8)
-    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, noise)
-    assert after.previous.dtype == jnp.bfloat16
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(noise)]
     assert after.previous.tolist() == [1.0, 2.0]
 
 
@@ -330,6 +337,27 @@ def test_half_precision_is_measured_in_float32():
     grads = jnp.array([[300.0], [100.0]], jnp.float16)  # 300 squared is infinite in float16
     noise = noise_scale.update(noise_scale.init(jnp.zeros(1, jnp.float16)), grads, [1, 1])
     assert float(noise.var) == pytest.approx(2e4, rel=1e-3)
+
+
+def test_the_mean_of_half_precision_gradients_is_not_rounded():
+    grads, noises = jnp.array([[256.0]] + [[1.0]] * 7), []
+    for dtype in (jnp.bfloat16, jnp.float32):
+        noises.append(noise_scale.update(noise_scale.init(jnp.zeros(1, dtype)), grads.astype(dtype), [8] * 8))
+    np.testing.assert_allclose(noises[0].sqr_sum, noises[1].sqr_sum, rtol=1e-5)
+    np.testing.assert_allclose(noises[0].var_sum, noises[1].var_sum, rtol=1e-5)
+
+
+@pytest.mark.parametrize("contributors", [1, 2])
+def test_complex_numbers_are_measured_as_two_each(contributors):
+    noises = [noise_scale.init(jnp.zeros(n, d), differenced=True) for n, d in ((2, jnp.complex64), (4, jnp.float32))]
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        pairs = jnp.asarray(rng.normal(size=(contributors, 4)) + 0.5, jnp.float32)
+        grads = jax.lax.complex(pairs[:, :2], pairs[:, 2:]), pairs
+        noises = [noise_scale.update(n, g, [8] * contributors) for n, g in zip(noises, grads, strict=True)]
+    assert float(noises[1].var) > 0.1
+    for a, b in ((x.sqr_sum, x.var_sum) for x in noises):
+        np.testing.assert_allclose([a, b], [noises[1].sqr_sum, noises[1].var_sum], rtol=1e-5)
 
 
 def test_leaves_that_are_not_float_are_skipped():

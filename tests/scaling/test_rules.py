@@ -78,3 +78,12 @@ def test_legw_reaches_its_full_factor_and_stays():
 def test_the_real_noise_scale_is_read():
     noise = noise_scale.init(jnp.zeros(2))
     np.testing.assert_allclose(AdaScale().lr_factor(jnp.array([1.0, 8.0]), noise), 1.0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [AdaScale(), AdamScale()])
+def test_noise_of_any_make_is_clipped(rule):
+    """An estimate below zero is no signal, and neither signal nor noise is all noise, as before the first estimate."""
+    full = rule.lr_factor(4, noise_of(1.0, 0.0))
+    for var, sqr in ((1.0, -0.1), (0.0, 0.0), (-1.0, 0.0)):
+        np.testing.assert_allclose(rule.lr_factor(4, noise_of(var, sqr)), full, rtol=1e-6)
+    assert float(rule.lr_factor(4, noise_of(-1.0, 1.0))) == pytest.approx(1.0, abs=1e-5)

@@ -50,6 +50,12 @@ def test_it_is_a_change_of_the_learning_rate(rule, tx):
         assert float(state.progress) == pytest.approx(progress, rel=1e-5)
 
 
+def test_updates_that_are_not_float_are_left_alone():
+    tx, updates = scale_learning_rate(optax.identity(), LinearScale()), {"w": jnp.ones(2), "n": jnp.array(3)}
+    updates, _ = tx.update(updates, tx.init(updates), scale=4)
+    assert jax.tree.map(lambda x: x.tolist(), updates) == {"w": [4.0, 4.0], "n": 3}
+
+
 def test_no_change_recompiles():
     tx = scale_learning_rate(optax.adam(0.1), AdamScale())
     traces = []

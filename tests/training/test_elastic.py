@@ -48,6 +48,24 @@ def test_what_was_learnt_of_a_rank_outlives_its_absence():
     assert elastic.rearranged(known, None, [1, 0, 2]).ms_per_batch == (20.0, 10.0, 40.0)
 
 
+def test_who_comes_back_slower_than_a_round_takes_one_step():
+    known = trainer(ElChe(3, 1, 0.1).report_timing([10.0, 10.0, 500.0], [1, 1, 1], 0.0))
+    two = elastic.rearranged(known, known._che, [0, 1])
+    known._engine.order = [0, 1]
+    quick = ElChe.from_dict(two.to_dict() | {"batch_counts": (3, 3)})
+    assert elastic.rearranged(known, quick, [0, 1, 2]).batch_counts == (3, 3, 1)
+
+
+def test_who_is_left_keeps_its_own_last_times():
+    che = ElChe(3, 4, 0.1, tuner="steady")
+    for wall in ([40.0, 80.0, 160.0], [44.0, 84.0, 164.0]):
+        che = che.report_timing(wall, [4, 4, 4], 1.0)
+    two = elastic.rearranged(trainer(che), che, [2, 0])
+    assert two.ms_samples == ((41.0, 11.0), (40.0, 10.0))
+    assert two.ms_per_batch == tuple(che.ms_per_batch[rank] for rank in (2, 0))
+    assert two.sync_samples == che.sync_samples
+
+
 def test_of_whom_nothing_is_known_all_are_measured_anew_from_the_same_anchor():
     che = ElChe(3, 4)
     unknown = trainer(che)

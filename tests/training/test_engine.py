@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -21,6 +22,23 @@ def test_replicas_run_at_once_each_on_its_own_thread(problem, devices):
     trainer.round(state, problem.data, counts=(1, 1, 1))
     _, info = trainer.round(state, problem.data, counts=(4, 4, 4))
     assert max(info.wall_ms) + info.sync_ms < 250
+
+
+def test_every_batch_of_every_epoch_draws_its_own_numbers(problem, devices):
+    def loss(params, batch, rng):
+        return problem.loss(params, batch)[0], {"drawn": jax.random.uniform(rng)}
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2], seed=5)
+    data, drawn = [problem.data[i] for i in range(4)], []
+    state = trainer.init(problem.params)
+    for counts in [(1, 0), (0, 1), (1, 1)] * 2:
+        state, info = trainer.round(state, data, counts=counts)
+        drawn.append(info.metrics["drawn"])
+    assert (state.epoch, state.cursor) == (2, 0)
+    wanted = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(5), i))) for i in range(8)]
+    assert len(set(wanted)) == 8
+    means = [mean for e in (0, 4) for mean in (wanted[e], wanted[e + 1], (wanted[e + 2] + wanted[e + 3]) / 2)]
+    np.testing.assert_allclose(drawn, means, rtol=1e-6)
 
 
 def test_a_failed_preparation_can_be_corrected(trainer, problem):

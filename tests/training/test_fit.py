@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.training._state import Stop
 
 
 @pytest.fixture
@@ -44,6 +45,27 @@ def test_a_requested_stop_takes_effect_in_the_next_merge(trainer, problem):
 
     _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=3, callbacks=[ask], progress=False)
     assert [info.stop for info in history] == [0, 0, 1]
+
+
+def test_a_stop_that_comes_while_replicas_merge_is_for_the_next_round(trainer, problem, monkeypatch):
+    merge, left = trainer._engine.merge, [1]
+
+    def asked_meanwhile(*args):
+        if left:
+            trainer.request_stop()
+            left.pop()
+        return merge(*args)
+
+    monkeypatch.setattr(trainer._engine, "merge", asked_meanwhile)
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=3, progress=False)
+    assert [info.stop for info in history] == [0, 1]
+
+
+def test_the_most_urgent_stop_counts(trainer, problem):
+    for stop in (Stop.ASKED, Stop.PREEMPTED, Stop.ASKED):
+        trainer.request_stop(stop)
+    _, info = trainer.round(trainer.init(problem.params), problem.data)
+    assert info.stop == Stop.PREEMPTED
 
 
 def test_dry_run_tries_everything_and_changes_nothing(trainer, problem):

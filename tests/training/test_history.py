@@ -21,9 +21,15 @@ def test_efficiency_is_batches_over_what_the_speeds_allow(round_info):
 
 
 def test_idle_replicas_have_no_speed(round_info):
-    assert round_info(
-        counts=(3, 0), wall_ms=(60.0, 0.0), sync_ms=0.0, losses=(1.0, math.nan)
-    ).efficiency == pytest.approx(1.0)
+    idle = round_info(counts=(3, 0), wall_ms=(60.0, 0.0), sync_ms=0.0, losses=(1.0, math.nan))
+    assert idle.efficiency == pytest.approx(1.0)
+    assert History([idle, idle]).efficiency == pytest.approx(1.0)
+
+
+def test_the_effective_batch_is_that_of_the_effective_replicas(round_info):
+    """Of (10, 4) steps weighed by their number: (sum of n^2 / 14)^2 over (sum of n^3 / 14^2), batches of 32."""
+    assert round_info().effective_batch == pytest.approx(32 * (116 / 14) / (1064 / 196))
+    assert round_info(average="gradients").effective_batch == 32 * 14
 
 
 def test_json_reads_back_equal(tmp_path: Path, told, round_info):

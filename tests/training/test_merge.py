@@ -8,7 +8,11 @@ import pytest
 
 import jaxche
 from jaxche.averaging import drift_from_gram, gram_matrix
+from jaxche.cadence import RoundPlan
+from jaxche.training import PlanMismatchError
+from jaxche.training._merge import _one_row_each
 from jaxche.training._merging import HOST_COLUMNS
+from jaxche.training._table import Table
 
 
 @pytest.mark.parametrize("scaling", [None, jaxche.AdaScale(), jaxche.AdamScale()])
@@ -110,8 +114,8 @@ def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_fin
     start = trainer.init(problem.params, model_state)
     wanted, _ = trainer.round(start, problem.data, counts=(2, 0))
     engine, merge = trainer._engine, trainer._engine._merge
-    carries = [r.begin(local, 0) for r, local in zip(engine._replicas, start.locals, strict=True)]
-    rows = np.zeros((2, 7), np.float32)
+    carries = [r.idle(local).carry for r, local in zip(engine._replicas, start.locals, strict=True)]
+    rows = np.zeros((2, len(HOST_COLUMNS)), np.float32)
     rows[0, 0] = 2
     # As the end of a round: the first replica where it is after two steps, the second nowhere.
     names = ("params", "opt_state", "model_state")
@@ -140,6 +144,21 @@ def test_variances_take_a_second_all_reduce_and_nothing_else_does(problem, devic
     state = trainer.init(problem.params, model_state)
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.begin(local, 0) for r, local in zip(replicas, state.locals, strict=True)]
-    text = merge._program.lower(*merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))).as_text()
+    carries = [r.idle(local).carry for r, local in zip(replicas, state.locals, strict=True)]
+    text = merge._program.lower(*merge.arguments(state.locals, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))).as_text()
     assert text.count("stablehlo.all_reduce") == 1 + paired
+
+
+@pytest.mark.parametrize("name", ["plan_high", "plan_low"])
+def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
+    """The larger number of the two may be the one that all others have."""
+    plan = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
+    table = np.zeros((2, 2, len(HOST_COLUMNS) + 3), np.float32)
+    table[:, :, [HOST_COLUMNS.index("plan_high"), HOST_COLUMNS.index("plan_low")]] = plan.digest_halves()
+    table[0, :, HOST_COLUMNS.index("wall_ms")] = 10, 30
+    rows = _one_row_each(table)
+    assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
+    Table(rows, ()).refuse_bad(None, plan, (), (), True)
+    table[1, 1, HOST_COLUMNS.index(name)] -= 1
+    with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):
+        Table(_one_row_each(table), ()).refuse_bad(None, plan, (), (), True)

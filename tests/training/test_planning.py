@@ -59,5 +59,7 @@ def test_a_round_may_take_twice_what_was_planned_and_never_less_than_a_hiccup():
 
 def test_there_is_no_limit_before_speeds_are_known():
     che = ElChe(world_size=2, anchor=4)
+    half = ElChe.from_dict(CHE.to_dict() | {"ms_per_batch": (20.0, 0.0)})
+    assert limit_ms(half, next_plan(state(half), 100, ApplyPolicy.CADENCE, 2)) is None
     assert limit_ms(che, next_plan(state(che), 100, ApplyPolicy.CADENCE, 2)) is None
     assert limit_ms(None, next_plan(state(None), 100, ApplyPolicy.CADENCE, 1)) is None
