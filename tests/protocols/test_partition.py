@@ -88,12 +88,13 @@ def test_each_step_and_seed_draws_its_own_dropout(make_model):
     assert len({*losses, other}) == 4
 
 
-def test_low_precision_gradients_are_summed_in_float32():
+@pytest.mark.parametrize("one_program", [True, False])
+def test_low_precision_gradients_are_summed_in_float32(one_program):
     steps = np.array([1.0] + [2.0**-9] * 256, np.float32)
     model = jaxche.Partitioned(
         [lambda params, batch: batch * params, lambda params, x: x * params],
         lambda y, batch: y.astype(jnp.float32).sum() * len(steps) / y.size,
-        jaxche.Pipeline(1),
+        jaxche.Pipeline(1, one_program=one_program),
     )
     params = [jnp.bfloat16(1), jnp.bfloat16(1)]
     _, grads = model.value_and_grad(params, steps.astype(jnp.bfloat16))
@@ -193,6 +194,10 @@ def test_new_shapes_are_compiled_once(make_model):
     for size in (12, 6, 12, 6):
         partitioned.value_and_grad(model.params, jax.tree.map(operator.itemgetter(slice(size)), model.batch))
     assert len(partitioned._runner._plans) == 2
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, model.batch)
+    loss, _ = partitioned.value_and_grad(model.params, halves)
+    assert float(loss) == pytest.approx(float(partitioned.value_and_grad(model.params, model.batch)[0]), rel=0.05)
+    assert len(partitioned._runner._plans) == 3
 
 
 ARGUMENTS = {

@@ -104,6 +104,41 @@ def test_numbers_depend_on_the_seed_and_the_micro_batch_alone(devices, problem):
     assert drawn_by(problem, "full", devices[:4], accumulate=2) != [first]
 
 
+def test_numbers_of_the_devices_are_those_of_keys_of_their_own(name, devices, problem):
+    """All of them differ, also those of devices at the same place in different nodes."""
+    [(mean, square)] = drawn_by(problem, name, devices[:4])
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    wanted = np.array([float(jax.random.uniform(jax.random.fold_in(key, device))) for device in range(4)])
+    assert mean == pytest.approx(wanted.mean(), rel=1e-6)
+    assert square == pytest.approx((wanted**2).mean(), rel=1e-6)
+
+
+def test_model_state_goes_from_micro_batch_to_micro_batch_in_its_own_dtypes(name, devices, problem):
+    def loss(params, batch, model_state):
+        value, metrics = problem.loss(params, batch)
+        seen = model_state["sum"].astype(jnp.float32) + 1
+        return value, (metrics, {"sum": seen, "count": model_state["count"] + 1})
+
+    step = make_step(problem, name, devices[:4], loss=loss, accumulate=2)
+    model_state = {"sum": jnp.zeros(3, jnp.bfloat16), "count": jnp.int32(0)}
+    state = step.init(problem.params(), model_state)
+    for batch in problem.batches(2):
+        state, _ = jax.block_until_ready(step(state, batch))
+    assert int(state.model_state["count"]) == 4
+    assert state.model_state["sum"].dtype == jnp.bfloat16
+    assert state.model_state["sum"].tolist() == [4.0] * 3
+
+
+def test_the_optimizer_is_told_the_loss(name, devices, problem):
+    def update(updates, state, params=None, *, value, **_):
+        return updates, value
+
+    told = optax.GradientTransformationExtraArgs(lambda _: jnp.zeros(()), update)
+    step = make_step(problem, name, devices[:4], optax.chain(told, optax.sgd(0.1)))
+    state, metrics = step(step.init(problem.params()), problem.batches(1)[0])
+    assert float(state.opt_state[0]) == float(metrics["loss"]) > 0
+
+
 def test_model_state_is_that_of_the_joined_batch(name, devices, problem):
     """Batch statistics: means over devices, variances by the law of total variance; counters as they are."""
 

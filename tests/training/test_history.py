@@ -26,6 +26,13 @@ def test_idle_replicas_have_no_speed(round_info):
     assert History([idle, idle]).efficiency == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("worlds", "last"), [((3, 3, 2, 2), 2), ((2, 3, 2), 1), ((2, 2, 2), 3), ((), 0)])
+def test_what_is_read_of_ranks_is_of_those_that_train_now(worlds, last, round_info):
+    history = History([round_info(counts=(4,) * world, round=r) for r, world in enumerate(worlds)], [{"rank": 0}])
+    assert [info.round for info in history.last_ranks] == list(range(len(worlds)))[len(worlds) - last :]
+    assert history.last_ranks.memory == history.memory
+
+
 def test_the_effective_batch_is_that_of_the_effective_replicas(round_info):
     """Of (10, 4) steps weighed by their number: (sum of n^2 / 14)^2 over (sum of n^3 / 14^2), batches of 32."""
     assert round_info().effective_batch == pytest.approx(32 * (116 / 14) / (1064 / 196))
