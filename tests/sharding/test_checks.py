@@ -133,6 +133,10 @@ def test_a_state_of_another_mesh_and_of_another_layout(devices):
         make(devices[:4])(make(devices[:2]).init(PARAMS), batch)
     with pytest.raises(ValueError, match=r"laid out .*FullShard\(\) keeps it .*'shard'.*write state = jax.device_put"):
         make(devices[:4])(make(devices[:4], strategy=ShardGradOp()).init(PARAMS), batch)
+    step = make(devices[:4])
+    jax.block_until_ready(step(step.init(PARAMS), batch))
+    with pytest.raises(ValueError, match=r"laid out .*write state = jax.device_put"):  # also after one that was right
+        step(make(devices[:4], strategy=ShardGradOp()).init(PARAMS), batch)
 
 
 def test_the_line_that_is_told_puts_a_state_right(devices):

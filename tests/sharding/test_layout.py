@@ -114,6 +114,22 @@ def test_optimizer_state_follows_the_parameters(name, strategy, devices):
     assert seen == ({(8, 3)} if name == "masked" else {(8, 3), (5, 12)})
 
 
+def test_what_has_the_name_of_a_parameter_and_another_shape_is_whole(devices):
+    """Adafactor keeps a mean of rows and one of columns."""
+    layout = layout_of({"w": SHAPE((8, 4), jnp.float32)}, devices[:4])
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9)
+    shapes, specs = {}, {}
+    for (path, leaf), (_, sharding) in zip(
+        jax.tree.leaves_with_path(jax.eval_shape(tx.init, layout.shapes)),
+        jax.tree.leaves_with_path(layout.opt_state(tx)),
+        strict=True,
+    ):
+        name = jax.tree_util.keystr(path)
+        shapes[name], specs[name] = leaf.shape, sharding.spec
+    assert {(8,), (4,), (8, 4)} <= set(shapes.values())
+    assert all(spec == (P("shard") if shapes[name] == (8, 4) else P()) for name, spec in specs.items())
+
+
 def test_without_sharding_all_is_whole_and_needs_no_reason(devices):
     layout = layout_of({"w": jnp.zeros((8, 8)), "s": jnp.zeros(())}, devices[:4], NoShard())
     assert {leaf.why for leaf in layout.leaves} == {""}

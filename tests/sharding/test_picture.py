@@ -36,6 +36,8 @@ def test_devices_are_named(devices):
     assert "replica 2 x shard 4" in picture
     assert "cpu 7" in picture
     assert "copy 1 of 2" in picture
+    # Without devices it is of two nodes.
+    assert "replica 2 x shard 4" in strategy.draw()
 
 
 class Place:

@@ -74,6 +74,19 @@ def test_computing_in_half_precision_keeps_float32_masters(name, devices, proble
     assert all(0 < size < 1e-3 for size in jax.tree.leaves(moved))
 
 
+def test_computing_in_half_precision_leaves_labels_and_masks_as_they_are(devices, problem):
+    seen = {}
+
+    def loss(params, batch):
+        seen.update(jax.tree.map(lambda x: x.dtype.name, batch))
+        return jnp.mean(jnp.where(batch["mask"], params[batch["label"]] * batch["x"], 0))
+
+    step = make_step(problem, "full", devices[:2], optax.sgd(0.1), loss, compute_dtype=jnp.bfloat16)
+    batch = {"x": np.ones(4, np.float32), "label": np.arange(4, dtype=np.int32), "mask": np.ones(4, bool)}
+    step(step.init(jnp.ones(4)), batch)
+    assert seen == {"x": "bfloat16", "label": "int32", "mask": "bool"}
+
+
 def drawn_by(problem, name, devices, steps=1, **knobs):
     """Mean and mean square over devices and micro-batches of the numbers a loss function draws in each step."""
 
@@ -127,6 +140,20 @@ def test_model_state_goes_from_micro_batch_to_micro_batch_in_its_own_dtypes(name
     assert int(state.model_state["count"]) == 4
     assert state.model_state["sum"].dtype == jnp.bfloat16
     assert state.model_state["sum"].tolist() == [4.0] * 3
+
+
+def test_low_precision_model_state_is_averaged_in_float32(devices):
+    """The sum is 998, which is 1000 in bfloat16, and a sixth of that is nearer to 167."""
+
+    def loss(params, batch, model_state):
+        return jnp.mean(params * batch), ({}, {"seen": batch.mean().astype(jnp.bfloat16)})
+
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(loss, optax.sgd(0.1), strategy, strategy.mesh(devices[:6]))
+    state = step.init(jnp.ones(6), {"seen": jnp.zeros((), jnp.bfloat16)})
+    state, _ = step(state, np.float32([[118], [256], [166], [11], [229], [218]]))
+    assert state.model_state["seen"].dtype == jnp.bfloat16
+    assert float(state.model_state["seen"]) == 166
 
 
 def test_the_optimizer_is_told_the_loss(name, devices, problem):
