@@ -64,8 +64,14 @@ def test_weights_sum_to_one_and_idle_replicas_are_silent(rule, counts):
     assert all((w == 0) == (n == 0) for w, n in zip(weights, counts, strict=True))
 
 
+@pytest.mark.parametrize("rule", MERGE_RULES)
+def test_an_idle_replica_has_no_weight(rule):
+    assert merge_weights(rule, [0, 3]) == ((0.0, 1.0), 1.0)
+
+
 def test_batch_sizes_weigh_replicas():
     assert merge_weights("batch", [2, 2], batch_sizes=[8, 24]) == ((0.25, 0.75), 1.0)
+    assert merge_weights("batch", [2, 0], batch_sizes=[8, 24]) == ((1.0, 0.0), 1.0)
 
 
 def test_fednova_gives_the_objective_asked_for():

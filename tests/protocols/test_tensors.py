@@ -175,8 +175,9 @@ def test_the_right_header_over_other_bytes_is_refused():
 
 
 def test_other_versions_and_other_files_are_named():
-    with pytest.raises(DamagedObjectError, match="version 7"):
-        tensors.decode(DATA[:8] + b"\x07" + DATA[9:], TREE, "key")
+    for version in (1, 7):
+        with pytest.raises(DamagedObjectError, match=f"version {version} of the tensor format"):
+            tensors.decode(DATA[:8] + bytes([version]) + DATA[9:], TREE, "key")
     with pytest.raises(DamagedObjectError, match="no tensor object"):
         tensors.decode(b"PK\x03\x04" + bytes(100), TREE, "key")
 

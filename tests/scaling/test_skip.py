@@ -32,6 +32,8 @@ def test_a_single_contributor_forgets_twice_as_fast_as_in_its_updates():
     noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=BATCH, differenced=True)
     for k in range(3):
         noise = noise_scale.update(noise, jnp.full((1, DIM), float(k)), [BATCH])
+    # Two estimates, each of two batches.
+    assert float(noise.unbias) == pytest.approx(1 - 0.999**4, rel=1e-4)
     assert float(noise_scale.skip(noise, BATCH).unbias / noise.unbias) == pytest.approx(0.999**2, rel=1e-6)
 
 
