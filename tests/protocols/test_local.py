@@ -17,6 +17,21 @@ def test_what_arrived_is_taken_once_also_after_an_error():
         mailbox.take(TAG)
 
 
+def test_what_comes_between_the_look_without_the_lock_and_the_one_with_it_is_taken_too():
+    mailbox = Mailbox()
+
+    class Late(dict):
+        def pop(self, tag, *default):
+            if default:  # the look without the lock
+                mailbox.put(tag, "tree")
+                mailbox.fail(ConnectionError("lost"))
+                return default[0]
+            return super().pop(tag)
+
+    mailbox._arrived = Late()
+    assert mailbox.take(TAG) == "tree"
+
+
 def test_the_first_error_is_the_one_that_is_raised():
     """The others follow from it: a wire that is closed because a stage failed closes the connections of all."""
     mailbox = Mailbox()
