@@ -27,7 +27,8 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
         "optimizer state": nbytes_per_device(local.opt_state),
         "model state": nbytes_per_device((local.model_state, local.outer_state, local.noise, local.progress)),
         "working copy": nbytes_per_device(carry, carried),
-        f"{in_flight} batches ahead": in_flight * nbytes_per_device(batch, fed),
+        # In a tuple: of a batch that is one array and that the loss does not read, ``fed`` is None.
+        f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (fed,)),
         "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
     }
     return parts | {"in all": sum(parts.values())}

@@ -326,3 +326,15 @@ def test_scanned_layers_train_as_on_one_device(name, devices, problem, close):
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     close(state.params, params, atol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_may_ignore_its_batch(name, accumulate, devices, problem, close):
+    batch = np.ones((8, 3), np.float32)
+    step = make_step(
+        problem, name, devices[:4], optax.sgd(0.5), lambda p, x: 0.5 * jnp.sum(p**2), accumulate=accumulate
+    )
+    state, metrics = step(step.init(jnp.ones(4)), batch)
+    close(state.params, np.full(4, 0.5))
+    assert float(metrics["loss"]) == 2.0
+    assert step.explain(jnp.ones(4), batch).peak > 0

@@ -245,3 +245,26 @@ def test_pipelines_go_on_from_a_checkpoint_bit_for_bit(data, params, devices, lo
         *(jax.device_get((one.params, one.opt_state)) for one in (state, resumed)),
     )
     assert resumed.params[1]["w"].devices() == {devices[1], devices[3]}
+
+
+@pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(2)], ids=["direct", "pipeline"])
+@pytest.mark.parametrize(
+    ("stages", "objective"),
+    [
+        ((lambda params, x: jnp.tanh(x @ params["w"]), lambda params, h: h @ params["w"]), lambda y, x: jnp.mean(y**2)),
+        ((lambda params, x: jnp.tanh(params["b"])[None], lambda params, h: h @ params["w"]), lambda y, x: jnp.mean(y)),
+        ((lambda params, x: x, lambda params, h: params["w"]), lambda y, x: jnp.mean(y**2)),
+    ],
+    ids=["loss", "stage and loss", "last stage and loss"],
+)
+def test_stages_and_the_loss_may_ignore_the_batch(devices, params, data, stages, objective, protocol):
+    arrays = jaxche.Batches(np.asarray(data.arrays["x"])[:11], batch_size=4)
+    trainer = jaxche.Trainer(
+        jaxche.Partitioned(list(stages), objective, protocol),
+        optax.sgd(0.1),
+        replicas=[devices[:2], devices[2:4]],
+    )
+    state, history = trainer.fit(trainer.init(params), arrays, epochs=2, progress=False)
+    assert sum(info.examples for info in history) == 22
+    assert np.isfinite(history[-1].loss)
+    assert not np.array_equal(trainer.params(state)[1]["w"], params[1]["w"])

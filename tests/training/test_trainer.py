@@ -514,3 +514,35 @@ def test_a_process_that_was_started_with_others_has_to_join_them(problem, monkey
         jaxche.Trainer(problem.loss, optax.sgd(0.1))
     monkeypatch.setenv("JAXCHE_NUM_PROCESSES", "1")
     jaxche.Trainer(problem.loss, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("tree", [lambda x: x, lambda x: {"x": x}], ids=["array", "dict"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"replicas": 1},
+        {"replicas": 2},
+        {"replicas": 2, "policy": "sync"},
+        {"replicas": 2, "policy": "async"},
+        {"replicas": 1, "scaling": jaxche.AdaScale()},
+        {"replicas": 2, "scaling": jaxche.AdaScale()},
+        {"replicas": 2, "strategy": jaxche.FullShard(min_size=1)},
+    ],
+    ids=["one", "several", "sync", "async", "one scaled", "several scaled", "islands"],
+)
+def test_a_loss_may_ignore_its_batch(devices, close, tree, knobs):
+    """A penalty alone: each step halves the parameters, whatever is in the batch and however few examples it has."""
+    if "strategy" in knobs:
+        islands = [knobs["strategy"].mesh(devices[2 * i : 2 * i + 2]) for i in range(knobs["replicas"])]
+        knobs = knobs | {"replicas": islands}
+    else:
+        knobs = knobs | {"replicas": devices[: knobs["replicas"]]}
+    data = jaxche.Batches(tree(np.ones((11, 2), np.float32)), batch_size=4)
+    trainer = jaxche.Trainer(lambda p, batch: 0.25 * jnp.sum(p**2), optax.sgd(1.0), **knobs)
+    state, history = trainer.fit(trainer.init(jnp.ones(4)), data, epochs=2, progress=False)
+    assert sum(info.examples for info in history) == 22
+    assert trainer.memory[0]["8 batches ahead"] == 8 * 4 * 2 * 4
+    if "scaling" not in knobs and len(knobs["replicas"]) == 1:
+        close(trainer.params(state), np.full(4, 0.5**6))
+    else:
+        assert np.all(trainer.params(state) < 1.0)
