@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -204,12 +205,25 @@ class NNXLoss:
 
         # Each batch draws from keys of its own, whichever replica it meets; the streams go back as they came.
         before = flatten_dict(model_state)
-        keys = {path: jax.random.fold_in(rng, i) for i, path in enumerate(self._keys)}
+        keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
         model = self.rebuild(params, unflatten_dict(before | keys))
         loss, metrics = _loss_and_metrics(self._loss_fn(model, batch))
         _, _, rest = nnx.split(model, nnx.Param, ...)
         after = flatten_dict(nnx.to_pure_dict(rest))
         return loss, (metrics, unflatten_dict(after | {path: before[path] for path in self._streams}))
+
+
+def _fresh(key: Any, stream: Any) -> Any:
+    """Keys of a stream's shape: where the stream is stacked, equal where its own keys are equal."""
+    if stream.shape == ():
+        return key
+
+    # Folded with the stream's own keys, so that layers that share one (rngs.broadcast) go on sharing it.
+    def folded(words: Any) -> Any:
+        return functools.reduce(jax.random.fold_in, words, key)
+
+    words = jax.random.key_data(stream)
+    return jax.vmap(folded)(words.reshape(stream.size, -1)).reshape(stream.shape)
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:

@@ -283,3 +283,125 @@ def test_an_optimizer_that_is_reset_starts_anew_wherever_it_was(problem, devices
     assert all(x.any() for x in jax.tree.leaves(state.opt_state))
     state, _ = trainer.round(state, problem.data)
     assert not any(x.any() for x in jax.tree.leaves(state.opt_state))
+
+
+LAYERS = 3
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.drop = nnx.Linear(5, 5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(jnp.tanh(self.norm(self.linear(x))))
+
+
+class Stacked(nnx.Module):
+    """Flax's own way to scan over layers: each variable has a leading axis of layers, random streams too."""
+
+    def __init__(self, rngs, shared=False):
+        create = nnx.vmap(Block, in_axes=(0,))
+        self.layers = create(rngs.broadcast(LAYERS)) if shared else nnx.split_rngs(splits=LAYERS)(create)(rngs)
+        self.out = nnx.Linear(5, 2, rngs=rngs)
+
+    def masks(self, x):
+        """What dropout leaves of an array of ones, layer by layer."""
+        return nnx.scan(lambda x, block: (x, block.drop(x) != 0), in_axes=(nnx.Carry, 0))(x, self.layers)[1]
+
+    def __call__(self, x):
+        forward = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.out(forward(x, self.layers))
+
+
+def masks_of(loss, index, seed=7):
+    """The masks of the batch of this number, and the state after it, as a replica asks for them."""
+    rng = jax.random.fold_in(jax.random.key(seed), index)
+    _, (metrics, model_state) = jax.jit(loss)(loss.params, jnp.ones((16, 5)), rng, loss.model_state)
+    return np.asarray(metrics["masks"]), model_state
+
+
+def test_layers_of_a_scan_drop_what_they_like_in_every_batch(same):
+    loss = jaxche.NNXLoss(Stacked(nnx.Rngs(0)), lambda model, x: (jnp.float32(0), {"masks": model.masks(x)}))
+    seen = {}
+    for index in range(3):
+        masks, after = masks_of(loss, index)
+        assert masks.shape == (LAYERS, 16, 5)
+        seen |= {(index, layer): mask.tobytes() for layer, mask in enumerate(masks)}
+        same(*(jax.tree.map(_as_numbers, tree) for tree in (after, loss.model_state)))  # keys and counts as they came
+        np.testing.assert_array_equal(masks_of(loss, index)[0], masks)
+    assert len(set(seen.values())) == 3 * LAYERS
+    assert masks_of(loss, 0, seed=8)[0].tobytes() != masks_of(loss, 0)[0].tobytes()
+
+
+def _as_numbers(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def test_layers_that_share_a_key_go_on_sharing_it():
+    model = Stacked(nnx.Rngs(0), shared=True)
+    loss = jaxche.NNXLoss(model, lambda model, x: (jnp.float32(0), {"masks": model.masks(x)}))
+    (first, *others), again = masks_of(loss, 0)[0], masks_of(loss, 1)[0]
+    for mask in others:
+        np.testing.assert_array_equal(mask, first)
+    assert (again != first).any()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_scan_over_layers_trains_as_in_a_loop_of_nnx(problem, devices, close, replicas):
+    """The loop gives each stream the keys of the batch; with two replicas the mean of two such gradients is taken."""
+    model = Stacked(nnx.Rngs(0))
+    streams = {path: np.asarray(jax.random.key_data(key[...])) for path, key in _keys(model)}
+    assert sorted(x.shape for x in streams.values()) == [(LAYERS, 2)]
+    loss = jaxche.NNXLoss(Stacked(nnx.Rngs(0)), nnx_mse)
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), policy="sync", replicas=devices[:replicas], seed=5)
+    state, _ = trainer.fit(trainer.init(loss.params, loss.model_state), problem.data, progress=False)
+
+    params = jax.tree.map(jnp.copy, loss.params)
+    graph, _, rest = nnx.split(model, nnx.Param, ...)
+    gradient = nnx.jit(nnx.grad(nnx_mse))
+    for start in range(0, len(problem.data), replicas):
+        grads = []
+        for index in range(start, start + replicas):
+            _, own, _ = nnx.split(model, nnx.Param, ...)
+            nnx.replace_by_pure_dict(own, params)
+            model = nnx.merge(graph, own, rest)
+            rng = jax.random.fold_in(jax.random.key(5), index)
+            for i, (path, key) in enumerate(_keys(model)):
+                key[...] = jnp.stack([_folded(jax.random.fold_in(rng, i), words) for words in streams[path]])
+            for _, count in _counts(model):
+                count[...] = jnp.zeros_like(count[...])
+            grads.append(nnx.to_pure_dict(gradient(model, problem.data[index])))
+        params = jax.tree.map(lambda p, *g: p - 0.1 * sum(g) / len(g), params, *grads)
+    close(trainer.params(state), params, rtol=1e-4, atol=1e-5)
+
+
+def _keys(model):
+    return sorted(nnx.to_flat_state(nnx.state(model, nnx.RngKey)), key=str)
+
+
+def _counts(model):
+    return nnx.to_flat_state(nnx.state(model, nnx.RngCount))
+
+
+def _folded(key, words):
+    for word in words:
+        key = jax.random.fold_in(key, word)
+    return key
+
+
+@pytest.mark.parametrize("island", [False, True])
+def test_stacked_streams_go_through_checkpoints_and_islands(problem, devices, same, island, tmp_path):
+    strategy = jaxche.FullShard(min_size=1) if island else None
+    replicas = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])] if strategy else devices[:2]
+
+    def train():
+        loss = jaxche.NNXLoss(Stacked(nnx.Rngs(0)), nnx_mse)
+        trainer = jaxche.Trainer(loss, optax.adam(0.01), policy="sync", replicas=replicas, strategy=strategy)
+        state = trainer.init(loss.params, loss.model_state)
+        state, _ = trainer.fit(state, problem.data, progress=False, checkpoints=tmp_path)
+        return trainer.params(state)
+
+    one = train()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(one))
+    same(train(), one)  # found done
