@@ -9,14 +9,13 @@ import json
 import re
 import shlex
 import webbrowser
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
 from jaxche.cli._report import Result, result_rows
-from jaxche.drawing import per_rank
+from jaxche.drawing import html_table, per_rank
 from jaxche.training import History
 
 _EXAMPLES = """\
@@ -138,24 +137,18 @@ def _results(result: dict[str, Any]) -> str:
     """What each policy reached, a column a policy."""
     rows = result_rows([Result.from_dict(one) for one in result["results"].values()], result["metric"])
     head = rows.pop(0) if len(result["results"]) > 1 else ["", *result["results"]]
-    return _table(head, rows)
+    return html_table(head, rows)
 
 
 def _rounds(history: History) -> str:
     rows = history.rows()
-    return _table(list(rows[0]), [[_cell(value, key) for key, value in row.items()] for row in rows])
+    return html_table(list(rows[0]), [[_cell(value, key) for key, value in row.items()] for row in rows])
 
 
 def _cell(value: Any, key: str) -> str:
     if isinstance(value, tuple):
         return per_rank(value, "{:.1f}" if key.endswith("ms") else "{:g}")
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _svg(history: History) -> str:

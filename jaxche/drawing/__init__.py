@@ -3,7 +3,7 @@
 from jaxche.drawing._colours import COLOURS, MERGE, WAIT, text_on
 from jaxche.drawing._figure import figure_of, label_outside, logarithmic, ranks_to_show
 from jaxche.drawing._lanes import Bar, Lane, lanes
-from jaxche.drawing._text import aligned, odd_ones, per_rank
+from jaxche.drawing._text import aligned, html_table, odd_ones, per_rank
 
 __all__ = [
     "COLOURS",
@@ -13,6 +13,7 @@ __all__ = [
     "Lane",
     "aligned",
     "figure_of",
+    "html_table",
     "label_outside",
     "lanes",
     "logarithmic",

@@ -83,7 +83,9 @@ def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
         x = left + tick * scale
         parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#8888" stroke-width="0.7"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 13}" text-anchor="middle" font-size="11">{tick:g}</text>')
-    parts.append(f'<text x="{left + end * scale / 2:.1f}" y="{bottom + 29}" text-anchor="middle">{unit}</text>')
+    parts.append(
+        f'<text x="{left + end * scale / 2:.1f}" y="{bottom + 29}" text-anchor="middle">{html.escape(unit)}</text>'
+    )
     for number, row in enumerate(rows):
         y = top + number * (_LANE + _GAP)
         middle = y + _LANE / 2 + 4

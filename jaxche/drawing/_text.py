@@ -1,7 +1,8 @@
-"""Numbers and tables as text of one width a letter."""
+"""Numbers as text, and tables as text of one width a letter or as HTML."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,30 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> st
         return (" " * indent + "  ".join(cells)).rstrip()
 
     return "\n".join(map(line, rows))
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
+    """Rows of cells as an HTML table.
+
+    Args:
+      head: titles of the columns.
+      rows: cells as text; as many in each.
+      caption: a line above.
+
+    Returns:
+      A ``<table>`` element; titles, cells and caption are text in it, never markup.
+
+    Example:
+      >>> html_table(["a<b"], [["1 & 2"]])
+      '<table><thead><tr><th>a&lt;b</th></tr></thead><tbody><tr><td>1 &amp; 2</td></tr></tbody></table>'
+    """
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    above = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    body = "".join(line("td", row) for row in rows)
+    return f"<table>{above}<thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
 
 
 def per_rank(values: Sequence[float], form: str = "{:.0f}", most: int = 8) -> str:

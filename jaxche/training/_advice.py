@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxche.drawing import aligned, per_rank
+from jaxche.drawing import aligned, html_table, per_rank
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,9 @@ class Advice:
         return self.table()
 
     def _repr_html_(self) -> str:
-        head, *body = (f"<td>{'</td><td>'.join(row)}</td>" for row in self._cells())
-        rows = "".join(f"<tr>{row}</tr>" for row in body)
-        head = f"<thead><tr>{head.replace('td>', 'th>')}</tr></thead>"
-        remarks = "".join(f"<p>{remark}</p>" for remark in self._remarks())
-        return f"<table><caption>{self.summary}</caption>{head}<tbody>{rows}</tbody></table>{remarks}"
+        head, *body = self._cells()
+        remarks = "".join(f"<p>{html.escape(remark)}</p>" for remark in self._remarks())
+        return html_table(head, body, self.summary) + remarks
 
     def _remarks(self) -> list[str]:
         write = [f"write: {self.line}"] if self.line else []

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from jaxche.drawing import aligned
+from jaxche.drawing import aligned, html_table
 from jaxche.training._advice import Advice
 from jaxche.training._goodput import advise_from
 from jaxche.training._state import RoundInfo, rounds_svg
@@ -96,13 +96,9 @@ class History(list[RoundInfo]):
         shown = self.rows()[-20:]
         if not shown:
             return "<p>no rounds yet</p>"
-        head = "".join(f"<th>{key}</th>" for key in shown[0])
-        body = "".join(
-            "<tr>" + "".join(f"<td>{_text(value, key)}</td>" for key, value in row.items()) + "</tr>" for row in shown
-        )
+        cells = [[_text(value, key) for key, value in row.items()] for row in shown]
         note = f"{len(self)} rounds, {self.seconds:.1f} s, efficiency {self.efficiency:.1%}"
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return rounds_svg(self[-ROUNDS_DRAWN:], note) + table
+        return rounds_svg(self[-ROUNDS_DRAWN:], note) + html_table(list(shown[0]), cells)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The whole record as JSON lines, one round a line; nan becomes null, the infinities "inf" and "-inf".

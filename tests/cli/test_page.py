@@ -129,3 +129,18 @@ def test_no_run_is_said(tmp_path, capsys, content):
         (tmp_path / "history.jsonl").write_text(content)
     assert main(["report", str(tmp_path)]) == 2
     assert "it has no history.jsonl with a round" in capsys.readouterr().err
+
+
+def test_whatever_a_run_is_called_it_is_text(tmp_path, history):
+    name = "a&b <script>alert(1)<"
+    for policy in ("sync", name):
+        (tmp_path / name / policy).mkdir(parents=True)
+        rounds = [replace(info, metrics={"<script>": 0.5}) for info in history(2)]
+        History(rounds).to_json(tmp_path / name / policy / "history.jsonl")
+    told = result("sync", name) | {"task": "<script>", "versions": {"<script>": "</pre><script>"}}
+    (tmp_path / name / "result.json").write_text(json.dumps(told))
+    assert main(["report", str(tmp_path / name)]) == 0
+    text, page = read(tmp_path / name / "report.html")  # refuses a tag <script>
+    assert "<title>a&amp;b &lt;script&gt;alert(1)&lt;</title>" in text
+    assert "<th>a&amp;b &lt;script&gt;alert(1)&lt;</th>" in text
+    assert page.tags.count("svg") == 2

@@ -38,8 +38,9 @@ def test_bars_are_in_proportion():
 
 
 def test_what_is_written_is_escaped():
-    text = lanes([Lane("a<b", [Bar(0, 1, COLOURS[0], "x & y")])], unit="ms", caption="<c>")
+    text = lanes([Lane("a<b", [Bar(0, 1, COLOURS[0], "x & y")])], unit="<ms> & s", caption="<c>")
     ElementTree.fromstring(text)
+    assert "&lt;ms&gt; &amp; s" in text
     assert "a&lt;b" in text
     assert "x &amp; y" in text
 

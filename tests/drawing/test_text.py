@@ -1,8 +1,10 @@
 """Tables as text: columns stay columns, whatever is in them."""
 
+from xml.etree import ElementTree
+
 import pytest
 
-from jaxche.drawing import aligned, odd_ones, per_rank
+from jaxche.drawing import aligned, html_table, odd_ones, per_rank
 
 ROWS = [["rank", "", "ms"], ["0", "now", "1.5"], ["12", "", "1000.25"]]
 
@@ -24,6 +26,17 @@ def test_columns_have_one_width(left, indent):
 def test_rows_of_different_lengths_are_a_mistake():
     with pytest.raises(ValueError, match="zip"):
         aligned([["a", "b"], ["c"]])
+
+
+def test_what_is_in_a_table_of_html_is_text():
+    root = ElementTree.fromstring(html_table(["<script>x</script>", "a & b"], [["</td>", "&lt;"]], caption="<c>"))
+    assert [element.text for element in root.iter() if element.text] == [
+        "<c>",
+        "<script>x</script>",
+        "a & b",
+        "</td>",
+        "&lt;",
+    ]
 
 
 def test_many_ranks_are_a_range():

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -81,3 +82,12 @@ def test_tables_name_every_column(round_info):
     assert "30 rounds, 6.3 s, efficiency 95.2%" in html
     assert History().table() == "no rounds yet"
     assert "no rounds yet" in History()._repr_html_()
+
+
+def test_names_of_metrics_are_text_in_a_notebook(round_info):
+    names = {"<script>alert(1)</script>": 0.5, "top & 5": 0.25}
+    history = History([replace(round_info(), metrics=names)])
+    page = f"<div>{history._repr_html_()}</div>"
+    titles = [cell.text for cell in ElementTree.fromstring(page).iter("th")]
+    assert titles[-2:] == list(names)
+    assert "<script" not in page
