@@ -9,12 +9,14 @@ import json
 import re
 import shlex
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxche.cli._arguments import file, folder
 from jaxche.cli._command import Command
 from jaxche.cli._report import Result, result_rows
+from jaxche.cli._write import read_whole
 from jaxche.drawing import html_table, per_rank
 from jaxche.training import History
 
@@ -78,8 +80,8 @@ def page(folder: Path) -> str:
     Raises:
       ValueError: a folder without a run.
     """
-    histories = _histories(folder)
-    result = json.loads((folder / "result.json").read_text("utf8")) if (folder / "result.json").exists() else {}
+    result = read_whole(folder / "result.json") or {}
+    histories = _histories(folder, list(result.get("results", ())))
     name = html.escape(folder.resolve().name)
     parts = [f"<h1>{name}</h1>", f"<p class=quiet>{html.escape(_described(result, histories))}</p>"]
     if result.get("results"):
@@ -100,10 +102,8 @@ def page(folder: Path) -> str:
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def _histories(folder: Path) -> dict[str, History]:
+def _histories(folder: Path, policies: Sequence[str]) -> dict[str, History]:
     """The history of each policy, by its name; of a run of one policy under the name of the folder."""
-    result = folder / "result.json"
-    policies = list(json.loads(result.read_text("utf8"))["results"]) if result.exists() else []
     found = [folder / "history.jsonl"] if (folder / "history.jsonl").exists() else list(folder.glob("*/history.jsonl"))
     found.sort(key=lambda path: (policies.index(path.parent.name) if path.parent.name in policies else -1, path))
     histories = {path.parent.name: _read(path) for path in found}
@@ -118,8 +118,7 @@ def _histories(folder: Path) -> dict[str, History]:
 
 
 def _read(path: Path) -> History:
-    text = path.read_text(encoding="utf8")
-    return History.from_json(text[: text.rfind("\n") + 1])  # the last line may be half written
+    return History.from_json(path, skip_damaged=True)  # the last line may be half written
 
 
 def _described(result: dict[str, Any], histories: dict[str, History]) -> str:

@@ -22,7 +22,7 @@ from jaxche.cli._report import Result, round_header, step_text, table
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
-from jaxche.cli._write import write_policy, write_result, write_whole
+from jaxche.cli._write import read_whole, write_policy, write_result, write_whole
 from jaxche.cluster import share
 from jaxche.drawing import per_rank
 from jaxche.sharding import devices
@@ -78,7 +78,8 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         result = _done(part, chosen["policy"]) if args.compare and every else None
         if result is not None:
             say(f"done by an earlier start, in {result.seconds:.1f} s")
-            history = History.from_json(part / "history.jsonl") if jax.process_index() == 0 else History()
+            on_file = part / "history.jsonl"
+            history = History.from_json(on_file, skip_damaged=True) if jax.process_index() == 0 else History()
         else:
             kept = Checkpoints(part / "checkpoints", every) if every else None
             state, result, history = _fit(trainer, task, state, epochs, kept, part)
@@ -98,7 +99,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
 
 def refuse_folder(args: argparse.Namespace, folder: Path) -> None:
     """Refuse a folder in which a run has ended, one that cannot go on, and one that cannot be written."""
-    ended = os.path.exists(folder / "result.json")
+    ended = read_whole(folder / "result.json") is not None
     if os.path.exists(folder) and (ended or not (args.checkpoint_every or args.max_restarts)):
         raise ValueError(f"{folder} is there already; choose another --name")
     if args.dry_run:
@@ -118,11 +119,10 @@ def refuse_folder(args: argparse.Namespace, folder: Path) -> None:
 
 def _done(folder: Path, policy: str) -> Result | None:
     """What a policy reached, where an earlier start of this comparison came to its end; the same on every process."""
-    found = ""
-    if jax.process_index() == 0 and (folder / _DONE).exists():
-        found = (folder / _DONE).read_text(encoding="utf8")
+    found = json.dumps(read_whole(folder / _DONE)) if jax.process_index() == 0 else ""
     found = share(f"done {policy}", jax.process_index(), jax.process_count(), found, _PATIENCE_S)[0]
-    return Result.from_dict(json.loads(found)) if found else None
+    saved = json.loads(found)
+    return None if saved is None else Result.from_dict(saved)
 
 
 def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:

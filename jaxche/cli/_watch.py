@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import jax
 from jaxche.cli._report import metric_text, metric_title, round_line
 from jaxche.cli._tasks import Task
 from jaxche.training import History, ReplicaState, RoundInfo, Trainer
+
+_log = logging.getLogger("jaxche")
 
 # Rounds of `sync` are single batches: their lines would say nothing, very fast.
 _SYNC_GAP_S, _GAP_S = 1.0, 0.1
@@ -55,7 +59,7 @@ class Watch:
         self._evaluated: int | None = None
         self.seconds: dict[int, float] = {}
         if self._clock and jax.process_index() == 0:
-            self.seconds = dict(enumerate(map(float, _lines(self._clock))))
+            self.seconds = _read_clock(self._clock)
         self.test: dict[str, float] = {}
         self.curve: list[dict[str, float]] = []
         barrier("start")
@@ -86,9 +90,15 @@ class Watch:
         if jax.process_index() != 0:
             return
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        _put(self._record, info.round, History([info]).to_json(), anew)
+        if anew:  # rounds are made again, and what is there of them goes
+            before = History.from_json(self._record, skip_damaged=True) if self._record.exists() else History()
+            History(one for one in before if one.round < info.round).to_json(self._record)
+            if self._clock:
+                known = (self.seconds.get(number, math.nan) for number in range(info.round))
+                self._clock.write_text("".join(map(_clock_line, known)), encoding="utf8")
+        _append(self._record, History([info]).to_json())
         if self._clock:
-            _put(self._clock, info.round, f"{self.seconds[info.round]!r}\n", anew)
+            _append(self._clock, _clock_line(self.seconds[info.round]))
 
     def _evaluate(self, state: ReplicaState) -> None:
         self._epoch, self._evaluated = state.epoch, state.round
@@ -104,15 +114,23 @@ class Watch:
         self._last += time.perf_counter() - began
 
 
-def _put(path: Path, number: int, line: str, anew: bool) -> None:
-    """Makes a line that of round ``number``; ``anew`` where rounds are made again, and what is there of them goes."""
-    if anew:
-        path.write_text("".join(_lines(path)[:number]), encoding="utf8")
+def _append(path: Path, line: str) -> None:
     with path.open("a", encoding="utf8") as file:
         file.write(line)
 
 
-def _lines(path: Path) -> list[str]:
-    """The lines of a file, but for one that a dying process did not finish."""
-    text = path.read_text(encoding="utf8") if path.exists() else ""
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+def _clock_line(seconds: float) -> str:
+    return f"{seconds!r}\n"
+
+
+def _read_clock(path: Path) -> dict[int, float]:
+    """Seconds by the number of the round; those behind a damaged line are unknown, for it may be of several rounds."""
+    found: dict[int, float] = {}
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # a dying process did not finish the last
+    for number, line in enumerate(lines):
+        try:
+            found[number] = float(line)
+        except ValueError:
+            _log.warning("%s: line %s is damaged; rounds from there on count with their own time", path, number + 1)
+            break
+    return {number: seconds for number, seconds in found.items() if math.isfinite(seconds)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 
 from jaxche.cluster import versions
 from jaxche.training import History
+
+_log = logging.getLogger("jaxche")
 
 
 def write_policy(folder: Path, history: History, params: Any) -> None:
@@ -40,6 +43,20 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf8")
     part.replace(path)
+
+
+def read_whole(path: Path) -> dict[str, Any] | None:
+    """What :func:`write_whole` wrote as JSON; None where there is no such file, or, with a warning, a damaged one."""
+    try:
+        found = json.loads(path.read_bytes().decode())
+        if isinstance(found, dict):
+            return found
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):
+        pass
+    _log.warning("%s cannot be read and is left out", path)
+    return None
 
 
 def _save(path: Path, params: Any) -> None:

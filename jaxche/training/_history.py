@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxche.drawing import aligned, html_table
 from jaxche.training._advice import Advice
 from jaxche.training._goodput import advise_from
 from jaxche.training._state import RoundInfo, rounds_svg
+
+_log = logging.getLogger("jaxche")
 
 # Rounds whose bars are wide enough to be read side by side.
 ROUNDS_DRAWN = 8
@@ -115,11 +118,13 @@ class History(list[RoundInfo]):
         return text
 
     @classmethod
-    def from_json(cls, source: str | Path) -> History:
+    def from_json(cls, source: str | Path, skip_damaged: bool = False) -> History:
         """Read what :meth:`to_json` wrote.
 
         Args:
           source: a ``Path`` to the file, or the text itself.
+          skip_damaged: leave out lines that cannot be read, with a warning that says how many they are. A last line
+            that a process began and did not finish is left out in silence.
 
         Returns:
           The history; ``trainer.replay(state, data, history)`` runs it again.
@@ -127,15 +132,16 @@ class History(list[RoundInfo]):
         Raises:
           ValueError: text that is not such a record.
         """
-        text = source.read_text(encoding="utf8") if isinstance(source, Path) else source
-        types = {f.name: str(f.type) for f in fields(RoundInfo)}
-        rounds = []
-        for number, line in enumerate(text.splitlines(), 1):
-            values = json.loads(line)
-            if not isinstance(values, dict) or set(values) != set(types):
-                raise ValueError(f"line {number} is not a round of a jaxche history")
-            rounds.append(RoundInfo(**{name: _read(types[name], value) for name, value in values.items()}))
-        return cls(rounds)
+        record = read_record(source.read_bytes() if isinstance(source, Path) else source.encode())
+        name = str(source) if isinstance(source, Path) else "the text"
+        if skip_damaged:
+            warn_of_damage(name, record)
+        elif bad := sorted({*record.damaged, *record.unfinished}):
+            raise ValueError(
+                f"line {bad[0]} of {name} is not a round of a jaxche history; to leave out what cannot be read write "
+                "History.from_json(source, skip_damaged=True)"
+            )
+        return cls(record.rounds)
 
     def advice(self, max_anchor: int = 200) -> Advice:
         """Which counts would reach a target soonest, by the noise, the speeds and the merge cost of this run since the
@@ -170,6 +176,38 @@ class History(list[RoundInfo]):
         from jaxche.training._picture import draw
 
         return draw(self.last_ranks)
+
+
+class ReadRecord(NamedTuple):
+    """The rounds of a record, the numbers of damaged lines, and that of a last line that was begun only."""
+
+    rounds: list[RoundInfo]
+    damaged: list[int]
+    unfinished: list[int]
+
+
+def read_record(data: bytes) -> ReadRecord:
+    """Read a record line by line, so that a damaged line costs no other."""
+    types = {f.name: str(f.type) for f in fields(RoundInfo)}
+    *lines, rest = data.split(b"\n")
+    found = ReadRecord([], [], [])
+    for number, line in enumerate([*lines, *filter(None, [rest])], 1):
+        try:
+            values = json.loads(line.decode())
+            if not isinstance(values, dict) or set(values) != set(types) or not isinstance(values["round"], int):
+                raise ValueError("not a round")
+            found.rounds.append(RoundInfo(**{name: _read(types[name], value) for name, value in values.items()}))
+        except (ValueError, TypeError):
+            begun = number > len(lines) and line.startswith(b"{") and b"\0" not in line and line.isascii()
+            (found.unfinished if begun else found.damaged).append(number)
+    return found
+
+
+def warn_of_damage(name: str, record: ReadRecord) -> None:
+    """Say how many lines of a record were lost."""
+    if lost := len(record.damaged):
+        lines = "1 damaged line is" if lost == 1 else f"{lost} damaged lines are"
+        _log.warning("%s: %s left out of the record (the first is line %s)", name, lines, record.damaged[0])
 
 
 def _text(value: Any, key: str = "") -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
 
 from jaxche.training._agree import gather_json
-from jaxche.training._history import History
+from jaxche.training._history import History, read_record, warn_of_damage
 from jaxche.training._state import RoundInfo
 
 
@@ -31,18 +30,19 @@ class Record:
     def cut(self, rounds: int) -> History:
         """Keep the first so many rounds, and read them; what came after them is done again.
 
-        All processes make this call.
+        Lines that cannot be read cost their rounds in the record, and nothing else. All processes make this call.
         """
-        text = self._file.read_text(encoding="utf8") if self._file.exists() else ""
-        lines, last = [], -1
-        for line in text.splitlines(keepends=True):
-            # A line that a dying process did not finish has no end. The first round need not be number 0.
-            if line.endswith("\n") and last < (number := json.loads(line)["round"]) < rounds:
-                lines, last = [*lines, line], number
-        kept = "".join(lines)
+        data = self._file.read_bytes() if self._file.exists() else b""
+        record, kept = read_record(data), History()
+        for info in record.rounds:
+            # The first round need not be number 0.
+            if (kept[-1].round if kept else -1) < info.round < rounds:
+                kept.append(info)
         gather_json(None)  # all have read it
-        if jax.process_index() == 0 and kept != text:
-            part = self._file.with_suffix(".part")
-            part.write_text(kept, encoding="utf8")
-            part.replace(self._file)
-        return History.from_json(kept)
+        if jax.process_index() == 0:
+            warn_of_damage(str(self._file), record)
+            if (text := kept.to_json().encode()) != data:
+                part = self._file.with_suffix(".part")
+                part.write_bytes(text)
+                part.replace(self._file)
+        return kept

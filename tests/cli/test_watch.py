@@ -8,7 +8,8 @@ import pytest
 
 from jaxche.cli import main
 from jaxche.cli._outcome import outcome
-from jaxche.cli._run import _DONE, _done
+from jaxche.cli._replay import recorded
+from jaxche.cli._run import _DONE, _done, refuse_folder
 from jaxche.cli._watch import Watch
 from jaxche.cli._write import read_params, write_policy, write_whole
 from jaxche.training import History, RoundInfo
@@ -144,3 +145,47 @@ def test_a_policy_that_is_done_is_known_by_the_file_that_is_written_last(tmp_pat
     write_whole(tmp_path / _DONE, json.dumps(result.to_dict()))
     assert json.dumps(_done(tmp_path, "sync").to_dict()) == json.dumps(result.to_dict())
     assert [path.name for path in tmp_path.iterdir()] == [_DONE]
+
+
+def test_damage_of_record_and_clock_costs_only_what_is_damaged(tmp_path, caplog):
+    first = Start(tmp_path)
+    first.rounds(0, 1, 2, 3)
+    for name in ("history.jsonl", "seconds.txt"):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        (tmp_path / name).write_bytes(lines[0] + b"\0\xff\n" + b"".join(lines[2:]))
+    second = Start(tmp_path)
+    assert list(second.watch.seconds) == [0]
+    second.rounds(3, 4)
+    assert record(tmp_path) == [0, 2, 3, 4]
+    assert list(Start(tmp_path).watch.seconds.items()) == [(i, second.watch.seconds[i]) for i in (0, 3, 4)]
+    assert second.watch.seconds[0] == first.watch.seconds[0]
+    assert caplog.text.count("history.jsonl: 1 damaged line is left out") == 1
+    assert caplog.text.count("seconds.txt: line 2 is damaged") == 1
+
+
+@pytest.mark.parametrize("text", [b"", b"\0" * 40, b'{"results": ', b"7", b"\xff{}"])
+def test_a_damaged_result_is_left_out(tmp_path, caplog, text):
+    Start(tmp_path, goes_on=False).rounds(0, 1)
+    for name in ("result.json", _DONE):
+        (tmp_path / name).write_bytes(text)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "2 rounds" in (tmp_path / "report.html").read_text()
+    assert caplog.text.count("result.json cannot be read and is left out") == 1
+    assert _done(tmp_path, "sync") is None
+    arguments = SimpleNamespace(checkpoint_every=1, max_restarts=0, dry_run=False, out=str(tmp_path))
+    refuse_folder(arguments, tmp_path)  # the run goes on from its checkpoints, and writes them again
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match="is there already"):
+        refuse_folder(arguments, tmp_path)
+
+
+def test_a_damaged_record_is_reported_but_not_replayed(tmp_path, caplog):
+    Start(tmp_path, goes_on=False).rounds(0, 1)
+    file = tmp_path / "history.jsonl"
+    file.write_bytes(file.read_bytes() + b"\0\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "history.jsonl: 1 damaged line is left out" in caplog.text
+    result = {"arguments": {"compare": None}, "devices": ["cpu"]}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    with pytest.raises(ValueError, match=r"line 3 of .*history\.jsonl"):
+        recorded(SimpleNamespace(replay=str(tmp_path)))

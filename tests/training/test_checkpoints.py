@@ -529,3 +529,34 @@ def test_an_error_leaves_the_last_checkpoint(saved, problem, told):
         run(data=Torn(), epochs=3)
     _, record = run(callbacks=[stop_after(4)])
     assert told(record[:3]) == told(history)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: b"\0" * len(text), lambda text: b"\xff" + text[1:]], ids=["zeros", "bytes"]
+)
+def test_a_damaged_record_costs_no_checkpoint(saved, told, caplog, damage):
+    folder, run, _, history = saved
+    record = folder / "history.jsonl"
+    first, second, third = record.read_bytes().splitlines(keepends=True)
+    record.write_bytes(first + damage(second[:-1]) + b"\n" + third)
+    state, again = run(callbacks=[stop_after(4)])
+    assert state.round == 4
+    assert told(again[:2]) == told([history[0], history[2]])
+    assert [info.round for info in again] == [0, 2, 3]
+    assert caplog.text.count("1 damaged line is left out") == 1
+    assert not list(folder.glob("unreadable-*"))
+    assert told(jaxche.History.from_json(record)) == told(again)
+
+
+@pytest.mark.parametrize("damage", [lambda text: b"", lambda text: b"\0" * len(text), lambda text: text[:-9] + b"\xff"])
+@pytest.mark.parametrize("name", ["run/metadata", "params/_METADATA", "state/_METADATA", "_CHECKPOINT_METADATA"])
+def test_a_damaged_file_of_numbers_costs_its_own_checkpoint_only(saved, told, name, damage):
+    folder, run, _, before = saved
+    file = folder / "3" / name
+    file.write_bytes(damage(file.read_bytes()))
+    state, history = run(callbacks=[stop_after(4)])
+    assert state.round == len(history) == 4
+    assert told(history[:2]) == told(before[:2])
+    # What Orbax notes of the times of saving is not needed.
+    aside = [] if name == "_CHECKPOINT_METADATA" else ["unreadable-3"]
+    assert [path.name for path in folder.glob("unreadable-*")] == aside

@@ -91,3 +91,16 @@ def test_names_of_metrics_are_text_in_a_notebook(round_info):
     titles = [cell.text for cell in ElementTree.fromstring(page).iter("th")]
     assert titles[-2:] == list(names)
     assert "<script" not in page
+
+
+def test_damaged_lines_are_refused_by_number_or_left_out(tmp_path, told, round_info, caplog):
+    history, path = History([round_info(round=r) for r in range(3)]), tmp_path / "history.jsonl"
+    first, second, third = history.to_json().encode().splitlines(keepends=True)
+    path.write_bytes(first + b"\0" * 9 + b"\n" + second[:50] + b"\n" + third + first[:20])
+    with pytest.raises(ValueError, match=r"line 2 of .*history\.jsonl.*skip_damaged=True"):
+        History.from_json(path)
+    with pytest.raises(ValueError, match="line 2 of the text"):
+        History.from_json(path.read_text())
+    assert not caplog.records
+    assert told(History.from_json(path, skip_damaged=True)) == told([history[0], history[2]])
+    assert "history.jsonl: 2 damaged lines are left out of the record (the first is line 2)" in caplog.text

@@ -42,3 +42,51 @@ def test_a_line_that_was_not_finished_is_not_read(tmp_path, rounds, told):
     file.write_text(file.read_text() + '{"round": 1, "ep')
     assert told(record.cut(2)) == told(rounds[:1])
     assert file.read_text().endswith("}\n")
+
+
+DAMAGE = {
+    "zeros": lambda line: b"\0" * len(line) + b"\n",
+    "zeros before it": lambda line: b"\0" * 300 + line + b"\n",
+    "torn": lambda line: line[: len(line) // 2] + b"\n",
+    "no text": lambda line: b"\xff\xfe" + line + b"\n",
+    "not a round": lambda line: b"7\n",
+    "another kind of number": lambda line: line.replace(b'"round": 1', b'"round": "1"') + b"\n",
+    "joined with the next": lambda line: line[: len(line) // 2],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_line_costs_its_round_and_is_told_once(tmp_path, rounds, told, caplog, damage):
+    record, file = Record(tmp_path), tmp_path / "history.jsonl"
+    for info in rounds[:4]:
+        record.add(info)
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(lines[0] + b"\n" + DAMAGE[damage](lines[1]) + b"\n".join(lines[2:]))
+    lost = 2 if damage == "joined with the next" else 1
+    kept = [rounds[0], *rounds[1 + lost : 4]]
+    for _ in range(2):
+        assert told(record.cut(4)) == told(kept)
+    (warning,) = caplog.records
+    assert warning.getMessage() == f"{file}: 1 damaged line is left out of the record (the first is line 2)"
+    assert told(jaxche.History.from_json(file)) == told(kept)
+
+
+@pytest.mark.parametrize("rest", [b"\0" * 40, b"\xff{", b'{"round": 2, "ep\0\0'])
+def test_a_damaged_end_is_told(tmp_path, rounds, told, caplog, rest):
+    """Unlike the line that a dying process did not finish."""
+    record, file = Record(tmp_path), tmp_path / "history.jsonl"
+    record.add(rounds[0])
+    file.write_bytes(file.read_bytes() + b"\0\n" + rest)
+    assert told(record.cut(4)) == told(rounds[:1])
+    assert "2 damaged lines are left out" in caplog.text
+
+
+def test_a_last_line_without_its_end_is_a_round_if_it_is_whole(tmp_path, rounds, told, caplog):
+    record, file = Record(tmp_path), tmp_path / "history.jsonl"
+    for info in rounds[:2]:
+        record.add(info)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert told(record.cut(4)) == told(rounds[:2])
+    record.add(rounds[2])
+    assert told(jaxche.History.from_json(file)) == told(rounds[:3])
+    assert not caplog.records
