@@ -38,7 +38,7 @@ rank 0 needs.
 
 A file for a cluster starts all again after a failure, three times if --max-restarts is left out.
 Under Slurm a job whose time is up goes back into the queue, too; that is no failure.
-There a process that is stopped or cut off is missed by JAX, after 100 s of silence. One that hangs
+There JAX detects a process that is stopped or cut off, after 100 s of silence. One that hangs
 in its program ends itself with code 1, saying where its threads are, when a round lasts for the
 --hang-timeout (JAXCHE_HANG_TIMEOUT, for any launcher); without it after two hours.
 

@@ -104,7 +104,7 @@ def initialize(
         parameters, from the last round that all had merged. By default only where ``jaxche launch --elastic`` says so.
         One that is stopped for less than 15 s is waited for; after a longer stop it joins again by itself. Process 0
         opens a port of its own for this, besides the coordinator's, which the others reach at the same host; where they
-        cannot, a death is missed after 15 s.
+        cannot, a death is detected after 15 s.
         A process that joins with the number of one that died takes its place: its ``Trainer.fit`` waits for the end of
         a round and goes on from there with the others, where they are in the first fit of the script, as it is. Only
         where replicas merge on CPU devices: a GPU collective does not come back from the death of a peer.

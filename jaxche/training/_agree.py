@@ -116,7 +116,7 @@ def _client() -> Any:
 
 
 def meeting_place(name: str) -> Callable[[str, float], None]:
-    """A barrier of the processes that take part now, which lets go as soon as one of them is missed.
+    """A barrier of the processes that take part now, which lets go as soon as the death of one of them is detected.
 
     Unlike all others here, threads may use it side by side, each with keys of its own.
 

@@ -62,7 +62,7 @@ def go_on_without(trainer: Trainer, state: ReplicaState, before: ReplicaState | 
       TakenForDeadError: the others went on without this process.
       Exception: ``error``, where what is left cannot train, or connections break again and again.
     """
-    # Who was to join then is missed like the others, or asks again.
+    # The death of one that was to join then is detected like any other, or it asks again.
     trainer._world.newcomers = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A process that takes a place that others miss: it waits at the door, and comes in between two rounds."""
+"""A process that takes the place of one that died: it waits, and is admitted between two rounds."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def stands_by() -> bool:
 def newcomers(trainer: Trainer) -> dict[str, Any] | None:
     """Who comes in after this round, and in which order all ranks go on; all processes learn the same.
 
-    Every round of an elastic run meets here before its merge: who died in the meantime is missed where one can still
-    turn back, not in a collective.
+    Every round of an elastic run meets here before its merge: who died in the meantime is detected where one can
+    still turn back, not in a collective.
     """
     if not is_elastic() or stands_by():
         return None
@@ -87,7 +87,7 @@ def _heard(trainer: Trainer) -> dict[str, Any] | None:
     for key, text in client.key_value_dir_get(f"{_WAITING}/"):
         process, said = int(key.rpartition("/")[2]), json.loads(text)
         if process in members() or now.get(process) != said["incarnation"]:
-            continue  # its forerunner has not been missed yet, or it is gone
+            continue  # the death of its forerunner is not detected yet, or it is gone
         if said["fit"] != _fit:
             continue  # it learns by itself that its fit is over
         refusal = _refusal(engine.fingerprint, said["fingerprint"])
@@ -184,7 +184,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     _client().key_value_set(f"{_WAITING}/{process}", json.dumps(said), allow_overwrite=True)
     if dict(_client().key_value_dir_get(f"{_OVER}/{_fit}/")):
         _tell(process, life, {"over": True})
-    _log.warning("process %s takes the place of one that is missed, and waits for the end of a round", process)
+    _log.warning("process %s takes the place of one that died, and waits for the end of a round", process)
     answer = json.loads(awaited(f"{_ANSWER}/{process}/{life}", {0: now[0]}))
     if "refused" in answer:
         raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")

@@ -80,7 +80,7 @@ class Keeper:
     def _open(self) -> Any:
         options, settings = self._ocp.options, {}
         if is_elastic():
-            # A save in which a process died holds nobody up, and its threads let go when it is missed.
+            # A save in which a process died holds nobody up, and its threads let go when that is detected.
             meet = meeting_place("saved")
             settings["async_options"] = options.AsyncOptions(
                 timeout_secs=_PATIENCE_S,
@@ -176,4 +176,6 @@ class Keeper:
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
             if not is_elastic() or not (lost(member_lives()) or "Gloo" in str(error)):
                 raise
-            _log.warning("checkpoint %s was not %s, a process is missed: %s", self._begun, what, str(error)[:300])
+            _log.warning(
+                "checkpoint %s was not %s, the loss of a process was detected: %s", self._begun, what, str(error)[:300]
+            )

@@ -29,7 +29,7 @@ def keep_line(client: Any, process: int, life: int, coordinator: str) -> Line:
     """Let the others know at once when this process ends.
 
     The operating system closes the sockets of a process that ends, however it does. One that is stopped, and a machine
-    that is lost, close nothing: those are missed by their silence.
+    that is lost, close nothing: those are detected by their silence.
 
     Args:
       client: of the store of the run.

@@ -188,7 +188,7 @@ def await_loss(expected: Mapping[int, int], place: str) -> list[int]:
     """
     client: Any = _jax_distributed.global_state.client
     while True:
-        # Looked at first: one that came in and then died is missed later, by the others.
+        # Looked at first: the death of one that came in before is detected later, by the others.
         gone = lost(expected)
         here = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(place)}
         if here.issuperset(expected.keys() - gone):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def take_place(
     trainer: Trainer, state: ReplicaState, data: Any, size: int, keeper: Keeper | None
 ) -> tuple[ReplicaState, History]:
-    """The state and record of the run that this process joins, in the place of one that is missed."""
+    """The state and record of the run that this process joins, in the place of one that died."""
     state, history = join(trainer, state, data, size)
     if keeper:
         keeper.reopen(state.round, others_died=False)

@@ -355,7 +355,7 @@ def test_a_death_in_the_last_save_ends_no_elastic_run(problem, devices, tmp_path
     monkeypatch.setattr("jaxche.training._keeper.lost", lambda expected: died)
     if died:
         keeper.close(None, None, None)
-        assert "was not finished, a process is missed" in caplog.text
+        assert "was not finished, the loss of a process was detected" in caplog.text
     else:
         with pytest.raises(PeerLostError):
             keeper.close(None, None, None)
