@@ -9,7 +9,7 @@ import jax
 
 from jaxche.averaging import is_float
 from jaxche.protocols._schedule import SCHEDULES
-from jaxche.sharding import Device, local_devices
+from jaxche.sharding import Device, collections_of, local_devices
 
 
 def check_micro_batching(micro_batch_size: Any, schedule: Any) -> None:
@@ -105,6 +105,11 @@ def check_stage_params(params: Any, n_stages: int) -> None:
         got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
         raise ValueError(f"params: {got} for {n_stages} stages; give a list with the parameters of each stage")
     for stage, tree in enumerate(params):
+        if others := collections_of(tree):
+            raise ValueError(
+                f"params[{stage}] is a whole dict of variables, {', '.join(map(repr, tree))}, and the optimizer would "
+                f'train all; give variables["params"], and keep {others[0]} in the stage function'
+            )
         for path, leaf in jax.tree.leaves_with_path(tree):
             if not is_float(leaf):
                 name = f"params[{stage}]{jax.tree_util.keystr(path)}"

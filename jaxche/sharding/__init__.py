@@ -1,6 +1,6 @@
 """Layer 2, places: where parameters, gradients and optimizer state live on a mesh, and the step that keeps them so."""
 
-from jaxche.sharding._checks import refuse_bad_params
+from jaxche.sharding._checks import collections_of, refuse_bad_params
 from jaxche.sharding._collectives import Collective, collectives
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._devices import RemoteDevice, devices, is_private, know_devices, local_devices
@@ -43,6 +43,7 @@ __all__ = [
     "as_loss",
     "batch_size",
     "bytes_in_theory",
+    "collections_of",
     "collectives",
     "compare_strategies",
     "devices",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ from jax.sharding import NamedSharding
 from jaxche.averaging import is_float
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import batch_size
+
+# Of a linen module beside its parameters.
+_COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
 
 def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
@@ -47,10 +51,33 @@ def refuse_bad_params(params: Any, init: str = "step.init") -> None:
     leaves = jax.tree.leaves_with_path(params)
     if not leaves:
         raise ValueError("params has no arrays; pass the tree of parameters, e.g. model.init(rng, x)['params']")
+    if others := collections_of(params):
+        raise ValueError(
+            f"params is a whole dict of variables, {', '.join(map(repr, params))}, and the optimizer would train all; "
+            f'write {init}(variables["params"], variables["{others[0]}"]), or with jaxche.linen_loss(module, loss_fn) '
+            f'{init}(variables.pop("params"), variables)'
+        )
     for path, leaf in leaves:
         if not is_float(leaf):
             name, kind = jax.tree_util.keystr(path), getattr(leaf, "dtype", type(leaf).__name__)
             raise ValueError(f"params{name} is {kind}, not float; move it into {init}(params, model_state=...)")
+
+
+def collections_of(params: Any) -> list[str]:
+    """The collections beside ``params`` in the variables of a linen module.
+
+    Args:
+      params: what was given as parameters.
+
+    Returns:
+      Their names; none where these are parameters alone.
+
+    Example:
+      >>> collections_of({"params": {"w": 1.0}, "batch_stats": {"mean": 0.0}}), collections_of({"w": 1.0})
+      (['batch_stats'], [])
+    """
+    is_whole = isinstance(params, Mapping) and "params" in params
+    return [name for name in _COLLECTIONS if name in params] if is_whole else []
 
 
 def refuse_other_mesh(layout: Layout, tree: Any, name: str) -> None:

@@ -333,3 +333,12 @@ def test_a_closed_wire_wakes_who_waits():
     wire.close()
     with pytest.raises(WireClosedError, match="closed while a stage waited"):
         wire.receive(Tag(0, 0, "forward", 0), None, None)
+
+
+def test_variables_of_a_linen_module_are_no_parameters_of_a_stage():
+    model = jaxche.Partitioned([lambda p, x: x * p["params"]["w"]], lambda y, x: jnp.mean(y), jaxche.Direct())
+    whole = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.zeros(2)}}
+    with pytest.raises(ValueError, match=r"params\[0\] is a whole dict.*keep batch_stats in the stage function"):
+        model.init([whole], optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params\[0\] is a whole dict"):
+        jaxche.Trainer(model, optax.sgd(0.1), replicas=[jax.devices()[:1]]).init([whole])

@@ -145,3 +145,12 @@ def test_the_line_that_is_told_puts_a_state_right(devices):
     state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state(state.params)))
     state, metrics = step(state, np.ones((4, 8), np.float32))
     assert np.isfinite(float(metrics["loss"]))
+
+
+def test_a_whole_dict_of_variables_is_refused(devices):
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(lambda p, x: 0.0, optax.sgd(0.1), strategy, strategy.mesh(devices[:2]))
+    variables = {"params": {"w": np.ones(2, np.float32)}, "batch_stats": {"mean": np.ones(2, np.float32)}}
+    for given in (variables, lambda: variables):
+        with pytest.raises(ValueError, match=r"step\.init\(variables\[.params.\], variables\[.batch_stats.\]\)"):
+            step.init(given)
