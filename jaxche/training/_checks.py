@@ -269,6 +269,17 @@ def rule_text(rule: Any) -> str:
 
 def checked_length(data: Any) -> int:
     """Batches in an epoch, at least one."""
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
+        raise ValueError(
+            f"data is one array of shape {tuple(data.shape)}, each row of which would be a batch; write "
+            "jaxche.Batches(array, batch_size=32), or list(array) if each row is a batch"
+        )
+    if (isinstance(data, Mapping) and 0 not in data) or hasattr(data, "_fields"):
+        names = list(getattr(data, "_fields", data))
+        raise ValueError(
+            f"data is a {type(data).__name__} of {', '.join(map(repr, names[:8]))}, not a sequence of batches; write "
+            "jaxche.Batches(arrays, batch_size=32)"
+        )
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(
             f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "

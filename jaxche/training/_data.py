@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.training._data_checks import refuse_other_length, varies
+
 
 @dataclass(frozen=True, eq=False)
 class Batches:
@@ -89,6 +91,9 @@ class Reader:
     Args:
       data: ``len(data)`` batches, ``data[i]``; if it has ``.epoch(e)`` that sequence is used for epoch ``e``.
       depth: batches kept ready per replica.
+
+    Attributes:
+      varies: whether a batch is not the same when it is read again; None before the first one is read.
     """
 
     def __init__(self, data: Any, depth: int = 4):
@@ -97,14 +102,22 @@ class Reader:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-reader")
         self._ready: dict[Key, Future] = {}
         self._epochs: dict[int, Any] = {}
+        # These hold what they give.
+        self.varies = False if type(data) in (Batches, list, tuple) else None
 
     def load(self, key: Key) -> Any:
         """Read one batch now, on the calling thread."""
         epoch, index = key
         if epoch not in self._epochs:
-            self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1}
-            self._epochs[epoch] = self.data.epoch(epoch) if hasattr(self.data, "epoch") else self.data
-        return self._epochs[epoch][index]
+            sequence = self.data.epoch(epoch) if hasattr(self.data, "epoch") else self.data
+            if hasattr(sequence, "__len__"):
+                refuse_other_length(epoch, len(sequence), len(self.data))
+            self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: sequence}
+        sequence = self._epochs[epoch]
+        batch = sequence[index]
+        if self.varies is None:
+            self.varies = varies(batch, sequence.__getitem__, index, len(self.data), self.data)
+        return batch
 
     def start(self, shares: Iterable[Sequence[Key]]) -> list[Feed]:
         """Begin to read a round: one feed per local replica, the first batches of all of them first."""

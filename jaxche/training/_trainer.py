@@ -257,7 +257,14 @@ class Trainer:
         Args:
           state: from :meth:`init` or an earlier round.
           data: ``len(data)`` batches, ``data[i]`` a pytree of arrays with a leading batch axis; if it has
-            ``.epoch(e)``, that sequence is used for epoch ``e``.
+            ``.epoch(e)``, that sequence is used for epoch ``e``. Every epoch has ``len(data)`` batches: the keys of
+            batches, the end of training and checkpoints count with that number. The index alone says which examples
+            are in a batch, because batches are read ahead, again after a resume or in a replay, and by any process. So
+            the first one is read twice. If it differs, some array of it has to stay as it is and to differ from those
+            of another batch, as labels do where images are augmented at random; such a run trains each example once an
+            epoch, though it replays with other numbers. If no array does, the data is refused: it may be a source that
+            gives its next batch whatever the index, by which examples are lost and each process sees others. To augment
+            at random and replay bit for bit, draw from the index: ``np.random.default_rng((seed, i))``.
           counts: local steps per replica, instead of the cadence's, and no limit on their time.
 
         Returns:

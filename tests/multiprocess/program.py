@@ -118,6 +118,35 @@ class Torn:
         return self._data[i]
 
 
+class Longer:
+    """Data whose second epoch is one batch longer on these ranks."""
+
+    def __init__(self, data, ranks):
+        self._data, self._ranks = [data[i] for i in range(len(data))], ranks
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, i):
+        return self._data[i]
+
+    def epoch(self, e):
+        return self._data + self._data[:1] * (e == 1 and jax.process_index() in self._ranks)
+
+
+class Stream:
+    """Data that gives the next batch whatever it is asked for."""
+
+    def __init__(self, data):
+        self._source = iter([data[i] for i in range(len(data))])
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return next(self._source)
+
+
 def loud(problem, factor):
     def loss(params, batch, rng, model_state):
         loss, rest = problem.loss(params, batch, rng, model_state)
@@ -160,6 +189,12 @@ def faults(problem):
     seen["plan"] = name_of_error(lambda: trainer.round(state, problem.data, counts=(4, 4 + rank)))
     state, info = trainer.round(state, problem.data, counts=(4, 4))
     seen["after"] = [info.round, bool(np.isfinite(info.loss))]
+    for name, ranks in (("epochs", (0, 1)), ("own epochs", (1,))):
+        data = Longer(problem.data, ranks)
+        seen[name] = name_of_error(lambda data=data: trainer.fit(state, data, epochs=2, progress=False))
+        seen[name].append([trainer.last_good_state.epoch, trainer.last_good_state.cursor])
+    other = jaxche.Trainer(problem.loss, optax.adam(0.05))
+    seen["stream"] = name_of_error(lambda: other.round(state, Stream(problem.data)))
 
     other = jaxche.Trainer(problem.loss, optax.adam(0.05), seed=rank)
     seen["seed"] = name_of_error(lambda: other.round(state, problem.data))

@@ -63,7 +63,7 @@ def test_data_that_varies_is_not_compared(monkeypatch):
 
         def __getitem__(self, i):
             self.count = getattr(self, "count", 0) + 1
-            return np.array([self.count])
+            return {"x": np.array([self.count]), "label": np.array([i])}
 
     assert fingerprint.data_digest(Reader(Noisy()), 3) == fingerprint.VARIES
     monkeypatch.setattr(fingerprint, "gather_json", lambda own: [own, own | {"data": "abc"}])

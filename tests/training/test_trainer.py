@@ -1,7 +1,9 @@
 """The trainer against slow twins that a reader can check by eye."""
 
 import dataclasses
+import re
 import time
+from typing import NamedTuple
 
 import chex
 import jax
@@ -153,7 +155,8 @@ def test_every_batch_of_every_epoch_is_read_exactly_once(make_problem, recorder,
     data = recorder(problem.data)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy=policy, replicas=devices[:3])
     state, history = trainer.fit(trainer.init(problem.params), data, epochs=3, progress=False)
-    assert sorted(data.reads) == [(e, i) for e in range(3) for i in range(len(data))]
+    first = (0, 0)  # read once more before anything is trained: is it the same?
+    assert sorted(data.reads) == [first] + [(e, i) for e in range(3) for i in range(len(data))]
     assert (state.epoch, state.cursor) == (3, 0)
     assert sum(info.examples for info in history) == 3 * examples
 
@@ -335,6 +338,11 @@ def test_pace_can_come_from_the_launcher(problem, devices, monkeypatch):
     assert info.wall_ms[0] >= 21
 
 
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
 class Empty:
     def __len__(self):
         return 0
@@ -375,6 +383,10 @@ def test_bad_arguments_are_named(problem, devices, arguments, named):
         (Empty(), "data set is empty"),
         ([], "data set is empty"),
         (iter([1, 2]), "len"),
+        (np.ones((72, 5)), r"one array of shape \(72, 5\).*jaxche\.Batches\(array, batch_size=32\)"),
+        (jnp.ones((3, 4, 5)), r"one array of shape \(3, 4, 5\).*list\(array\) if each row is a batch"),
+        ({"x": np.ones((72, 5)), "y": np.ones((72, 2))}, r"dict of 'x', 'y'.*jaxche\.Batches\(arrays, batch_size=32\)"),
+        (Pair(np.ones((72, 5)), np.ones((72, 2))), r"Pair of 'x', 'y'.*jaxche\.Batches"),
         ([{"x": np.ones((4, 5)), "y": np.ones((3, 2))}], r"leading axes of a batch differ.*4.*3"),
         ([{"x": np.ones((4, 5)), "y": np.float32(1)}], "scalar"),
         ([{}], "without arrays"),
@@ -384,6 +396,15 @@ def test_bad_data_is_refused_before_the_first_step(problem, devices, data, named
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     with pytest.raises(ValueError, match=named):
         trainer.round(trainer.init(problem.params), data)
+    with pytest.raises(ValueError, match=named):
+        trainer.fit(trainer.init(problem.params), data)
+
+
+def test_batches_by_number_are_data_whatever_they_are_in(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    for data in ({i: problem.data[i] for i in range(12)}, [problem.data[i] for i in range(12)]):
+        state, _ = trainer.fit(trainer.init(problem.params), data, progress=False)
+        assert state.examples == 96
 
 
 @pytest.mark.parametrize(
@@ -407,6 +428,20 @@ def test_bad_losses_are_refused_before_the_first_step(problem, devices, loss, na
 def test_bad_params_are_refused(problem, devices, params):
     with pytest.raises(ValueError, match="params"):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]).init(params)
+
+
+@pytest.mark.parametrize("collection", ["batch_stats", "cache"])
+def test_a_whole_dict_of_variables_is_refused(problem, devices, collection):
+    variables = {"params": problem.params, collection: {"mean": np.zeros(2, np.float32)}}
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    line = f'write trainer.init(variables["params"], variables["{collection}"])'
+    for given in (variables, lambda: variables):
+        with pytest.raises(ValueError, match=re.escape(line)):
+            trainer.init(given)
+    with pytest.raises(ValueError, match=r"jaxche\.linen_loss.*variables\.pop"):
+        trainer.init(variables)
+    trainer.init({"params": problem.params})  # of a model without state
+    trainer.init({"params": problem.params, "temperature": np.ones(())})
 
 
 def test_counts_must_fit_the_replicas(problem, devices):

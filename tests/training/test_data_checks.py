@@ -1,0 +1,234 @@
+"""Data that would be trained on wrongly is refused, with what to write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.training import _fingerprint as fingerprint
+from jaxche.training._data import Reader
+
+
+class Growing:
+    """Epochs of 8, 12 and 16 batches, or of those given."""
+
+    def __init__(self, batches, lengths=(8, 12, 16)):
+        self._batches, self._lengths, self.reads = batches, lengths, []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return self.epoch(0)[i]
+
+    def epoch(self, e):
+        return _Epoch(self, e)
+
+
+class _Epoch:
+    def __init__(self, data, e):
+        self._data, self._epoch = data, e
+
+    def __len__(self):
+        return self._data._lengths[self._epoch]
+
+    def __getitem__(self, i):
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        self._data.reads.append((self._epoch, i))
+        return self._data._batches[i % len(self._data._batches)]
+
+
+PLACES = {
+    "one": lambda devices: {"replicas": devices[:1]},
+    "sync": lambda devices: {"replicas": devices[:2], "policy": "sync"},
+    "cadence": lambda devices: {"replicas": devices[:3]},
+    "async": lambda devices: {"replicas": devices[:2], "policy": "async", "che": jaxche.ElChe(2, anchor=3)},
+    "islands": lambda devices: {
+        "replicas": [jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard().mesh(devices[2:4])],
+        "strategy": jaxche.FullShard(),
+    },
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("lengths", [(8, 12, 16), (8, 7, 8)])
+def test_an_epoch_of_another_length_is_refused_before_its_first_step(problem, devices, place, lengths):
+    data = Growing(problem.data, lengths)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[place](devices))
+    with pytest.raises(ValueError, match=rf"data\.epoch\(1\) has {lengths[1]} batches, and len\(data\) is 8") as caught:
+        trainer.fit(trainer.init(problem.params), data, epochs=3, progress=False)
+    assert "trainer.fit(state, data.epoch(1))" in str(caught.value)
+    assert 1 not in {e for e, _ in data.reads}
+    state = trainer.last_good_state
+    assert (state.epoch, state.cursor) == (1, 0) or (place == "async" and state.epoch == 0)
+    # The line to write trains them all.
+    state = trainer.init(problem.params)
+    for e in range(3):
+        state, _ = trainer.fit(state, data.epoch(e), progress=False)
+    assert state.examples == 8 * sum(lengths)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_first_epoch_is_refused_before_anything_is_compiled(problem, devices, tmp_path, saves):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match=r"data\.epoch\(0\) has 4 batches, and len\(data\) is 8") as caught:
+        trainer.fit(trainer.init(problem.params), Growing(problem.data, (4,)), checkpoints=tmp_path if saves else None)
+    assert any(note.startswith("raised on rank 0 in") for note in caught.value.__notes__)
+    assert trainer.compilations == 0
+
+
+def test_a_resumed_run_is_refused_in_the_epoch_it_goes_on_with(problem, devices, tmp_path, lockstep):
+    def run(lengths, **knobs):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], che=lockstep())
+        data = Growing(problem.data, lengths)
+        return trainer.fit(trainer.init(problem.params), data, 2, progress=False, checkpoints=tmp_path, **knobs)
+
+    run((8, 8), callbacks=[lambda state, info: state.round == 3])  # within epoch 1
+    with pytest.raises(ValueError, match=r"data\.epoch\(1\) has 16 batches"):
+        run((8, 16))
+    assert run((8, 8))[0].epoch == 2
+
+
+class Stream:
+    """What people write around an iterator."""
+
+    def __init__(self, batches):
+        self.source, self.asked = iter(batches), []
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        return next(self.source)
+
+
+class Augmented:
+    """Examples with noise that no seed decides."""
+
+    def __init__(self, data, keeps=("y",)):
+        self._data, self._keeps, self._rng = data, keeps, np.random.default_rng(0)
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, i):
+        batch = self._data[i]
+        noise = {name: self._rng.normal(size=x.shape).astype(x.dtype) for name, x in batch.items()}
+        batch = {name: x if name in self._keeps else x + noise[name] for name, x in batch.items()}
+        return batch | {"position": np.arange(8), "weight": np.ones(8, np.float32)}
+
+
+def with_positions(data):
+    """Batches of which some arrays are always the same, and say nothing."""
+    return [batch | {"position": np.arange(8), "weight": np.ones(8, np.float32)} for batch in data]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dressed", [False, True])
+def test_the_next_batch_of_an_iterator_is_refused_before_anything_is_compiled(problem, devices, place, dressed):
+    batches = [problem.data[i] for i in range(12)]
+    data = Stream(with_positions(batches) if dressed else batches)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[place](devices))
+    with pytest.raises(ValueError, match=r"data\[0\] is not the same.*of its iterator source.*data = list\(iterator\)"):
+        trainer.fit(trainer.init(problem.params), data, progress=False)
+    assert set(data.asked) <= {0, 1}
+    assert trainer.compilations == 0
+
+
+def test_it_is_refused_where_it_comes_later_and_where_it_is_saved(problem, devices, tmp_path):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 1))
+    batches = [problem.data[i] for i in range(12)]
+    with pytest.raises(ValueError, match="is not the same when it is read again"):
+        trainer.round(state, Stream(batches), counts=(1, 1))
+    with pytest.raises(ValueError, match="is not the same when it is read again"):
+        trainer.fit(state, Stream(batches), checkpoints=tmp_path)
+    after, _ = trainer.round(state, problem.data, counts=(1, 1))  # nothing is lost
+    assert after.round == 2
+
+
+def test_examples_that_are_augmented_at_random_are_known_by_what_stays(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    data = Augmented(problem.data)
+    state, _ = trainer.fit(trainer.init(problem.params), data, epochs=2, progress=False)
+    assert state.examples == 2 * 96
+    assert fingerprint.data_digest(Reader(data), 12) == fingerprint.VARIES
+
+
+def test_where_nothing_stays_the_line_for_augmentation_is_given_too(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match=r"of an iterator whatever.*np\.random\.default_rng\(\(seed, i\)\)"):
+        trainer.fit(trainer.init(problem.params), Augmented(problem.data, keeps=()), progress=False)
+
+
+def test_rounding_is_no_other_batch(problem, devices):
+    """As sums in several threads round: bit for bit they vary, but the examples are known."""
+
+    class Rounded:
+        def __init__(self):
+            self._scale = np.float32(1)
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            self._scale *= np.float32(1 + 1e-7)
+            return {"x": problem.data[i]["x"] * self._scale, "y": problem.data[i]["y"] * self._scale}
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state, _ = trainer.fit(trainer.init(problem.params), Rounded(), progress=False)
+    assert state.examples == 96
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: {"x": np.full((4, 5), np.nan, np.float32)},
+        lambda i: {"x": jnp.full((4, 5), i), "key": jax.random.split(jax.random.key(i), 4)},
+        lambda i: {"x": np.full((4, 5), i), "name": np.array(["a", "b", "c", "d"])},
+        lambda i: {"x": np.full((4, 5), i, jnp.bfloat16), "none": None},
+        lambda i: {"x": [1.0, 2.0], "y": 3},
+    ],
+    ids=["nan", "keys", "words", "bfloat16", "scalars"],
+)
+def test_whatever_is_in_a_batch_that_is_the_same_again_it_is_taken(make):
+    class Data:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return make(i)
+
+    reader = Reader(Data())
+    reader.take((0, 1))
+    assert reader.varies is False
+    reader.close()
+
+
+def test_data_of_one_batch_is_known_by_what_stays():
+    class One:
+        def __init__(self, keeps):
+            self._keeps, self._count = keeps, 0
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, i):
+            self._count += 1
+            return {"x": np.full(4, self._count)} | ({"y": np.arange(4)} if self._keeps else {})
+
+    reader = Reader(One(keeps=True))
+    reader.take((0, 0))
+    assert reader.varies
+    with pytest.raises(ValueError, match="is not the same"):
+        Reader(One(keeps=False)).take((0, 0))
+
+
+def test_data_in_memory_is_not_read_twice(problem):
+    """It holds what it gives: a large batch need not be made and compared."""
+    for data in (problem.data, [1, 2], (1, 2)):
+        assert Reader(data).varies is False
