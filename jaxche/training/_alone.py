@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.training._agree import gather_json
-from jaxche.training._merge import Merged
+from jaxche.training._merge import Merged, one_row_each
 from jaxche.training._place import Place, first, lift, spans_processes
 from jaxche.training._programs import Local
 from jaxche.training._scaling import Scaled, Scaling
@@ -31,7 +31,7 @@ class Alone:
     def __call__(self, starts: Sequence[Local], carries: Sequence[dict[str, Any]], rows: np.ndarray) -> Merged:
         (start,), (carry,) = starts, carries
         if self._spans:
-            rows = np.max(gather_json(rows.tolist()), axis=0)  # they stop together, and fail together
+            rows = one_row_each(np.stack(gather_json(rows.tolist()), axis=1))  # they stop together, and fail together
         local = Local(carry["params"], carry["opt_state"], carry["model_state"], start.outer_state)
         table = np.concatenate([rows, np.asarray(carry["not_finite"]), np.asarray(carry["sums"])], axis=1)
         if self._scaling is None:

@@ -13,7 +13,7 @@ from jaxche.training._agree import gather_json, is_elastic
 from jaxche.training._counts import are_schedules, counts_of, with_counts
 from jaxche.training._lives import merging
 from jaxche.training._meeting import AXIS, Meeting
-from jaxche.training._merging import HOST_COLUMNS, Merging, Rules
+from jaxche.training._merging import DIFFERS, HOST_COLUMNS, Merging, Rules
 from jaxche.training._programs import Local
 from jaxche.training._scaling import Scaled
 
@@ -97,7 +97,7 @@ class Merge:
         with merging():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
-            table, report = _one_row_each(np.asarray(table)), np.asarray(report).tolist()
+            table, report = one_row_each(np.asarray(table)), np.asarray(report).tolist()
         parts = self._meeting.unstack(merged)
         locals_ = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
         scaled, squares = Scaled(*report[6:]), tuple(report[2:5])
@@ -129,11 +129,11 @@ def _next(carry: dict[str, Any], merged: dict[str, Any]) -> Local:
     return Local(**trees) if counts is None else Local(**trees | {"opt_state": with_counts(trees["opt_state"], counts)})
 
 
-def _one_row_each(table: np.ndarray) -> np.ndarray:
+def one_row_each(table: np.ndarray) -> np.ndarray:
     """``[R, columns]`` from a row per device: the processes of an island wait for their slowest, and stop together."""
     rows = table.max(axis=1)
     # Processes of one island that planned differently must not look like one that agrees with itself.
     plan = slice(HOST_COLUMNS.index("plan_high"), HOST_COLUMNS.index("plan_low") + 1)
     differ = (table[:, :, plan] != table[:, :1, plan]).any(axis=(1, 2))
-    rows[differ, plan] = -1
+    rows[differ, plan] = DIFFERS
     return rows

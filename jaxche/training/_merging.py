@@ -29,6 +29,8 @@ from jaxche.training._scaling import Scaling
 
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
 HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "plan_high", "plan_low")
+# What stands in the place of the plan's two halves where the processes of one replica planned differently.
+DIFFERS = (-1.0, -1.0)
 
 
 class Rules(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxche.cadence import RoundPlan
 from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, raise_everywhere
-from jaxche.training._merging import HOST_COLUMNS
+from jaxche.training._merging import DIFFERS, HOST_COLUMNS
 from jaxche.training._replica import Outcome
 from jaxche.training._state import ReplicaState
 
@@ -98,7 +98,7 @@ class Table:
             errors = [(outcome.error, rank) for rank, outcome in zip(ranks, outcomes, strict=True) if outcome.error]
             raise_everywhere(*(errors[0] if errors else (None, ranks[0])), f"round {plan.round}")
         digests = [tuple(row) for row in self._numbers[:, [_COLUMN["plan_high"], _COLUMN["plan_low"]]]]
-        if len(set(digests)) > 1:
+        if len(set(digests)) > 1 or DIFFERS in digests:
             raise PlanMismatchError(
                 f"round {plan.round}: hosts planned different rounds; this one planned counts={plan.counts} from batch "
                 f"{plan.start} of {plan.epoch_size} in epoch {plan.epoch}, and ranks "

@@ -10,7 +10,7 @@ import jaxche
 from jaxche.averaging import drift_from_gram, gram_matrix
 from jaxche.cadence import RoundPlan
 from jaxche.training import PlanMismatchError
-from jaxche.training._merge import _one_row_each
+from jaxche.training._merge import one_row_each
 from jaxche.training._merging import HOST_COLUMNS
 from jaxche.training._table import Table
 
@@ -145,7 +145,9 @@ def test_variances_take_a_second_all_reduce_and_nothing_else_does(problem, devic
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
     carries = [r.idle(local).carry for r, local in zip(replicas, state.locals, strict=True)]
-    text = merge._program.lower(*merge.arguments(state.locals, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))).as_text()
+    text = merge._program.lower(
+        *merge.arguments(state.locals, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
+    ).as_text()
     assert text.count("stablehlo.all_reduce") == 1 + paired
 
 
@@ -156,9 +158,9 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table = np.zeros((2, 2, len(HOST_COLUMNS) + 3), np.float32)
     table[:, :, [HOST_COLUMNS.index("plan_high"), HOST_COLUMNS.index("plan_low")]] = plan.digest_halves()
     table[0, :, HOST_COLUMNS.index("wall_ms")] = 10, 30
-    rows = _one_row_each(table)
+    rows = one_row_each(table)
     assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
     Table(rows, ()).refuse_bad(None, plan, (), (), True)
     table[1, 1, HOST_COLUMNS.index(name)] -= 1
     with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):
-        Table(_one_row_each(table), ()).refuse_bad(None, plan, (), (), True)
+        Table(one_row_each(table), ()).refuse_bad(None, plan, (), (), True)

@@ -49,6 +49,13 @@ def test_plans_that_differ_stop_the_run():
         refuse(table(plans=(PLAN, other)))
 
 
+def test_rows_of_which_all_differ_within_agree_with_nobody_either():
+    with pytest.raises(PlanMismatchError, match=r"ranks \[0, 1\]"):
+        numbers = table()._numbers
+        numbers[:, [module._COLUMN["plan_high"], module._COLUMN["plan_low"]]] = module.DIFFERS
+        refuse(Table(numbers, ("mae",)))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_names_its_rank(bad):
     with pytest.raises(NonFiniteLossError, match="rank 1 became") as caught:
