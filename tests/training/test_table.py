@@ -50,9 +50,9 @@ def test_plans_that_differ_stop_the_run():
 
 
 def test_rows_of_which_all_differ_within_agree_with_nobody_either():
+    numbers = table()._numbers
+    numbers[:, [module._COLUMN["plan_high"], module._COLUMN["plan_low"]]] = module.DIFFERS
     with pytest.raises(PlanMismatchError, match=r"ranks \[0, 1\]"):
-        numbers = table()._numbers
-        numbers[:, [module._COLUMN["plan_high"], module._COLUMN["plan_low"]]] = module.DIFFERS
         refuse(Table(numbers, ("mae",)))
 
 
