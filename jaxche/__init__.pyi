@@ -3,6 +3,7 @@
 from .averaging import merge_weights, weighted_mean
 from .cadence import ApplyPolicy, ElChe
 from .cluster import fake_devices, initialize
+from .distributed import PeerLostError, RankError
 from .protocols import (
     DataStore,
     Direct,
@@ -42,9 +43,7 @@ from .training import (
     NNXLoss,
     NonFiniteLossError,
     PaceError,
-    PeerLostError,
     PlanMismatchError,
-    RankError,
     ReplicaState,
     RoundInfo,
     TensorBoardLogger,

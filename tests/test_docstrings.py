@@ -17,7 +17,13 @@ import jaxche
 
 ROOT = Path(jaxche.__file__).parent
 PACKAGES = ["jaxche", "jaxche.scaling.noise_scale"]
-PACKAGES += [f"jaxche.{module.name}" for module in pkgutil.iter_modules(jaxche.__path__) if module.ispkg]
+# What jaxche.distributed has is for the other packages; what users need of it is in the root.
+INTERNAL = {"distributed"}
+PACKAGES += [
+    f"jaxche.{module.name}"
+    for module in pkgutil.iter_modules(jaxche.__path__)
+    if module.ispkg and module.name not in INTERNAL
+]
 
 
 def public():

@@ -10,7 +10,18 @@ import pytest
 import jaxche
 
 ROOT = Path(jaxche.__file__).parent
-ORDER = ("drawing", "cadence", "averaging", "scaling", "sharding", "protocols", "training", "cluster", "cli")
+ORDER = (
+    "drawing",
+    "cadence",
+    "averaging",
+    "scaling",
+    "sharding",
+    "distributed",
+    "protocols",
+    "cluster",
+    "training",
+    "cli",
+)
 LAYERS = {package: layer for layer, package in enumerate(ORDER)}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 

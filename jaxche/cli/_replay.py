@@ -18,8 +18,9 @@ from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
 from jaxche.cli._watch import barrier, say
 from jaxche.cli._write import read_params
+from jaxche.distributed import PACE_MS
 from jaxche.sharding import devices
-from jaxche.training import PACE_MS, History, Trainer
+from jaxche.training import History, Trainer
 
 # What is of this call, whatever the recorded one had.
 _OWN = ("words", "replay", "name", "out")

@@ -24,9 +24,10 @@ from jaxche.cli._tasks import TASKS, Task, load
 from jaxche.cli._watch import Watch, barrier, say
 from jaxche.cli._write import read_whole, write_policy, write_result, write_whole
 from jaxche.cluster import share
+from jaxche.distributed import PACE_MS
 from jaxche.drawing import per_rank
 from jaxche.sharding import devices
-from jaxche.training import PACE_MS, Advice, Checkpoints, History, ReplicaState, Trainer
+from jaxche.training import Advice, Checkpoints, History, ReplicaState, Trainer
 
 _PROBE_S, _MEASURE_S = 0.7, 2.0
 # Of a policy in a comparison: what it reached, written last.

@@ -19,7 +19,7 @@ from jaxche.cli._replay import recorded
 from jaxche.cli._settings import SCALING, cadence, policies, trainer_options
 from jaxche.cli._stages import check_stages, run_stages
 from jaxche.cli._tasks import TASKS, require
-from jaxche.training import HANG_TIMEOUT, HEARTBEAT
+from jaxche.distributed import HANG_TIMEOUT, HEARTBEAT
 
 _POLICIES = tuple(policy.value for policy in ApplyPolicy)
 _PROCESSES = 2

@@ -18,7 +18,7 @@ from jax._src import clusters as _jax_clusters
 
 from jaxche.cluster._detect import Found
 from jaxche.cluster._gpus import gpu_ids
-from jaxche.protocols import is_loopback
+from jaxche.distributed import is_loopback
 
 # What gRPC reads, in small letters or large.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 
-from jaxche.training import NUM_PROCESSES, scheduled
+from jaxche.distributed import NUM_PROCESSES, scheduled
 
 COORDINATOR = "JAXCHE_COORDINATOR"
 PROCESS_ID = "JAXCHE_PROCESS_ID"

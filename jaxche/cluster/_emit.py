@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._jobset import PORT, jobset
 from jaxche.cluster._nodes import Job, Nodes, parse_nodes, total_tasks
-from jaxche.training import HANG_TIMEOUT
+from jaxche.distributed import HANG_TIMEOUT
 
 # Seconds for a checkpoint after SIGTERM.
 _TERM_S = 120

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from jaxche.training import unless_full
+from jaxche.distributed import unless_full
 
 
 class EventLog:

@@ -19,7 +19,7 @@ from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._orphans import Orphanage
 from jaxche.cluster._output import LinePrinter, Reader
 from jaxche.cluster._placement import Place, pinned
-from jaxche.training import RESTART
+from jaxche.distributed import RESTART
 
 # For ranks that have been told of the failure of another, and say so.
 _LAST_WORDS_S = 1.0

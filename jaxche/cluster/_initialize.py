@@ -25,7 +25,7 @@ from jaxche.cluster._detect import detect
 from jaxche.cluster._flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.cluster._roll_call import cache_folder, devices_seen, own, refuse_mismatch, roll_call
 from jaxche.cluster._share import share
-from jaxche.training import farewell, stand_by, watch_lives
+from jaxche.distributed import farewell, stand_by, watch_lives
 
 _log = logging.getLogger("jaxche")
 _LEAST_ROLL_CALL_S = 5.0

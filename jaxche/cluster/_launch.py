@@ -18,7 +18,7 @@ from jaxche.cluster._orphans import orphanage
 from jaxche.cluster._output import LinePrinter
 from jaxche.cluster._placement import places
 from jaxche.cluster._supervise import Berth, supervise
-from jaxche.training import EVENTS
+from jaxche.distributed import EVENTS
 
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from jaxche.cluster._detect import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from jaxche.cluster._flags import with_flags
 from jaxche.cluster._gpus import gpu_ids
-from jaxche.training import PACE_MS
+from jaxche.distributed import PACE_MS
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxche.cluster._group import Ended, Group, Surroundings
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._placement import Place, rank_environment
-from jaxche.training import HEARTBEAT, RESTART
+from jaxche.distributed import HEARTBEAT, RESTART
 
 # Silence of one rank that means it hangs, where nothing else was said: more than the step of a large model takes to
 # compile anew, for the last batch of an epoch.

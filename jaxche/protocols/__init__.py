@@ -6,7 +6,6 @@ from jaxche.protocols._checks import check_stage_params
 from jaxche.protocols._data_store import DataStore
 from jaxche.protocols._direct import Direct, Pipeline
 from jaxche.protocols._execute import Pace
-from jaxche.protocols._listener import Listener, connect, is_loopback, own_address
 from jaxche.protocols._order import order_partitions
 from jaxche.protocols._partition import Partitioned, PartitionedState
 from jaxche.protocols._schedule import (
@@ -24,7 +23,6 @@ __all__ = [
     "DamagedObjectError",
     "DataStore",
     "Direct",
-    "Listener",
     "Pace",
     "Partitioned",
     "PartitionedState",
@@ -37,12 +35,9 @@ __all__ = [
     "WireClosedError",
     "balance_stages",
     "check_stage_params",
-    "connect",
     "gpipe",
-    "is_loopback",
     "measure_costs",
     "one_f_one_b",
     "order_partitions",
-    "own_address",
     "simulate_schedule",
 ]

@@ -15,8 +15,8 @@ import jax
 # The client of the coordination service has no public name.
 from jax._src import distributed as _jax_distributed
 
+from jaxche.distributed import Listener, connect, own_address
 from jaxche.protocols._base import Tag, WireClosedError
-from jaxche.protocols._listener import Listener, connect, own_address
 from jaxche.protocols._local import Mailbox
 from jaxche.protocols._socket import Outgoing, read_arrays
 from jaxche.protocols._tensors import on_device

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.training._agree import gather_json
+from jaxche.distributed import gather_json
 from jaxche.training._merge import Merged, one_row_each
 from jaxche.training._place import Place, first, lift, spans_processes
 from jaxche.training._programs import Local

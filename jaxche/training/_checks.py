@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES
+from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     Device,
@@ -33,9 +34,6 @@ from jaxche.training._island import Island
 from jaxche.training._place import Home, OneDevice, Place, devices_by_process, spans_processes
 
 _log = logging.getLogger("jaxche")
-
-# Set by ``jaxche launch``, the first by its ``--pace``.
-PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -165,29 +163,6 @@ def refuse_apart() -> None:
             f"this process was started as one of {count} ({name}), but has not joined the others; write "
             f"jaxche.initialize() behind the imports, before the first array, or set {NUM_PROCESSES}=1 to train alone"
         )
-
-
-def scheduled(environ: Mapping[str, str]) -> tuple[str, int]:
-    """How many processes Open MPI or Slurm started together with this one, and the variable that says so.
-
-    The conditions and their order are JAX's own, and the count on top: ``srun --pty bash`` or ``mpirun -n 1`` is a
-    process on its own, and so are the shell of an allocation and a job's own script, which are in no step.
-
-    Args:
-      environ: environment variables.
-
-    Returns:
-      The name and the count; ("", 1) where nobody started several.
-
-    Example:
-      >>> scheduled({"OMPI_COMM_WORLD_SIZE": "4"}), scheduled({"SLURM_NTASKS": "8"})
-      (('OMPI_COMM_WORLD_SIZE', 4), ('', 1))
-    """
-    names = ["OMPI_COMM_WORLD_SIZE"]
-    if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
-        names.append("SLURM_NTASKS")
-    counts = ((name, int(environ.get(name, "1"))) for name in names)
-    return next(((name, count) for name, count in counts if count > 1), ("", 1))
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:

@@ -14,9 +14,18 @@ import jax
 from jax._src import distributed as _jax_distributed
 
 from jaxche.cadence import ApplyPolicy, ElChe
-from jaxche.training._agree import broken_place, gather_json, generation, member_lives, regroup
-from jaxche.training._connections import connect_anew
-from jaxche.training._lives import PeerLostError, TakenForDeadError, await_loss, awaited
+from jaxche.distributed import (
+    PeerLostError,
+    TakenForDeadError,
+    await_loss,
+    awaited,
+    broken_place,
+    connect_anew,
+    gather_json,
+    generation,
+    member_lives,
+    regroup,
+)
 from jaxche.training._planning import SOLO_ROUND
 from jaxche.training._state import ReplicaState
 

@@ -15,8 +15,8 @@ import optax
 
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
+from jaxche.distributed import gather_json, raise_everywhere
 from jaxche.sharding import Loss, batch_size, nbytes
-from jaxche.training._agree import gather_json, raise_everywhere
 from jaxche.training._alone import Alone
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest

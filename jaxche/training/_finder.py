@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.training._agree import gather_json, members, raise_everywhere
+from jaxche.distributed import gather_json, members, raise_everywhere
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._packing import Packing
 from jaxche.training._saved import FORMAT, READABLE, items_of, joined_alike, shapes, unnested, version, with_numbers

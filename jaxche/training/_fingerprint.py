@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 from jaxche.averaging import escape_name, path_names
+from jaxche.distributed import gather_json, members
 from jaxche.drawing import odd_ones
-from jaxche.training._agree import gather_json, members
 from jaxche.training._data import Reader
 
 # Devices of other kinds round differently, so values that all computed alike may differ in their last digits.

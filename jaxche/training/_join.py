@@ -15,12 +15,24 @@ import numpy as np
 from jax._src import distributed as _jax_distributed
 
 from jaxche.cadence import RoundPlan
-from jaxche.training._agree import gather_json, generation, is_elastic, member_lives, members, regroup
-from jaxche.training._connections import connect_anew
+from jaxche.distributed import (
+    awaited,
+    connect_anew,
+    gather_json,
+    generation,
+    is_elastic,
+    lives,
+    member_lives,
+    members,
+    merging,
+    regroup,
+    stands_by,
+    take_part,
+    waiting_as,
+)
 from jaxche.training._elastic import ranks_of, rearranged
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._history import History
-from jaxche.training._lives import awaited, live_again, lives, merging
 from jaxche.training._saved import numbers, with_numbers
 from jaxche.training._state import ReplicaState
 
@@ -35,39 +47,9 @@ _WAITING, _ANSWER, _GIVEN, _OVER = "jaxche/waiting", "jaxche/answer", "jaxche/gi
 # Of one value in the store; messages of its service are limited.
 _CHUNK = 1 << 20
 
-# Which one of its slot this process is, if it takes a place, until it has joined.
-_stands_by: int | None = None
 # Which fit of its script this process is in. Who comes joins the same one: the script of a new process begins with its
 # first, that of one that was only taken for dead is where it was.
 _fit = 0
-
-
-def stand_by(process: int, life: int) -> None:
-    """Take the place of a process that died: alone, until ``Trainer.fit`` joins the others at the end of a round.
-
-    Args:
-      process: the number of this process.
-      life: which one this is in that place, from 1.
-
-    Example:
-      >>> import jax
-      >>> life = 1  # as the store of the run counts them
-      >>> if life > 1:
-      ...     stand_by(jax.process_index(), life)
-    """
-    global _stands_by
-    _stands_by = life
-    regroup({process: lives()[process]}, f"waiting/{process}/{life}")
-
-
-def come_back() -> None:
-    """Stand by for this process's own place, which the others go on without; they let it in like any other."""
-    stand_by(jax.process_index(), live_again())
-
-
-def stands_by() -> bool:
-    """Whether this process has still to join a run that is under way."""
-    return _stands_by is not None
 
 
 def newcomers(trainer: Trainer) -> dict[str, Any] | None:
@@ -172,8 +154,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
       RuntimeError: the others refuse it; says why.
       SystemExit: with code 0, this fit had ended.
     """
-    global _stands_by
-    engine, process, life = trainer._engine, jax.process_index(), _stands_by
+    engine, process, life = trainer._engine, jax.process_index(), waiting_as()
     own = [engine.order[rank] for rank in engine.ranks]
     engine.arrange(own, state.locals)
     trainer.world_size = len(own)
@@ -195,7 +176,7 @@ def join(trainer: Trainer, state: ReplicaState, data: Any, size: int) -> tuple[R
     locals_ = packing.unpack(_received(packing.saved_as({}), answer), {})
     regroup({int(p): life for p, life in answer["taking_part"].items()}, answer["generation"])
     connect_anew()
-    _stands_by = None
+    take_part()
     gather_json(None)
     engine.arrange(answer["order"], locals_)
     trainer.world_size = len(answer["order"])

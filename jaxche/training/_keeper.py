@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.training._agree import (
+from jaxche.distributed import (
+    PeerLostError,
     gather_json,
     generation,
     is_elastic,
+    lost,
     meeting_place,
     member_lives,
     members,
     raise_everywhere,
+    shared_folder,
 )
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._finder import Finder
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._history import History
-from jaxche.training._lives import PeerLostError, lost
 from jaxche.training._record import Record
 from jaxche.training._saved import FORMAT, items_of, numbers, shapes, version
-from jaxche.training._shared_folder import shared_folder
 from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.training._connections import connected
+from jaxche.distributed import connected
 from jaxche.training._place import OneDevice, Place, is_local
 
 AXIS = "replica"

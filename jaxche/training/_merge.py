@@ -9,9 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.training._agree import gather_json, is_elastic
+from jaxche.distributed import gather_json, is_elastic, merging
 from jaxche.training._counts import are_schedules, counts_of, with_counts
-from jaxche.training._lives import merging
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._merging import DIFFERS, HOST_COLUMNS, Merging, Rules
 from jaxche.training._programs import Local

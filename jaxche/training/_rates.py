@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from jaxche.training._agree import gather_json
+from jaxche.distributed import gather_json
 from jaxche.training._place import spans_processes
 from jaxche.training._programs import Local
 from jaxche.training._replica import Replica

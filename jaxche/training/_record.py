@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from jaxche.training._agree import gather_json
+from jaxche.distributed import gather_json
 from jaxche.training._history import History, read_record, warn_of_damage
 from jaxche.training._state import RoundInfo
 

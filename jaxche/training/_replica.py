@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxche.distributed import InStep
 from jaxche.sharding import batch_size
-from jaxche.training._agree import InStep
 from jaxche.training._data import Feed
 from jaxche.training._memory import round_memory
 from jaxche.training._place import Home, spans_processes

@@ -8,7 +8,8 @@ from typing import NoReturn
 import numpy as np
 
 from jaxche.cadence import RoundPlan
-from jaxche.training._agree import NonFiniteLossError, PlanMismatchError, raise_everywhere
+from jaxche.distributed import raise_everywhere
+from jaxche.training._errors import NonFiniteLossError, PlanMismatchError
 from jaxche.training._merging import DIFFERS, HOST_COLUMNS
 from jaxche.training._replica import Outcome
 from jaxche.training._state import ReplicaState

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
+from jaxche.distributed import beat, in_time
 from jaxche.protocols import Partitioned
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, refuse_bad_params
@@ -34,6 +35,7 @@ from jaxche.training._checks import (
 )
 from jaxche.training._elastic import World
 from jaxche.training._engine import Engine
+from jaxche.training._events import tell
 from jaxche.training._fingerprint import brief
 from jaxche.training._fit import Callback, fit
 from jaxche.training._history import History
@@ -44,7 +46,6 @@ from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._staged import StagedEngine, checked_stages
 from jaxche.training._state import ReplicaState, RoundInfo, Stop
 from jaxche.training._table import Table, host_row
-from jaxche.training._watched import beat, in_time, tell
 
 # The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxche
+from jaxche.distributed import _shared_folder
 from jaxche.sharding import is_private
-from jaxche.training import _shared_folder
 
 
 class Problem:

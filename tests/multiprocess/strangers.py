@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import jaxche
-from jaxche.training import _lives
+from jaxche.distributed import _liveness as _lives
 
 MODEL = runpy.run_path(str(Path(__file__).parents[1] / "protocols" / "conftest.py"))["MODELS"]["plain"](2, False)
 

@@ -108,7 +108,9 @@ def test_data_that_one_rank_cannot_read_ends_all_by_name_and_keeps_the_checkpoin
     said = capfd.readouterr().err.splitlines()
     assert "[1] OSError: disk on fire" in said
     assert "[1] raised on rank 1 in round 4; the state from before it is intact" in said
-    assert [line for line in said if line.startswith("[0] jaxche.training._agree.RankError: rank 1 failed in round 4")]
+    assert [
+        line for line in said if line.startswith("[0] jaxche.distributed._group.RankError: rank 1 failed in round 4")
+    ]
     assert [line for line in said if line.startswith("[0] ") and "OSError: disk on fire" in line]
     assert max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == 4
     code, results = run(tmp_path)

@@ -14,8 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxche
+from jaxche.distributed import PeerLostError
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training import PeerLostError, _keeper
+from jaxche.training import _keeper
 from jaxche.training._keeper import Keeper
 
 

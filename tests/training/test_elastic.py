@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxche.cadence import ElChe
-from jaxche.training import PeerLostError
+from jaxche.distributed import PeerLostError
 from jaxche.training import _elastic as elastic
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import RoundPlan
-from jaxche.training import NonFiniteLossError, PlanMismatchError, RankError
+from jaxche.distributed import RankError
+from jaxche.training import NonFiniteLossError, PlanMismatchError
 from jaxche.training import _table as module
 from jaxche.training._replica import Outcome
 from jaxche.training._table import Table, host_row
@@ -96,7 +97,7 @@ def test_the_local_error_wins():
 
 
 def test_an_error_of_another_process_is_told(monkeypatch):
-    from jaxche.training import _agree
+    from jaxche.distributed import _group as _agree
 
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
     monkeypatch.setattr(_agree, "gather_json", lambda own: [own, report])

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from jaxche.protocols import connect
-from jaxche.training import _lines as lines
+from jaxche.distributed import _liveness_connections as lines
+from jaxche.distributed import connect
 
 
 @pytest.fixture

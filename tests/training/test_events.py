@@ -1,4 +1,4 @@
-"""What a fit tells those who watch over it must not end it."""
+"""Events of rounds, and rounds that hang."""
 
 import os
 import subprocess
@@ -8,41 +8,15 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training import EVENTS, HANG_TIMEOUT, HEARTBEAT, _watched
-from jaxche.training._watched import beat, beat_again, tell
-
-
-@pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch):
-    monkeypatch.setattr(_watched, "_warned", set())
-
-
-def test_a_heartbeat_that_cannot_be_given_is_told_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(HEARTBEAT, str(tmp_path / "gone" / "0"))
-    beat()
-    beat()
-    told = capsys.readouterr().err
-    assert told == f"{HEARTBEAT}={tmp_path}/gone/0: No such file or directory; the run goes on without it\n"
-    (tmp_path / "gone").mkdir()
-    beat()
-    assert (tmp_path / "gone" / "0").exists()
-
-
-def test_who_waits_gives_no_heartbeat_before_its_first_round(tmp_path, monkeypatch):
-    monkeypatch.setenv(HEARTBEAT, str(tmp_path / "0"))
-    monkeypatch.setattr(_watched, "_moved", False)
-    beat_again()
-    assert not (tmp_path / "0").exists()
-    beat()
-    (tmp_path / "0").unlink()
-    beat_again()
-    assert (tmp_path / "0").exists()
+from jaxche.distributed import EVENTS, HANG_TIMEOUT
+from jaxche.training import _events
+from jaxche.training._events import tell
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_file_of_events_is_told_once(monkeypatch, capsys):
     monkeypatch.setenv(EVENTS, "/dev/full")
-    monkeypatch.setattr(_watched, "event", lambda info, place, rank, merged_bytes: {"rank": rank})
+    monkeypatch.setattr(_events, "event", lambda info, place, rank, merged_bytes: {"rank": rank})
     for _ in range(2):
         tell(None, {0: 0, 1: 2}, 8)
     assert capsys.readouterr().err == f"{EVENTS}=/dev/full: No space left on device; the run goes on without it\n"
@@ -54,26 +28,6 @@ def test_a_time_for_a_round_that_makes_no_sense_is_refused_before_the_round(text
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
     with pytest.raises(ValueError, match=f"{HANG_TIMEOUT}='{text}' must be positive seconds; write {HANG_TIMEOUT}=600"):
         trainer.round(trainer.init(problem.params), problem.data)
-
-
-ENDS = """
-import contextlib, time
-from jaxche.training._watched import in_time
-
-for _ in range(3):
-    with contextlib.suppress(KeyError), in_time():
-        raise KeyError
-    with in_time():
-        pass
-time.sleep(3)
-print("lives")
-"""
-
-
-def test_what_ends_in_time_is_let_go_also_by_an_error():
-    env = os.environ | {HANG_TIMEOUT: "2"}
-    done = subprocess.run([sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "lives\n"
 
 
 HANGS = """

@@ -13,8 +13,8 @@ import jax
 # The store in which the processes of a run met. jax has no public name for it.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.training._lines import declare_ended, ended, keep_line
-from jaxche.training._watched import beat_again
+from jaxche.distributed._liveness_connections import declare_ended, ended, keep_line
+from jaxche.distributed._watchdog import beat_again
 
 # Between two looks at who lives.
 _LOOK_S = 0.2

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxche.training import RankError
-from jaxche.training import _agree as agree
+from jaxche.distributed import RankError
+from jaxche.distributed import _group as agree
 
 
 def test_own_error_is_raised_as_it_is_with_its_place():

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from jaxche.protocols import _listener as module
-from jaxche.protocols import connect, own_address
-from jaxche.protocols._listener import Listener
+from jaxche.distributed import _listener as module
+from jaxche.distributed import connect, own_address
+from jaxche.distributed._listener import Listener
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="local sockets without files are Linux's")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxche.training._agree import gather_json, members, raise_everywhere
+from jaxche.distributed._group import gather_json, members, raise_everywhere
 
 # Between a file's making and its being seen on other machines, and from one look to the next.
 _VISIBLE_S, _LOOK_S = 10.0, 0.2

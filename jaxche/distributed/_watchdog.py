@@ -1,22 +1,17 @@
-"""What a fit tells those who watch over its process, and what it hears from them."""
+"""Heartbeats, the hang timeout and SIGTERM: between a process and whatever watches over it."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import math
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jaxche.training._state import RoundInfo
+from typing import Any
 
 # Set by ``jaxche launch``: a file to touch after every round, one to tell of every round, how often it started anew.
 HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
@@ -75,23 +70,6 @@ def in_time() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def tell(info: RoundInfo, ranks: Mapping[int, int], merged_bytes: int) -> None:
-    """Append a line of JSON for each local rank to the file of events; where it is full the run goes on without.
-
-    Args:
-      info: the round.
-      ranks: of this process: what number the run started with, by that in the round.
-      merged_bytes: what a replica puts into the merge.
-    """
-    if EVENTS not in os.environ:
-        return
-    lines = [json.dumps(event(info, place, rank, merged_bytes)) + "\n" for place, rank in ranks.items()]
-    # One write of whole lines in append mode: processes of one machine do not mix theirs.
-    path = os.environ[EVENTS]
-    with unless_full(f"{EVENTS}={path}"), open(path, "a", encoding="utf8") as file:
-        file.write("".join(lines))
-
-
 @contextlib.contextmanager
 def unless_full(name: str) -> Iterator[None]:
     """What is only told must not end a run: a file that cannot be written is one line, once.
@@ -113,23 +91,6 @@ def unless_full(name: str) -> Iterator[None]:
             _warned.add(name)
             sys.stderr.write(f"{name}: {error.strerror}; the run goes on without it\n")
             sys.stderr.flush()
-
-
-def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:
-    """One round of one rank, and where it was among those that took part."""
-    return {
-        "time": round(time.time(), 3),
-        "event": "round",
-        "rank": rank,
-        "round": info.round,
-        "epoch": info.epoch,
-        "steps": info.counts[place],
-        "compute_ms": round(info.wall_ms[place], 3),
-        "wait_ms": round(info.wait_ms[place], 3),
-        "merge_ms": round(info.sync_ms, 3),
-        "merged_bytes": merged_bytes,
-        "restart": int(os.environ.get(RESTART, 0)),
-    }
 
 
 @contextlib.contextmanager

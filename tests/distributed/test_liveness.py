@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxche.training import _agree as module
-from jaxche.training import _lives as lives
-from jaxche.training import farewell
+from jaxche.distributed import _group as module
+from jaxche.distributed import _liveness as lives
+from jaxche.distributed import farewell
 
 BEGINNING = {0: 10, 1: 11, 2: 12}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxche.protocols import Listener, connect, own_address
+from jaxche.distributed._listener import Listener, connect, own_address
 
 # Where process 0 can be reached, and which lives have ended.
 _ADDRESS, _ENDED = "jaxche/lines", "jaxche/ended/"
