@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import optax
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import gather_json, raise_everywhere
-from jaxche.sharding import Loss, batch_size, nbytes
+from jaxche.sharding import batch_size, nbytes
 from jaxche.training._alone import Alone
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
@@ -31,11 +32,12 @@ from jaxche.training._replica import Outcome, Replica
 from jaxche.training._scaling import Scaling, Worth, comparing
 
 
-class Engine:
-    """Runs plans; knows nothing of policies and cadences.
+@dataclass(frozen=True)
+class Settings:
+    """What a trainer was asked for, after all checks.
 
-    Args:
-      loss: the loss in its one form.
+    Attributes:
+      loss: the loss in its one form, or a model in stages.
       tx: optimizer of the local steps (of the merged gradient when gradients are averaged).
       average: ``"parameters"`` or ``"gradients"``.
       merge: merge rule.
@@ -48,30 +50,35 @@ class Engine:
       host: merge on CPU devices.
     """
 
+    loss: Any
+    tx: optax.GradientTransformation
+    average: str
+    merge: str
+    opt_state: str
+    outer: optax.GradientTransformation | None
+    places: Sequence[Place]
+    seed: int
+    paces: Sequence[float | None]
+    scaling: Scaling | None
+    host: bool
+
+    def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> Rules:
+        """What a merge does, with the optimizer and the scaling as they are once the data is known."""
+        return Rules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
+
+
+class Engine:
+    """Runs plans, without regard to policies and cadences."""
+
     _several: Any = Merge  # what brings several replicas together
 
-    def __init__(
-        self,
-        loss: Loss,
-        tx: optax.GradientTransformation,
-        average: str,
-        merge: str,
-        opt_state: str,
-        outer: optax.GradientTransformation | None,
-        places: Sequence[Place],
-        seed: int,
-        paces: Sequence[float | None],
-        scaling: Scaling | None = None,
-        host: bool = False,
-    ):
-        self._plain_tx, tx = tx, tx if scaling is None else scaling.transform(tx)
-        self._loss, self._tx, self._outer, self._scaling = loss, tx, outer, scaling
-        self._average, self._rule, self._opt_mode = average, merge, opt_state
-        self._seed, self._host = seed, host
+    def __init__(self, settings: Settings):
+        self._settings, scaling = settings, settings.scaling
+        self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
         # Of all ranks as the run was started, and which of these take part, in which order.
-        self._all, self._all_paces = list(places), list(paces)
+        self._all, self._all_paces = list(settings.places), list(settings.paces)
         self.order = list(range(len(self._all)))
-        self._places, self._paces = list(self._all), list(paces)
+        self._places, self._paces = list(self._all), list(self._all_paces)
         self.world_size = len(self._places)
         self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
         self.metrics: tuple[str, ...] = ()
@@ -93,10 +100,10 @@ class Engine:
         def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
             tx = self._tx
             if opt_state is not None:
-                tx = optax.GradientTransformation(lambda params: opt_state, self._plain_tx.update)
-                tx = tx if self._scaling is None else self._scaling.transform(tx)
-            outer_state = outer_init(self._outer, params) if self._outer else None
-            scaled = self._scaling.start(params) if self._scaling else {}
+                tx = optax.GradientTransformation(lambda params: opt_state, self._settings.tx.update)
+                tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
+            outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
+            scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
             return lift(Local(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
         if callable(params) and not self._places[0].makes_pieces:
@@ -110,7 +117,7 @@ class Engine:
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
             self._places = [place.laid_out(shapes) for place in self._places]
-            self._meeting = Meeting(self._places, self._host)
+            self._meeting = Meeting(self._places, self._settings.host)
 
     @property
     def homes(self) -> list[tuple[int, ...]]:
@@ -145,7 +152,7 @@ class Engine:
     def packing(self, locals_: Sequence[Local]) -> Packing:
         """The form in which these replicas' state is saved and handed over."""
         self._lay_out(without_replica_axis(locals_[0].params))
-        alike = self._average == "gradients" or self._opt_mode != "local"
+        alike = self._settings.average == "gradients" or self._settings.opt_state != "local"
         own = ("model_state",) if alike else ("model_state", "opt_state")
         return Packing(self._meeting, own, self.world_size, locals_)
 
@@ -156,10 +163,10 @@ class Engine:
           locals_: of this process.
           compares: which of both; by default what this engine's steps need, who compare where there is one replica.
         """
-        if self._scaling is None or locals_[0].noise is None:
+        if self._settings.scaling is None or locals_[0].noise is None:
             return tuple(locals_)
         self._lay_out(without_replica_axis(locals_[0].params))
-        compares = self._scaling.solo if compares is None else compares
+        compares = self._settings.scaling.solo if compares is None else compares
         noises = [{"noise": comparing(local.noise, local.params, compares)} for local in locals_]
         places = [self._places[rank] for rank in self.ranks]
         return tuple(
@@ -214,14 +221,14 @@ class Engine:
 
     def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
         """Make what runs the rounds; returns the arrays that the loss has in it."""
-        if (local.noise is None) != (self._scaling is None):
+        if (local.noise is None) != (self._settings.scaling is None):
             raise ValueError(
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
                 "trainer's own: state = trainer.init(params)"
             )
         one = without_replica_axis((local.params, local.model_state))
-        code, shapes = jax.make_jaxpr(self._loss, return_shape=True)(*one, batch, jax.random.key(0))
-        self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._plain_tx, one[0])}
+        code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
+        self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
         self.metrics = tuple(sorted(shapes[1][0]))
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
         if before != after:
@@ -229,13 +236,14 @@ class Engine:
                 f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
                 "return every entry of model_state, updated or not, with its shape and dtype"
             )
-        scaling = self._scaling and self._scaling.on_batches_of(examples)
-        knobs = (self._loss, self._tx, self._average, self._seed, self.metrics, scaling, len(self._all) == 1)
+        scaling = self._settings.scaling and self._settings.scaling.on_batches_of(examples)
+        asked, solo = self._settings, len(self._all) == 1
+        knobs = (asked.loss, self._tx, asked.average, asked.seed, self.metrics, scaling, solo)
         self._replicas = [
             Replica(rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
             for rank in self.ranks
         ]
-        self._rules = Rules(self._average, self._rule, self._opt_mode, self._tx, self._outer, scaling)
+        self._rules = self._settings.rules(self._tx, scaling)
         self._merge = self._make_merge(local)
         return code.consts
 
@@ -280,7 +288,7 @@ class Engine:
           limit_ms: time after which a replica begins no further step.
         """
         reader, done = self._read(data), done or plan.counts
-        measured = self._scaling.measured(plan) if self._scaling is not None else plan.counts
+        measured = self._settings.scaling.measured(plan) if self._settings.scaling is not None else plan.counts
         feeds = reader.start([plan.share(rank)[: done[rank]] for rank in self.ranks])
 
         def run_one(replica: Replica, local: Local, feed: Feed) -> Outcome:

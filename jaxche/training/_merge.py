@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jaxche.distributed import gather_json, is_elastic, merging
 from jaxche.training._counts import are_schedules, counts_of, with_counts
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._merging import DIFFERS, HOST_COLUMNS, Merging, Rules
-from jaxche.training._programs import Local
+from jaxche.training._programs import Carry, Local
 from jaxche.training._scaling import Scaled
 
 
@@ -79,7 +80,7 @@ class Merge:
             out_shardings=(merged, everywhere, everywhere),
         )
 
-    def __call__(self, starts: Any, carries: Any, rows: np.ndarray) -> Merged:
+    def __call__(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result.
 
         Args:
@@ -102,28 +103,32 @@ class Merge:
         scaled, squares = Scaled(*report[6:]), tuple(report[2:5])
         return Merged(locals_, table, (report[0], report[1]), scaled, squares, finite=report[5] == 1)
 
-    def arguments(self, starts: Any, carries: Any, rows: np.ndarray) -> tuple[Any, ...]:
+    def arguments(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """What the program is called with."""
         stack = self._meeting.stack
         # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
-        own = ("sums", "not_finite", "tracked", "scaled")
-        measured = [{name: carry[name] for name in own if name in carry} for carry in carries]
+        measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
         common = [{name: getattr(local, name) for name in self._common} for local in starts]
         if self._merges_counts:
             common = [tree | {"counts": counts_of(start.opt_state)} for tree, start in zip(common, starts, strict=True)]
             if "opt_state" not in self._sent:  # whose buffers are donated: its counts are not passed a second time
-                measured = [m | {"counts": counts_of(c["opt_state"])} for m, c in zip(measured, carries, strict=True)]
+                measured = [m | {"counts": counts_of(c.opt_state)} for m, c in zip(measured, carries, strict=True)]
         return (
             stack(common),
-            stack([{name: carry[name] for name in self._sent} for carry in carries]),
+            stack([{name: getattr(carry, name) for name in self._sent} for carry in carries]),
             stack(measured),
             self._meeting.rows(rows),
         )
 
 
-def _next(carry: dict[str, Any], merged: dict[str, Any]) -> Local:
+def _present(carry: Carry, *names: str) -> dict[str, Any]:
+    found = {name: getattr(carry, name) for name in names}
+    return {name: tree for name, tree in found.items() if tree is not None}
+
+
+def _next(carry: Carry, merged: dict[str, Any]) -> Local:
     """What a replica goes on with: the merged trees, and its own optimizer state where it keeps that."""
-    trees = {"opt_state": carry.get("opt_state")} | merged
+    trees = {"opt_state": carry.opt_state} | merged
     counts = trees.pop("counts", None)
     return Local(**trees) if counts is None else Local(**trees | {"opt_state": with_counts(trees["opt_state"], counts)})
 

@@ -44,24 +44,68 @@ class Local(NamedTuple):
     progress: Any = None
 
 
+class Constants(NamedTuple):
+    """What the steps of a round read and never write; None is what the settings have no use for.
+
+    An array that each step hands on to the next costs ten times as much to dispatch. Arrays have a leading axis of 1,
+    but for ``stride`` and ``worth``.
+    """
+
+    # Averaging gradients: where they are taken.
+    params: Any = None
+    # Where a schedule depends on them: the optimizer's counts at the start, and steps of all for one of this replica.
+    counts: Any = None
+    stride: Any = None
+    # Scaling: how the optimizer sees gradients, what steps are worth, and what was known at the start.
+    seen: Any = None
+    worth: Worth | None = None
+    progress: Any = None
+    noise: Any = None
+
+
+class Carry(NamedTuple):
+    """What the steps of a round hand on; None is what the settings have no use for. Arrays have a leading axis of 1.
+
+    ``index`` is the number of the next batch, for its random numbers; ``sums`` are examples, and loss and metrics times
+    examples.
+    """
+
+    model_state: Any
+    index: Any
+    sums: Any
+    # Averaging parameters: the replica's own.
+    params: Any = None
+    opt_state: Any = None
+    # Averaging gradients: their sum, weighted by examples.
+    grads: Any = None
+    # Scaling: what the noise is estimated from, what the steps were worth, and a single replica's noise.
+    tracked: Any = None
+    scaled: Any = None
+    noise: Any = None
+    # At the end of a round: 1 where a number became NaN or infinite.
+    not_finite: Any = None
+
+
 class Programs(Protocol):
     """What a replica runs: ``begin(local, index, worth) -> (made, carry)`` opens a round, from which steps go on."""
 
     @property
-    def begin(self) -> Callable[[Local, Any, Worth], tuple[dict[str, Any], dict[str, Any]]]: ...
+    def begin(self) -> Callable[[Local, Any, Worth], tuple[Constants, Carry]]: ...
 
-    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
-        """What a step reads of the start of the round, and never writes: an array that each step hands on to the next
-        costs ten times as much to dispatch.
-        """
+    def constants(self, local: Local, made: Constants) -> Constants:
+        """What :meth:`begin` made, with what the steps read of the replica's state itself."""
         ...
 
-    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
         """The steps for batches of these shapes."""
         ...
 
-    def ended(self, local: Local, carry: dict[str, Any]) -> dict[str, Any]:
+    def ended(self, local: Local, carry: Carry) -> Carry:
         """The carry at the end of a round that began with ``local``, with ``not_finite`` if a merge cannot see it."""
+        ...
+
+    def idle(self, carry: Carry) -> Carry:
+        """The same for a carry of :meth:`begin`, without a collective: one process of an island may call it alone."""
         ...
 
 
@@ -102,116 +146,120 @@ class LocalPrograms:
         self._average = average
         # keep_unused: the arguments also say on which device the zeros are made.
         self.begin = jax.jit(self._begin, keep_unused=True)
-        self._not_finite = jax.jit(self._broken)
+        self._not_finite, self._finite = jax.jit(self._broken), jax.jit(self._zero, keep_unused=True)
         self._step = jax.jit(
             step, static_argnames="measures", donate_argnums=1, compiler_options=place.compiler_options
         )
 
-    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
-        start = made | ({"params": local.params} if self._average == "gradients" else {})
-        if "stride" in made:
-            start["counts"] = counts_of(local.opt_state)
+    def constants(self, local: Local, made: Constants) -> Constants:
+        if self._average == "gradients":
+            made = made._replace(params=local.params)
+        if made.stride is not None:
+            made = made._replace(counts=counts_of(local.opt_state))
         if self._scaling is not None:
-            start |= {"progress": local.progress} | ({} if self._scaling.solo else {"noise": local.noise})
-        return start
+            made = made._replace(progress=local.progress, noise=None if self._scaling.solo else local.noise)
+        return made
 
-    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
         step = self._step.lower(start, carry, batch, measures=True).compile()
         if self._scaling is None or self._scaling.always:
             return Steps(step, step)
-        start, rest, _ = _parted(start, carry)
-        return Steps(step, partial(_unmeasured, self._step.lower(start, rest, batch, measures=False).compile()))
+        plain = self._step.lower(*_parted(start, carry), batch, measures=False).compile()
+        return Steps(step, partial(_unmeasured, plain))
 
-    def ended(self, local: Local, carry: dict[str, Any]) -> dict[str, Any]:
+    def ended(self, local: Local, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry  # all of it goes into the merge
-        names = ("params", "opt_state", "model_state")
-        before, after = ({name: tree[name] for name in names} for tree in (local._asdict(), carry))
-        return carry | self._not_finite(before, after)
+        before, after = ((x.params, x.opt_state, x.model_state) for x in (local, carry))
+        return carry._replace(not_finite=self._not_finite(before, after))
 
-    def _broken(self, before: Any, after: Any) -> dict[str, Any]:
-        return self._place.constrain({"not_finite": broken(stayed_finite(before, after))})
+    def idle(self, carry: Carry) -> Carry:
+        return carry if self._average == "gradients" else carry._replace(not_finite=self._finite(carry.sums))
 
-    def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _zero(self, sums: Any) -> Any:
+        return self._place.constrain({"not_finite": jnp.zeros_like(sums[:, :1])})["not_finite"]
+
+    def _broken(self, before: Any, after: Any) -> Any:
+        return self._place.constrain({"not_finite": broken(stayed_finite(before, after))})["not_finite"]
+
+    def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[Constants, Carry]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
-        copied = jax.tree.map(jnp.copy, local._asdict())
-        made: dict[str, Any] = {}
-        carry: dict[str, Any] = {
-            "model_state": copied["model_state"],
-            "index": index,
-            "sums": jnp.zeros((1, 2 + len(self._metrics)), jnp.float32),
-        }
+        copied = jax.tree.map(jnp.copy, local)
+        made = Constants()
+        carry = Carry(copied.model_state, index, jnp.zeros((1, 2 + len(self._metrics)), jnp.float32))
         if self._scaling is not None:
             noise, params, opt_state = first((local.noise, local.params, local.opt_state))
             seen, begun = self._scaling.begin(noise, params, opt_state)
-            made, carry = {"seen": lift(seen), "worth": worth}, carry | lift(begun)
+            made, carry = made._replace(seen=lift(seen), worth=worth), carry._replace(**lift(begun))
         if self._average == "parameters":
-            carry |= {"params": copied["params"], "opt_state": copied["opt_state"]}
+            carry = carry._replace(params=copied.params, opt_state=copied.opt_state)
             if not self._solo and any(are_schedules(local.opt_state)):
-                made["stride"] = worth.stride
+                made = made._replace(stride=worth.stride)
         else:
-            carry["grads"] = zero_sums(local.params)
-        return self._place.constrain(made), self._place.constrain(carry)
+            carry = carry._replace(grads=zero_sums(local.params))
+        return self._constrained(made), self._constrained(carry)
 
-    def _value_and_grad(self, params: Any, carry: dict[str, Any], batch: Any) -> Any:
-        rng = jax.random.fold_in(jax.random.key(self._seed), carry["index"])
-        (loss, (metrics, model_state)), grads = self._objective(params, first(carry["model_state"]), batch, rng)
+    def _constrained(self, trees: Any) -> Any:
+        """A carry or constants, kept where the place says."""
+        present = {name: tree for name, tree in trees._asdict().items() if tree is not None}
+        return trees._replace(**self._place.constrain(present))
+
+    def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry]:
+        """Loss, gradients, examples, and the carry with what every step counts."""
+        rng = jax.random.fold_in(jax.random.key(self._seed), carry.index)
+        (loss, (metrics, model_state)), grads = self._objective(params, first(carry.model_state), batch, rng)
         examples = jnp.float32(batch_size(batch))
         row = jnp.stack([jnp.float32(1), loss, *(metrics[name] for name in self._metrics)]) * examples
-        advanced = {
-            "model_state": lift(model_state),
-            "index": carry["index"] + 1,
-            "sums": carry["sums"] + row[None],
-        }
-        return loss, grads, examples, advanced
+        counted = carry._replace(model_state=lift(model_state), index=carry.index + 1, sums=carry.sums + row[None])
+        return loss, grads, examples, counted
 
-    def _local_step(
-        self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
-    ) -> tuple[dict[str, Any], Any]:
-        params, opt_state = first(carry["params"]), first(carry["opt_state"])
-        loss, grads, examples, carry_next = self._value_and_grad(params, carry, batch)
-        scaled, more = self._scale(start, carry, grads, examples, measures) if self._scaling is not None else ({}, {})
-        seen = ahead(opt_state, first(start["counts"]), start["stride"]) if "stride" in start else opt_state
+    def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
+        params, opt_state, scaled = first(carry.params), first(carry.opt_state), {}
+        loss, grads, examples, carry = self._value_and_grad(params, carry, batch)
+        if self._scaling is not None:
+            scaled, carry = self._scale(start, carry, grads, examples, measures)
+        seen = opt_state if start.stride is None else ahead(opt_state, first(start.counts), start.stride)
         params, updated = self._place.update(self._tx, grads, seen, params, value=loss, **scaled)
-        opt_state = advanced(opt_state, seen, updated) if "stride" in start else updated
+        opt_state = updated if start.stride is None else advanced(opt_state, seen, updated)
         if scaled:
             worth = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
-            more["scaled"] = carry["scaled"] + worth[None]
-        stepped = {"params": lift(params), "opt_state": lift(opt_state)}
-        return self._place.constrain(carry | carry_next | more | stepped), loss
+            carry = carry._replace(scaled=carry.scaled + worth[None])
+        return self._constrained(carry._replace(params=lift(params), opt_state=lift(opt_state))), loss
 
-    def _scale(self, start: dict[str, Any], carry: dict[str, Any], grads: Any, examples: Any, measures: bool) -> Any:
-        """Arguments of the scaled optimizer in a local step, and what the carry keeps of the noise."""
-        scaling, worth, seen = self._scaling, start["worth"], first(start["seen"])
+    def _scale(
+        self, start: Constants, carry: Carry, grads: Any, examples: Any, measures: bool
+    ) -> tuple[dict[str, Any], Carry]:
+        """Arguments of the scaled optimizer in a local step, and the carry with what it keeps of the noise."""
+        scaling, worth, seen = self._scaling, start.worth, first(start.seen)
         assert scaling is not None
-        progress = first(start["progress"]) + worth.alpha * carry["scaled"][0, 0]
-        noise, more = first((carry if measures and scaling.solo else start)["noise"]), {}
+        assert worth is not None
+        progress = first(start.progress) + worth.alpha * carry.scaled[0, 0]
+        noise = first((carry if measures and scaling.solo else start).noise)
         if measures and scaling.solo:
-            noise, tracked = scaling.watch(noise, first(carry["tracked"]), grads, examples, seen)
-            more = {"noise": lift(noise), "tracked": lift(tracked)}
+            noise, tracked = scaling.watch(noise, first(carry.tracked), grads, examples, seen)
+            carry = carry._replace(noise=lift(noise), tracked=lift(tracked))
         elif measures:
-            more = {"tracked": lift(scaling.track(first(carry["tracked"]), noise, grads, examples, seen))}
-        return scaling.arguments(noise, progress, examples, worth.replicas), more
+            tracked = scaling.track(first(carry.tracked), noise, grads, examples, seen)
+            carry = carry._replace(tracked=lift(tracked))
+        return scaling.arguments(noise, progress, examples, worth.replicas), carry
 
-    def _accumulate(
-        self, start: dict[str, Any], carry: dict[str, Any], batch: Any, measures: bool
-    ) -> tuple[dict[str, Any], Any]:
-        loss, grads, examples, carry_next = self._value_and_grad(first(start["params"]), carry, batch)
+    def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
+        loss, grads, examples, carry = self._value_and_grad(first(start.params), carry, batch)
         if self._scaling is not None and measures:
-            tracked, noise = first(carry["tracked"]), first(start["noise"])
-            carry_next["tracked"] = lift(self._scaling.track(tracked, noise, grads, examples, first(start["seen"])))
-        summed = {"grads": add_weighted(carry["grads"], lift(grads), examples)}
-        return self._place.constrain(carry_next | summed), loss
+            tracked, noise = first(carry.tracked), first(start.noise)
+            tracked = self._scaling.track(tracked, noise, grads, examples, first(start.seen))
+            carry = carry._replace(tracked=lift(tracked))
+        summed = add_weighted(carry.grads, lift(grads), examples)
+        return self._constrained(carry._replace(grads=summed)), loss
 
 
-def _parted(start: dict[str, Any], carry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Start and carry of a step that does not measure, and what only steps that do write; it may read the noise."""
-    rest = dict(carry)
-    kept = {name: rest.pop(name) for name in ("tracked", "noise") if name in rest}
-    return (start | {"noise": kept["noise"]} if "noise" in kept else start), rest, kept
+def _parted(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
+    """Constants and carry of a step that does not measure: it may read a single replica's noise, and writes none."""
+    if carry.noise is not None:
+        start = start._replace(noise=carry.noise)
+    return start, carry._replace(tracked=None, noise=None)
 
 
-def _unmeasured(step: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> tuple[dict[str, Any], Any]:
-    start, rest, kept = _parted(start, carry)
-    rest, loss = step(start, rest, batch)
-    return rest | kept, loss
+def _unmeasured(step: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Carry, Any]:
+    rest, loss = step(*_parted(start, carry), batch)
+    return rest._replace(tracked=carry.tracked, noise=carry.noise), loss

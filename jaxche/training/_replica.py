@@ -15,7 +15,7 @@ from jaxche.sharding import batch_size
 from jaxche.training._data import Feed
 from jaxche.training._memory import round_memory
 from jaxche.training._place import Home, spans_processes
-from jaxche.training._programs import Local, Programs, Steps
+from jaxche.training._programs import Carry, Constants, Local, Programs, Steps
 from jaxche.training._scaling import Worth
 
 # Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
@@ -29,7 +29,7 @@ _PLAIN = Worth()
 class Outcome(NamedTuple):
     """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong."""
 
-    carry: dict[str, Any]
+    carry: Carry
     steps: int
     wall_ms: float
     error: Exception | None = None
@@ -54,11 +54,11 @@ class Replica:
         self._unread: Exception | None = None
         self.compilations = 0
 
-    def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> dict[str, Any]:
+    def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> Carry:
         """The carry of a round before its first step."""
         return self._opened(local, index, worth)[1]
 
-    def _opened(self, local: Local, index: int, worth: Worth = _PLAIN) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _opened(self, local: Local, index: int, worth: Worth = _PLAIN) -> tuple[Constants, Carry]:
         """What the steps of a round read, and the carry."""
         made, carry = self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
         return self._programs.constants(local, made), carry
@@ -175,7 +175,7 @@ class Replica:
 
     def idle(self, local: Local) -> Outcome:
         """The outcome of taking no step."""
-        return Outcome(self._programs.ended(local, self.begin(local, 0)), 0, 0.0)
+        return Outcome(self._programs.idle(self.begin(local, 0)), 0, 0.0)
 
     def _gapless(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed. Where another process of an island waits in each step, a batch that cannot be read is

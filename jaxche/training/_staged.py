@@ -20,7 +20,7 @@ from jaxche.training._meeting import Meeting
 from jaxche.training._merge import Merge, Merged
 from jaxche.training._merging import Rules
 from jaxche.training._place import devices_by_process, is_local, without_replica_axis
-from jaxche.training._programs import Local
+from jaxche.training._programs import Carry, Local
 from jaxche.training._replica import Replica
 from jaxche.training._stages import StagedPrograms, Stages
 
@@ -187,15 +187,16 @@ def _stage_of(local: Local, stage: int) -> Local:
     return local._replace(**{name: getattr(local, name)[stage] for name in _BY_STAGE})
 
 
-def _carry_of(carry: dict[str, Any], stage: int, home: Any) -> dict[str, Any]:
-    trees = {name: carry[name][stage] for name in ("params", "opt_state", "grads") if name in carry}
+def _carry_of(carry: Carry, stage: int, home: Any) -> Carry:
+    own, counted = ("params", "opt_state", "grads"), ("sums", "not_finite")
+    present = {name: tree for name, tree in carry._asdict().items() if tree is not None}
+    trees = {name: present[name][stage] for name in own if name in present}
     # What the last stage counted goes to all: each merge weighs by it.
-    told = {name: jax.device_put(carry[name], home) for name in ("sums", "not_finite") if name in carry}
-    return trees | {"model_state": None} | told
+    return carry._replace(**trees, **{name: jax.device_put(present[name], home) for name in counted if name in present})
 
 
 class StagedEngine(Engine):
-    """Runs plans on replicas in stages; takes what :class:`Engine` takes, the model in place of the loss."""
+    """Runs plans on replicas in stages; the model in place of the loss."""
 
     _several = StageMerge
 
@@ -205,21 +206,20 @@ class StagedEngine(Engine):
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
             places: Any = self._places
-            self._meeting = StageMeetings(places, self._host)
+            self._meeting = StageMeetings(places, self._settings.host)
 
     def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
-        settings = (self._tx, self._average, self._seed, examples, len(self._all) == 1)
+        shared = (self._tx, self._settings.average, self._settings.seed, examples, len(self._all) == 1)
         places: Any = self._places
         self._replicas = [
-            Replica(rank, places[rank], StagedPrograms(places[rank], *settings), self._paces[rank])
-            for rank in self.ranks
+            Replica(rank, places[rank], StagedPrograms(places[rank], *shared), self._paces[rank]) for rank in self.ranks
         ]
         one = without_replica_axis(local.params)
-        code_of_tx = digest([update_digest(self._plain_tx, params) for params in one])
+        code_of_tx = digest([update_digest(self._settings.tx, params) for params in one])
         model = places[self.ranks[0]].model
         code = model.trace(one, batch)
         self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
-        self._rules = Rules(self._average, self._rule, self._opt_mode, self._tx, self._outer, None)
+        self._rules = self._settings.rules(self._tx, None)
         self._merge = self._make_merge(local)
         return code.consts
 

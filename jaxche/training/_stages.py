@@ -18,7 +18,7 @@ from jaxche.sharding import Device, batch_size
 from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
 from jaxche.training._finite import stayed_finite
 from jaxche.training._place import Begin, OneDevice, first, lift
-from jaxche.training._programs import Local, Steps
+from jaxche.training._programs import Carry, Constants, Local, Steps
 
 
 class Stages:
@@ -77,36 +77,39 @@ class StagedPrograms:
         self._count = jax.jit(_counted, donate_argnums=0)
         self._stayed_finite = jax.jit(stayed_finite)
 
-    def constants(self, local: Local, made: dict[str, Any]) -> dict[str, Any]:
-        start = made | ({"params": local.params} if self._average == "gradients" else {})
-        return start | ({"counts": tuple(map(counts_of, local.opt_state))} if "stride" in made else {})
+    def constants(self, local: Local, made: Constants) -> Constants:
+        if self._average == "gradients":
+            return made._replace(params=local.params)
+        return made if made.stride is None else made._replace(counts=tuple(map(counts_of, local.opt_state)))
 
-    def begin(self, local: Local, index: Any, worth: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def begin(self, local: Local, index: Any, worth: Any) -> tuple[Constants, Carry]:
         """The state a round works on, a copy: the one it starts from stays valid."""
         follows = self._average == "parameters" and not self._solo and any(are_schedules(local.opt_state))
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
-        carry: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
+        trees: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        made = {"stride": worth.stride} if follows else {}
-        return made, carry | {"model_state": None, "index": int(index), "sums": sums}
+        return Constants(stride=worth.stride if follows else None), Carry(None, int(index), sums, **trees)
 
-    def compile(self, start: dict[str, Any], carry: dict[str, Any], batch: Any) -> Steps:
+    def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
         examples = batch_size(batch)
         model = self._model_for(examples)
         model.compile(self._params(start, carry), batch)
         step = functools.partial(self._step, model, np.float32(examples))
         return Steps(step, step)
 
-    def ended(self, local: Local, carry: dict[str, Any]) -> dict[str, Any]:
+    def ended(self, local: Local, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry
-        stages = zip(local.params, local.opt_state, carry["params"], carry["opt_state"], strict=True)
+        stages = zip(local.params, local.opt_state, carry.params, carry.opt_state, strict=True)
         flags = [self._stayed_finite((p, o), (params, opt_state)) for p, o, params, opt_state in stages]
-        return carry | {"not_finite": np.array([[not all(map(bool, flags))]], np.float32)}
+        return carry._replace(not_finite=np.array([[not all(map(bool, flags))]], np.float32))
 
-    def _params(self, start: dict[str, Any], carry: dict[str, Any]) -> Any:
-        return carry["params"] if self._average == "parameters" else start["params"]
+    def idle(self, carry: Carry) -> Carry:
+        return carry if self._average == "gradients" else carry._replace(not_finite=np.zeros((1, 1), np.float32))
+
+    def _params(self, start: Constants, carry: Carry) -> Any:
+        return carry.params if self._average == "parameters" else start.params
 
     def _model_for(self, examples: int) -> Partitioned:
         protocol: Any = self._model.protocol
@@ -128,21 +131,19 @@ class StagedPrograms:
             )
         return self._by_size[size]
 
-    def _step(
-        self, model: Partitioned, examples: Any, start: dict[str, Any], carry: dict[str, Any], batch: Any
-    ) -> tuple[dict[str, Any], Any]:
+    def _step(self, model: Partitioned, examples: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Carry, Any]:
         params = self._params(start, carry)
-        loss, grads = model.value_and_grad(params, batch, step=carry["index"])
-        stepped = carry | {"index": carry["index"] + 1, "sums": self._count(carry["sums"], loss, examples)}
+        loss, grads = model.value_and_grad(params, batch, step=carry.index)
+        stepped = carry._replace(index=carry.index + 1, sums=self._count(carry.sums, loss, examples))
         if self._average == "gradients":
-            added = (self._add(*stage, examples) for stage in zip(carry["grads"], grads, strict=True))
-            return stepped | {"grads": tuple(added)}, loss
+            added = (self._add(*stage, examples) for stage in zip(carry.grads, grads, strict=True))
+            return stepped._replace(grads=tuple(added)), loss
         told = jax.device_put([loss] * len(self._devices), self._devices)
-        counts = start.get("counts", (None,) * len(params))
-        stages = zip(grads, carry["opt_state"], params, told, counts, strict=True)
-        updated = [self._update(*stage, start.get("stride")) for stage in stages]
+        counts = start.counts or (None,) * len(params)
+        stages = zip(grads, carry.opt_state, params, told, counts, strict=True)
+        updated = [self._update(*stage, start.stride) for stage in stages]
         params, opt_state = zip(*updated, strict=True)
-        return stepped | {"params": params, "opt_state": opt_state}, loss
+        return stepped._replace(params=params, opt_state=opt_state), loss
 
     def _begun(self, params: Any, opt_state: Any) -> dict[str, Any]:
         if self._average == "parameters":

@@ -34,7 +34,7 @@ from jaxche.training._checks import (
     rule_text,
 )
 from jaxche.training._elastic import World
-from jaxche.training._engine import Engine
+from jaxche.training._engine import Engine, Settings
 from jaxche.training._events import tell
 from jaxche.training._fingerprint import brief
 from jaxche.training._fit import Callback, fit
@@ -189,8 +189,8 @@ class Trainer:
             scaled = Scaling(scaling, base_batch_size, average, *meets, joined=whole)
         host = meets_on_host(backend, places)
         loss: Any = loss_fn if staged else as_loss(loss_fn)
-        settings: tuple[Any, ...] = (loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
-        self._engine = StagedEngine(*settings) if staged else Engine(*settings)
+        settings = Settings(loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
+        self._engine = (StagedEngine if staged else Engine)(settings)
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,

@@ -140,7 +140,7 @@ def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, repli
         work[scaling] = [(cost["flops"], cost["bytes accessed"]) for cost in costs]
         if scaling is not None and replicas == 2:
             carry = trainer._engine._replicas[0].run(state.locals[0], data, 0, measured=5).carry
-            sums = carry["tracked"] if average == "gradients" else carry["tracked"]["sums"]
+            sums = carry.tracked if average == "gradients" else carry.tracked["sums"]
             assert float(sums.contributors[0]) == 5
     (plain, _), (measured, later) = work[None], work[rule]
     # A factor on each update, and a few dozen numbers more; measuring takes a product and a sum of each at least.

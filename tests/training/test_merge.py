@@ -119,10 +119,11 @@ def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_fin
     rows[0, 0] = 2
     # As the end of a round: the first replica where it is after two steps, the second nowhere.
     names = ("params", "opt_state", "model_state")
-    ends = [wanted.locals[0]._asdict(), jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, carries[1])]
-    carries = [carry | {name: end[name] for name in names} for carry, end in zip(carries, ends, strict=True)]
-    carries[0]["sums"] = jax.device_put(carries[0]["sums"].at[0, 0].set(16.0), devices[0])
-    carries[1]["sums"] = jnp.zeros_like(carries[1]["sums"])
+    nowhere = jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, carries[1])
+    ends = [wanted.locals[0]._asdict(), nowhere._asdict()]
+    carries = [carry._replace(**{name: end[name] for name in names}) for carry, end in zip(carries, ends, strict=True)]
+    sums = jax.device_put(carries[0].sums.at[0, 0].set(16.0), devices[0]), jnp.zeros_like(carries[1].sums)
+    carries = [carry._replace(sums=own) for carry, own in zip(carries, sums, strict=True)]
     reached = jax.tree.map(np.array, ends[0])
     merged = merge(start.locals, carries, rows)
     for name in names:

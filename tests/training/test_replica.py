@@ -42,10 +42,10 @@ def test_steps_stay_on_their_device_and_leave_the_start_alone(make, devices, ave
     assert {x.device for x in jax.tree.leaves(outcome.carry)} == {devices[3]}
     assert float(local.params[0]) == 0.0
     if average == "parameters":
-        assert float(outcome.carry["params"][0]) == pytest.approx(1 - 0.8**3)
+        assert float(outcome.carry.params[0]) == pytest.approx(1 - 0.8**3)
     else:
-        assert float(outcome.carry["grads"][0]) == pytest.approx(3 * 4 * -2.0)  # weighted by examples
-    assert outcome.carry["sums"][0, 0] == 12
+        assert float(outcome.carry.grads[0]) == pytest.approx(3 * 4 * -2.0)  # weighted by examples
+    assert outcome.carry.sums[0, 0] == 12
 
 
 def test_the_clock_waits_for_the_last_step(make):
@@ -75,7 +75,7 @@ def test_an_error_becomes_part_of_the_outcome(make):
     replica, local = make()
     outcome = replica.run(local, batches(), 0)
     assert isinstance(outcome.error, OSError)
-    assert float(outcome.carry["params"][0]) == 0.0  # as if no step had been taken
+    assert float(outcome.carry.params[0]) == 0.0  # as if no step had been taken
 
 
 def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monkeypatch):
