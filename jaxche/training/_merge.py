@@ -50,7 +50,8 @@ class Merge:
             self._common = ("params", "model_state", "outer_state")
             self._sent = ("params", "model_state", "opt_state")[: 3 if opt_state == "average" else 2]
             made = ("params", "model_state", "outer_state", *(("opt_state",) if opt_state != "local" else ()))
-            self._merges_counts = opt_state == "average" or any(are_schedules(local.opt_state))
+            schedules = are_schedules(local.opt_state)  # one for each count
+            self._merges_counts = any(schedules) or (opt_state == "average" and bool(schedules))
         else:
             self._common = ("params", "model_state", "outer_state", "opt_state")
             self._sent = ("grads", "model_state")

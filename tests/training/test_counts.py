@@ -186,6 +186,15 @@ def test_averaged_moments_are_as_old_as_their_mean(devices):
     assert float(before - trainer.params(state)) == pytest.approx(0.01, rel=0.03)
 
 
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)])
+@pytest.mark.parametrize("opt_state", ["local", "average", "reset"])
+def test_an_optimizer_need_not_count(devices, opt_state, tx):
+    trainer = jaxche.Trainer(slope, tx, replicas=devices[:2], opt_state=opt_state)
+    state, _ = trainer.round(start(trainer), DATA, counts=(1, 4))
+    state, _ = trainer.round(state, DATA, counts=(2, 2))
+    assert float(trainer.params(state)) < 0
+
+
 def test_own_moments_count_the_updates_of_their_replica(devices):
     trainer = jaxche.Trainer(slope, optax.adam(rate), replicas=devices[:2])
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 4))
