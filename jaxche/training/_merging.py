@@ -227,13 +227,16 @@ class Merging:
             "model_state": lift(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
-        report = jnp.append(jnp.zeros(5, jnp.float32), _stayed_finite(start, merged))
+        stayed = _stayed_finite(start, merged)
+        # A gradient that the optimizer skips, as optax.apply_if_finite does, breaks nothing.
+        table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
+        report = jnp.append(jnp.zeros(5, jnp.float32), stayed)
         if scaled:
             progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
             merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}
             told = [scaled["noise"].critical_batch_size, gain, opt_state.factor, progress]
             report = jnp.concatenate([report, jnp.stack([*told, scaled["noise"].base_batch_size])])
-        return merged, total["table"], report
+        return merged, table, report
 
 
 def _stayed_finite(start: dict[str, Any], merged: dict[str, Any]) -> Any:

@@ -139,6 +139,17 @@ def test_what_is_infinite_from_the_start_may_stay_so(devices, lockstep):
         assert np.isfinite(trainer.params(state)["w"]).all()
 
 
+@pytest.mark.parametrize("tx", ["apply_if_finite", "zero_nans"])
+@pytest.mark.parametrize("setting", ["sync", "cadence", "gradients", "scaled"])
+def test_a_gradient_that_the_optimizer_skips_breaks_nothing(devices, lockstep, setting, tx):
+    adam = optax.adam(0.05)
+    tx = optax.apply_if_finite(adam, 5) if tx == "apply_if_finite" else optax.chain(optax.zero_nans(), adam)
+    trainer = jaxche.Trainer(loss, tx, replicas=devices[:2], **{"che": lockstep()} | SETTINGS[setting])
+    state, _ = trainer.fit(trainer.init(params()), data(5), progress=False)
+    assert finite(state)
+    assert state.epoch == 1
+
+
 def test_a_merge_that_overflows_is_of_no_rank(devices, lockstep):
     trainer = jaxche.Trainer(loss, optax.sgd(0.1), che=lockstep(), outer=optax.sgd(3e38), replicas=devices[:2])
     state = trainer.init({"w": jnp.full(8, -1e3)})
