@@ -76,8 +76,9 @@ def collections_of(params: Any) -> list[str]:
       >>> collections_of({"params": {"w": 1.0}, "batch_stats": {"mean": 0.0}}), collections_of({"w": 1.0})
       (['batch_stats'], [])
     """
-    is_whole = isinstance(params, Mapping) and "params" in params
-    return [name for name in _COLLECTIONS if name in params] if is_whole else []
+    if not (isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)):
+        return []
+    return [name for name in _COLLECTIONS if isinstance(params.get(name), Mapping)]
 
 
 def refuse_other_mesh(layout: Layout, tree: Any, name: str) -> None:

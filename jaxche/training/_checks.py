@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -244,12 +245,13 @@ def rule_text(rule: Any) -> str:
 
 def checked_length(data: Any) -> int:
     """Batches in an epoch, at least one."""
-    if hasattr(data, "shape") and hasattr(data, "dtype"):
+    # An array of objects may hold batches.
+    if hasattr(data, "__array__") and hasattr(data, "shape") and getattr(data, "dtype", None) != np.dtype(object):
         raise ValueError(
             f"data is one array of shape {tuple(data.shape)}, each row of which would be a batch; write "
             "jaxche.Batches(array, batch_size=32), or list(array) if each row is a batch"
         )
-    if (isinstance(data, Mapping) and 0 not in data) or hasattr(data, "_fields"):
+    if (isinstance(data, Mapping) and 0 not in data) or (isinstance(data, tuple) and hasattr(data, "_fields")):
         names = list(getattr(data, "_fields", data))
         raise ValueError(
             f"data is a {type(data).__name__} of {', '.join(map(repr, names[:8]))}, not a sequence of batches; write "

@@ -36,11 +36,16 @@ def varies(first: Any, read: Callable[[int], Any], index: int, size: int, data: 
     same, known = _leaves(first), _leaves(again)
     if same.keys() == known.keys() and all(_equal(x, known[name]) for name, x in same.items()):
         return False
-    # What stays tells the examples, as labels do where images are augmented; unless it is the same in all batches.
-    once_more, other = _leaves(read(index)), _leaves(read((index + 1) % size)) if size > 1 else {}
-    for name, x in same.items():
-        stays = all(name in tree and _close(x, tree[name]) for tree in (known, once_more))
-        if stays and not (name in other and _close(x, other[name])):
+    # What stays identifies the examples, as labels do where images are augmented; unless it is the same in all batches.
+    once_more = _leaves(read(index))
+    reads = known, once_more
+    stays = {name: x for name, x in same.items() if all(name in tree and _close(x, tree[name]) for tree in reads)}
+    if stays and size == 1:
+        return True
+    # Neighbours may have the same labels, where data is sorted by class.
+    for step in (1, size // 2, size - 1) if stays else ():
+        other = _leaves(read((index + step) % size))
+        if any(name not in other or not _close(x, other[name]) for name, x in stays.items()):
             return True
     held = [name for name, value in getattr(data, "__dict__", {}).items() if isinstance(value, Iterator)]
     source = f"its iterator {held[0]}" if held else "an iterator"

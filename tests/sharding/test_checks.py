@@ -154,3 +154,12 @@ def test_a_whole_dict_of_variables_is_refused(devices):
     for given in (variables, lambda: variables):
         with pytest.raises(ValueError, match=r"step\.init\(variables\[.params.\], variables\[.batch_stats.\]\)"):
             step.init(given)
+
+
+@pytest.mark.parametrize("name", ["params", "cache"])
+def test_arrays_named_like_collections_are_parameters(devices, name):
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(lambda p, x: 0.0, optax.sgd(0.1), strategy, strategy.mesh(devices[:2]))
+    params = {"params": {"w": np.ones(2, np.float32)}, "cache": {"w": np.ones(2, np.float32)}}
+    params[name] = np.ones(2, np.float32)
+    assert step.init(params).params[name].shape == (2,)

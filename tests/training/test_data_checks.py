@@ -135,7 +135,7 @@ def test_the_next_batch_of_an_iterator_is_refused_before_anything_is_compiled(pr
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[place](devices))
     with pytest.raises(ValueError, match=r"data\[0\] is not the same.*of its iterator source.*data = list\(iterator\)"):
         trainer.fit(trainer.init(problem.params), data, progress=False)
-    assert set(data.asked) <= {0, 1}
+    assert set(data.asked) <= {0, 1, 6, 11}
     assert trainer.compilations == 0
 
 
@@ -157,6 +157,24 @@ def test_examples_that_are_augmented_at_random_are_known_by_what_stays(problem, 
     state, _ = trainer.fit(trainer.init(problem.params), data, epochs=2, progress=False)
     assert state.examples == 2 * 96
     assert fingerprint.data_digest(Reader(data), 12) == fingerprint.VARIES
+
+
+@pytest.mark.parametrize("labels", [[0] * 6 + [1] * 6, [0] * 11 + [1], [0, 1] + [0] * 10])
+def test_augmented_examples_may_be_sorted_by_class(labels):
+    class Sorted:
+        def __init__(self):
+            self._rng = np.random.default_rng(0)
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            return {"x": self._rng.normal(size=4), "y": np.full(4, labels[i])}
+
+    reader = Reader(Sorted())
+    reader.take((0, 0))
+    assert reader.varies
+    reader.close()
 
 
 def test_where_nothing_stays_the_line_for_augmentation_is_given_too(problem, devices):
@@ -232,3 +250,20 @@ def test_data_in_memory_is_not_read_twice(problem):
     """It holds what it gives: a large batch need not be made and compared."""
     for data in (problem.data, [1, 2], (1, 2)):
         assert Reader(data).varies is False
+
+
+def test_data_that_only_looks_like_an_array_or_a_tuple_of_arrays_is_taken(problem, devices):
+    class Described:
+        _fields, shape, dtype = ("x", "y"), (12, 8), np.float32
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            return problem.data[i]
+
+    objects = np.array([problem.data[i] for i in range(12)], object)
+    for data in (Described(), objects):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+        state, _ = trainer.fit(trainer.init(problem.params), data, progress=False)
+        assert state.examples == 96
