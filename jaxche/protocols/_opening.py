@@ -40,7 +40,7 @@ def _open(url: str, options: Mapping[str, Any]) -> Any:
         import obstore.store
         from obstore.exceptions import BaseError
 
-        importlib.import_module("xxhash")  # objects are summed by it: detected now, not in the first step
+        importlib.import_module("xxhash")  # for checksums; if it is missing, fail now and not in the first step
     except ImportError as error:
         raise ImportError('DataStore needs obstore and xxhash: pip install "jaxche[store]"') from error
     try:

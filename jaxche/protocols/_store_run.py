@@ -28,7 +28,7 @@ _HELLO_LIMIT = 1 << 20
 
 
 class Hello(NamedTuple):
-    """What a process tells the others of a run; ``heard`` is by the first stage of each."""
+    """What a process writes for the others of a run; ``heard`` maps the first stage of each to its nonce."""
 
     nonce: str
     stages: tuple[int, ...]
@@ -121,7 +121,7 @@ class StoreRun:
                     wait_s = min(wait_s * _WAIT_GROWTH, _LONGEST_WAIT_S)
 
     def answer(self) -> None:
-        """Let others that have begun anew into the run; to be called again and again while waiting."""
+        """Admit processes that were started again; to be called repeatedly while waiting."""
         if self._saved or time.monotonic() < self._answer_at or not self._lock.acquire(blocking=False):
             return
         try:
@@ -141,7 +141,7 @@ class StoreRun:
             self.root.delete([names.hello_key(self._stages[0])])
 
     def _look(self) -> list[int]:
-        """Read what the others say, and say what is new; the stages of which no process is known to run."""
+        """Read all hellos and write one's own if it changed; returns the stages without a running process."""
         first = str(self._stages[0])
         hellos = {stage: hello for stage in range(self._n_stages) if (hello := self._read(stage)) is not None}
         mine = hellos.pop(self._stages[0], None)

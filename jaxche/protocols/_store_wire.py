@@ -145,10 +145,9 @@ class StoreWire:
         self._uploads.shutdown()
         self._keeper.shutdown()
         if self._forgetful and self._failure is None:
-            self._run.root.delete(
-                [names.PLAN]
-            )  # nothing is left of this run: the next of its name may be cut otherwise
-        with contextlib.suppress(ConnectionError):  # it does no harm there
+            # Nothing is left of this run: the next of its name may be cut otherwise.
+            self._run.root.delete([names.PLAN])
+        with contextlib.suppress(ConnectionError):  # a hello that is left behind does no harm
             self._run.leave()
         if not self._told:
             self._raise()

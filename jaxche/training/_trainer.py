@@ -115,9 +115,11 @@ class Trainer:
       ``optax.MultiSteps(tx, k)`` a count stands for k batches, as on one device. These are counts of
       ``scale_by_schedule``, ``inject_hyperparams``, ``MultiSteps``, ``add_decayed_weights``, ``add_noise``,
       ``schedule_free`` and ``ademamix``, wherever they are nested; a transformation of your own that depends on a count
-      keeps it in an ``optax.ScaleByScheduleState``. Counts of moments, as in Adam's bias correction, count updates of
-      their replica. A scaling rule has a progress of its own, which :func:`~jaxche.scaling.progress_schedule` follows.
-      A schedule of ``outer`` counts merges.
+      keeps it in an ``optax.ScaleByScheduleState``. ``prodigy``, ``dadapt_adamw``, ``momo`` and ``madgrad`` have
+      one count for schedule and moments, which counts updates of their replica, as do the step of
+      ``conditionally_transform`` and the counts of moments, e.g. in Adam's bias correction. A scaling rule has a
+      progress of its own, which :func:`~jaxche.scaling.progress_schedule` follows. A schedule of ``outer`` counts
+      merges.
 
     Attributes:
       last_good_state: after an error in :meth:`fit`, the state from before the round that failed.
