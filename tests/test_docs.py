@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -48,21 +49,58 @@ def commands():
     return sorted({re.sub(r"[)\"]+$", "", line.split(" >")[0].strip()) for line in found})
 
 
-def run_blocks(page):
+# Each page in one namespace. Pages for the same number of devices share a process. Starting it and compiling, which is
+# done for each device, take the time.
+RUNNER = """
+import json, sys, traceback, warnings
+import jax, matplotlib
+
+matplotlib.use("agg")
+devices, pages = json.loads(sys.argv[1])
+jax.config.update("jax_num_cpu_devices", devices)
+warnings.simplefilter("error")
+failed = {}
+for page, blocks in pages.items():
     names = {}
-    for i, block in enumerate(blocks(TEXTS[page], "python")):
-        exec(compile(block, f"{page}, Python block {i + 1}", "exec"), names)
-    return names
+    try:
+        for i, block in enumerate(blocks):
+            exec(compile(block, f"{page}, Python block {i + 1}", "exec"), names)
+    except BaseException:
+        failed[page] = traceback.format_exc()
+with open("failed.json", "w") as file:
+    json.dump(failed, file)
+"""
+RUN = {page: found for page, text in TEXTS.items() if page != "README.md" and (found := blocks(text, "python"))}
+DEVICES = {page: 4 if page in ("docs/sharding.md", "docs/stages.md") else 2 for page in RUN}
 
 
-@pytest.mark.parametrize("page", [page for page in TEXTS if page.startswith("docs/") and blocks(TEXTS[page], "python")])
-def test_the_python_blocks_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_blocks(page)
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """The traceback of each page whose blocks do not run."""
+    env, running = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, {}
+    for devices in set(DEVICES.values()):
+        folder = tmp_path_factory.mktemp("pages")
+        pages = json.dumps([devices, {page: RUN[page] for page in RUN if DEVICES[page] == devices}])
+        with (folder / "output").open("w") as output:
+            command = [sys.executable, "-c", RUNNER, pages]
+            running[folder] = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output)
+    codes = {folder: process.wait() for folder, process in running.items()}
+    found = {}
+    for folder, code in codes.items():
+        assert code == 0, (folder / "output").read_text(encoding="utf8")
+        found |= json.loads((folder / "failed.json").read_text(encoding="utf8"))
+    return found
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_python_blocks_run(page, failed):
+    assert page not in failed, failed[page]
 
 
 def test_the_loops_of_the_readme_train(capsys):
-    names = run_blocks("README.md")
+    names = {}
+    for i, block in enumerate(blocks(README, "python")):
+        exec(compile(block, f"README.md, Python block {i + 1}", "exec"), names)
     # The linen loop, before and after.
     before, after = (float(x) for x in re.findall(r"epoch 2: loss ([\d.]+)", capsys.readouterr().out))
     assert after < 1
