@@ -37,12 +37,12 @@ A file for a cluster restarts all ranks after a failure, three times by default.
 reaches its time limit is requeued, which does not count as a failure.
 On a cluster JAX detects a process that is stopped or disconnected after 100 s. A process that hangs
 prints the stacks of its threads and exits with code 1 when a round exceeds --hang-timeout
-(JAXCHE_HANG_TIMEOUT, for any launcher); the default is two hours.
+(JAXCHE_HANG_TIMEOUT, for any launcher). Without this option XLA ends it after two hours.
 
 exit codes:
   0     success of all processes
   2     invalid arguments, or a process exited with 2 for bad input; never restarted
-  124   no process touched its JAXCHE_HEARTBEAT file for the --hang-timeout
+  124   no process touched its JAXCHE_HEARTBEAT file within --hang-timeout
   130   Ctrl-C
   143   SIGTERM; the processes received it and had --term-grace seconds to write a checkpoint
   128+n signal n ended a process (137: SIGKILL, often out of memory)

@@ -13,7 +13,7 @@ jaxche trains one Flax model on whatever mix of devices you have, as fast as all
 
   jaxche train                     two processes, one 2.5 times slower, real images; a minute
   jaxche train --compare sync,cadence,async
-                                   the same, against waiting for the slow one after every batch
+                                   the same with three policies, side by side
   jaxche report runs/mine          one HTML file with the pictures and tables of a run
   jaxche simulate --ms 20,50       simulate the cadence on devices of these speeds
   jaxche launch -n 2 train.py      run your own script once a device
@@ -29,7 +29,7 @@ exit codes:
   1     it ran, and something failed or a check found a problem
   2     invalid arguments, or a missing file or package; the line says what to write
   130   Ctrl-C
-  jaxche launch passes on those of the processes; see jaxche launch --help
+  jaxche launch returns the codes of its processes; see jaxche launch --help
 
 tab completion: eval "$(jaxche completion bash)"
 """

@@ -55,7 +55,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overhead-target",
         type=number("--overhead-target 0.02", 0.01, 0.5),
         default=0.02,
-        help="target share of merges in the time of a round (default: %(default)g)",
+        help="share of merges in the time of a round (default: %(default)g)",
     )
     add("--tuner", choices=("seed", "steady", "both"), default="steady", help="default: %(default)s")
     add("--plot", type=file_path, metavar="FILE.png", help="plot the run (with --tuner both: one file each)")

@@ -76,19 +76,27 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--merge", choices=MERGE_RULES, help="weights of the replicas in a merge (default: steps)")
     add("--opt-state", choices=("local", "average", "reset"), help="optimizer states in a merge (default: local)")
     add("--anchor", type=integer("--anchor 4", 1, 200), help="batches of the slowest in the first round (default: 2)")
-    add("--overhead-target", type=number("--overhead-target 0.02", 0.01, 0.5), help="of merges (default: 0.015)")
+    add(
+        "--overhead-target",
+        type=number("--overhead-target 0.02", 0.01, 0.5),
+        help="share of merges in the time of a round (default: 0.015)",
+    )
     add("--tuner", choices=("seed", "steady"), help="what tunes the anchor (default: steady)")
     add(
         "--max-batch-diff",
         type=integer("--max-batch-diff 8", 0),
-        help="largest lead of the fastest (default: none)",
+        help="largest lead of the fastest in batches (default: no limit)",
     )
 
     group = parser.add_argument_group("stages, instead of replicas")
     add = group.add_argument
     add("--protocol", choices=("direct", "pipeline", "store"), help="how stages communicate; with --task text")
     add("--stages", type=integer("--stages 2", 1), help="one per device, under store one per process (default: 2)")
-    add("--micro-batch-size", type=integer("--micro-batch-size 4"), help="default: a quarter of the batch")
+    add(
+        "--micro-batch-size",
+        type=integer("--micro-batch-size 4"),
+        help="default: a quarter of the batch under pipeline",
+    )
     add("--store", type=directory_path, metavar="URL", help="for --protocol store: a folder, or s3://bucket/path")
 
     group = parser.add_argument_group("model and optimizer")

@@ -57,7 +57,7 @@ def share(
     if failed is not None:
         raise failed
     # Process 0 runs the service, so it must not exit before all have read.
-    client.wait_at_barrier(f"{key}/heard", wait_ms)
+    client.wait_at_barrier(f"{key}/read", wait_ms)
     return [values[rank] for rank in sorted(values)]
 
 

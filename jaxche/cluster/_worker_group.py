@@ -69,7 +69,7 @@ class WorkerGroup:
         self._context, self._restart, self._replacements = context, restart, replacements
         self._starts: list[tuple[Sequence[str], Mapping[str, str], Placement]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
-        # Ranks that were replaced or hung: their failure at the end of the run is ignored.
+        # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
         self._expendable: set[int] = set()
         self.replaced = 0
         # The last signal to the launcher while it stops the ranks.
@@ -131,10 +131,10 @@ class WorkerGroup:
     def wait(self, heartbeats: Heartbeats | None = None) -> GroupResult:
         """Waits until all ranks succeed, one fails, all hang, or a signal stops the launcher."""
         context, running = self._context, set(range(len(self._ranks)))
-        # The end of the run, and ranks whose failure after it is ignored.
-        ended_at, expendable = math.inf, self._expendable
+        # The time to stop the remaining ranks after rank 0 has succeeded, and ranks whose failure is then ignored.
+        end_deadline, expendable = math.inf, self._expendable
         while running:
-            if time.monotonic() > ended_at and running <= expendable:
+            if time.monotonic() > end_deadline and running <= expendable:
                 # Replacements that started after the end of the run have no run to join.
                 self._stop(signal.SIGTERM, context.grace_s)
                 break
@@ -143,14 +143,14 @@ class WorkerGroup:
                 context.print(f"{signal.Signals(number).name}: stopping {len(running)} process(es)")
                 self._stop(number, context.term_grace_s if number == signal.SIGTERM else context.grace_s)
                 return GroupResult(128 + number, by_signal=True)
-            silence = heartbeats.silence() if heartbeats is not None and ended_at == math.inf else None
+            silence = heartbeats.silence() if heartbeats is not None and end_deadline == math.inf else None
             if silence is not None:
                 context.print(f"no heartbeat; the last ones: {silence}; stopping all")
                 context.log.write("hang", restart=self._restart, heard=silence)
                 # A process that is stopped or blocked in a collective cannot handle SIGTERM.
                 self._stop(signal.SIGKILL, 0.0)
                 return GroupResult(HUNG)
-            for rank in heartbeats.hung(ended_at < math.inf) if heartbeats is not None else []:
+            for rank in heartbeats.hung(end_deadline < math.inf) if heartbeats is not None else []:
                 assert heartbeats is not None
                 if rank not in running:
                     continue
@@ -167,7 +167,7 @@ class WorkerGroup:
             self._log_exit(rank, code)
             running.discard(rank)
             if rank == 0 and code == 0 and context.elastic:
-                ended_at = time.monotonic() + context.grace_s
+                end_deadline = time.monotonic() + context.grace_s
             if code != 0 and context.elastic and rank != 0 and (running or rank in expendable):
                 context.print(f"rank {rank} {describe(code)}; the others continue")
                 if self._replacements and 0 in running:
