@@ -45,7 +45,7 @@ examples:
   srun -n 8 jaxche train --name long --checkpoint-every 10     resumes in a requeued job
 
 Without GPUs each process gets a CPU core, and its steps are padded to a wall time (its pace), so
-that equal cores act as devices of different speeds. With GPUs each process gets one, without a pace.
+that equal cores act as devices of different speeds. With GPUs each process gets one and no pace.
 
 exit codes:
   0     success

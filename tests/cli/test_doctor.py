@@ -86,7 +86,7 @@ def test_a_plugin_of_another_version(monkeypatch):
 
 def test_proxies_are_named_without_their_passwords():
     found = _doctor_checks.proxies({"HTTPS_PROXY": "http://me:secret@proxy:3128"})
-    assert found.text.startswith("HTTPS_PROXY: jaxche.initialize() goes round")
+    assert found.text.startswith("HTTPS_PROXY: jaxche.initialize() bypasses them")
     assert "secret" not in found.text
 
 
@@ -159,9 +159,10 @@ def test_a_store_that_cannot_be_read_is_left_empty(tmp_path, monkeypatch):
 def test_devices_that_do_not_start_end_it_in_the_given_time():
     program = """
 import time
-from jaxche.cli import _doctor_checks, main
+import jaxche.sharding
+from jaxche.cli import main
 
-_doctor_checks.local_devices = lambda: time.sleep(600)
+jaxche.sharding.local_devices = lambda: time.sleep(600)
 main(["doctor", "--timeout", "0.5"])
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)

@@ -8,7 +8,7 @@ from jaxche.cadence import ApplyPolicy
 from jaxche.cli import _settings
 from jaxche.cli._main import make_parser
 from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
-from jaxche.scaling import AdaScale, ScalingRule
+from jaxche.scaling import AdaScale
 from jaxche.training import DEFAULT_CADENCE
 
 
@@ -22,7 +22,7 @@ def test_values_of_options_are_those_of_the_packages():
     assert _settings.MERGE_RULES == MERGE_RULES
     for word, name in _settings.SCALING_RULES.items():
         assert name.lower().startswith(word)
-        assert isinstance(getattr(jaxche, name)(), ScalingRule)
+        assert callable(getattr(jaxche, name)().lr_factor)
 
 
 def test_the_base_leaves_room_above_the_slowest_step():
