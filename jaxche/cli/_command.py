@@ -1,60 +1,152 @@
-"""What every command is made of, and how it is told to the parser."""
+"""A command of ``jaxche``, and the types of its options.
+
+Modules of commands are imported for every ``jaxche --help``. They import JAX, and packages that import JAX, inside
+their actions.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from jaxche.cli._paint import complain
+from jaxche.cli._terminal import print_error
 
 
 @dataclass(frozen=True)
 class Command:
-    """One word after ``jaxche``.
+    """One command.
 
     Args:
-      name: that word.
-      summary: what it does, in one line without a full stop.
-      examples: what ``--help`` ends with: examples, then exit codes.
-      arguments: adds the options to a parser.
-      action: does it; takes the parsed arguments and returns the exit code.
-      usage: the first line of ``--help``.
-      refusals: errors that mean that the arguments make no sense: one line that says what to write, and exit code 2.
+      name: the word after ``jaxche``.
+      summary: one line without a full stop.
+      epilog: end of ``--help``: examples, then exit codes.
+      add_arguments: adds the options to a parser.
+      action: takes the parsed arguments and returns the exit code.
+      usage: first line of ``--help``.
+      usage_errors: exceptions for invalid arguments; they become one line on standard error and exit code 2.
 
     Example:
       >>> greet = Command("greet", "say hello", "", lambda p: p.add_argument("name"), lambda args: print(args.name))
       >>> parser = argparse.ArgumentParser()
       >>> greet.register(parser.add_subparsers())
-      >>> parser.parse_args(["greet", "Ada"]).chosen is greet
+      >>> parser.parse_args(["greet", "Ada"]).command_object is greet
       True
     """
 
     name: str
     summary: str
-    examples: str
-    arguments: Callable[[argparse.ArgumentParser], object]
+    epilog: str
+    add_arguments: Callable[[argparse.ArgumentParser], object]
     action: Callable[[argparse.Namespace], int]
     usage: str = "%(prog)s [options]"
-    refusals: tuple[type[Exception], ...] = (ValueError, ImportError)
+    usage_errors: tuple[type[Exception], ...] = (ValueError, ImportError)
 
     def register(self, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-        """Adds it to what ``ArgumentParser.add_subparsers`` returned; ``args.chosen`` will be this object."""
+        """Adds a parser of this command; it sets ``args.command_object`` to this object."""
         parser = subparsers.add_parser(
             self.name,
             usage=self.usage,
             help=self.summary,
             description=f"{self.summary[0].upper()}{self.summary[1:]}.",
-            epilog=self.examples,
+            epilog=self.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self.arguments(parser)
-        parser.set_defaults(chosen=self)
+        self.add_arguments(parser)
+        parser.set_defaults(command_object=self)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Does it; a refusal becomes a line on standard error."""
+        """Runs the action and returns the exit code."""
         try:
             return self.action(args)
-        except self.refusals as error:
-            complain(self.name, error)
+        except self.usage_errors as error:
+            print_error(self.name, error)
             return 2
+
+
+def non_default_options(
+    add_arguments: Callable[[argparse.ArgumentParser], object], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The options of ``add_arguments`` whose values in ``args`` differ from their defaults.
+
+    Example:
+      >>> non_default_options(lambda p: p.add_argument("--rows", default=3), argparse.Namespace(rows=4, words=[]))
+      {'rows': 4}
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    return {name: getattr(args, name) for name, default in defaults.items() if getattr(args, name) != default}
+
+
+def flag(name: str) -> str:
+    """The flag of an option on the command line.
+
+    Example:
+      >>> flag("batch_size"), flag("processes")
+      ('--batch-size', '-n')
+    """
+    return "-n" if name == "processes" else "--" + name.replace("_", "-")
+
+
+def directory_path(text: str) -> str:
+    """The path of a directory, unchanged; shell completion offers directories."""
+    return text
+
+
+def file_path(text: str) -> str:
+    """The path of a file, unchanged; shell completion offers files."""
+    return text
+
+
+def integer(example: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
+    """A parser of integers from ``least`` to ``most``; errors show ``example``.
+
+    Example:
+      >>> integer("--epochs 3")("5")
+      5
+    """
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {_range(least, most)}; write {example}")
+        return value
+
+    return parse
+
+
+def number(example: str, least: float = 0.0, most: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    """A parser of finite numbers from ``least`` to ``most``; ``above`` excludes ``least``."""
+    limit = f"above {least:g}" if above else _range(least, most)
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most) or (above and value == least):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {limit}; write {example}")
+        return value
+
+    return parse
+
+
+def numbers(example: str) -> Callable[[str], tuple[float, ...]]:
+    """A parser of positive numbers separated by commas.
+
+    Example:
+      >>> numbers("--ratios 1,2.5")("1,2.5")
+      (1.0, 2.5)
+    """
+    one = number(example, above=True)
+    return lambda text: tuple(one(word) for word in text.split(","))
+
+
+def _range(least: float, most: float) -> str:
+    return f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"

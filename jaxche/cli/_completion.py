@@ -1,13 +1,12 @@
-"""`jaxche completion`: the script with which a shell completes commands, options and their values."""
+"""`jaxche completion`: a script for shell completion of commands, options and values."""
 
 from __future__ import annotations
 
 import argparse
 
-from jaxche.cli._arguments import file, folder
-from jaxche.cli._command import Command
+from jaxche.cli._command import Command, directory_path, file_path
 
-_EXAMPLES = """\
+_EPILOG = """\
 examples:
   eval "$(jaxche completion bash)"                      in this shell; put the line into ~/.bashrc
   jaxche completion zsh > ~/.zsh/completions/_jaxche    a folder of $fpath, before compinit
@@ -15,11 +14,11 @@ examples:
 
 exit codes:
   0     printed
-  2     the arguments make no sense
+  2     invalid arguments
 """
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 
@@ -29,7 +28,7 @@ def _run(args: argparse.Namespace) -> int:
     from jaxche.cli._main import make_parser
 
     parser = make_parser()
-    kinds = {folder: shtab.DIRECTORY, file: shtab.FILE}
+    kinds = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
     for command in next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)).values():
         for action in command._actions:
             if action.type in kinds:
@@ -40,9 +39,9 @@ def _run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "completion",
-    "print what makes a shell complete jaxche's commands and options",
-    _EXAMPLES,
-    _arguments,
+    "print a script that completes commands and options in a shell",
+    _EPILOG,
+    _add_arguments,
     _run,
     usage="%(prog)s SHELL",
 )

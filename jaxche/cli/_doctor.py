@@ -1,4 +1,4 @@
-"""`jaxche doctor`: whether this machine, and a run of several processes, can train."""
+"""`jaxche doctor`: checks this machine, and the processes of a run, before training."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import socket
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from jaxche.cli import _health
-from jaxche.cli._arguments import folder, number, whole
-from jaxche.cli._command import Command
-from jaxche.cli._health import Finding
-from jaxche.cli._joined import joined, launcher
-from jaxche.cli._paint import paint
-from jaxche.cluster import ClusterInfo, clocks, launch, measure_all_reduce, share
-from jaxche.drawing import aligned
-from jaxche.sharding import devices, is_private, local_devices
+from jaxche.cli import _doctor_checks as checks
+from jaxche.cli._command import Command, directory_path, integer, number
+from jaxche.cli._doctor_checks import Finding
+from jaxche.cli._processes import join, launcher
+from jaxche.cli._terminal import paint
+
+if TYPE_CHECKING:
+    from jaxche.cluster import ClusterInfo
 
 _COLUMNS = 100
 _ROWS = 16
 _SIZES = (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20)
 _CLOCK_MS = 1000.0
 
-_EXAMPLES = """\
+_EPILOG = """\
 examples:
   jaxche doctor                          this machine
-  jaxche doctor -n 2                     two processes here: link and clocks too
-  srun -N 2 jaxche doctor                the processes of Slurm; mpirun and jaxche launch alike
-  jaxche doctor --store s3://bucket/run  and whether an object store can be used
+  jaxche doctor -n 2                     two processes on this machine, their link and clocks
+  srun -N 2 jaxche doctor                the processes of Slurm, mpirun or jaxche launch
+  jaxche doctor --store s3://bucket/run  this machine and an object store
 
 exit codes:
   0     healthy
-  1     something is wrong; the line says what to write
-  2     the arguments make no sense
+  1     a problem; the line says what to write
+  2     invalid arguments
 """
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--processes", type=whole("-n 2"), help="start so many here and measure between them")
-    add("--store", type=folder, metavar="URL", help="write to and read from this store: a folder, s3://..., gs://...")
+    add("-n", "--processes", type=integer("-n 2"), help="start this many processes and measure between them")
+    add("--store", type=directory_path, metavar="URL", help="check this store: a folder, s3://..., gs://...")
     add(
         "--timeout",
         type=number("--timeout 60", above=True),
@@ -55,30 +55,32 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     import jax
 
+    from jaxche.cluster import ClusterInfo, launch
+
     try:
-        info = joined(args.timeout) if launcher() != "none" else ClusterInfo(0, 1, "none")
+        info = join(args.timeout) if launcher() != "none" else ClusterInfo(0, 1, "none")
     except (ValueError, TimeoutError) as error:
-        sys.stderr.write(f"jaxche doctor: the processes cannot meet: {error}\n")
+        sys.stderr.write(f"jaxche doctor: the processes cannot join: {error}\n")
         sys.stderr.flush()
         if jax.distributed.is_initialized():
-            # Python's own exit would wait for the very processes that did not answer.
+            # The exit handlers of Python would wait for the missing processes.
             os._exit(1)
         return 1
     if info.launcher == "none" and (args.processes or 1) > 1:
         command = [sys.executable, "-m", "jaxche", *args.words]
         return launch(command, args.processes, prefix=False, only_rank0=True)
-    if not _health.start_devices(args.timeout):
-        _print([_health.versions(), _health.machine(), _health.hung(args.timeout)])
+    if not checks.start_devices(args.timeout):
+        _print([checks.versions(), checks.machine(), checks.not_started(args.timeout)])
         sys.stdout.flush()
-        os._exit(1)  # Python's own exit could wait for them
+        os._exit(1)  # the exit handlers of Python may wait for the devices
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher)
     if info.num_processes == 1:
         _print(findings)
-        return _verdict(findings, "jaxche doctor -n 2 measures between processes; jaxche train shows it all at work")
+        return _verdict(findings, "jaxche doctor -n 2 measures between processes; jaxche train trains a small model")
     try:
         return _together(findings, info, args.timeout)
     except (RuntimeError, TimeoutError) as error:
-        # The devices of this process do not start, or a link broke: the others do not come to Python's exit either.
+        # A device or a link failed, so the exit handlers of Python would wait for the other processes.
         _print(findings)
         sys.stderr.write(f"jaxche doctor: process {info.process_id}: {error}\n")
         for stream in (sys.stdout, sys.stderr):
@@ -87,58 +89,62 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _examine(store: str | None, launcher: str) -> list[Finding]:
-    findings = [_health.versions(), _health.machine(), _health.devices()]
-    text = {"none": "none: this process is on its own", "jaxche": "jaxche launch, or JAXCHE_* variables"}
+    findings = [checks.versions(), checks.machine(), checks.devices()]
+    text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
-    findings += [_health.variables(os.environ), _health.proxies(os.environ), _health.ports()]
-    if not findings[2].mend:
-        findings += [_health.compilation(), _health.cache()]
+    findings += [checks.variables(os.environ), checks.proxies(os.environ), checks.ports()]
+    if not findings[2].fix:
+        findings += [checks.compilation(), checks.cache()]
     if store is not None:
-        findings.append(_health.store(store))
+        findings.append(checks.store(store))
     return findings
 
 
 def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> int:
-    """The part that all processes do at once; process 0 speaks and gives the exit code."""
+    """Compares the processes; all call this, process 0 prints and returns the exit code."""
     import jax
+
+    from jaxche.cluster import clocks, measure_all_reduce, share
+    from jaxche.drawing import aligned
+    from jaxche.sharding import devices, is_private, local_devices
 
     mine = {
         "host": socket.gethostname(),
         "kind": local_devices()[0].device_kind,
         "devices": len(local_devices()),
-        "free": _health.free_memory_gib(),
-        "problems": [finding for finding in findings if finding.mend],
+        "free": checks.free_memory_gib(),
+        "problems": [finding for finding in findings if finding.fix],
     }
-    told = share("doctor", info.process_id, info.num_processes, json.dumps(mine), timeout_s)
-    others = [json.loads(text) for text in told]
-    compared = clocks(info.process_id, info.num_processes, timeout_s)
-    # One program runs on one kind of device; where kinds differ, replicas merge on their hosts.
-    mixed = len({one["kind"] for one in others}) > 1 or any(map(is_private, devices()))
+    gathered = share("doctor", info.process_id, info.num_processes, json.dumps(mine), timeout_s)
+    reports = [json.loads(text) for text in gathered]
+    offsets = clocks(info.process_id, info.num_processes, timeout_s)
+    # Replicas on devices of several kinds merge on their hosts.
+    mixed = len({one["kind"] for one in reports}) > 1 or any(map(is_private, devices()))
     links = measure_all_reduce(_SIZES, jax.devices("cpu") if mixed else jax.devices())
     jax.distributed.shutdown()
     if info.process_id != 0:
         return 0
-    assert compared is not None
+    assert offsets is not None
 
-    for rank, other in enumerate(others[1:], 1):
-        findings += [Finding(f"process {rank}", f"{name}: {text}", mend) for name, text, mend in other["problems"]]
-    worst = max(range(len(compared)), key=lambda rank: abs(compared[rank].ahead_ms))
-    if abs(compared[worst].ahead_ms) - compared[worst].error_ms > _CLOCK_MS:
+    for rank, report in enumerate(reports[1:], 1):
+        findings += [Finding(f"process {rank}", f"{name}: {text}", fix) for name, text, fix in report["problems"]]
+    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank].ahead_ms))
+    if abs(offsets[worst].ahead_ms) - offsets[worst].error_ms > _CLOCK_MS:
         findings.append(
             Finding(
-                "clocks", f"process {worst} is {compared[worst].ahead_ms / 1e3:.1f} s ahead of process 0", "chronyd -q"
+                "clocks", f"process {worst} is {offsets[worst].ahead_ms / 1e3:.1f} s ahead of process 0", "chronyd -q"
             )
         )
     _print(findings)
     print(f"\n{info.num_processes} processes")
     rows = [["process", "host", "devices", "memory free", "clock ahead"]]
-    for rank, (one, clock) in enumerate(list(zip(others, compared, strict=True))[:_ROWS]):
+    for rank, (one, clock) in enumerate(list(zip(reports, offsets, strict=True))[:_ROWS]):
         free = f"{one['free']:.1f} GiB" if one["free"] else "unknown"
         ahead = f"{clock.ahead_ms:.1f} ± {clock.error_ms:.1f} ms" if rank else "0"
         rows.append([str(rank), one["host"][:24], f"{one['devices']} x {one['kind'][:28]}", free, ahead])
     print(aligned(rows, left=len(rows[0]), indent=2))
-    if len(others) > _ROWS:
-        print(f"  and {len(others) - _ROWS} more")
+    if len(reports) > _ROWS:
+        print(f"  and {len(reports) - _ROWS} more")
     where = "between hosts (where replicas merge)" if mixed else "between devices"
     print(f"\nall-reduce {where}, bytes a device")
     rows = [["size", "time", "rate"]]
@@ -147,28 +153,24 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
         rows.append([shown, f"{ms:.2f} ms", f"{size / ms / 1e6:.3f} GB/s"])
     print(aligned(rows, left=len(rows[0]), indent=2))
     ms = links[2].ms
-    print(
-        f"  A model of a million parameters merges in {ms:.0f} ms; for that to be 1.5 %, rounds take {ms / 15:.1f} s."
-    )
+    print(f"  A model of a million parameters merges in {ms:.0f} ms, which is 1.5 % of a round of {ms / 15:.1f} s.")
     return _verdict(findings, f"jaxche launch -n {info.num_processes} train.py, or jaxche train")
 
 
 def _print(findings: Sequence[Finding]) -> None:
     for finding in findings:
-        mark, how = ("BAD", "bad") if finding.mend else ("ok", "good")
+        mark, how = ("BAD", "bad") if finding.fix else ("ok", "good")
         start = f"{mark:4s}{finding.name:11s}"
         text = textwrap.fill(finding.text, _COLUMNS, initial_indent=start, subsequent_indent=" " * len(start))
         print(paint(text[:4], how) + text[4:])
-        if finding.mend:
-            print(
-                textwrap.fill(f"write: {finding.mend}", _COLUMNS, initial_indent=" " * 15, subsequent_indent=" " * 22)
-            )
+        if finding.fix:
+            print(textwrap.fill(f"write: {finding.fix}", _COLUMNS, initial_indent=" " * 15, subsequent_indent=" " * 22))
 
 
 def _verdict(findings: Sequence[Finding], then: str) -> int:
-    bad = [finding for finding in findings if finding.mend]
+    bad = [finding for finding in findings if finding.fix]
     if bad:
-        print(f"\n{paint(f'{len(bad)} problem(s).', 'bad')} Next: {bad[0].mend}")
+        print(f"\n{paint(f'{len(bad)} problem(s).', 'bad')} Next: {bad[0].fix}")
         return 1
     print(f"\n{paint('healthy.', 'good')} Next: {then}")
     return 0
@@ -176,9 +178,9 @@ def _verdict(findings: Sequence[Finding], then: str) -> int:
 
 COMMAND = Command(
     "doctor",
-    "whether this machine and its links can train, and how fast they are",
-    _EXAMPLES,
-    _arguments,
+    "check this machine and its links, and measure their speed",
+    _EPILOG,
+    _add_arguments,
     _run,
-    refusals=(ValueError,),
+    usage_errors=(ValueError,),
 )

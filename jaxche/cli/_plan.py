@@ -1,4 +1,4 @@
-"""`jaxche plan`: what each sharding strategy would cost a device, on fake devices."""
+"""`jaxche plan`: memory and traffic of a device under each sharding strategy, compiled for fake devices."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ import argparse
 import shlex
 from typing import Any
 
-from jaxche.cli._arguments import flag, given, whole
-from jaxche.cli._command import Command
+from jaxche.cli._command import Command, flag, integer, non_default_options
 from jaxche.cli._tasks import TASKS, load
-from jaxche.cluster import fake_devices
 
-_EXAMPLES = """\
+_EPILOG = """\
 examples:
   jaxche plan                                        the text task on 8 fake devices
-  jaxche plan --memory 2MiB                          and the cheapest that fits 2 MiB a device
+  jaxche plan --memory 2MiB                          also the cheapest that fits 2 MiB a device
   jaxche plan --devices 16 --intra-node-size 8       nodes of 8 for the hybrid strategies
   jaxche plan --batch-size 256 --accumulate 4 --compute-dtype bfloat16
 
 exit codes:
   0     planned, and with --memory some strategy fits
   1     nothing fits --memory
-  2     the arguments make no sense
+  2     invalid arguments
 """
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--task", choices=tuple(TASKS), default="text", help="what is trained (default: %(default)s)")
-    add("--devices", type=whole("--devices 8"), default=8, help="how many (default: %(default)s)")
+    add("--task", choices=tuple(TASKS), default="text", help="what to train (default: %(default)s)")
+    add("--devices", type=integer("--devices 8"), default=8, help="number of devices (default: %(default)s)")
     add(
         "--intra-node-size",
-        type=whole("--intra-node-size 4", 2),
+        type=integer("--intra-node-size 4", 2),
         help="devices in a node (default: half of an even number)",
     )
-    add("--memory", metavar="SIZE", help="what a device has, e.g. 16GiB; names the cheapest strategy that fits")
-    add("--batch-size", type=whole("--batch-size 64"), default=64, help="of all devices (default: %(default)s)")
-    add("--accumulate", type=whole("--accumulate 1"), default=1, help="micro-batches (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="memory of a device, e.g. 16GiB; names the cheapest strategy that fits")
+    add("--batch-size", type=integer("--batch-size 64"), default=64, help="rows on all devices (default: %(default)s)")
+    add("--accumulate", type=integer("--accumulate 1"), default=1, help="micro-batches a step (default: %(default)s)")
     add("--compute-dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s")
-    add("--details", action="store_true", help="the whole table of each strategy, and which parameters stay whole")
+    add("--details", action="store_true", help="the full table of each strategy, and which parameters are replicated")
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Compiles a step of the task under every strategy and prints what it costs."""
+    """Compiles a training step of the task under each strategy and prints its costs."""
     devices = _devices(args.devices)
     import jax.numpy as jnp
 
@@ -57,12 +55,12 @@ def _run(args: argparse.Namespace) -> int:
     )
 
     if args.memory is not None:
-        as_bytes(args.memory)  # before anything is compiled
+        as_bytes(args.memory)  # refuse a bad value before compiling
     task = load(args.task, batch_size=args.batch_size)
     params, model_state = task.init(0)
     strategies: list[Any] = [NoShard(), ShardGradOp(), FullShard()]
     node = args.intra_node_size or (len(devices) // 2 if len(devices) % 2 == 0 else 1)
-    if node > 1:  # a node of one device has nothing to shard over
+    if node > 1:
         strategies += [HybridShardGradOp(node), HybridShard(node)]
     costs = compare_strategies(
         task.loss_fn,
@@ -92,6 +90,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _devices(count: int) -> list[Any]:
+    from jaxche.cluster import fake_devices
+
     try:
         return fake_devices(count)
     except RuntimeError as error:
@@ -99,7 +99,7 @@ def _devices(count: int) -> list[Any]:
 
 
 def _smaller(args: argparse.Namespace) -> str:
-    """The same command with less on a device: half the rows at once where they divide, else half the parameters."""
+    """The same command with less on each device: half the rows at once if they divide, else half the parameters."""
     devices, accumulate, rows = args.devices, args.accumulate, args.batch_size
     if rows % (2 * devices * accumulate) == 0:
         return _line(args, accumulate=2 * accumulate)
@@ -110,17 +110,17 @@ def _smaller(args: argparse.Namespace) -> str:
 
 
 def _line(args: argparse.Namespace, **changed: int) -> str:
-    """What to write for these arguments, with some of them changed."""
+    """The command line of these arguments with some of them changed."""
     words = ["jaxche", "plan"]
-    for name, value in given(_arguments, argparse.Namespace(**vars(args) | changed)).items():
+    for name, value in non_default_options(_add_arguments, argparse.Namespace(**vars(args) | changed)).items():
         words += [flag(name)] if value is True else [flag(name), str(value)]
     return shlex.join(words)
 
 
 COMMAND = Command(
     "plan",
-    "bytes a device keeps and sends under every sharding strategy",
-    _EXAMPLES,
-    _arguments,
+    "memory and traffic of a device under every sharding strategy",
+    _EPILOG,
+    _add_arguments,
     _run,
 )

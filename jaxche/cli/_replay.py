@@ -1,4 +1,4 @@
-"""`jaxche train --replay`: a run made again from its record."""
+"""`jaxche train --replay`: repeats a recorded run and compares the parameters."""
 
 from __future__ import annotations
 
@@ -13,42 +13,39 @@ import jax
 import numpy as np
 
 from jaxche.averaging import path_names
-from jaxche.cli._paint import complain
+from jaxche.cli._processes import barrier, print_once
+from jaxche.cli._run_files import read_params
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
-from jaxche.cli._watch import barrier, say
-from jaxche.cli._write import read_params
+from jaxche.cli._terminal import print_error
 from jaxche.distributed import PACE_MS
 from jaxche.sharding import devices
 from jaxche.training import History, Trainer
 
-# What is of this call, whatever the recorded one had.
-_OWN = ("words", "replay", "name", "out")
-# What the recorded one had and a replay does not: it saves nothing, and another result would be another each time.
-_NOT_AGAIN = {"pace": None, "checkpoint_every": None, "max_restarts": 0, "hang_timeout": None}
+# Arguments of this call, which the recorded ones do not replace.
+_OF_THIS_CALL = ("words", "replay", "name", "out")
+# Recorded arguments that a replay drops: it saves nothing and does not restart.
+_DROPPED = {"pace": None, "checkpoint_every": None, "max_restarts": 0, "hang_timeout": None}
 
 
-def recorded(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments that a run was made with, and its number of processes.
-
-    Args:
-      args: with ``replay``, the folder of the run.
+def recorded_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments and the number of processes of the run in ``args.replay``.
 
     Raises:
-      ValueError: not the folder of one run that came to its end.
+      ValueError: the directory has no single finished run.
     """
     folder = Path(args.replay)
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf8"))
     except (OSError, ValueError):
         raise ValueError(
-            f"--replay {folder}: there is no result.json of a run that came to its end; write e.g. --replay runs/first"
+            f"--replay {folder}: there is no result.json of a finished run; write e.g. --replay runs/first"
         ) from None
     if result["arguments"]["compare"]:
         raise ValueError(f"--replay {folder} was a comparison; run one policy by itself, and replay that")
     _refuse_changed_ranks(folder)
-    own = {name: value for name, value in vars(args).items() if name in _OWN}
-    own |= _NOT_AGAIN | {"processes": len(result["devices"])}
+    own = {name: value for name, value in vars(args).items() if name in _OF_THIS_CALL}
+    own |= _DROPPED | {"processes": len(result["devices"])}
     return argparse.Namespace(**vars(args) | result["arguments"] | own)
 
 
@@ -62,16 +59,16 @@ def _refuse_changed_ranks(folder: Path) -> None:
     for before, info in itertools.pairwise(rounds):
         if len(info.counts) != len(before.counts):
             raise ValueError(
-                f"--replay {folder}: this run went on from {len(before.counts)} to {len(info.counts)} ranks at round "
-                f"{info.round}, and a replay has one number of ranks; write the folder of a run that kept its own"
+                f"--replay {folder}: the number of ranks changed from {len(before.counts)} to {len(info.counts)} at "
+                f"round {info.round}, and a replay needs a constant number; write the folder of another run"
             )
 
 
 def replay(args: argparse.Namespace) -> None:
-    """Run the recorded rounds again, on replicas of any speed, and compare.
+    """Repeats the recorded rounds, on replicas of any speed.
 
     Raises:
-      SystemExit: with code 1, on rank 0: another result than the recorded one.
+      SystemExit: code 1 on rank 0, if the parameters differ from the recorded ones.
     """
     folder = Path(args.replay)
     os.environ.pop(PACE_MS, None)
@@ -80,24 +77,24 @@ def replay(args: argparse.Namespace) -> None:
     (policy,) = policies(args)
     che = cadence(args, len(devices()))
     trainer = Trainer(task.loss_fn, task.tx, che=che, **trainer_options(args, policy))
-    say(f"replaying {len(record)} rounds of {folder} on {len(devices())} x {devices()[0].device_kind}")
+    print_once(f"replaying {len(record)} rounds of {folder} on {len(devices())} x {devices()[0].device_kind}")
     state, again = trainer.replay(trainer.init(*task.init(args.seed)), task.data, record)
-    different = None
+    difference = None
     if jax.process_index() == 0:
         saved = read_params(folder / "params")
-        different = _different(saved, trainer.params(state))
+        difference = _first_difference(saved, trainer.params(state))
     barrier("replayed")
-    if different:
-        complain(
+    if difference:
+        print_error(
             "train",
-            f"the replay of {folder} ended with other parameters: {different}; other devices or versions round "
+            f"the replay of {folder} ended with other parameters: {difference}; other devices or versions round "
             f"otherwise. Its last loss is {again[-1].loss:.9g}, and the recorded one {record[-1].loss:.9g}",
         )
         raise SystemExit(1)
-    say(f"the same parameters, bit for bit; last loss {again[-1].loss:.4f}")
+    print_once(f"the same parameters, bit for bit; last loss {again[-1].loss:.4f}")
 
 
-def _different(saved: Any, params: Any) -> str | None:
+def _first_difference(saved: Any, params: Any) -> str | None:
     for path, leaf in jax.tree.leaves_with_path(params):
         found: Any = saved
         for name in path_names(path):

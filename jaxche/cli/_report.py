@@ -1,169 +1,175 @@
-"""What a run prints: a line a round, a table at the end. Text from numbers, nothing else."""
+"""`jaxche report`: writes a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import html
+import io
+import json
+import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jaxche.drawing import aligned, per_rank
-from jaxche.training import RoundInfo
+from jaxche.cli._command import Command, directory_path, file_path
+from jaxche.cli._run_files import read_json
 
-# With more ranks than this their range is shown.
-_RANKS = 4
+if TYPE_CHECKING:
+    from jaxche.training import History
+
+_EPILOG = """\
+examples:
+  jaxche report runs/mine                        writes runs/mine/report.html
+  jaxche report runs/mine --out /tmp/mine.html   writes another file
+  jaxche report runs/mine --open                 opens it in the browser
+
+A run is a folder with a history.jsonl, or, after --compare, with one such folder for each policy.
+The report of an unfinished run ends with its last round.
+
+exit codes:
+  0     written
+  2     invalid arguments, or no run in that folder
+"""
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; margin-bottom: 0; }
+h2 { font-size: 1.15em; margin: 1.8em 0 0.4em; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: 3px 12px 3px 0; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+tr { border-bottom: 1px solid #e4e4e4; }
+thead tr { border-bottom: 2px solid #999; }
+svg { max-width: 100%; height: auto; }
+.quiet { color: #666; }
+details { margin: 1em 0; }
+pre { white-space: pre-wrap; }
+"""
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one policy reached.
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=directory_path, metavar="RUN", help="folder of the run, e.g. runs/mine")
+    parser.add_argument(
+        "--out", type=file_path, metavar="FILE", help="output file (default: report.html in that folder)"
+    )
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
 
-    Args:
-      policy: its name.
-      test: the held-out metrics at the end.
-      curve: the same at the end of each epoch since the last start, with ``epoch`` and ``seconds``.
-      seconds: training time, without evaluation and compilation.
-      examples: trained on.
-      batches: trained on.
-      rates: batches a second of each rank, nobody waiting for anybody, all at work; measured in this run.
-      wait_ms: what each rank waited for the slowest, in all.
-      sync_ms: what merges cost beyond waiting, in all.
-      rounds: how many.
-      merges: how many (none with one replica).
-      memory: bytes a device needs for a round, of each replica.
+
+def _run(args: argparse.Namespace) -> int:
+    folder = Path(args.folder)
+    path = Path(args.out) if args.out else folder / "report.html"
+    path.write_text(page(folder), encoding="utf8")
+    print(f"written to {path}")
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(path.resolve().as_uri())
+    else:
+        print(f"next: open {path} in a browser, or {shlex.join(['jaxche', 'report', args.folder, '--open'])}")
+    return 0
+
+
+def page(folder: Path) -> str:
+    """The HTML page of a run.
+
+    Raises:
+      ValueError: the directory has no run.
     """
-
-    policy: str
-    test: dict[str, float]
-    curve: tuple[dict[str, float], ...]
-    seconds: float
-    examples: int
-    batches: int
-    rates: tuple[float, ...]
-    wait_ms: tuple[float, ...]
-    sync_ms: float
-    rounds: int
-    merges: int
-    memory: tuple[dict[str, int], ...] = ()
-
-    @property
-    def examples_per_second(self) -> float:
-        return self.examples / self.seconds
-
-    @property
-    def efficiency(self) -> float:
-        """Batches a second by the wall clock over the sum of the free-running rates."""
-        return self.batches / self.seconds / sum(self.rates)
-
-    @property
-    def wait_share(self) -> tuple[float, ...]:
-        return tuple(ms / self.seconds / 1e3 for ms in self.wait_ms)
-
-    @property
-    def sync_share(self) -> float:
-        return self.sync_ms / self.seconds / 1e3
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, the derived numbers too."""
-        derived = ("examples_per_second", "efficiency", "wait_share", "sync_share")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Result:
-        """What :meth:`to_dict` made; derived numbers are derived again."""
-        return cls(**{field.name: saved[field.name] for field in fields(cls)})
+    result = read_json(folder / "result.json") or {}
+    histories = _histories(folder, list(result.get("results", ())))
+    name = html.escape(folder.resolve().name)
+    parts = [f"<h1>{name}</h1>", f"<p class=quiet>{html.escape(_described(result, histories))}</p>"]
+    if result.get("results"):
+        parts += ["<h2>Result</h2>", _results(result)]
+    for policy, history in histories.items():
+        history.memory = tuple(result.get("results", {}).get(policy, {}).get("memory", ()))
+        title = f"policy {policy}" if len(histories) > 1 else "The run"
+        parts.append(f"<h2>{html.escape(title)}</h2>{_svg(history)}")
+        shown = history[-20:]
+        parts.append(
+            f"<details><summary>the last {len(shown)} of {len(history)} rounds</summary>{_rounds(shown)}</details>"
+        )
+    if result:
+        kept = {key: result[key] for key in ("command", "arguments", "versions", "devices", "pace_ms") if key in result}
+        text = html.escape(json.dumps(kept, indent=2))
+        parts.append(f"<details><summary>how it was made</summary><pre>{text}</pre></details>")
+    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def metric_title(metric: str) -> str:
-    """The metric with its unit, as tables name it."""
-    return "test accuracy" if metric == "accuracy" else f"test {metric} (nats a character)"
+def _histories(folder: Path, policies: Sequence[str]) -> dict[str, History]:
+    """The history of each policy by its name; the name of the directory for a run of one policy."""
+    found = [folder / "history.jsonl"] if (folder / "history.jsonl").exists() else list(folder.glob("*/history.jsonl"))
+    found.sort(key=lambda path: (policies.index(path.parent.name) if path.parent.name in policies else -1, path))
+    histories = {path.parent.name: _read(path) for path in found}
+    histories = {name: history for name, history in histories.items() if history}
+    if not histories:
+        raise ValueError(
+            f"no run in {folder}: it has no history.jsonl with a round; write e.g. jaxche report runs/mine"
+        )
+    if len(histories) == len(policies) == 1:
+        return dict(zip(policies, histories.values(), strict=True))
+    return histories
 
 
-def metric_text(metric: str, value: float) -> str:
-    """The metric as tables print it.
+def _read(path: Path) -> History:
+    from jaxche.training import History
 
-    Example:
-      >>> metric_text("accuracy", 0.975), metric_text("loss", 2.31)
-      ('97.5 %', '2.310')
-    """
-    return _percent(value) if metric == "accuracy" else f"{value:.3f}"
+    return History.from_json(path, skip_damaged=True)  # the last line may be half written
 
 
-def round_header(world_size: int) -> str:
-    """The titles over the lines of ``round_line``."""
-    merged = f"  {'wait ms':>15}  {'sync ms':>7}  {'efficiency':>10}" if world_size > 1 else ""
-    return f"{'round':>6}  {'epoch':>5}  {'batches':>15}  {'loss':>7}{merged}"
+def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
+    world = len(next(iter(histories.values()))[0].counts)
+    seconds = sum(history.seconds for history in histories.values())
+    text = f"{world} replica{'s' if world > 1 else ''}, {sum(map(len, histories.values()))} rounds in {seconds:.1f} s"
+    if "task" in result:
+        text = f"task {result['task']}, {text}"
+    if "command" in result:
+        text += f": {' '.join(result['command'])}"
+    return text
 
 
-def round_line(info: RoundInfo) -> str:
-    """One round."""
-    line = f"{info.round:6d}  {info.epoch + 1:5d}  {per_rank(info.counts, most=_RANKS):>15}  {info.loss:7.4f}"
-    if len(info.counts) == 1:
-        return line
-    return f"{line}  {per_rank(info.wait_ms, most=_RANKS):>15}  {info.sync_ms:7.1f}  {_percent(info.efficiency):>10}"
+def _results(result: dict[str, Any]) -> str:
+    """The table of results, with a column for each policy."""
+    from jaxche.cli._result import Result, result_rows
+    from jaxche.drawing import html_table
+
+    rows = result_rows([Result.from_dict(one) for one in result["results"].values()], result["metric"])
+    head = rows.pop(0) if len(result["results"]) > 1 else ["", *result["results"]]
+    return html_table(head, rows)
 
 
-def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
-    """The numbers of each policy side by side, and how they compare with the first.
+def _rounds(history: History) -> str:
+    from jaxche.drawing import html_table
 
-    Args:
-      results: one a policy.
-      metric: the entry of ``Result.test`` to show.
-
-    Returns:
-      Cells; of several policies the first row has their names.
-    """
-    first, many = results[0], len(results) > 1
-    rows = [
-        [metric_title(metric), *(metric_text(metric, r.test[metric]) for r in results)],
-        ["training time", *(f"{r.seconds:.1f} s" for r in results)],
-        ["examples a second", *(f"{r.examples_per_second:,.0f}" for r in results)],
-        ["free-running batches/s", *(per_rank(r.rates, "{:.1f}", _RANKS) for r in results)],
-        ["efficiency", *(_percent(r.efficiency) for r in results)],
-    ]
-    if len(first.rates) > 1:
-        rows.insert(-1, ["  their sum", *(f"{sum(r.rates):.1f}" for r in results)])
-        shares = [per_rank([100 * share for share in r.wait_share], "{:.1f}", _RANKS) + " %" for r in results]
-        rows += [
-            ["wait of each rank", *shares],
-            ["sync share", *(_percent(r.sync_share) for r in results)],
-        ]
-    rows += [
-        ["rounds", *(str(r.rounds) for r in results)],
-        ["merges", *(str(r.merges) for r in results)],
-    ]
-    if many:
-        against = [_against(first, r) for r in results[1:]]
-        head = ["", *(r.policy for r in results), *(f"{r.policy} / {first.policy}" for r in results[1:])]
-        for row in rows:
-            row += [ratios.get(row[0], "") for ratios in against]
-        rows.insert(0, head)
-    return rows
+    rows = history.rows()
+    return html_table(list(rows[0]), [[_cell(value, key) for key, value in row.items()] for row in rows])
 
 
-def table(results: Sequence[Result], metric: str) -> str:
-    """The :func:`result_rows` as lines."""
-    return aligned(result_rows(results, metric), left=1)
+def _cell(value: Any, key: str) -> str:
+    from jaxche.drawing import per_rank
+
+    if isinstance(value, tuple):
+        return per_rank(value, "{:.1f}" if key.endswith("ms") else "{:g}")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _against(first: Result, other: Result) -> dict[str, str]:
-    pairs = {
-        "training time": (other.seconds, first.seconds),
-        "examples a second": (other.examples_per_second, first.examples_per_second),
-        "efficiency": (other.efficiency, first.efficiency),
-    }
-    return {name: f"x {a / b:.2f}" for name, (a, b) in pairs.items()}
+def _svg(history: History) -> str:
+    """The plot as an SVG element."""
+    drawn = io.StringIO()
+    history.plot().savefig(drawn, format="svg")
+    text = drawn.getvalue()
+    # HTML allows no document type here, and readers do not need the metadata.
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
 
 
-def step_text(step_ms: Sequence[float]) -> str:
-    """What a step takes, in words.
-
-    Example:
-      >>> step_text([3.04, 3.2])
-      'the step itself takes 3.1 ms'
-    """
-    return f"the step itself takes {statistics.mean(step_ms):.1f} ms"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+COMMAND = Command(
+    "report",
+    "write a run as one HTML file with its pictures and tables",
+    _EPILOG,
+    _add_arguments,
+    _run,
+    usage="%(prog)s RUN [options]",
+    usage_errors=(ValueError, ImportError, OSError),
+)

@@ -1,38 +1,55 @@
-"""From arguments to a trainer's settings, checked before any process starts."""
+"""Settings of a trainer from the options of `jaxche train`, checked before any process starts."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from jaxche.cadence import ApplyPolicy, ElChe
-from jaxche.scaling import AdamScale, AdaScale, LinearScale, SqrtScale
-from jaxche.training import DEFAULT_CADENCE
+import jaxche
 
-# Rules that need no arguments, by the words for them.
-SCALING: dict[str, Any] = {
-    "adamscale": AdamScale(),
-    "adascale": AdaScale(),
-    "linear": LinearScale(),
-    "sqrt": SqrtScale(),
+if TYPE_CHECKING:
+    from jaxche.cadence import ElChe
+
+# Values of options. They repeat names of other packages, because `--help` must not import JAX.
+POLICIES = ("sync", "cadence", "async")
+MERGE_RULES = ("steps", "batch", "fednova")
+# Scaling rules without required arguments: the option's value, and the class in `jaxche`.
+SCALING_RULES = {
+    "adamscale": "AdamScale",
+    "adascale": "AdaScale",
+    "linear": "LinearScale",
+    "sqrt": "SqrtScale",
 }
+
+# The clock of the system is too coarse for shorter paces.
+_MIN_PACE_MS = 20.0
+_MARGIN = 1.3
+_SLOWEST_RATIO = 2.5
+
+Pace = str | tuple[float, ...] | None
 
 
 def policies(args: argparse.Namespace) -> tuple[str, ...]:
-    """The policies to run, in turn."""
-    return args.compare or (args.policy or ApplyPolicy.CADENCE.value,)
+    """The policies to run, in order."""
+    return args.compare or (args.policy or "cadence",)
 
 
 def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
-    """The cadence the arguments ask for; None leaves it to the trainer.
+    """The cadence of the options; None is the default of the trainer.
 
     Raises:
-      ValueError: a knob out of range.
+      ValueError: an option is out of range.
     """
+    from jaxche.cadence import ElChe
+
     names = ("anchor", "overhead_target", "tuner", "max_batch_diff")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if world_size == 1 or not given:
         return None
+    from jaxche.training import DEFAULT_CADENCE
+
     return ElChe(world_size=world_size, **(DEFAULT_CADENCE | given))
 
 
@@ -40,9 +57,9 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
     """The trainer's arguments for one policy.
 
     Raises:
-      ValueError: settings that cannot act together.
+      ValueError: options exclude each other.
     """
-    average = args.average or ("gradients" if policy == ApplyPolicy.SYNC else "parameters")
+    average = args.average or ("gradients" if policy == "sync" else "parameters")
     rules = {"merge": args.merge, "opt_state": args.opt_state}
     given = {name: value for name, value in rules.items() if value is not None}
     if average == "gradients":
@@ -52,11 +69,79 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
                 f"{flags} acts on averaged parameters, but policy {policy} averages gradients here; "
                 "leave it out or add --average parameters"
             )
-        # In a comparison they are for the other policies.
+        # In a comparison they apply to the other policies.
         given = {}
-    scaling = {"scaling": SCALING[args.scaling]} if args.scaling else {}
     if args.scaling == "adamscale" and given.get("opt_state") == "reset":
         raise ValueError(
             "--scaling adamscale reads optimizer states: leave out --opt-state reset or write --scaling adascale"
         )
+    scaling = {"scaling": getattr(jaxche, SCALING_RULES[args.scaling])()} if args.scaling else {}
     return {"policy": policy, "average": average, "seed": args.seed} | scaling | given
+
+
+def pace_argument(text: str) -> Pace:
+    """Parses ``--pace``: "auto", "none" or milliseconds.
+
+    Example:
+      >>> pace_argument("20,50"), pace_argument("auto")
+      ((20.0, 50.0), 'auto')
+    """
+    if text in ("auto", "none"):
+        return text
+    try:
+        paces = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        paces = ()
+    if not paces or not all(0 < pace < math.inf for pace in paces):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no pace; write --pace auto, --pace none, or ms a step of each process, e.g. --pace 20,50"
+        )
+    return paces
+
+
+def default_ratios(world_size: int) -> tuple[float, ...]:
+    """Step times of the ranks relative to rank 0, evenly spaced from 1 to 2.5.
+
+    Example:
+      >>> default_ratios(2), default_ratios(4), default_ratios(1)
+      ((1.0, 2.5), (1.0, 1.5, 2.0, 2.5), (1.0,))
+    """
+    if world_size == 1:
+        return (1.0,)
+    return tuple(round(1 + (_SLOWEST_RATIO - 1) * rank / (world_size - 1), 2) for rank in range(world_size))
+
+
+def auto_paces(step_ms: Sequence[float], ratios: Sequence[float]) -> tuple[float, ...]:
+    """Paces in these ratios that every rank can keep; the smallest is max(20 ms, ⌈1.3 · slowest step⌉).
+
+    ``step_ms`` are the step times of the ranks while all of them run.
+
+    Example:
+      >>> auto_paces([3.1, 3.4], (1, 2.5)), auto_paces([20.0, 31.0], (1, 2.5))
+      ((20.0, 50.0), (41.0, 102.5))
+    """
+    if len(ratios) != len(step_ms):
+        raise ValueError(
+            f"--ratios has {len(ratios)} value(s) for {len(step_ms)} replicas; "
+            f"write --ratios {','.join(f'{ratio:g}' for ratio in default_ratios(len(step_ms)))}"
+        )
+    base = max(_MIN_PACE_MS, math.ceil(_MARGIN * max(step_ms)))
+    return tuple(base * ratio / min(ratios) for ratio in ratios)
+
+
+def check_paces(paces: Sequence[float], step_ms: Sequence[float]) -> None:
+    """Refuses paces that are shorter than a step.
+
+    Raises:
+      ValueError: names the rank, and paces that work.
+    """
+    if len(paces) != len(step_ms):
+        raise ValueError(f"--pace has {len(paces)} value(s) for {len(step_ms)} replicas; give each its ms a step")
+    late = [rank for rank, pace in enumerate(paces) if step_ms[rank] > pace]
+    if late:
+        enough = [max(pace, math.ceil(_MARGIN * step)) for pace, step in zip(paces, step_ms, strict=True)]
+        rank = late[0]
+        raise ValueError(
+            f"--pace: rank {rank} is to take {paces[rank]:g} ms a step, but a step takes {step_ms[rank]:.1f} ms here; "
+            f"write --pace {','.join(f'{pace:g}' for pace in enough)}, or a smaller --batch-size"
+        )

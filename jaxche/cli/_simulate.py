@@ -1,60 +1,64 @@
-"""`jaxche simulate`: what a cadence would do on devices of given speeds, on a virtual clock."""
+"""`jaxche simulate`: simulates a cadence on devices of given speeds with a virtual clock."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
+from jaxche.cli._command import Command, file_path, integer, number, numbers
 
-from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
-from jaxche.cli._arguments import file, number, numbers, whole
-from jaxche.cli._command import Command
-
+if TYPE_CHECKING:
+    from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
 
-_EXAMPLES = """\
+_EPILOG = """\
 examples:
   jaxche simulate --ms 20,50
-  jaxche simulate --ms 20,50 --slowdown 0@50x2 --tuner both   rank 0 slows down on the way
+  jaxche simulate --ms 20,50 --slowdown 0@50x2 --tuner both   rank 0 slows down in round 50
   jaxche simulate --ranks 10000 --spread 4 --rounds 20        speeds between 20 and 80 ms
   jaxche simulate --ms 10,10,23 --sync-ms 45 --plot fleet.png
 
 exit codes:
   0     simulated
-  2     the arguments make no sense
+  2     invalid arguments
 """
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     fleet = parser.add_mutually_exclusive_group()
     fleet.add_argument("--ms", type=numbers("--ms 20,50"), help="ms a batch of each rank (default: 20,50)")
-    fleet.add_argument("--ranks", type=whole("--ranks 64", 2), help="so many ranks, of random speeds")
-    add("--spread", type=number("--spread 4", 1.0), help="slowest over fastest of random speeds (default: 4)")
-    add("--seed", type=whole("--seed 0", 0), default=0, help="of speeds and jitter (default: 0)")
+    fleet.add_argument("--ranks", type=integer("--ranks 64", 2), help="number of ranks with random speeds")
+    add("--spread", type=number("--spread 4", 1.0), help="slowest over fastest random speed (default: 4)")
+    add("--seed", type=integer("--seed 0", 0), default=0, help="seed of speeds and jitter (default: 0)")
     add(
         "--jitter", type=number("--jitter 0.05", 0.0, 1.0), default=0.0, help="relative deviation of times (default: 0)"
     )
     add("--sync-ms", type=number("--sync-ms 8"), default=8.0, help="cost of a merge (default: %(default)g)")
-    add("--slowdown", type=_slowdown, metavar="RANK@ROUNDxFACTOR", help="a rank that becomes slower on the way")
-    add("--first-report-ms", type=number("--first-report-ms 3000"), default=0.0, help="what compilation adds at first")
-    add("--rounds", type=whole("--rounds 100"), default=100, help="how many (default: %(default)s)")
+    add("--slowdown", type=_slowdown, metavar="RANK@ROUNDxFACTOR", help="a rank that becomes slower")
+    add(
+        "--first-report-ms",
+        type=number("--first-report-ms 3000"),
+        default=0.0,
+        help="compilation time in round 0",
+    )
+    add("--rounds", type=integer("--rounds 100"), default=100, help="number of rounds (default: %(default)s)")
     add(
         "--anchor",
-        type=whole("--anchor 4", 1, 200),
+        type=integer("--anchor 4", 1, 200),
         default=4,
-        help="first batches of the slowest (default: %(default)s)",
+        help="batches of the slowest rank in the first round (default: %(default)s)",
     )
     add(
         "--overhead-target",
         type=number("--overhead-target 0.02", 0.01, 0.5),
         default=0.02,
-        help="of sync (default: %(default)g)",
+        help="share of merges in the time of a round (default: %(default)g)",
     )
     add("--tuner", choices=("seed", "steady", "both"), default="steady", help="default: %(default)s")
-    add("--plot", type=file, metavar="FILE.png", help="draw it (with both tuners: a file each)")
+    add("--plot", type=file_path, metavar="FILE.png", help="plot the run (with --tuner both: one file each)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -71,16 +75,20 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _fleet(args: argparse.Namespace) -> VirtualFleet:
+    import numpy as np
+
+    from jaxche.cadence import VirtualFleet
+
     if args.spread is not None and args.ranks is None:
         raise ValueError("--spread is for random speeds; write --ranks 64 --spread 4, or give the speeds: --ms 20,50")
     if args.ranks is None:
         ms = np.array(args.ms or (20.0, 50.0))
     else:
-        # Rank 0 and the last one are the ends, so that the spread is as asked.
+        # Rank 0 is the fastest and the last rank the slowest, so that the spread is exact.
         between = np.random.default_rng(args.seed).uniform(1.0, args.spread or 4.0, args.ranks - 2)
         ms = 20.0 * np.array([1.0, *between, args.spread or 4.0])
     if len(ms) < 2:
-        raise ValueError("one rank has nobody to wait for; write two or more speeds, e.g. --ms 20,50")
+        raise ValueError("a simulation needs two or more ranks; write e.g. --ms 20,50")
     first = [args.first_report_ms] * len(ms) if args.first_report_ms else None
     return VirtualFleet(
         ms.tolist(), args.jitter, args.sync_ms, slowdown=args.slowdown, first_report_ms=first, seed=args.seed
@@ -88,6 +96,8 @@ def _fleet(args: argparse.Namespace) -> VirtualFleet:
 
 
 def _cadence(args: argparse.Namespace, fleet: VirtualFleet, tuner: str) -> ElChe:
+    from jaxche.cadence import ElChe
+
     size = len(fleet.ms_per_batch)
     return ElChe(world_size=size, anchor=args.anchor, overhead_target=args.overhead_target, tuner=tuner)
 
@@ -105,12 +115,14 @@ def _describe(fleet: VirtualFleet) -> str:
 def _draw(done: FleetRun, path: Path) -> None:
     try:
         done.plot().savefig(path, dpi=110)
-    except ValueError as error:  # a format matplotlib does not know
+    except ValueError as error:  # matplotlib does not support the format
         raise ValueError(f"--plot {path}: {error}") from None
     print(f"drawn to {path}")
 
 
 def _slowdown(text: str) -> Slowdown:
+    from jaxche.cadence import Slowdown
+
     match = _SLOWDOWN.fullmatch(text)
     if match is None or float(match[3]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no slowdown; write RANK@ROUNDxFACTOR, e.g. --slowdown 1@50x2")
@@ -119,9 +131,9 @@ def _slowdown(text: str) -> Slowdown:
 
 COMMAND = Command(
     "simulate",
-    "what the cadence would do on devices of given speeds",
-    _EXAMPLES,
-    _arguments,
+    "simulate the cadence on devices of given speeds",
+    _EPILOG,
+    _add_arguments,
     _run,
-    refusals=(ValueError, ImportError, OSError),
+    usage_errors=(ValueError, ImportError, OSError),
 )

@@ -1,4 +1,4 @@
-"""`jaxche train --protocol`: one model cut into stages that live on different devices, or in different processes."""
+"""`jaxche train --protocol`: a model in stages on several devices or in several processes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,24 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from jaxche.cli._arguments import flag
-from jaxche.cli._joined import joined
-from jaxche.cluster import detect
+from jaxche.cli._command import flag
+from jaxche.cli._processes import join
 
 _STAGES = 2
-# Micro-batches of a batch under `pipeline`, where it divides.
+# Default number of micro-batches under `pipeline`.
 _MICRO_BATCHES = 4
-_SAY_EVERY_S = 5.0
+_PRINT_EVERY_S = 5.0
 _TEST_CHUNK = 64
-# The options that act on a model in stages.
+# The options for a model in stages.
 _OPTIONS = ("task", "protocol", "stages", "micro_batch_size", "store")
 _OPTIONS += ("batch_size", "learning_rate", "epochs", "seed", "dry_run")
 
 
 def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
-    """Refuse words that do not go together.
-
-    Args:
-      args: the arguments of `jaxche train`.
-      given: names of those that were given.
+    """Refuses options that exclude each other; ``given`` are the names of the options on the command line.
 
     Raises:
-      ValueError: says which, and what to write.
+      ValueError: names the option, and what to write.
     """
     if args.protocol is None:
         idle = [name for name in ("stages", "store", "micro_batch_size") if name in given]
@@ -52,42 +47,32 @@ def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
 
 
 def run_stages(args: argparse.Namespace, platform: str | None) -> int:
-    """Trains, or starts the processes that do.
+    """Trains, or starts the processes that train on ``platform``, and returns the exit code."""
+    from jaxche.cluster import detect, launch
 
-    Args:
-      args: the arguments of `jaxche train`, checked by :func:`check_stages`.
-      platform: to hold the processes to, if they must be.
-
-    Returns:
-      The exit code.
-    """
     n_stages = args.stages or _STAGES
     if args.protocol == "store":
         found = detect(None, None, None, os.environ)
         if found.launcher == "none":
-            from jaxche.cluster import launch
-
             command = [sys.executable, "-m", "jaxche", *args.words]
             return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)
-        # Stages that meet in storage need to know nothing of each other but their numbers. Where a scheduler has
-        # them, JAX finds them when it joins.
+        # Stages that exchange objects in a store need only their number. JAX reads it from schedulers when it joins.
         number, count = found.process_id, found.num_processes
         if number is None or count is None:
-            info = joined()
+            info = join()
             number, count = info.process_id, info.num_processes
-        return train(args, n_stages, _own(n_stages, number, count))
+        return train(args, n_stages, _local_stages(n_stages, number, count))
     import jax
 
-    info = joined()
+    info = join()
     if info.num_processes > 1:
-        return train(args, n_stages, _own(n_stages, info.process_id, info.num_processes))
-    # Without accelerators each stage gets a part of the processor; with them this changes nothing, where
-    # `fake_devices` would leave them out.
+        return train(args, n_stages, _local_stages(n_stages, info.process_id, info.num_processes))
+    # One CPU device for each stage. Accelerators stay the default devices; `fake_devices` would hide them.
     jax.config.update("jax_num_cpu_devices", n_stages)
     return train(args, n_stages, None)
 
 
-def _own(n_stages: int, number: int, count: int) -> list[int]:
+def _local_stages(n_stages: int, number: int, count: int) -> list[int]:
     if count != n_stages:
         raise ValueError(f"{count} processes for {n_stages} stages; start one a stage, or write --stages {count}")
     return [number]
@@ -104,16 +89,7 @@ def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
 
 
 def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> int:
-    """Trains the stages of this process, and tells how it goes where the last of them is.
-
-    Args:
-      args: the arguments of `jaxche train`.
-      n_stages: of the model.
-      local: those of this process; None for all.
-
-    Returns:
-      The exit code.
-    """
+    """Trains the stages ``local`` of this process (None: all) and returns the exit code."""
     import jax
     import optax
 
@@ -124,27 +100,27 @@ def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> i
     protocol = _protocol(args, task.data.batch_size)
     model = Partitioned(task.stages, task.loss, protocol, local_stages=local, seed=args.seed)
     state = model.init(task.params, optax.adam(LEARNING_RATE if args.learning_rate is None else args.learning_rate))
-    speaks = local is None or n_stages - 1 in local
-    # The smaller last batch of an epoch is left out: micro-batches would not divide it.
+    prints = local is None or n_stages - 1 in local
+    # Skip the smaller last batch of an epoch: micro-batches may not divide it.
     batches = sum(len(batch) == task.data.batch_size for batch in task.data.epoch(0))
     epochs = args.epochs or EPOCHS
-    if speaks:
+    if prints:
         sizes = ", ".join(f"{sum(leaf.size for leaf in jax.tree.leaves(p)):,}" for p in task.params)
         print(f"task text in {n_stages} stages of {sizes} parameters, {protocol}", flush=True)
         if state.step:
-            print(f"goes on at step {state.step}", flush=True)
+            print(f"resumed at step {state.step}", flush=True)
     steps = state.step + 1 if args.dry_run else epochs * batches
-    began = spoke = time.perf_counter()
+    began = printed = time.perf_counter()
     losses: list[float] = []
     while state.step < steps:
         epoch, index = divmod(state.step, batches)
         state, loss = model.step(state, task.data.epoch(epoch)[index])
         losses.append(float(loss))
         now = time.perf_counter()
-        if speaks and (now - spoke >= _SAY_EVERY_S or state.step == steps):
+        if prints and (now - printed >= _PRINT_EVERY_S or state.step == steps):
             mean = sum(losses) / len(losses)
             print(f"step {state.step} of {epochs * batches}: loss {mean:.3f} after {now - began:.1f} s", flush=True)
-            losses, spoke = [], now
+            losses, printed = [], now
     if local is None and not args.dry_run:
         loss, accuracy = _evaluate(model, state, task)
         print(f"test loss {loss:.3f} (nats a character), test accuracy {100 * accuracy:.1f} %")

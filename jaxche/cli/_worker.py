@@ -1,66 +1,252 @@
-"""One process of a run, and how it ends when something goes wrong."""
+"""One process of `jaxche train`: joins the run, measures, trains with each policy, writes the files."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import math
 import os
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 import jaxche
-from jaxche.cli._paint import complain
+from jaxche.cli._processes import barrier, print_once
+from jaxche.cli._progress import Progress, round_header
+from jaxche.cli._replay import replay
+from jaxche.cli._result import Result, result_from_history, table
+from jaxche.cli._run_files import read_json, refuse_directory, write_atomic, write_policy, write_result
+from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
+from jaxche.cli._tasks import TASKS, Task, load
+from jaxche.cli._terminal import print_error
+from jaxche.cluster import share
+from jaxche.distributed import PACE_MS
+from jaxche.drawing import per_rank
+from jaxche.sharding import devices
+from jaxche.training import Advice, Checkpoints, History, ReplicaState, Trainer
 
-# For the rank that tells what went wrong: a launcher names the first that leaves.
+_PROBE_S, _MEASURE_S = 0.7, 2.0
+# The result of a policy in a comparison, written after its other files.
+_DONE = "done.json"
+_SHARE_TIMEOUT_S = 300.0
+# The launcher names the first process that exits: this one should be the rank that prints the error.
 _GRACE_S = 1.0
 
 
+class UsageError(ValueError):
+    """Invalid arguments, found by all processes at once with the same message."""
+
+
 def work(args: argparse.Namespace, name: str) -> int:
-    """Joins the run, trains, and tells failures in one line.
+    """Joins the run, trains, prints errors in one line, and returns the exit code.
 
-    Args:
-      args: the arguments of `jaxche train`.
-      name: of the run.
-
-    Returns:
-      The exit code. In a run of many processes a failure ends this one here: Python's own exit would wait for the
-      others, and they perhaps for this one.
+    In a run of several processes a failure exits here: the exit handlers of Python would wait for the other processes.
     """
     info = jaxche.initialize()
-    from jaxche.cli._run import Refused, train
-
     try:
         if args.processes not in (None, info.num_processes):
-            raise Refused(f"-n {args.processes}, but {info.num_processes} processes were started; leave -n out")
+            raise UsageError(f"-n {args.processes}, but {info.num_processes} processes were started; leave -n out")
         train(args, Path(args.out) / name)
         return 0
-    except (Refused, jaxche.NonFiniteLossError, jaxche.PlanMismatchError) as error:
-        return _leave_together(error, speaks=info.process_id == 0)
+    except (UsageError, jaxche.NonFiniteLossError, jaxche.PlanMismatchError) as error:
+        return _exit_together(error, prints=info.process_id == 0)
     except jaxche.RankError as error:
-        return _leave_together(error, speaks=False)
+        return _exit_together(error, prints=False)
     except (ValueError, ImportError, OSError) as error:
         if any(note.startswith("raised on rank") for note in getattr(error, "__notes__", ())):
-            return _leave_together(error, speaks=True)
-        complain("train", error)
-        return _leave(_code(error))
+            return _exit_together(error, prints=True)
+        print_error("train", error)
+        return _exit(_exit_code(error))
     except KeyboardInterrupt:
-        return _leave(130)
+        return _exit(130)
 
 
-def _leave_together(error: Exception, speaks: bool) -> int:
-    """After an error that all processes know of: none of them is cut off, so none has more to say."""
-    if speaks:
-        complain("train", error)
+def train(args: argparse.Namespace, folder: Path) -> None:
+    """Trains with each policy and writes the files of the run.
+
+    Raises:
+      Exception: any error of the trainer, and ``UsageError``.
+    """
+    if args.replay:
+        replay(args)
+        return
+    if jax.process_index() == 0:
+        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts), args.dry_run)
+    task = load(args.task, args.batch_size, args.learning_rate, args.seed)
+    start = task.init(args.seed)
+    world = len(devices())
+    epochs, every = args.epochs or task.epochs, args.checkpoint_every or (args.max_restarts and 1)
+    try:
+        che = cadence(args, world)
+        paces, step_ms = _paces(args, task, start, world)
+        options = [trainer_options(args, policy) for policy in policies(args)]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print_once(_header(task, start[0], epochs, paces, step_ms))
+
+    results, advice = [], []
+    for chosen in options:
+        trainer = Trainer(task.loss_fn, task.tx, che=che, pace_ms=paces, **chosen)
+        state = trainer.init(*start)
+        policy = f"policy {chosen['policy']}, averaging {trainer.average}"
+        print_once(f"\n{policy}" if world > 1 else "\na plain training loop")
+        if args.dry_run:
+            _, history = trainer.fit(state, task.data, dry_run=True)
+            print_once(f"dry run: one batch on every replica and one merge went well; loss {history[0].loss:.4f}")
+            continue
+        part = folder / chosen["policy"] if args.compare else folder
+        result = _earlier_result(part, chosen["policy"]) if args.compare and every else None
+        if result is not None:
+            print_once(f"done by an earlier start, in {result.seconds:.1f} s")
+            path = part / "history.jsonl"
+            history = History.from_json(path, skip_damaged=True) if jax.process_index() == 0 else History()
+        else:
+            checkpoints = Checkpoints(part / "checkpoints", every) if every else None
+            state, result, history = _fit(trainer, task, state, epochs, checkpoints, part)
+            if jax.process_index() == 0:
+                write_policy(part, history, trainer.params(state))
+                if args.compare and every:
+                    write_atomic(part / _DONE, json.dumps(result.to_dict()))
+            barrier("written")
+        results.append(result)
+        if history and math.isfinite(history[-1].noise):
+            advice.append((result.policy, history.advice()))
+    if args.dry_run:
+        print_once("nothing was written")
+    elif jax.process_index() == 0:
+        _finish(args, task, folder, results, advice, paces, step_ms)
+
+
+def _earlier_result(folder: Path, policy: str) -> Result | None:
+    """The result of a policy that an earlier start of this comparison finished, the same on every process."""
+    found = json.dumps(read_json(folder / _DONE)) if jax.process_index() == 0 else ""
+    found = share(f"done {policy}", jax.process_index(), jax.process_count(), found, _SHARE_TIMEOUT_S)[0]
+    saved = json.loads(found)
+    return None if saved is None else Result.from_dict(saved)
+
+
+def _paces(args: argparse.Namespace, task: Task, start: Any, world: int) -> tuple[Any, tuple[float, ...]]:
+    """The pace of each rank, or None, and the unpaced step times, if they were measured."""
+    pace = args.pace
+    if pace is None and PACE_MS in os.environ:
+        return None, ()
+    os.environ.pop(PACE_MS, None)
+    if pace is None:
+        all_cpu = world > 1 and all(device.platform == "cpu" for device in devices())
+        pace = "auto" if args.ratios or all_cpu else "none"
+    if pace == "none":
+        return None, ()
+    probe = Trainer(task.loss_fn, task.tx, average="parameters", seed=args.seed)
+    step_ms = tuple(1e3 / rate for rate in probe.measure_rates(probe.init(*start), task.data, seconds=_PROBE_S))
+    if pace == "auto":
+        return auto_paces(step_ms, args.ratios or default_ratios(world)), step_ms
+    check_paces(pace, step_ms)
+    return pace, step_ms
+
+
+def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None, step_ms: Sequence[float]) -> str:
+    plural = "s" if epochs > 1 else ""
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    kinds = sorted({device.device_kind for device in devices()})
+    found = f"{len(devices())} x {' and '.join(kinds)}"
+    pace = ""
+    if paces is not None:
+        step = sum(step_ms) / len(step_ms)
+        pace = f", paced to {per_rank(paces, '{:g}')} ms a step (the step itself takes {step:.1f} ms)"
+    elif PACE_MS in os.environ:
+        pace = f", paced by {PACE_MS}"
+    return "\n".join(
+        [
+            f"task {task.name}: {TASKS[task.name][0]}",
+            f"  {size:,} parameters, {epochs} epoch{plural} of {len(task.data)} batches of {task.data.batch_size}",
+            f"  {found}{pace}",
+        ]
+    )
+
+
+def _fit(
+    trainer: Trainer, task: Task, state: ReplicaState, epochs: int, checkpoints: Checkpoints | None, folder: Path
+) -> tuple[ReplicaState, Result, History]:
+    rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
+    _compile_last_batch(trainer, task, state)
+    print_once(round_header(trainer.world_size))
+    progress = Progress(trainer, task, epochs, folder, resumable=checkpoints is not None)
+    state, history = trainer.fit(
+        state, task.data, epochs, callbacks=[progress], progress=False, checkpoints=checkpoints
+    )
+    if state.epoch < epochs or state.owed:  # after Ctrl-C `fit` returns the state that it reached
+        raise KeyboardInterrupt
+    progress.finish(state)
+    result = result_from_history(trainer.policy.value, history, rates, progress.seconds, progress.test, progress.curve)
+    return state, result, history
+
+
+def _compile_last_batch(trainer: Trainer, task: Task, state: ReplicaState) -> None:
+    """Compiles the program of a smaller last batch, so that the training time does not include it."""
+    last = len(task.data) - 1
+    if jax.tree.map(len, task.data[last]) == jax.tree.map(len, task.data[0]):
+        return
+    at_last = dataclasses.replace(state, cursor=last)
+    for rank in range(trainer.world_size):
+        trainer.round(at_last, task.data, counts=[int(r == rank) for r in range(trainer.world_size)])
+
+
+def _finish(
+    args: argparse.Namespace,
+    task: Task,
+    folder: Path,
+    results: Sequence[Result],
+    advice: Sequence[tuple[str, Advice]],
+    paces: Sequence[float] | None,
+    step_ms: Sequence[float],
+) -> None:
+    """Prints the table and writes ``result.json``."""
+    print_once("\n" + table(results, task.metric))
+    for policy, found in advice:
+        line = f"\n  {found.line}" if found.line else ""
+        print_once(f"\n{policy if args.compare else 'advice'}: {found.summary}{line}")
+    write_result(
+        folder,
+        {
+            "task": task.name,
+            "metric": task.metric,
+            "devices": [device.device_kind for device in devices()],
+            "pace_ms": paces,
+            "step_ms": step_ms,
+            "batch_size": task.data.batch_size,
+            "results": {result.policy: result.to_dict() for result in results},
+            "advice": {policy: found.rows() for policy, found in advice},
+            "arguments": {name: value for name, value in vars(args).items() if name != "words"},
+            "command": ["jaxche", *args.words],
+        },
+    )
+    files = "result.json, and a folder a policy with" if args.compare else "result.json,"
+    print_once(f"\nwritten to {folder}:\n  {files} history.jsonl, history.png, params (an Orbax checkpoint)")
+    if args.compare or len(devices()) == 1:
+        print_once("next: jaxche simulate --ms 20,50, or your own script: jaxche launch -n 2 train.py")
+    else:
+        print_once(f"next: jaxche train --task {task.name} --compare sync,cadence,async")
+    print_once(f"      jaxche report {shlex.quote(str(folder))}")
+
+
+def _exit_together(error: Exception, prints: bool) -> int:
+    """Exits after an error that all processes raised."""
+    if prints:
+        print_error("train", error)
     if jax.process_count() > 1:
         jax.distributed.shutdown()
-        if not speaks:
+        if not prints:
             time.sleep(_GRACE_S)
-    return _leave(_code(error))
+    return _exit(_exit_code(error))
 
 
-def _leave(code: int) -> int:
+def _exit(code: int) -> int:
     if jax.process_count() > 1:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -68,5 +254,5 @@ def _leave(code: int) -> int:
     return code
 
 
-def _code(error: Exception) -> int:
+def _exit_code(error: Exception) -> int:
     return 2 if isinstance(error, (ValueError, ImportError)) else 1

@@ -1,4 +1,4 @@
-"""From an address to a run that has been joined, in the given time."""
+"""Connects to the coordinator of a run within a timeout."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from collections.abc import Sequence
 
 import jax
 
-# Detection has no public call of its own, and its answer is needed before joining: to name what is in the way.
+# JAX has no public call for detection alone. Error messages need its result before joining.
 from jax._src import clusters as _jax_clusters
 
-from jaxche.cluster._detect import Found
+from jaxche.cluster._detect import Detected
 from jaxche.cluster._gpus import gpu_ids
 from jaxche.distributed import is_loopback
 
-# What gRPC reads, in small letters or large.
+# Variables of gRPC, in lower or upper case.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 # Set by ``jaxche launch --elastic``.
 ELASTIC = "JAXCHE_ELASTIC"
-# Silence of a process that means its death to jaxlib, which then ends it, and the others where a run is not elastic.
-_SILENT_S = 100
+# Seconds without a heartbeat after which jaxlib ends a process, and the others unless the run is elastic.
+_HEARTBEAT_TIMEOUT_S = 100
 
 
-def resolved(found: Found, timeout_s: float) -> Found:
-    """Fills in what only JAX's own detection knows: the address, the number of processes and of this one."""
+def resolve_scheduler(found: Detected, timeout_s: float) -> Detected:
+    """Completes the address and process numbers by JAX's own detection."""
     if found.address is not None:
         return found
     address, count, number, local = _jax_clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -39,91 +39,83 @@ def resolved(found: Found, timeout_s: float) -> Found:
     return dataclasses.replace(found, address=address, num_processes=count, process_id=number, local_id=local_id)
 
 
-def local_devices(found: Found) -> list[int] | None:
-    """The GPU of this process among those it sees, where a scheduler numbers the processes of a machine.
-
-    Returns:
-      One number, or None to take all that is visible.
+def local_device_ids(found: Detected) -> list[int] | None:
+    """The GPU of this process, if a scheduler numbers the processes of a machine; None for all visible GPUs.
 
     Raises:
-      ValueError: if the machine has fewer GPUs than processes.
+      ValueError: the machine has fewer GPUs than processes.
     """
     if found.local_id is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     gpus = gpu_ids(os.environ) if not platforms or "cuda" in platforms or "gpu" in platforms else []
-    # A scheduler that binds GPUs shows each process its own, as number 0.
+    # If the scheduler binds GPUs, each process sees only its own, as number 0.
     if len(gpus) == 1:
         return [0]
     if gpus and found.local_id >= len(gpus):
         raise ValueError(
-            f"process {found.process_id} is number {found.local_id} of this machine, which shows {len(gpus)} GPUs, "
-            f"and each process takes one. Start {len(gpus)} processes here, e.g. srun --ntasks-per-node={len(gpus)}"
+            f"process {found.process_id} is number {found.local_id} on this machine, which has {len(gpus)} visible "
+            f"GPUs, and each process takes one. Start {len(gpus)} processes here, e.g. "
+            f"srun --ntasks-per-node={len(gpus)}"
         )
     return [found.local_id]
 
 
-def connect(found: Found, local_ids: Sequence[int] | None, timeout_s: float, deadline: float) -> None:
-    """Joins the run.
-
-    Args:
-      found: with address, number of processes and process id.
-      local_ids: the GPUs to take, or None.
-      timeout_s: what the caller gave, for messages.
-      deadline: on the monotonic clock.
+def connect(found: Detected, local_ids: Sequence[int] | None, timeout_s: float, deadline: float) -> None:
+    """Joins the run before ``deadline`` (on the monotonic clock); ``timeout_s`` is for messages.
 
     Raises:
-      ValueError: if process 0 cannot open its port.
-      TimeoutError: if process 0 does not answer.
+      ValueError: process 0 cannot open its port.
+      TimeoutError: process 0 does not answer.
     """
     assert found.address is not None
     assert found.process_id is not None
     host, _, port = found.address.rpartition(":")
     _bypass_proxy(host)
-    alone_here = is_loopback(host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
+    loopback_only = is_loopback(host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     if found.process_id == 0:
-        _check_port_is_free(found.address, host.strip("[]") if alone_here else "", int(port))
+        _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
     else:
         _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
     left_s = max(2, math.ceil(deadline - time.monotonic()))
-    # jaxlib aborts at the end of its wait, with no word on who waited for what: the last chance to say it.
-    said = threading.Timer(left_s - 0.5, _say_who_waits, (found, timeout_s))
-    said.daemon = True
-    said.start()
+    # jaxlib aborts at its timeout without a message about the missing processes, so print one before.
+    timer = threading.Timer(left_s - 0.5, _print_timeout, (found, timeout_s))
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             found.address,
             found.num_processes,
             found.process_id,
             local_device_ids=local_ids,
-            # JAX would ask the scheduler for what is not given, and listen on every network.
+            # By default JAX detects missing values, and listens on all network interfaces.
             cluster_detection_method="deactivate",
-            coordinator_bind_address=found.address if alone_here else None,
+            coordinator_bind_address=found.address if loopback_only else None,
             initialization_timeout=left_s,
-            heartbeat_timeout_seconds=_SILENT_S,
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
         )
     finally:
-        said.cancel()
+        timer.cancel()
 
 
-def _say_who_waits(found: Found, timeout_s: float) -> None:
+def _print_timeout(found: Detected, timeout_s: float) -> None:
     sys.stderr.write(
         f"jaxche.initialize: process {found.process_id} of {found.num_processes} waited {timeout_s:g} s, and not all "
-        f"processes came to {found.address}. Are all {found.num_processes} started, with the same address and number "
-        "of processes? jaxlib ends this one now; initialize(timeout_s=...) waits longer.\n"
+        f"processes connected to {found.address}. Are all {found.num_processes} started, with the same address and "
+        "number of processes? jaxlib ends this one now; initialize(timeout_s=...) waits longer.\n"
     )
     sys.stderr.flush()
 
 
 def _bypass_proxy(host: str) -> None:
-    # gRPC sends even loopback through a proxy named in the environment, and hangs there.
+    # gRPC uses a proxy even for loopback addresses, and then hangs.
     if any(name.lower() in PROXIES for name in os.environ):
         for name in ("no_proxy", "no_grpc_proxy"):
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
 
 
 def _check_port_is_free(address: str, host: str, port: int) -> None:
-    # jaxlib crashes on a taken port. SO_REUSEADDR lets a port through that only lingers in TIME_WAIT.
+    # jaxlib crashes if the port is in use. SO_REUSEADDR accepts a port in TIME_WAIT.
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -132,7 +124,7 @@ def _check_port_is_free(address: str, host: str, port: int) -> None:
             raise ValueError(
                 f"coordinator_address={address!r}: process 0 cannot open port {port} here ({error.strerror}). "
                 "Take another port, the same in every process; under Slurm or Open MPI: JAX_COORDINATOR_PORT; "
-                "JAXCHE_COORDINATOR where that is set; PORT=61235 before a file of jaxche launch --emit that has PORT."
+                "otherwise JAXCHE_COORDINATOR; for a file of jaxche launch --emit write PORT=61235 before it."
             ) from None
 
 

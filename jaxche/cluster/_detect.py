@@ -1,4 +1,4 @@
-"""Who started this process, as read from arguments and environment variables alone."""
+"""Detects the launcher of this process from arguments and environment variables."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ _VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 _CALL = 'jaxche.initialize("10.0.0.1:1234", num_processes=2, process_id=0)'
 _EXPORT = f"{COORDINATOR}=10.0.0.1:1234 {NUM_PROCESSES}=2 {PROCESS_ID}=0"
 
-# How schedulers number the processes of a run, and those of one machine. With the address and the count given,
-# they are all that is missing; so one line serves every process. MPI comes before Slurm: inside a Slurm job all
-# processes of a machine have the Slurm number of the one that mpirun started there, while under `srun --mpi=pmix`
-# both are the same.
+# Process numbers of schedulers, in the run and on one machine, for variables without JAXCHE_PROCESS_ID. MPI comes
+# before Slurm: in a Slurm job all processes that mpirun starts on a machine have one Slurm number.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What is known before JAX is asked: ``address`` is None where JAX's own detection will fill it in.
+class Detected:
+    """The launcher and its values; ``address`` is None if JAX's own detection must complete them.
 
-    ``local_id`` numbers the processes of this machine, where a scheduler says so.
+    ``local_id`` numbers the processes of this machine, if a scheduler sets it.
     """
 
     launcher: str
@@ -43,33 +41,33 @@ def detect(
     num_processes: int | None,
     process_id: int | None,
     environ: Mapping[str, str],
-) -> Found:
-    """Finds the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes.
+) -> Detected:
+    """Detects the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes.
 
     Args:
       coordinator_address: host and port of process 0, or None.
-      num_processes: how many processes train together, or None.
-      process_id: the number of this one, or None.
-      environ: environment variables. ``JAXCHE_PROCESS_ID`` may be left to the number that Slurm, MPI or an
-        indexed Kubernetes job gives each process.
+      num_processes: number of processes of the run, or None.
+      process_id: number of this process, or None.
+      environ: environment variables. Without ``JAXCHE_PROCESS_ID`` the number comes from Slurm, MPI or an indexed
+        Kubernetes job.
 
     Returns:
-      The launcher ("none" for a process on its own) and what it said.
+      The launcher ("none" for a single process) and its values.
 
     Raises:
-      ValueError: if only some of the three values are given, or one makes no sense.
+      ValueError: if only some of the three values are given, or one is invalid.
 
     Example:
       >>> detect(None, None, None, {})
-      Found(launcher='none', address=None, num_processes=1, process_id=0, local_id=None)
+      Detected(launcher='none', address=None, num_processes=1, process_id=0, local_id=None)
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in arguments):
         return _explicit("arguments", dict(zip(_ARGUMENTS, arguments, strict=True)), _CALL)
     if any(name in environ for name in _VARIABLES):
-        # On its own this says "train alone", whatever the scheduler set.
+        # One process: ignore the scheduler.
         if environ.get(NUM_PROCESSES) == "1":
-            return Found("jaxche", None, 1, 0)
+            return Detected("jaxche", None, 1, 0)
         given = {name: environ.get(name) for name in _VARIABLES}
         numbers = {name: _integer(name, given[name]) for name in _VARIABLES[1:]}
         local_id = None
@@ -78,7 +76,7 @@ def detect(
             local_id = _first(_LOCAL_RANKS, environ)
         found = _explicit("jaxche", {COORDINATOR: given[COORDINATOR], **numbers}, _EXPORT)
         return dataclasses.replace(found, local_id=local_id)
-    return _scheduler(environ) or Found("none", None, 1, 0)
+    return _scheduler(environ) or Detected("none", None, 1, 0)
 
 
 def _first(names: Sequence[str], environ: Mapping[str, str]) -> int | None:
@@ -92,7 +90,7 @@ def _integer(name: str, text: str | None) -> int | None:
         raise ValueError(f"{name}={text!r} is not a number. Write: {_EXPORT}") from None
 
 
-def _explicit(launcher: str, given: dict[str, str | int | None], write: str) -> Found:
+def _explicit(launcher: str, given: dict[str, str | int | None], write: str) -> Detected:
     missing = [name for name, value in given.items() if value is None]
     if missing:
         there = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
@@ -104,7 +102,7 @@ def _explicit(launcher: str, given: dict[str, str | int | None], write: str) -> 
         raise ValueError(f"{id_name}={number!r} must be one of 0 to {count - 1} ({count_name}={count}).")
     if not isinstance(address, str) or not _is_address(address):
         raise ValueError(f"{address_name}={address!r} must be 'host:port'. Write: {write}")
-    return Found(launcher, address, count, number)
+    return Detected(launcher, address, count, number)
 
 
 def _is_address(address: str) -> bool:
@@ -112,25 +110,25 @@ def _is_address(address: str) -> bool:
     return bool(host) and port.isdigit() and 0 < int(port) < 65536
 
 
-def _scheduler(environ: Mapping[str, str]) -> Found | None:
+def _scheduler(environ: Mapping[str, str]) -> Detected | None:
     name, count = scheduled(environ)
     if name == "OMPI_COMM_WORLD_SIZE":
         if "OMPI_MCA_orte_hnp_uri" in environ:
-            return Found("ompi")
-        # Open MPI 5 no longer says where mpirun is. Without this, each rank would train a model alone.
+            return Detected("ompi")
+        # Open MPI 5 does not set the address of mpirun. Without this error each rank trains its own model.
         raise ValueError(
-            f"OMPI_COMM_WORLD_SIZE={count}, but this Open MPI does not tell the address of mpirun, so JAX "
+            f"OMPI_COMM_WORLD_SIZE={count}, but this Open MPI does not set the address of mpirun, so JAX "
             f"cannot find process 0. Write: mpirun -n {count} -x {COORDINATOR}=<host of rank 0>:1234 "
             f"-x {NUM_PROCESSES}={count} python train.py"
         )
     if name == "SLURM_NTASKS":
-        return Found("slurm")
+        return Detected("slurm")
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         if importlib.util.find_spec("kubernetes") is None:
             raise ValueError(
-                f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']!r} says this is one pod of an indexed "
+                f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']!r}: this is one pod of an indexed "
                 f"Kubernetes job. Either pip install kubernetes, or set in the manifest {_EXPORT} "
                 f"({NUM_PROCESSES}=1 if each pod trains a model of its own)."
             )
-        return Found("k8s")
+        return Detected("k8s")
     return None

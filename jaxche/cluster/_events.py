@@ -1,4 +1,4 @@
-"""What happened to the processes of a launch, one JSON object a line."""
+"""The event log of a launch: JSON lines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from jaxche.distributed import unless_full
 
 
 class EventLog:
-    """Writes events as they happen. Those that cannot be written, as on a full disk, are lost; without a file all are.
-
-    Args:
-      file: unbuffered, or None.
-    """
+    """Writes events to an unbuffered file, or to none; drops events if the disk is full."""
 
     def __init__(self, file: BinaryIO | None) -> None:
         self._file = file
@@ -33,20 +29,17 @@ class EventLog:
 
 @contextlib.contextmanager
 def event_log(path: str | os.PathLike[str] | None) -> Iterator[EventLog]:
-    """Opens an event log, appending to what is there.
-
-    Args:
-      path: of the file, or None for no file.
+    """Opens an event log for appending; None writes no file.
 
     Raises:
-      ValueError: if it cannot be written.
+      ValueError: the file is not writable.
     """
     if path is None:
         yield EventLog(None)
         return
     with contextlib.ExitStack() as stack:
         try:
-            # Without a buffer: whoever reads along sees each event when it happens, and none fails twice.
+            # Unbuffered, so that readers see each event at once.
             file = stack.enter_context(open(path, "ab", buffering=0))
         except OSError as error:
             raise ValueError(f"events={os.fspath(path)!r} cannot be written: {error.strerror}") from None

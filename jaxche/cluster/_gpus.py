@@ -1,4 +1,4 @@
-"""The GPUs of this machine, without starting CUDA."""
+"""Lists the GPUs of this machine without starting CUDA."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 
 def count_gpus() -> int:
-    """Counts the GPUs that a process started here would see, without starting CUDA.
+    """Counts the GPUs that are visible to a process started here, without starting CUDA.
 
     Returns:
-      The number of entries of ``CUDA_VISIBLE_DEVICES`` where that is set, else what ``nvidia-smi -L`` lists
-      (a partitioned GPU counts once a partition), else 0.
+      The number of entries of ``CUDA_VISIBLE_DEVICES`` if it is set, else the number of GPUs in ``nvidia-smi -L`` (with
+      MIG the number of partitions), else 0.
 
     Example:
       >>> count_gpus() >= 0
@@ -26,7 +26,7 @@ def count_gpus() -> int:
 
 
 def gpu_ids(environ: Mapping[str, str]) -> list[str]:
-    """Lists the GPUs in the words ``CUDA_VISIBLE_DEVICES`` takes.
+    """The visible GPUs as entries of ``CUDA_VISIBLE_DEVICES``.
 
     Example:
       >>> gpu_ids({"CUDA_VISIBLE_DEVICES": "0,2"})
@@ -37,14 +37,9 @@ def gpu_ids(environ: Mapping[str, str]) -> list[str]:
 
 
 def visible_gpus(environ: Mapping[str, str], listing: str | None = None) -> list[tuple[str, str]]:
-    """Names each GPU that a process with these variables would see, as the driver spells it: UUID and kind.
+    """UUID and kind of each GPU that these variables make visible; ("", "GPU") if the driver does not list it.
 
-    Args:
-      environ: environment variables.
-      listing: the output of ``nvidia-smi -L``; default: asked for, else read from ``/proc/driver/nvidia``.
-
-    Returns:
-      One pair a GPU, in the order of ``gpu_ids``; ("", "GPU") for one that the driver does not list.
+    ``listing`` is the output of ``nvidia-smi -L``; default: run it, else read ``/proc/driver/nvidia``.
 
     Example:
       >>> listing = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)"
@@ -59,7 +54,7 @@ def visible_gpus(environ: Mapping[str, str], listing: str | None = None) -> list
 
 
 def parse_listing(listing: str) -> list[tuple[str, str]]:
-    """Reads the output of ``nvidia-smi -L``: UUID and kind of each GPU; a partitioned one is its parts.
+    """UUID and kind of each GPU in the output of ``nvidia-smi -L``; with MIG of each partition.
 
     Example:
       >>> parse_listing("GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)")
@@ -81,10 +76,10 @@ def parse_listing(listing: str) -> list[tuple[str, str]]:
 
 
 def has_cuda() -> bool:
-    """Whether JAX is installed with CUDA.
+    """Whether the CUDA plugin of JAX is installed.
 
     Returns:
-      Whether it is.
+      True if it is.
 
     Example:
       >>> has_cuda() in (True, False)
@@ -98,7 +93,7 @@ def _visible(environ: Mapping[str, str]) -> list[str] | None:
     if visible is None:
         return None
     ids = [word.strip() for word in visible.split(",")]
-    # CUDA reads the list up to its first entry that names no device, for which "-1" and "" are customary.
+    # CUDA ignores the first invalid entry, usually "-1" or "", and all entries after it.
     end = next((i for i, word in enumerate(ids) if word in ("", "-1", "NoDevFiles")), len(ids))
     return ids[:end]
 
@@ -107,20 +102,20 @@ def _gpu(word: str, there: list[tuple[str, str]]) -> tuple[str, str]:
     unlisted = ("", "GPU")
     if word.isdigit():
         return there[int(word)] if int(word) < len(there) else unlisted
-    # CUDA takes the beginning of a UUID too.
+    # CUDA accepts a prefix of a UUID.
     return next((gpu for gpu in there if gpu[0].startswith(word)), unlisted)
 
 
 def _nvidia_smi() -> str:
     try:
-        asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return asked.stdout if asked.returncode == 0 else ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _driver_files() -> list[tuple[str, str]]:
-    # Containers without the driver's tools. The folders are named by PCI address, the order of nvidia-smi.
+    # For containers without nvidia-smi. The directories sort by PCI address, as nvidia-smi does.
     found = []
     for path in sorted(pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with contextlib.suppress(OSError):

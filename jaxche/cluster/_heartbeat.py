@@ -1,4 +1,4 @@
-"""Whether a run still moves, as told by files that its processes touch after every round."""
+"""Heartbeats of ranks: files that they touch after every round."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from pathlib import Path
 
 
 class Heartbeats:
-    """Watches one file a rank. The run lives as long as any of them is touched now and then.
+    """Watches the heartbeat file of each rank.
 
-    One rank that hangs holds up the others at the next merge, and a run that has learnt to go on without it is not
-    to be ended: so it is the silence of all that counts. In an elastic run those that wait touch their files too, and
-    who is silent alone hangs.
+    A rank that hangs stops the others at the next merge, so the timeout applies to the last heartbeat of any rank. In
+    an elastic run waiting ranks touch their files too, so a single rank can be found that hangs.
 
     Args:
-      paths: one file a rank; they need not be there yet.
-      timeout_s: how long a silence of all means a hang. It counts from now, so it has to cover the start and
-        compilation.
-      alone_s: how long a rank that was heard of may be silent while another is heard of. None: for ever.
+      paths: one file a rank; they may not exist yet.
+      timeout_s: seconds without any heartbeat that are a hang; they include start and compilation.
+      rank_timeout_s: seconds without a heartbeat of one rank while others have heartbeats; None: no limit.
     """
 
-    def __init__(self, paths: list[Path], timeout_s: float, alone_s: float | None = None) -> None:
-        self._paths, self._timeout_s, self._alone_s = paths, timeout_s, alone_s
+    def __init__(self, paths: list[Path], timeout_s: float, rank_timeout_s: float | None = None) -> None:
+        self._paths, self._timeout_s, self._rank_timeout_s = paths, timeout_s, rank_timeout_s
         self._seen = [self._mark(path) for path in paths]
         self._start = time.monotonic()
         self._changed: list[float | None] = [None] * len(paths)
 
     def silence(self) -> str | None:
-        """None while the run moves; else which rank was heard of when."""
-        now = self._listen()
+        """The age of each rank's last heartbeat, if all are older than the timeout; else None."""
+        now = self._poll()
         if now - max((changed for changed in self._changed if changed is not None), default=self._start) < (
             self._timeout_s
         ):
@@ -40,20 +38,20 @@ class Heartbeats:
         )
 
     def hung(self, run_over: bool = False) -> list[int]:
-        """The ranks that are silent alone; once the run is over, all that are."""
-        now = self._listen()
-        heard = {rank: changed for rank, changed in enumerate(self._changed) if changed is not None}
-        if self._alone_s is None or not heard:
+        """Ranks without a recent heartbeat while others have one; after the end of the run all such ranks."""
+        now = self._poll()
+        beating = {rank: changed for rank, changed in enumerate(self._changed) if changed is not None}
+        if self._rank_timeout_s is None or not beating:
             return []
-        newest = now if run_over else max(heard.values())
-        return [rank for rank, changed in heard.items() if newest - changed > self._alone_s]
+        newest = now if run_over else max(beating.values())
+        return [rank for rank, changed in beating.items() if newest - changed > self._rank_timeout_s]
 
     def forget(self, rank: int) -> None:
-        """Another process starts in the place of this rank."""
+        """Resets a rank for its replacement."""
         self._changed[rank] = None
 
-    def _listen(self) -> float:
-        # The clock of this process alone: file systems and wall clocks jump.
+    def _poll(self) -> float:
+        # The monotonic clock of this process: file systems and wall clocks jump.
         now = time.monotonic()
         for rank, path in enumerate(self._paths):
             mark = self._mark(path)

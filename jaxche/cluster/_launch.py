@@ -1,4 +1,4 @@
-"""Starts one process a replica on this machine, and ends them all together."""
+"""Starts one process per replica on this machine, restarts failed runs, and stops all processes together."""
 
 from __future__ import annotations
 
@@ -8,19 +8,35 @@ import math
 import os
 import queue
 import signal
+import socket
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from jaxche.cluster._connect import ELASTIC
 from jaxche.cluster._events import event_log
-from jaxche.cluster._group import Surroundings
-from jaxche.cluster._orphans import orphanage
+from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._output import LinePrinter
-from jaxche.cluster._placement import places
-from jaxche.cluster._supervise import Berth, supervise
-from jaxche.distributed import EVENTS
+from jaxche.cluster._placement import Placement, assign_placements, rank_environment
+from jaxche.cluster._reaper import start_reaper
+from jaxche.cluster._worker_group import GroupResult, LaunchContext, WorkerGroup
+from jaxche.distributed import EVENTS, HEARTBEAT, RESTART
 
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+# Default seconds without a heartbeat of one rank in an elastic run; more than a large model takes to compile.
+_RANK_TIMEOUT_S = 120.0
+
+# Exit code for bad input, which a restart does not change.
+_BAD_INPUT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSpec:
+    """The device and the pace of one rank, the same in every start."""
+
+    placement: Placement
+    pace_ms: float | None = None
 
 
 def launch(
@@ -41,51 +57,50 @@ def launch(
     term_grace_s: float = 25.0,
     events: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Runs a command once a replica on this machine, and waits; one rank that fails ends them all.
+    """Runs a command in one process per replica on this machine, and waits; if one fails, all are stopped.
 
-    With GPUs each process gets one of its own; with ``CUDA_VISIBLE_DEVICES=0,0`` two share one. Without, or with
-    ``JAX_PLATFORMS=cpu``, each is pinned to one core with one thread, so that their speeds do not mix. The script calls
-    ``jaxche.initialize()``, which finds the others. Where the launcher itself is killed, its ranks are ended by a small
-    process that watches it.
+    With GPUs each process gets its own; with ``CUDA_VISIBLE_DEVICES=0,0`` two share one. Without GPUs, or with
+    ``JAX_PLATFORMS=cpu``, each is pinned to one core with one thread, so that they do not slow each other down. The
+    script calls ``jaxche.initialize()`` to join the others. If the launcher itself is killed, a small process ends its
+    ranks.
 
     Args:
       command: the program and its arguments.
-      processes: how many to start.
-      pace_ms: one wall time in ms a process, to which the trainer pads each local step: devices of different
-        speeds on a machine that has none.
-      env: variables for the processes on top of this one's.
+      processes: number of processes.
+      pace_ms: one wall time in ms a process, to which the trainer pads each local step: simulates devices of different
+        speeds.
+      env: variables for the processes, added to those of this process.
       prefix: whether each line of output starts with its rank, ``[0] ...``.
-      only_rank0: whether only rank 0's standard output is shown; standard error always is.
-      grace_s: seconds between SIGTERM and SIGKILL where the others have to be ended. Before that they have as long, but
-        no more than a second, to leave by themselves with their own words on what happened.
-      pin: whether processes without a GPU are pinned to a core each. That keeps their speeds apart, but a collective
-        between pinned processes takes milliseconds: gloo polls on the core that the computation wants.
-      on_cpu: how many of the processes, the last ones, train on the CPU beside those on GPUs, with all its cores. Such
-        a replica is far slower than a GPU, and its share of a round as small; it is worth a process only where a GPU is
-        slow or a CPU large.
-      elastic: whether the others go on where a rank other than 0 dies: ``Trainer.fit`` then trains with those that are
-        left, from the last merged round. ``max_restarts`` then also counts replacements: the rank is started again,
-        alone, and joins the others at the end of a round; with 0 nobody takes its place. Once process 0 has died, all
-        are started again. Only where replicas merge on CPU devices.
-      max_restarts: how often all ranks are started again, on a new port and with ``JAXCHE_RESTART`` counting up, after
-        one of them failed. The script goes on from its checkpoint. Exit code 2, bad input, is not tried again.
-      survivors: whether a rank that is the first to fail in two starts in a row is left out of the next, down to one
-        process; the others are numbered anew.
-      hang_timeout_s: seconds without any rank touching the file named in its ``JAXCHE_HEARTBEAT`` after which all
-        are killed, as a failure of no rank in particular. It has to cover start, compilation and the longest round.
-        With ``elastic`` a single rank is killed that after its first round is silent for so long while others are not
-        (those that wait for it touch their files too); there 120 by default.
-      term_grace_s: seconds for the ranks to write a checkpoint where SIGTERM to the launcher is passed on to them.
+      only_rank0: whether to print standard output of rank 0 only; standard error is always printed.
+      grace_s: seconds between SIGTERM and SIGKILL. After a failure the other ranks first have up to a second of this to
+        exit with their own error messages.
+      pin: whether to pin processes without a GPU to a core each. Pinned processes do not slow each other down, but
+        collectives between them take milliseconds, because gloo polls on the core of the computation.
+      on_cpu: how many of the processes, the last ones, train on the CPU with all its cores, next to those on GPUs. This
+        is useful only if the GPUs are slow or the CPU is large: the share of a round of such a replica is small.
+      elastic: whether the other ranks continue after the death of a rank other than 0: ``Trainer.fit`` then resumes
+        with them from the last merged round. ``max_restarts`` then also counts replacements: the dead rank alone is
+        restarted and joins the others at the end of a round; with 0 it is not replaced. The death of rank 0 restarts
+        all. Requires replicas that merge on CPU devices.
+      max_restarts: number of restarts of all ranks after a failure, on a new port and with ``JAXCHE_RESTART`` counting
+        up. The script resumes from its checkpoint. Exit code 2, bad input, is not restarted.
+      survivors: whether to remove a rank that fails first in two starts in a row, as long as one process is left; the
+        others are renumbered.
+      hang_timeout_s: seconds after which all ranks are killed if none of them has touched the file in its
+        ``JAXCHE_HEARTBEAT``; this counts as a failure of no rank in particular. It must exceed start, compilation and
+        the longest round. With ``elastic`` a single rank is killed that has no heartbeat for this time after its first
+        round while others have (ranks that wait touch their files too); there the default is 120.
+      term_grace_s: seconds for the ranks to write a checkpoint after SIGTERM to the launcher, which they receive too.
         Another SIGTERM does not shorten it; Ctrl-C does.
-      events: file to which a line of JSON is appended for each start, exit, hang, restart and end, and by the
-        trainer for each round of each rank: steps, times, bytes merged.
+      events: file for one JSON line for each start, exit, hang, restart and end, and from the trainer for each round of
+        each rank: steps, times, bytes merged.
 
     Returns:
-      0 if all processes ended well; else the exit code of the first that failed, 128 + signal if a signal
-      ended it, or if one ended the launch (130 for Ctrl-C, 143 for SIGTERM); 124 if they hung.
+      0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if signal n ended it or the
+      launch (130 for Ctrl-C, 143 for SIGTERM); 124 after a hang.
 
     Raises:
-      ValueError: if an argument makes no sense, the program is not there, or there are fewer GPUs than processes.
+      ValueError: if an argument is invalid, the program does not exist, or there are fewer GPUs than processes.
 
     Example:
       >>> import sys
@@ -100,28 +115,111 @@ def launch(
         base[ELASTIC] = "1"
     if events is not None:
         base[EVENTS] = os.path.abspath(events)
-    where = places(processes, base, on_cpu)
+    placements = assign_placements(processes, base, on_cpu)
     if not pin:
-        where = [dataclasses.replace(place, core=None) for place in where]
+        placements = [dataclasses.replace(placement, core=None) for placement in placements]
     paces = [None] * processes if pace_ms is None else list(pace_ms)
-    berths = [Berth(place, pace) for place, pace in zip(where, paces, strict=True)]
-    with event_log(events) as log, orphanage(term_grace_s) as orphans, _signals() as signals:
-        around = Surroundings(LinePrinter(prefix), log, orphans, signals, grace_s, term_grace_s, only_rank0, elastic)
-        return supervise(command, berths, base, around, max_restarts, survivors, hang_timeout_s)
+    specs = [WorkerSpec(placement, pace) for placement, pace in zip(placements, paces, strict=True)]
+    with event_log(events) as log, start_reaper(term_grace_s) as reaper, _signals() as signals:
+        context = LaunchContext(LinePrinter(prefix), log, reaper, signals, grace_s, term_grace_s, only_rank0, elastic)
+        return _supervise(command, specs, base, context, max_restarts, survivors, hang_timeout_s)
+
+
+def next_specs(
+    specs: Sequence[WorkerSpec], failed: int | None, blamed: WorkerSpec | None, survivors: bool
+) -> tuple[list[WorkerSpec], WorkerSpec | None]:
+    """The ranks of the next start, and the one that failed first, for the next call.
+
+    ``failed`` is the rank that failed first, or None after a hang. With ``survivors`` it is removed if it is
+    ``blamed``, the one that failed first before.
+
+    Example:
+      >>> one, two = WorkerSpec(Placement(core=0)), WorkerSpec(Placement(core=1))
+      >>> next_specs([one, two], 1, None, True) == ([one, two], two)
+      True
+      >>> next_specs([one, two], 1, two, True) == ([one], None)
+      True
+    """
+    if failed is None:
+        return list(specs), None
+    culprit = specs[failed]
+    if survivors and culprit is blamed and len(specs) > 1:
+        return [spec for spec in specs if spec is not culprit], None
+    return list(specs), culprit
+
+
+def _supervise(
+    command: Sequence[str],
+    specs: Sequence[WorkerSpec],
+    base: Mapping[str, str],
+    context: LaunchContext,
+    max_restarts: int,
+    survivors: bool,
+    hang_timeout_s: float | None,
+) -> int:
+    """Runs groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
+    specs, blamed, restart = list(specs), None, 0
+    while True:
+        group = WorkerGroup(context, restart, max_restarts - restart if context.elastic else 0)
+        ended = _run_group(group, command, specs, {**base, RESTART: str(restart)}, context, hang_timeout_s)
+        restart += group.replaced
+        if ended.code in (0, _BAD_INPUT) or ended.by_signal or restart == max_restarts:
+            context.log.write("end", restart=restart, code=ended.code)
+            return ended.code
+        restart += 1
+        specs, blamed = next_specs(specs, ended.rank, blamed, survivors)
+        context.print(f"restart {restart} of {max_restarts} with {len(specs)} process(es)")
+        context.log.write("restart", restart=restart, processes=len(specs), rank=ended.rank, code=ended.code)
+
+
+def _run_group(
+    group: WorkerGroup,
+    command: Sequence[str],
+    specs: Sequence[WorkerSpec],
+    base: Mapping[str, str],
+    context: LaunchContext,
+    hang_timeout_s: float | None,
+) -> GroupResult:
+    # A new port each time: the last one may be in TIME_WAIT, and ranks of an earlier start must not join.
+    coordinator = f"127.0.0.1:{_free_port()}"
+    with contextlib.ExitStack() as stack:
+        beats = None
+        if hang_timeout_s is not None or context.elastic:
+            beats = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxche-heartbeat-")))
+        # The ranks end before the directory is removed.
+        stack.callback(group.end)
+        context.print(f"{len(specs)} process(es) on {', '.join(str(spec.placement) for spec in specs)}")
+        for rank, spec in enumerate(specs):
+            env = rank_environment(base, rank, len(specs), coordinator, spec.placement, spec.pace_ms)
+            if beats is not None:
+                env[HEARTBEAT] = str(beats / str(rank))
+            group.start(command, env, spec.placement)
+        watch = None
+        if beats is not None:
+            rank_timeout_s = (hang_timeout_s or _RANK_TIMEOUT_S) if context.elastic else None
+            watch = Heartbeats(
+                [beats / str(rank) for rank in range(len(specs))], hang_timeout_s or math.inf, rank_timeout_s
+            )
+        return group.wait(watch)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[queue.SimpleQueue[int]]:
     """Queues the signals that would end this process."""
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
-    # Python runs handlers in the main thread only. Elsewhere (a notebook's worker, a test) the end of the launch
-    # has to do.
+    # Python runs signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
     numbers = [getattr(signal, name) for name in _STOPPING if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
-    # `nohup` starts us with SIGHUP ignored: leave that.
+    # Keep ignored signals ignored: `nohup` ignores SIGHUP.
     caught = [number for number in numbers if before[number] is not signal.SIG_IGN]
     for number in caught:
         signal.signal(number, lambda number, frame: received.put(number))
@@ -168,7 +266,7 @@ def _check_restarts(max_restarts: int, survivors: bool, hang_timeout_s: float | 
         raise ValueError(f"max_restarts={max_restarts!r} must be a whole number, 0 or more. Write: max_restarts=3")
     if survivors and max_restarts < 2:
         raise ValueError(
-            f"survivors=True with max_restarts={max_restarts}: a rank is left out after it failed twice in a row. "
+            f"survivors=True with max_restarts={max_restarts}: a rank is removed after it failed first twice in a row. "
             "Write: max_restarts=3"
         )
     if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:

@@ -1,4 +1,4 @@
-"""What the network between the processes of a run can do, measured."""
+"""Measures all-reduces and clock offsets between the processes of a run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _PINGS = 8
 
 
 class AllReduce(NamedTuple):
-    """The time of one all-reduce of ``size`` bytes a device: the median, in ms."""
+    """The median time in ms of an all-reduce of ``size`` bytes a device."""
 
     size: int
     ms: float
 
 
 class Clock(NamedTuple):
-    """How far a process's clock is ahead of process 0's, and how far that can be off, in ms."""
+    """The offset of a process's clock to that of process 0, and its error bound, in ms."""
 
     ahead_ms: float
     error_ms: float
 
 
 def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any], repeats: int = 7) -> list[AllReduce]:
-    """Times sums over devices of all processes; every process has to call it.
+    """Times all-reduces over devices of all processes; every process must call it.
 
     Args:
       sizes: bytes a device.
       devices: of all processes, e.g. ``jax.devices()``.
-      repeats: how often each size is timed, after once for compilation and once for connections.
+      repeats: timed runs of each size, after two warm-up runs.
 
     Returns:
-      One median a size, of this process.
+      The median of each size, on this process.
 
     Example:
       >>> import jax
@@ -75,18 +75,18 @@ def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any], r
 
 
 def clocks(process_id: int, num_processes: int, timeout_s: float) -> list[Clock] | None:
-    """Compares the clocks of all processes with process 0's; every process has to call it.
+    """Compares the clocks of all processes with that of process 0; every process must call it.
 
-    Each asks in turn, over the coordination service. The answer is of some moment between asking and hearing, so half
-    of that time is the error; the best of several askings counts.
+    Each process in turn sends requests over the coordination service, and process 0 answers with its time. The error is
+    half the round trip; the request with the smallest error counts.
 
     Args:
       process_id: of this process.
-      num_processes: how many there are.
-      timeout_s: seconds to wait for an answer; for its turn, each waits as long for all that come before it.
+      num_processes: number of processes.
+      timeout_s: seconds to wait for an answer; the wait for the turn of a process is this times its number.
 
     Returns:
-      One clock a process, at process 0; None elsewhere.
+      One clock a process, on process 0; None elsewhere.
 
     Example:
       >>> clocks(process_id=0, num_processes=1, timeout_s=60)
@@ -100,19 +100,19 @@ def clocks(process_id: int, num_processes: int, timeout_s: float) -> list[Clock]
             for ping in range(_PINGS):
                 client.blocking_key_value_get(f"jaxche/clock/ask/{rank}/{ping}", wait_ms)
                 client.key_value_set(f"jaxche/clock/answer/{rank}/{ping}", repr(time.time()))
-            told = client.blocking_key_value_get(f"jaxche/clock/found/{rank}", wait_ms)
-            found.append(Clock(*map(float, told.split())))
+            text = client.blocking_key_value_get(f"jaxche/clock/found/{rank}", wait_ms)
+            found.append(Clock(*map(float, text.split())))
         return found
     best = Clock(0.0, float("inf"))
     for ping in range(_PINGS):
-        asked = time.time()
+        sent = time.time()
         client.key_value_set(f"jaxche/clock/ask/{process_id}/{ping}", "")
         turns = 1 if ping else process_id
         answer = float(client.blocking_key_value_get(f"jaxche/clock/answer/{process_id}/{ping}", turns * wait_ms))
-        heard = time.time()
-        error_ms = 1e3 * (heard - asked) / 2
-        # The first question waits for its turn, which makes it the worst.
+        received = time.time()
+        error_ms = 1e3 * (received - sent) / 2
+        # The first request includes the wait for the turn.
         if error_ms < best.error_ms:
-            best = Clock(1e3 * ((asked + heard) / 2 - answer), error_ms)
+            best = Clock(1e3 * ((sent + received) / 2 - answer), error_ms)
     client.key_value_set(f"jaxche/clock/found/{process_id}", f"{best.ahead_ms!r} {best.error_ms!r}")
     return None

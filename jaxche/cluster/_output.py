@@ -1,4 +1,4 @@
-"""The output of many ranks on one terminal: whole lines, each with its rank."""
+"""Prints the output of many ranks: whole lines, each with its rank."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ import threading
 from collections.abc import Sequence
 from typing import IO, TextIO
 
-# What gloo prints on connecting, past every log level: nobody launched a run to read it.
-_CHATTER = "[Gloo] Rank "
+# gloo prints these lines at every log level.
+_GLOO = "[Gloo] Rank "
 _END = re.compile(rb"\r\n|\n|\r")
 _LISTED = 12
 
 
 class LinePrinter:
-    """Prints lines of several threads without tearing them.
-
-    Args:
-      prefix: whether each line starts with the number of its rank, as in ``[0] loss 0.3``.
-    """
+    """Prints lines of several threads without mixing them; ``prefix`` adds the rank, as in ``[0] loss 0.3``."""
 
     def __init__(self, prefix: bool) -> None:
         self._prefix = prefix
         self._lock = threading.Lock()
 
     def print(self, stream: TextIO, rank: int | None, line: str) -> None:
-        """Prints one line, of a rank or (None) of the launcher."""
+        """Prints a line of a rank, or of the launcher (None)."""
         text = f"[{rank}] {line}\n" if self._prefix and rank is not None else f"{line}\n"
-        # A closed terminal (`| head`) must not stop the reader: the rank would block on a full pipe.
+        # Continue if the terminal is closed (`| head`): otherwise the rank blocks on a full pipe.
         with self._lock, contextlib.suppress(OSError, ValueError):
             try:
                 stream.write(text)
@@ -39,15 +35,11 @@ class LinePrinter:
             stream.flush()
 
 
-class Reader(threading.Thread):
-    """Reads one pipe of one rank to its end, line by line.
+class OutputReader(threading.Thread):
+    """A thread that reads the pipe of a rank and prints its lines to ``stream`` (None: drops them).
 
-    Args:
-      pipe: the pipe, in bytes.
-      rank: whose it is.
-      printer: prints the lines.
-      stream: where to, or None to drop them.
-      keep: how many of the last lines to remember.
+    Attributes:
+      last: the last ``keep`` lines.
     """
 
     def __init__(self, pipe: IO[bytes], rank: int, printer: LinePrinter, stream: TextIO | None, keep: int = 20) -> None:
@@ -68,10 +60,10 @@ class Reader(threading.Thread):
         start = 0
         for end in _END.finditer(text):
             if end[0] == b"\r":
-                # The first half of a line end, perhaps: wait for what follows.
+                # Perhaps the first half of \r\n: wait for more.
                 if end.end() == len(text):
                     break
-                # A progress bar goes back to the start of its line before it has written anything.
+                # A progress bar returns to the start of an empty line.
                 if end.start() == start:
                     start = end.end()
                     continue
@@ -81,18 +73,18 @@ class Reader(threading.Thread):
 
     def _line(self, text: bytes) -> None:
         line = text.decode(errors="replace")
-        if line.startswith(_CHATTER):
+        if line.startswith(_GLOO):
             return
         self.last.append(line)
         if self._stream is not None:
             self._printer.print(self._stream, self._rank, line)
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """The first dozen of many numbers.
+def format_ranks(ranks: Sequence[int]) -> str:
+    """The first twelve of many numbers as text.
 
     Example:
-      >>> listed(range(14))
+      >>> format_ranks(range(14))
       '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more'
     """
     shown = ", ".join(map(str, ranks[:_LISTED]))

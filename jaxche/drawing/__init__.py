@@ -1,4 +1,4 @@
-"""Layer 0, drawing: colours, lanes of bars, tables as text, the look of figures. Knows not what it draws, nor jax."""
+"""Layer 0, drawing: colours, lanes of bars as SVG, text tables, and the style of figures; imports no jax."""
 
 from jaxche.drawing._colours import COLOURS, MERGE, WAIT, text_on
 from jaxche.drawing._figure import figure_of, label_outside, logarithmic, ranks_to_show

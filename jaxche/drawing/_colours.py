@@ -1,17 +1,17 @@
-"""One set of colours for every picture."""
+"""The colours of all figures."""
 
 from __future__ import annotations
 
-# Okabe and Ito's palette: told apart by colour-blind readers and in grey print. Lane i has colour i modulo 8.
+# Palette of Okabe and Ito, distinct for colour-blind readers and in grey print. Lane i has colour i modulo 8.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-# What is no work: waiting is light and hatched, merging is dark.
+# Waiting is light and hatched, merging is dark.
 WAIT, MERGE = "#E8E8E8", "#333333"
 
 
 def text_on(colour: str) -> str:
     """Black or white, whichever has more contrast on a colour.
 
-    Of luminances :math:`L` from 0 to 1 the contrast of two colours is :math:`(L_1 + 0.05) / (L_2 + 0.05)`.
+    With luminances :math:`L` from 0 to 1 the contrast of two colours is :math:`(L_1 + 0.05) / (L_2 + 0.05)`.
 
     Args:
       colour: ``"#rrggbb"``.
@@ -32,5 +32,5 @@ def text_on(colour: str) -> str:
 
 
 def _linear(channel: float) -> float:
-    """A channel of sRGB as light."""
+    """The linear light of an sRGB channel."""
     return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4

@@ -1,4 +1,4 @@
-"""The look of figures: one size, one style, closed so that a notebook shows them once."""
+"""The size and style of matplotlib figures."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _DECADES = 60.0
 
 @contextlib.contextmanager
 def figure_of(rows: Sequence[Sequence[str]], heights: Sequence[float]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A figure as wide as a notebook, to be drawn in the one style while the context lasts.
+    """A figure of notebook width with the style of jaxche inside the context.
 
     Args:
-      rows: names of the panels of each row; a row of one is as wide as the figure.
+      rows: names of the panels in each row; a row of one panel is as wide as the figure.
       heights: of the rows in inches.
 
     Returns:
-      A context of the matplotlib figure, which no window and no notebook shows by itself, and its axes by name.
+      A context with the matplotlib figure and its axes by name. The figure is closed, so pyplot does not show it.
 
     Raises:
       ImportError: matplotlib is missing; the message says what to install.
@@ -61,15 +61,15 @@ def figure_of(rows: Sequence[Sequence[str]], heights: Sequence[float]) -> Iterat
             layout="constrained",
             dpi=_DPI,
         )
-        # Closed, a notebook shows it once, as the value of a cell, and not again by pyplot.
+        # A notebook shows an open figure twice: as the value of the cell, and through pyplot.
         plt.close(figure)
         yield figure, axes
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis logarithmic, with numbers read at a glance: 0.1, 0.2, 0.5, 1; over many decades 0.1, 1, 10.
+    """Makes an axis logarithmic with plain numbers: 0.1, 0.2, 0.5, 1; over many decades 0.1, 1, 10.
 
-    To be called after something was drawn.
+    Call it after plotting.
 
     Args:
       axis: ``axes.yaxis`` or ``axes.xaxis`` of matplotlib.
@@ -91,10 +91,10 @@ def logarithmic(axis: Any) -> None:
 
 
 def label_outside(axes: Any) -> None:
-    """Put the legend to the right of the axes, where it hides nothing.
+    """Places the legend to the right of the axes.
 
     Args:
-      axes: of matplotlib, with labelled artists.
+      axes: matplotlib axes with labelled artists.
 
     Example:
       >>> with figure_of([["one"]], heights=[2.0]) as (_, axes):
@@ -107,14 +107,14 @@ def label_outside(axes: Any) -> None:
 
 
 def ranks_to_show(ms_per_step: Sequence[float], most: int = 8) -> list[int]:
-    """Which ranks to draw when there are too many: from the fastest to the slowest, evenly.
+    """A subset of ranks to plot, evenly spaced from the fastest to the slowest.
 
     Args:
       ms_per_step: of each rank.
-      most: how many at most.
+      most: maximum number of ranks.
 
     Returns:
-      Their numbers; all of them in order when they are few.
+      Their numbers; all ranks in order if there are at most ``most``.
 
     Example:
       >>> ranks_to_show([20.0, 50.0]), ranks_to_show([5, 1, 4, 2, 3], most=3)

@@ -1,4 +1,4 @@
-"""Lanes of bars on a common axis as SVG text: what a notebook shows without matplotlib."""
+"""Lanes of bars on a common axis as SVG text, without matplotlib."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _TICKS = 6
 
 
 class Bar(NamedTuple):
-    """A stretch of a lane.
+    """A bar in a lane.
 
     Attributes:
-      start: where it begins, in the unit of the axis.
-      length: how long it is.
-      colour: of its area; ``WAIT`` is drawn hatched.
-      text: written inside where it fits, and shown under the pointer.
+      start: its start, in the unit of the axis.
+      length: its length.
+      colour: fill colour; ``WAIT`` is hatched.
+      text: label inside the bar if it fits, and its tooltip.
 
     Example:
       >>> Bar(0.0, 20.0, "#0072B2", "F0").length
@@ -37,8 +37,8 @@ class Lane(NamedTuple):
     """A row of bars.
 
     Attributes:
-      label: written before it.
-      bars: what is in it.
+      label: text on its left.
+      bars: its bars.
 
     Example:
       >>> Lane("rank 0", (Bar(0.0, 20.0, "#0072B2"),)).label
@@ -50,15 +50,15 @@ class Lane(NamedTuple):
 
 
 def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
-    """Draw lanes of bars on one axis.
+    """Draws lanes of bars on one axis.
 
     Args:
       rows: the lanes, from the top.
-      unit: what the axis counts, e.g. ``"ms"``.
+      unit: of the axis, e.g. ``"ms"``.
       caption: a line above.
 
     Returns:
-      An ``<svg>`` element; text in the colour of its surroundings, so that it is legible on dark pages too.
+      An ``<svg>`` element; its text has the colour of the page, for dark pages too.
 
     Example:
       >>> picture = lanes([Lane("rank 0", [Bar(0.0, 50.0, "#0072B2", "5 steps")])], unit="ms")
@@ -99,7 +99,7 @@ def _bar(bar: Bar, x: float, length: float, y: float, middle: float) -> str:
         return ""
     text = html.escape(bar.text)
     fill = "url(#jaxche-wait)" if bar.colour == WAIT else bar.colour
-    # A white edge keeps neighbours of one colour apart.
+    # A white edge separates neighbours of one colour.
     edge = 'stroke="#fff" stroke-width="0.8"' if length > 3 else ""
     shown = f'<rect x="{x:.1f}" y="{y}" width="{length:.2f}" height="{_LANE}" fill="{fill}" {edge}>'
     shown += f"<title>{text}</title></rect>"

@@ -1,4 +1,4 @@
-"""Numbers as text, and tables as text of one width a letter or as HTML."""
+"""Numbers as text, and tables as aligned text or HTML."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> str:
-    """Rows of cells as lines with columns of one width each.
+    """A table as lines with aligned columns.
 
     Args:
-      rows: cells as text, the titles first; as many in each.
-      left: how many of the first columns are flush left, as words are; the others are flush right, as numbers are.
-      indent: blanks before each line.
+      rows: cells as text, equally many in each row; the first row has the titles.
+      left: number of left-aligned columns, the first ones; the others are right-aligned.
+      indent: spaces before each line.
 
     Returns:
-      Lines without a newline at the end, and without blanks at theirs.
+      Lines without trailing spaces, and without a newline at the end.
 
     Example:
       >>> print(aligned([["rank", "host", "steps"], ["0", "n1", "12"], ["1", "n2", "7"]], left=2))
@@ -36,15 +36,15 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> st
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """Rows of cells as an HTML table.
+    """A table as HTML.
 
     Args:
       head: titles of the columns.
-      rows: cells as text; as many in each.
+      rows: cells as text, equally many in each row.
       caption: a line above.
 
     Returns:
-      A ``<table>`` element; titles, cells and caption are text in it, never markup.
+      A ``<table>`` element; titles, cells and caption are escaped.
 
     Example:
       >>> html_table(["a<b"], [["1 & 2"]])
@@ -60,12 +60,12 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str 
 
 
 def per_rank(values: Sequence[float], form: str = "{:.0f}", most: int = 8) -> str:
-    """Values of all ranks, or of the smallest and the largest.
+    """The values of all ranks as text, or their range.
 
     Args:
       values: one a rank.
-      form: of each.
-      most: with more ranks than this their range is shown.
+      form: format of a value.
+      most: with more ranks than this, the range.
 
     Returns:
       The text.
@@ -80,7 +80,7 @@ def per_rank(values: Sequence[float], form: str = "{:.0f}", most: int = 8) -> st
 
 
 class OddOnes(NamedTuple):
-    """Who differs from the most, in what, and a table of it."""
+    """The processes that differ from the majority, the majority's values, and a table."""
 
     who: tuple[int, ...]
     usual: dict[str, str]
@@ -93,17 +93,17 @@ def odd_ones(
     beside: Mapping[str, Sequence[str]] | None = None,
     most: int = 8,
 ) -> OddOnes:
-    """Who differs from the most, by those columns in which somebody does.
+    """Finds the processes that differ from the majority in some column.
 
     Args:
-      columns: a value for each of ``who``, by their name.
-      who: numbers of processes.
+      columns: name of each column, and its value for each of ``who``.
+      who: numbers of the processes.
       beside: columns that are shown and not compared.
-      most: rows at the most; how many more there are is said.
+      most: maximum number of rows; the table says how many more there are.
 
     Returns:
-      The numbers of those that differ, what most have in each column in which somebody differs, and the table; where
-      all are alike nobody, nothing and "".
+      The numbers of the processes that differ, the most frequent value of each column with differences, and the table;
+      without differences an empty tuple, an empty dict and "".
 
     Example:
       >>> odd = odd_ones({"jax": ["0.10", "0.10", "0.9"], "seed": ["0", "0", "0"]}, who=[0, 1, 2])
@@ -117,7 +117,7 @@ def odd_ones(
     columns, beside = {name: values for name, values in columns.items() if len(set(values)) > 1}, beside or {}
     if not columns:
         return OddOnes((), {}, "")
-    # The first value wins a tie: the table then shows who differs from the first.
+    # In a tie the first value counts as the majority.
     usual = {name: max(dict.fromkeys(values), key=values.count) for name, values in columns.items()}
     differ = [i for i in range(len(who)) if any(columns[name][i] != usual[name] for name in columns)]
     shown = [*beside.values(), *columns.values()]

@@ -11,11 +11,10 @@ import pytest
 import jaxche.cli
 from jaxche.cli import main
 from jaxche.cli._main import make_parser
-from jaxche.cli._replay import recorded
-from jaxche.cli._settings import cadence, policies, trainer_options
+from jaxche.cli._replay import recorded_arguments
 from jaxche.cli._train import _processes
-from jaxche.scaling import AdaScale
-from jaxche.training import DEFAULT_CADENCE
+
+COMMANDS = ["train", "report", "launch", "doctor", "simulate", "plan", "completion"]
 
 
 def parse(*words):
@@ -43,12 +42,30 @@ def test_without_arguments_it_says_where_to_start(capsys):
     assert "jaxche train" in capsys.readouterr().out
 
 
+LIGHT = [[], ["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
+LIGHT += [["completion", "bash"], ["simulate", "--ms", "20,50", "--rounds", "3", "--tuner", "both"]]
+
+
+@pytest.mark.parametrize("words", LIGHT, ids=" ".join)
+def test_words_that_compute_nothing_import_no_jax(words):
+    program = (
+        "import sys\n"
+        "from jaxche.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        "heavy = {'jax', 'flax', 'optax', 'orbax', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("jaxche 0.")
-
-
-COMMANDS = ["train", "report", "launch", "doctor", "simulate", "plan", "completion"]
 
 
 def test_every_command_is_named_where_it_lives():
@@ -110,7 +127,7 @@ def test_words_that_contradict_are_refused_before_any_process(words, message, ca
 
 
 def test_gpus_of_several_kinds_get_a_process_each(launched, monkeypatch):
-    monkeypatch.setattr("jaxche.cluster._initialize.devices_seen", lambda *_: [("", "H100"), ("", "L4")])
+    monkeypatch.setattr("jaxche.cluster._initialize.visible_devices", lambda *_: [("", "H100"), ("", "L4")])
     main(["train", "--task", "digits"])
     assert launched[0][1] == 2
 
@@ -123,7 +140,7 @@ def test_processes_of_a_scheduler_need_one_name_to_save_under(words, monkeypatch
     def join(**_):
         raise ConnectionError("this is where it joins")
 
-    monkeypatch.setattr("jaxche.cli._joined.initialize", join)
+    monkeypatch.setattr("jaxche.cluster.initialize", join)
     assert main(["train", "--task", "digits", *words]) == 2
     assert f"{words[0]} needs a name that all slurm processes have, in every start" in capsys.readouterr().err
     assert main(["train", "--task", "digits", *words, "--name", "mine"]) == 2
@@ -135,7 +152,7 @@ def test_processes_of_a_scheduler_need_one_name_to_save_under(words, monkeypatch
 def record(folder, **arguments):
     folder.mkdir(parents=True)
     made_with = vars(parse("--task", "digits", *(w for name, value in arguments.items() for w in (name, value))))
-    del made_with["words"], made_with["chosen"]
+    del made_with["words"], made_with["command_object"]
     (folder / "result.json").write_text(json.dumps({"arguments": made_with, "devices": ["cpu"] * 3}))
     (folder / "history.jsonl").write_text("")
 
@@ -146,7 +163,7 @@ def test_a_replay_neither_starts_again_nor_saves(launched, tmp_path, monkeypatch
     record(
         tmp_path / "old", **{"--max-restarts": "3", "--checkpoint-every": "2", "--pace": "20,30,40", "--epochs": "7"}
     )
-    args = recorded(parse("--replay", "old"))
+    args = recorded_arguments(parse("--replay", "old"))
     assert (args.max_restarts, args.checkpoint_every, args.pace) == (0, None, None)
     assert (args.epochs, args.processes, args.replay, args.task) == (7, 3, "old", "digits")
     main(["train", "--replay", "old"])
@@ -177,7 +194,7 @@ def test_an_existing_run_is_not_overwritten(capsys, launched, tmp_path):
 
 
 def test_a_missing_package_is_named_with_what_to_install(capsys, launched, monkeypatch):
-    monkeypatch.setattr("jaxche.cli._tasks._is_there", lambda package: package != "mlxtend")
+    monkeypatch.setattr("jaxche.cli._tasks._is_installed", lambda package: package != "mlxtend")
     assert main(["train"]) == 2
     assert "mlxtend; write: pip install 'jaxche[examples]'" in capsys.readouterr().err
     assert main(["train", "--task", "text"]) is None  # started
@@ -208,25 +225,6 @@ def test_gpus_are_used_only_when_jax_can(monkeypatch, capsys):
     assert "pip install 'jaxche[cuda13]'" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "jax_cuda12_plugin" or None)
     assert _processes(parse()) == (4, None)
-
-
-def test_settings():
-    assert cadence(parse(), 2) is None
-    assert cadence(parse("--anchor", "9"), 1) is None
-    che = cadence(parse("--max-batch-diff", "5"), 3)
-    assert (che.world_size, che.anchor, che.overhead_target, che.tuner, che.max_batch_diff) == (
-        3,
-        *DEFAULT_CADENCE.values(),
-        5,
-    )
-    assert policies(parse()) == ("cadence",)
-    assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
-    compared = parse("--compare", "sync,cadence", "--merge", "batch")
-    assert trainer_options(parse("--scaling", "adascale"), "cadence")["scaling"] == AdaScale()
-    with pytest.raises(ValueError, match="--scaling adascale"):
-        trainer_options(parse("--scaling", "adamscale", "--opt-state", "reset"), "cadence")
-    assert "merge" not in trainer_options(compared, "sync")
-    assert trainer_options(compared, "cadence")["merge"] == "batch"
 
 
 def test_as_a_module():

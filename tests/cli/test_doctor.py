@@ -1,5 +1,6 @@
 """`jaxche doctor` in one process: what is wrong is named with the line to write, and decides the exit code."""
 
+import importlib.metadata
 import socket
 import subprocess
 import sys
@@ -7,8 +8,8 @@ import sys
 import jax
 import pytest
 
-from jaxche.cli import _doctor, _health, main
-from jaxche.cli._health import Finding
+from jaxche.cli import _doctor, _doctor_checks, main
+from jaxche.cli._doctor_checks import Finding
 
 
 def test_a_healthy_machine(capsys, tmp_path):
@@ -34,7 +35,7 @@ def test_a_healthy_machine(capsys, tmp_path):
 
 def test_a_problem_says_what_to_write_and_ends_with_1(capsys, monkeypatch):
     long = "a line " * 30
-    monkeypatch.setattr(_health, "ports", lambda: Finding("ports", long, "a line in /etc/hosts"))
+    monkeypatch.setattr(_doctor_checks, "ports", lambda: Finding("ports", long, "a line in /etc/hosts"))
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 100 for line in lines)
@@ -50,11 +51,11 @@ def test_a_run_that_cannot_be_joined_is_a_problem(capsys, monkeypatch):
 
 
 def test_gpus_of_several_kinds_are_no_reason_to_refuse(monkeypatch, capsys):
-    monkeypatch.setattr("jaxche.cluster._initialize.devices_seen", lambda *_: [("", "H100"), ("", "L4")])
+    monkeypatch.setattr("jaxche.cluster._initialize.visible_devices", lambda *_: [("", "H100"), ("", "L4")])
     monkeypatch.setattr(_doctor, "_examine", lambda store, launcher: [Finding("launcher", launcher)])
     assert main(["doctor"]) == 0
     started = []
-    monkeypatch.setattr(_doctor, "launch", lambda command, processes, **_: started.append(processes) or 0)
+    monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **_: started.append(processes) or 0)
     assert main(["doctor", "-n", "2"]) == 0
     assert started == [2]
     assert capsys.readouterr().err == ""
@@ -64,33 +65,33 @@ def test_gpus_that_jax_does_not_use(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: False)
-    found = _health.devices()
+    found = _doctor_checks.devices()
     assert "the driver shows 4 GPU(s), but JAX is installed without CUDA" in found.text
-    assert found.mend.startswith("pip install 'jaxche[cuda13]'")
+    assert found.fix.startswith("pip install 'jaxche[cuda13]'")
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: True)
-    assert "nvidia-smi" in _health.devices().mend
+    assert "nvidia-smi" in _doctor_checks.devices().fix
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not _health.devices().mend
+    assert not _doctor_checks.devices().fix
 
 
 def test_a_plugin_of_another_version(monkeypatch):
-    real = _health.importlib.metadata.version
+    real = importlib.metadata.version
     monkeypatch.setattr(
-        _health.importlib.metadata, "version", lambda name: "0.1.0" if name == "jax-cuda12-plugin" else real(name)
+        importlib.metadata, "version", lambda name: "0.1.0" if name == "jax-cuda12-plugin" else real(name)
     )
-    found = _health.versions()
+    found = _doctor_checks.versions()
     assert "jax-cuda12-plugin 0.1.0" in found.text
-    assert found.mend == f"pip install 'jax[cuda12]=={real('jax')}'"
+    assert found.fix == f"pip install 'jax[cuda12]=={real('jax')}'"
 
 
 def test_proxies_are_named_without_their_passwords():
-    found = _health.proxies({"HTTPS_PROXY": "http://me:secret@proxy:3128"})
-    assert found.text.startswith("HTTPS_PROXY: jaxche.initialize() goes round")
+    found = _doctor_checks.proxies({"HTTPS_PROXY": "http://me:secret@proxy:3128"})
+    assert found.text.startswith("HTTPS_PROXY: jaxche.initialize() bypasses them")
     assert "secret" not in found.text
 
 
 def test_variables():
-    found = _health.variables({"XLA_FLAGS": "--a=1", "HOME": "/root", "NCCL_ALGO": "Ring"})
+    found = _doctor_checks.variables({"XLA_FLAGS": "--a=1", "HOME": "/root", "NCCL_ALGO": "Ring"})
     assert found.text == "NCCL_ALGO=Ring  XLA_FLAGS=--a=1"
 
 
@@ -99,17 +100,17 @@ def test_a_name_that_does_not_resolve(monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    found = _health.ports()
+    found = _doctor_checks.ports()
     assert "cannot reach itself as" in found.text
-    assert "/etc/hosts" in found.mend
+    assert "/etc/hosts" in found.fix
 
 
 def test_a_device_that_computes_something_else(monkeypatch):
     monkeypatch.setattr(jax, "grad", lambda f: f)
     monkeypatch.setattr("jax.numpy.tanh", lambda x: 0 * x)
-    found = _health.compilation()
+    found = _doctor_checks.compilation()
     assert "is wrong" in found.text
-    assert found.mend
+    assert found.fix
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
@@ -117,10 +118,10 @@ def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "cache"))
-        assert "cannot be written" in _health.cache().text
-        assert _health.cache().mend
+        assert "cannot be written" in _doctor_checks.cache().text
+        assert _doctor_checks.cache().fix
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
-        assert not _health.cache().mend
+        assert not _doctor_checks.cache().fix
         assert list((tmp_path / "cache").iterdir()) == []
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -128,9 +129,9 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("url", ["nonsense://bucket", "/proc/nowhere/store"])
 def test_a_store_that_cannot_be_used(url):
-    found = _health.store(url)
+    found = _doctor_checks.store(url)
     assert f"{url}: opening failed" in found.text
-    assert found.mend == "check the URL and credentials"
+    assert found.fix == "check the URL and credentials"
 
 
 def test_a_store_that_forgets_and_one_without_conditional_writes(tmp_path, monkeypatch):
@@ -138,11 +139,11 @@ def test_a_store_that_forgets_and_one_without_conditional_writes(tmp_path, monke
 
     put = obstore.put
     monkeypatch.setattr(obstore, "put", lambda *args, mode=None, **more: put(*args, **more))
-    assert "ignores conditional writes" in _health.store(str(tmp_path)).text
+    assert "ignores conditional writes" in _doctor_checks.store(str(tmp_path)).text
     monkeypatch.setattr(obstore, "put", lambda store, key, data, **more: put(store, key, bytes(data)[:-1], **more))
-    found = _health.store(str(tmp_path))
+    found = _doctor_checks.store(str(tmp_path))
     assert "other bytes came back" in found.text
-    assert found.mend
+    assert found.fix
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
@@ -151,16 +152,17 @@ def test_a_store_that_cannot_be_read_is_left_empty(tmp_path, monkeypatch):
         raise OSError("no right to read")
 
     monkeypatch.setattr("obstore.get", refuse)
-    assert "reading" in _health.store(str(tmp_path)).text
+    assert "reading" in _doctor_checks.store(str(tmp_path)).text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_devices_that_do_not_start_end_it_in_the_given_time():
     program = """
 import time
-from jaxche.cli import _health, main
+import jaxche.sharding
+from jaxche.cli import main
 
-_health.local_devices = lambda: time.sleep(600)
+jaxche.sharding.local_devices = lambda: time.sleep(600)
 main(["doctor", "--timeout", "0.5"])
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)

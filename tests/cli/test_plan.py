@@ -33,7 +33,7 @@ def _fewer_devices(monkeypatch):
     def some(count):
         return jax.devices()[:count] if count < jax.device_count() else fake_devices(count)
 
-    monkeypatch.setattr("jaxche.cli._plan.fake_devices", some)
+    monkeypatch.setattr("jaxche.cluster.fake_devices", some)
 
 
 def plan(capsys, *words):

@@ -1,79 +1,146 @@
-"""Lines and tables, from numbers."""
+"""`jaxche report`: one file with everything in it."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from html.parser import HTMLParser
 
 import pytest
 
-from jaxche.cli._report import Result, round_header, round_line, table
-
-
-def result(policy="cadence", seconds=10.0, ranks=2, **more):
-    values = {
-        "policy": policy,
-        "test": {"accuracy": 0.971},
-        "curve": ({"epoch": 1, "seconds": seconds, "accuracy": 0.971},),
-        "seconds": seconds,
-        "examples": 22400,
-        "batches": 630,
-        "rates": (50.0, 20.0)[:ranks] if ranks <= 2 else (10.0,) * ranks,
-        "wait_ms": (100.0, 500.0)[:ranks] if ranks <= 2 else tuple(range(ranks)),
-        "sync_ms": 200.0,
-        "rounds": 50,
-        "merges": 50 if ranks > 1 else 0,
-    }
-    return Result(**(values | more))
+from jaxche.cli import main
+from jaxche.training import History
 
 
 @pytest.fixture
-def info(round_info):
-    """Makes a late and long round, of numbers as wide as they come."""
-
-    def make(world, steps=10):
-        wall_ms = tuple(1000.0 + rank for rank in range(world))
-        return round_info((steps,) * world, round=123456, epoch=99, wall_ms=wall_ms, sync_ms=12345.6, loss=0.5)
+def history(round_info):
+    def make(rounds=5):
+        wall_ms = (200.0, 190.0)
+        return History(round_info(round=r, cursor=14 * r, wall_ms=wall_ms, loss=1 / (r + 1)) for r in range(rounds))
 
     return make
 
 
-def test_derived_numbers():
-    r = result()
-    assert r.examples_per_second == 2240
-    assert r.efficiency == pytest.approx(0.9)
-    assert r.wait_share == pytest.approx((0.01, 0.05))
-    assert r.sync_share == pytest.approx(0.02)
-    assert r.to_dict()["efficiency"] == r.efficiency
-    assert Result.from_dict(r.to_dict()) == r
+def result(*policies):
+    numbers = {
+        "test": {"accuracy": 0.975},
+        "curve": [],
+        "seconds": 2.0,
+        "examples": 4200,
+        "batches": 133,
+        "rates": [50.0, 20.0],
+        "wait_ms": [0.0, 10.0],
+        "sync_ms": 94.0,
+        "rounds": 5,
+        "merges": 5,
+        "memory": [{"rank": 0, "parameters": 2**20, "in all": 2**21}],
+    }
+    return {
+        "task": "mnist",
+        "metric": "accuracy",
+        "results": {policy: numbers | {"policy": policy} for policy in policies},
+        "command": ["jaxche", "train", "--name", "<mine>"],
+        "versions": {"jax": "0.10"},
+    }
 
 
-def test_one_policy():
-    text = table([result()], "accuracy")
-    rows = {line[:22].strip(): line[22:].strip() for line in text.splitlines()}
-    assert rows["test accuracy"] == "97.1 %"
-    assert rows["efficiency"] == "90.0 %"
-    assert rows["their sum"] == "70.0"
-    assert rows["wait of each rank"] == "1.0:5.0 %"
+class Loads(HTMLParser):
+    """What a browser would fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fetched, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        values = dict(attrs)
+        found = [values.get(name) for name in ("src", "href", "xlink:href", "data")]
+        self.fetched += [v for v in found if v and not v.startswith("#")]
+        assert tag not in ("script", "link", "iframe", "object")
 
 
-def test_policies_side_by_side_with_ratios_to_the_first():
-    results = [result("sync", 20.0), result("cadence", 10.0), result("async", 8.0)]
-    text = table(results, "accuracy")
-    lines = text.splitlines()
-    assert lines[0].split() == ["sync", "cadence", "async", "cadence", "/", "sync", "async", "/", "sync"]
-    assert next(line for line in lines if line.startswith("training time")).split()[-4:] == ["x", "0.50", "x", "0.40"]
-    assert all(len(line) <= 100 for line in lines)
+def read(path):
+    text = path.read_text(encoding="utf8")
+    page = Loads()
+    page.feed(text)
+    assert page.fetched == []
+    assert "url(http" not in text
+    assert "@import" not in text
+    return text, page
 
 
-def test_one_replica_has_nothing_to_wait_for():
-    text = table([result(ranks=1)], "accuracy")
-    assert "wait" not in text
-    assert "their sum" not in text
+def test_the_next_line_can_be_pasted(tmp_path, capsys, history):
+    folder = tmp_path / "my runs" / "it's"
+    folder.mkdir(parents=True)
+    history().to_json(folder / "history.jsonl")
+    assert main(["report", str(folder)]) == 0
+    words = shlex.split(capsys.readouterr().out.split(", or ")[1])
+    assert words == ["jaxche", "report", str(folder), "--open"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 64])
-def test_lines_fit(world, info):
-    assert len(round_line(info(world, steps=200))) <= 100
-    assert len(round_header(world)) == len(round_line(info(world)))
-    assert all(len(line) <= 100 for line in table([result(ranks=world)], "accuracy").splitlines())
+def test_a_run_becomes_one_file(tmp_path, capsys, history):
+    history().to_json(tmp_path / "history.jsonl")
+    (tmp_path / "result.json").write_text(json.dumps(result("cadence")))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "next: open" in capsys.readouterr().out
+    text, page = read(tmp_path / "report.html")
+    assert page.tags.count("svg") == 1
+    assert "<td>97.5 %</td>" in text
+    assert "<td>95.0 %</td>" in text
+    assert "&lt;mine&gt;" in text  # what others wrote is text, never markup
+    assert "the last 5 of 5 rounds" in text
+    # Letters are outlines, so what the picture says is in its comments.
+    drawn = re.findall(r"<!-- (.*?) -->", text)
+    assert any("Memory of a device" in line for line in drawn)
 
 
-def test_many_ranks_are_a_range(info):
-    assert " 10:10:10:10 " in round_line(info(4))
-    assert " 10..10 " in round_line(info(5))
+def test_the_rounds_are_a_table_whatever_the_metrics_are_called(tmp_path, history):
+    rounds = [replace(info, metrics={"top  5": 0.5, "loss of x": 0.25}) for info in history(2)]
+    History(rounds).to_json(tmp_path / "history.jsonl")
+    assert main(["report", str(tmp_path)]) == 0
+    text, _ = read(tmp_path / "report.html")
+    assert "<th>wait_ms</th><th>ms</th><th>top  5</th><th>loss of x</th></tr>" in text
+    assert "<td>0:10</td><td>210</td>" in text.replace(".0", "")
+    assert text.count("<td>0.5</td><td>0.25</td></tr>") == 2
+
+
+def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path, history):
+    for policy in ("sync", "cadence"):
+        (tmp_path / policy).mkdir()
+        history().to_json(tmp_path / policy / "history.jsonl")
+    (tmp_path / "result.json").write_text(json.dumps(result("sync", "cadence")))
+    out = tmp_path / "elsewhere.html"
+    assert main(["report", str(tmp_path), "--out", str(out)]) == 0
+    text, page = read(out)
+    assert page.tags.count("svg") == 2
+    assert text.index("policy sync") < text.index("policy cadence")
+    assert "<th>sync</th><th>cadence</th><th>cadence / sync</th>" in text
+
+
+def test_a_run_that_was_cut_off_is_reported(tmp_path, history):
+    history(2).to_json(tmp_path / "history.jsonl")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "2 rounds" in read(tmp_path / "report.html")[0]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_no_run_is_said(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "history.jsonl").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "it has no history.jsonl with a round" in capsys.readouterr().err
+
+
+def test_whatever_a_run_is_called_it_is_text(tmp_path, history):
+    name = "a&b <script>alert(1)<"
+    for policy in ("sync", name):
+        (tmp_path / name / policy).mkdir(parents=True)
+        rounds = [replace(info, metrics={"<script>": 0.5}) for info in history(2)]
+        History(rounds).to_json(tmp_path / name / policy / "history.jsonl")
+    told = result("sync", name) | {"task": "<script>", "versions": {"<script>": "</pre><script>"}}
+    (tmp_path / name / "result.json").write_text(json.dumps(told))
+    assert main(["report", str(tmp_path / name)]) == 0
+    text, page = read(tmp_path / name / "report.html")  # refuses a tag <script>
+    assert "<title>a&amp;b &lt;script&gt;alert(1)&lt;</title>" in text
+    assert "<th>a&amp;b &lt;script&gt;alert(1)&lt;</th>" in text
+    assert page.tags.count("svg") == 2

@@ -43,7 +43,7 @@ def test_the_same_seed_gives_the_same_fleet(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ms", "20"], "two or more speeds"),
+        (["--ms", "20"], "two or more ranks"),
         (["--spread", "4"], "--ranks 64 --spread 4"),
         (["--slowdown", "9@1x2"], "rank=9"),
         (["--rounds", "2", "--plot", "x.nothing"], "--plot x.nothing"),

@@ -103,7 +103,7 @@ def test_variables_that_are_half_given_are_one_line(monkeypatch, capsys):
 def test_under_slurm_each_task_is_a_stage_and_starts_none(monkeypatch):
     for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr("jaxche.cli._joined.initialize", lambda **_: ClusterInfo(1, 2, "slurm"))
+    monkeypatch.setattr("jaxche.cluster.initialize", lambda **_: ClusterInfo(1, 2, "slurm"))
     monkeypatch.setattr("jaxche.cluster.launch", lambda *_, **__: pytest.fail("started processes"))
     trained = []
     monkeypatch.setattr("jaxche.cli._stages.train", lambda args, n_stages, local: trained.append((n_stages, local)))
@@ -117,6 +117,6 @@ def test_processes_of_other_versions_are_one_line(protocol, monkeypatch, capsys)
     def refuse(**_):
         raise RuntimeError("the processes run other versions")
 
-    monkeypatch.setattr("jaxche.cli._joined.initialize", refuse)
+    monkeypatch.setattr("jaxche.cluster.initialize", refuse)
     assert main(["train", "--task", "text", "--protocol", protocol]) == 2
     assert capsys.readouterr().err == "jaxche train: error: the processes run other versions\n"

@@ -104,7 +104,7 @@ def test_a_run_that_changed_its_ranks_is_not_replayed(trained):
     rounds.to_json(folder / "runs/elastic/history.jsonl")
     done = run(folder, "--replay", "runs/elastic")
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"--replay runs/elastic: this run went on from 2 to 3 ranks at round {rounds[-1].round}," in done.stderr
+    assert f"--replay runs/elastic: the number of ranks changed from 2 to 3 at round {rounds[-1].round}," in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -141,7 +141,7 @@ def test_ctrl_c_is_no_end_of_a_run(monkeypatch, tmp_path, capsys):
     def interrupt(self, state, info):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxche.cli._watch.Watch.__call__", interrupt)
+    monkeypatch.setattr("jaxche.cli._progress.Progress.__call__", interrupt)
     run = ["train", "--task", "digits", "-n", "1", "--name", "mine", "--out", str(tmp_path), "--checkpoint-every", "1"]
     assert main(run) == 130
     assert not (tmp_path / "mine" / "result.json").exists()
@@ -163,7 +163,7 @@ def test_a_hang_is_watched_by_who_starts_the_processes_or_by_themselves(monkeypa
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JAXCHE_HANG_TIMEOUT", "")
     seen = []
-    monkeypatch.setattr("jaxche.cli._train.joined", lambda: seen.append(os.environ["JAXCHE_HANG_TIMEOUT"]))
+    monkeypatch.setattr("jaxche.cli._train.join", lambda: seen.append(os.environ["JAXCHE_HANG_TIMEOUT"]))
     monkeypatch.setattr("jaxche.cli._worker.work", lambda args, name: 0)
     assert main(["train", "--task", "digits", "--hang-timeout", "9"]) == 0
     assert seen == ["9"]
@@ -174,12 +174,12 @@ def dies_once(folder, when):
     (folder / "sitecustomize.py").write_text(
         "import os, signal\n"
         "if os.environ.get('JAXCHE_PROCESS_ID') == '1' and os.environ['JAXCHE_RESTART'] == '0':\n"
-        "    from jaxche.cli._watch import Watch\n"
-        "    call = Watch.__call__\n"
+        "    from jaxche.cli._progress import Progress\n"
+        "    call = Progress.__call__\n"
         "    def die(self, state, info):\n"
         "        call(self, state, info)\n"
         f"        if {when}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    Watch.__call__ = die\n"
+        "    Progress.__call__ = die\n"
     )
 
 
@@ -243,9 +243,9 @@ def test_a_worker_that_dies_fails_the_run(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('JAXCHE_PROCESS_ID') == '1':\n"
-        "    import jaxche.cli._run as run\n"
+        "    import jaxche.cli._worker as worker\n"
         "    def train(args, folder): raise OSError('the disk is full')\n"
-        "    run.train = train\n"
+        "    worker.train = train\n"
     )
     done = run(tmp_path, "--task", "digits", path=[tmp_path])
     assert done.returncode == 1

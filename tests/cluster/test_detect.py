@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxche.cluster._detect import Found, detect
+from jaxche.cluster._detect import Detected, detect
 
 LAUNCHED = {"JAXCHE_COORDINATOR": "127.0.0.1:1", "JAXCHE_NUM_PROCESSES": "2", "JAXCHE_PROCESS_ID": "1"}
 SLURM = {
@@ -18,13 +18,13 @@ KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"
 
 def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     everything = LAUNCHED | SLURM | OPEN_MPI
-    assert detect("h:2", 3, 2, everything) == Found("arguments", "h:2", 3, 2)
-    assert detect(None, None, None, everything) == Found("jaxche", "127.0.0.1:1", 2, 1)
+    assert detect("h:2", 3, 2, everything) == Detected("arguments", "h:2", 3, 2)
+    assert detect(None, None, None, everything) == Detected("jaxche", "127.0.0.1:1", 2, 1)
     # mpirun inside a Slurm job: Slurm's numbers are of the machines, not of the processes.
-    assert detect(None, None, None, SLURM | OPEN_MPI) == Found("ompi")
-    assert detect(None, None, None, SLURM) == Found("slurm")
-    assert detect(None, None, None, OPEN_MPI) == Found("ompi")
-    assert detect(None, None, None, {}) == Found("none", None, 1, 0)
+    assert detect(None, None, None, SLURM | OPEN_MPI) == Detected("ompi")
+    assert detect(None, None, None, SLURM) == Detected("slurm")
+    assert detect(None, None, None, OPEN_MPI) == Detected("ompi")
+    assert detect(None, None, None, {}) == Detected("none", None, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     ],
 )
 def test_one_process_under_a_scheduler_is_on_its_own(environ):
-    assert detect(None, None, None, environ) == Found("none", None, 1, 0)
+    assert detect(None, None, None, environ) == Detected("none", None, 1, 0)
 
 
 def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
@@ -47,7 +47,7 @@ def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
     assert detect(None, None, None, KUBERNETES | LAUNCHED).launcher == "jaxche"
     assert detect(None, None, None, KUBERNETES | {"JAXCHE_NUM_PROCESSES": "1"}).num_processes == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert detect(None, None, None, KUBERNETES) == Found("k8s")
+    assert detect(None, None, None, KUBERNETES) == Detected("k8s")
 
 
 def test_open_mpi_without_an_address_is_refused_rather_than_trained_twice():
@@ -99,8 +99,8 @@ def test_wrong_variables_are_named():
 )
 def test_the_scheduler_numbers_processes_that_were_told_the_rest(scheduler, local_id):
     told = {"JAXCHE_COORDINATOR": "h:1", "JAXCHE_NUM_PROCESSES": "2"}
-    assert detect(None, None, None, told | scheduler) == Found("jaxche", "h:1", 2, 1, local_id)
+    assert detect(None, None, None, told | scheduler) == Detected("jaxche", "h:1", 2, 1, local_id)
     # The number of `jaxche launch` counts, also inside a job of one task.
-    assert detect(None, None, None, LAUNCHED | scheduler | {"SLURM_PROCID": "0"}) == Found(
+    assert detect(None, None, None, LAUNCHED | scheduler | {"SLURM_PROCID": "0"}) == Detected(
         "jaxche", "127.0.0.1:1", 2, 1
     )

@@ -42,7 +42,7 @@ def test_a_start_that_never_beats_is_a_hang(tmp_path, clock):
 
 def test_a_rank_that_is_silent_alone_hangs_once_it_was_heard_of(tmp_path, clock):
     paths = [tmp_path / name for name in "012"]
-    beats = Heartbeats(paths, timeout_s=1e9, alone_s=10.0)
+    beats = Heartbeats(paths, timeout_s=1e9, rank_timeout_s=10.0)
     for _ in range(3):  # the last never speaks: it may still compile
         for path in paths[:2]:
             path.unlink(missing_ok=True)

@@ -10,9 +10,9 @@ import pytest
 
 from jaxche.cluster import ClusterInfo, initialize
 from jaxche.cluster import _connect as connecting
+from jaxche.cluster import _handshake as handshake_module
 from jaxche.cluster import _initialize as module
-from jaxche.cluster import _roll_call as roll_call
-from jaxche.cluster._detect import Found
+from jaxche.cluster._detect import Detected
 
 ALONE = ClusterInfo(0, 1, "none")
 
@@ -79,7 +79,7 @@ def test_a_coordinator_on_the_loopback_listens_there_alone(monkeypatch, host, al
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append(kwargs))
     monkeypatch.setattr(connecting, "_check_port_is_free", lambda *args: None)
-    connecting.connect(Found("arguments", address, 2, 0), None, 300, time.monotonic() + 300)
+    connecting.connect(Detected("arguments", address, 2, 0), None, 300, time.monotonic() + 300)
     assert [call["coordinator_bind_address"] for call in calls] == [address if alone else None]
 
 
@@ -100,15 +100,15 @@ def join(monkeypatch, service):
         def joined(*args, **kwargs):
             calls.append((args, kwargs))
             state = module._jax_distributed.global_state
-            client = service("roll_call", {0: other})
+            client = service("handshake", {0: other})
             for name, value in {"process_id": 1, "num_processes": 2, "client": client}.items():
                 monkeypatch.setattr(state, name, value)
 
         monkeypatch.setattr(jax.distributed, "initialize", joined)
         monkeypatch.setattr(jax.distributed, "shutdown", lambda: calls.append("left"))
         monkeypatch.setattr(connecting, "_wait_for_coordinator", lambda *args: None)
-        monkeypatch.setattr(module, "_leave_at_once_after_an_exception", lambda: None)
-        monkeypatch.setattr(module, "know_everywhere", lambda *args: None)
+        monkeypatch.setattr(module, "_exit_at_once_after_exception", lambda: None)
+        monkeypatch.setattr(module, "register_devices", lambda *args: None)
         return calls
 
     return joining
@@ -116,7 +116,7 @@ def join(monkeypatch, service):
 
 def _member(kind="cpu", world=2, gpus=(), **changed):
     said = {"host": "n1", "kind": kind, "num_processes": world, "gpus": gpus}
-    return json.dumps(said | {"versions": roll_call.versions() | changed})
+    return json.dumps(said | {"versions": handshake_module.versions() | changed})
 
 
 def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypatch, join):
@@ -153,11 +153,11 @@ def test_mixed_kinds_get_their_flag_and_a_cache_each(join, tmp_path):
 def test_two_processes_on_one_gpu_keep_it_apart(monkeypatch, join):
     join(_member("NVIDIA L4", gpus=["GPU-aa"]), CUDA_VISIBLE_DEVICES="0")
     monkeypatch.setattr(module, "_environ", lambda: {"CUDA_VISIBLE_DEVICES": "0"})
-    monkeypatch.setattr(roll_call, "has_cuda", lambda: True)
+    monkeypatch.setattr(handshake_module, "has_cuda", lambda: True)
     monkeypatch.setattr("jaxche.cluster._gpus._nvidia_smi", lambda: "GPU 0: NVIDIA L4 (UUID: GPU-aa)")
     set_, begun = {}, []
     monkeypatch.setattr(jax.config, "update", set_.__setitem__)
-    monkeypatch.setattr(module, "own_accelerators", lambda platform: begun.append(platform) or "[]")
+    monkeypatch.setattr(module, "describe_accelerators", lambda platform: begun.append(platform) or "[]")
     initialize(timeout_s=10)
     assert begun == ["cuda"]
     assert set_["jax_platforms"] == "cpu,cuda"
@@ -181,7 +181,7 @@ def test_other_versions_and_worlds_are_refused_before_the_backend_starts(join, o
 def test_gpus_of_several_kinds_in_one_process_are_refused(monkeypatch):
     _idle_backend(monkeypatch)
     kinds = ["NVIDIA H100", "NVIDIA H100", "NVIDIA L4"]
-    monkeypatch.setattr(module, "devices_seen", lambda *args: [("", kind) for kind in kinds])
+    monkeypatch.setattr(module, "visible_devices", lambda *args: [("", kind) for kind in kinds])
     expected = r"2 x NVIDIA H100, 1 x NVIDIA L4.*jaxche launch -n 3 train.py"
     with pytest.raises(ValueError, match=expected):
         initialize()
@@ -197,16 +197,18 @@ def test_gpus_of_several_kinds_in_one_process_are_refused(monkeypatch):
 def test_each_process_of_a_machine_takes_its_gpu(monkeypatch, local_id, visible, ids):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert connecting.local_devices(Found("slurm", "h:1", 4, 3, local_id)) == ids
+    assert connecting.local_device_ids(Detected("slurm", "h:1", 4, 3, local_id)) == ids
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
-    assert connecting.local_devices(Found("slurm", "h:1", 4, 3, local_id)) is None
+    assert connecting.local_device_ids(Detected("slurm", "h:1", 4, 3, local_id)) is None
 
 
 def test_more_processes_than_gpus_on_a_machine_are_refused(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ValueError, match=r"process 6 is number 2 of this machine.*shows 2 GPUs.*ntasks-per-node=2"):
-        connecting.local_devices(Found("slurm", "h:1", 8, 6, 2))
+    with pytest.raises(
+        ValueError, match=r"process 6 is number 2 on this machine.*has 2 visible GPUs.*ntasks-per-node=2"
+    ):
+        connecting.local_device_ids(Detected("slurm", "h:1", 8, 6, 2))
 
 
 def test_a_proxy_is_bypassed(monkeypatch):

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from jaxche.cli import _launch as cli
 from jaxche.cli._main import make_parser
 from jaxche.cluster import launch
 
@@ -53,9 +52,9 @@ def _parse(*words):
 )
 def test_the_command_line_becomes_a_command(words, command, monkeypatch):
     seen = {}
-    monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more, command=command) or 7)
+    monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more, command=command) or 7)
     args = _parse(*words)
-    assert args.chosen.run(args) == 7
+    assert args.command_object.run(args) == 7
     assert seen["command"] == command
     assert seen["processes"] == 2
     assert seen["pace_ms"] is None
@@ -63,8 +62,8 @@ def test_the_command_line_becomes_a_command(words, command, monkeypatch):
 
 def test_options_reach_the_launch(monkeypatch):
     seen = {}
-    monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more) or 0)
-    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
+    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
     restarts = [
         "--max-restarts",
         "3",
@@ -78,7 +77,7 @@ def test_options_reach_the_launch(monkeypatch):
     ]
     shown = ["--only-rank0", "--no-prefix", "--no-pin", "--elastic"]
     args = _parse("--pace", "20,50.5", *shown, "--grace", "1", *restarts, __file__)
-    assert args.chosen.run(args) == 0
+    assert args.command_object.run(args) == 0
     assert seen == {
         "processes": 2,
         "pace_ms": (20, 50.5),
@@ -110,7 +109,7 @@ def test_options_reach_the_launch(monkeypatch):
 )
 def test_a_wrong_command_line_says_so_and_ends_with_2(words, message, capsys):
     args = _parse(*words)
-    assert args.chosen.run(args) == 2
+    assert args.command_object.run(args) == 2
     assert message in capsys.readouterr().err
 
 
@@ -135,8 +134,8 @@ def test_a_wrong_word_is_refused_with_the_one_for_a_shell(words, write, capsys):
 
 def test_one_a_gpu_and_some_on_the_cpu(monkeypatch):
     seen = {}
-    monkeypatch.setattr(cli, "launch", lambda command, **more: seen.update(more) or 0)
-    monkeypatch.setattr(cli, "count_gpus", lambda: 2)
+    monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
+    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
     args = _parse("--on-cpu", "1", __file__)
-    assert args.chosen.run(args) == 0
+    assert args.command_object.run(args) == 0
     assert (seen["processes"], seen["on_cpu"]) == (3, 1)

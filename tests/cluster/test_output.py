@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jaxche.cluster._output import LinePrinter, Reader
+from jaxche.cluster._output import LinePrinter, OutputReader
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from jaxche.cluster._output import LinePrinter, Reader
 def test_lines(chunks, lines):
     out = io.StringIO()
     read, write = os.pipe()
-    reader = Reader(os.fdopen(read, "rb"), 3, LinePrinter(prefix=True), out, keep=2)
+    reader = OutputReader(os.fdopen(read, "rb"), 3, LinePrinter(prefix=True), out, keep=2)
     for chunk in chunks:
         os.write(write, chunk)
     os.close(write)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxche.cluster import count_gpus
 from jaxche.cluster._gpus import gpu_ids, parse_listing, visible_gpus
-from jaxche.cluster._placement import Place, pinned, places, rank_environment
+from jaxche.cluster._placement import Placement, assign_placements, pinned, rank_environment
 
 LISTING = """\
 GPU 0: NVIDIA A100 80GB PCIe (UUID: GPU-a)
@@ -41,13 +41,13 @@ def test_gpus_are_named_as_far_as_they_are_visible():
 
 
 def test_each_rank_gets_a_gpu_and_too_few_are_refused():
-    assert [place.gpu for place in places(2, {"CUDA_VISIBLE_DEVICES": "3,1,0"})] == ["3", "1"]
+    assert [place.gpu for place in assign_placements(2, {"CUDA_VISIBLE_DEVICES": "3,1,0"})] == ["3", "1"]
     for way in (r"-n 1, or JAX_PLATFORMS=cpu jaxche launch -n 3", "--on-cpu 2", "CUDA_VISIBLE_DEVICES=0,0,0"):
         with pytest.raises(ValueError, match=f"processes=3.*1 GPU.*{way}"):
-            places(3, {"CUDA_VISIBLE_DEVICES": "0"})
-    assert [place.gpu for place in places(2, {"CUDA_VISIBLE_DEVICES": "0,0"})] == ["0", "0"]
+            assign_placements(3, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert [place.gpu for place in assign_placements(2, {"CUDA_VISIBLE_DEVICES": "0,0"})] == ["0", "0"]
     with pytest.raises(ValueError, match=r"0 GPU\(s\)"):
-        places(1, NO_GPU | {"JAX_PLATFORMS": "cuda"})
+        assign_placements(1, NO_GPU | {"JAX_PLATFORMS": "cuda"})
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,14 @@ def test_each_rank_gets_a_gpu_and_too_few_are_refused():
 )
 def test_cores_go_round(environ, monkeypatch):
     monkeypatch.setattr("jaxche.cluster._placement._cores", lambda: [4, 7])
-    assert [place.core for place in places(3, environ)] == [4, 7, 4]
+    assert [place.core for place in assign_placements(3, environ)] == [4, 7, 4]
 
 
 @pytest.mark.parametrize(
     ("environ", "first"), [({"CUDA_VISIBLE_DEVICES": "0"}, "GPU 0"), ({"JAX_PLATFORMS": "tpu"}, "tpu")]
 )
 def test_some_ranks_train_on_the_cpu_beside_the_others(environ, first):
-    one, other = places(2, environ, on_cpu=1)
+    one, other = assign_placements(2, environ, on_cpu=1)
     assert (str(one), str(other)) == (first, "CPU")
     made = rank_environment(environ, 1, 2, "h:1", other)
     assert made["JAX_PLATFORMS"] == "cpu"
@@ -70,14 +70,14 @@ def test_some_ranks_train_on_the_cpu_beside_the_others(environ, first):
 
 
 def test_other_devices_are_left_to_jax():
-    place = places(1, {"JAX_PLATFORMS": "tpu"})[0]
-    assert place == Place(platform="tpu")
+    place = assign_placements(1, {"JAX_PLATFORMS": "tpu"})[0]
+    assert place == Placement(platform="tpu")
     assert "XLA_FLAGS" not in rank_environment({"JAX_PLATFORMS": "tpu"}, 0, 1, "h:1", place)
 
 
 def test_the_variables_of_a_cpu_rank():
     base = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true", "OMP_NUM_THREADS": "3", "KEPT": "1"}
-    made = rank_environment(base, 1, 2, "127.0.0.1:5", Place(core=0, platform="cpu"), pace_ms=12.5)
+    made = rank_environment(base, 1, 2, "127.0.0.1:5", Placement(core=0, platform="cpu"), pace_ms=12.5)
     assert made["JAXCHE_COORDINATOR"] == "127.0.0.1:5"
     assert (made["JAXCHE_NUM_PROCESSES"], made["JAXCHE_PROCESS_ID"]) == ("2", "1")
     assert made["JAXCHE_PACE_MS"] == "12.5"
@@ -89,7 +89,7 @@ def test_the_variables_of_a_cpu_rank():
 
 
 def test_the_variables_of_a_gpu_rank():
-    made = rank_environment({}, 0, 1, "127.0.0.1:5", Place(gpu="GPU-a", platform="cuda"))
+    made = rank_environment({}, 0, 1, "127.0.0.1:5", Placement(gpu="GPU-a", platform="cuda"))
     assert made["CUDA_VISIBLE_DEVICES"] == "GPU-a"
     assert not {"JAXCHE_PACE_MS", "XLA_FLAGS", "OMP_NUM_THREADS", "JAX_PLATFORMS"} & set(made)
 

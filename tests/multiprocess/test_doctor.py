@@ -68,4 +68,4 @@ def test_it_waits_no_longer_than_it_is_told(tmp_path):
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    assert "process 1 joined, but did not say within 2 s" in done.stderr
+    assert "process 1 joined, but sent nothing for 'doctor' within 2 s" in done.stderr

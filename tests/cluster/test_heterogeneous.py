@@ -5,13 +5,18 @@ import json
 import jax
 import pytest
 
-from jaxche.cluster import _apart as module
-from jaxche.cluster._apart import keep_apart, know_everywhere, own_accelerators, why_apart
-from jaxche.cluster._roll_call import Member
+from jaxche.cluster import _heterogeneous as module
+from jaxche.cluster._handshake import ProcessInfo
+from jaxche.cluster._heterogeneous import (
+    configure_platforms,
+    describe_accelerators,
+    register_devices,
+    why_heterogeneous,
+)
 
 
 def member(kind, *gpus):
-    return Member("n1", kind, 2, {}, gpus)
+    return ProcessInfo("n1", kind, 2, {}, gpus)
 
 
 CPU, H100, L4, L4_TOO = member("cpu", ""), member("H100", "GPU-a"), member("L4", "GPU-b"), member("L4", "GPU-b")
@@ -27,38 +32,38 @@ def told(monkeypatch):
 
 
 def test_when():
-    assert why_apart([CPU, CPU]) is None
-    assert why_apart([H100, L4]) is None
-    assert why_apart([UNLISTED, UNLISTED]) is None  # who knows
-    assert why_apart([L4, CPU, CPU]) == "some processes train on the CPU"
-    assert why_apart([H100, L4, L4_TOO]) == "processes share a GPU"
+    assert why_heterogeneous([CPU, CPU]) is None
+    assert why_heterogeneous([H100, L4]) is None
+    assert why_heterogeneous([UNLISTED, UNLISTED]) is None  # who knows
+    assert why_heterogeneous([L4, CPU, CPU]) == "some processes train on the CPU"
+    assert why_heterogeneous([H100, L4, L4_TOO]) == "processes share a GPU"
 
 
 @pytest.mark.parametrize(
     ("wanted", "platforms"), [("", "cpu,cuda"), ("gpu", "cpu,cuda"), ("cuda,cpu", "cpu,cuda"), ("tpu", "cpu,tpu")]
 )
 def test_accelerators_are_a_second_platform_of_their_process(told, wanted, platforms):
-    assert keep_apart([L4, CPU], L4, {"JAX_PLATFORMS": wanted}) == platforms[4:]
+    assert configure_platforms([L4, CPU], L4, {"JAX_PLATFORMS": wanted}) == platforms[4:]
     assert told == {"jax_platforms": platforms, "jax_pjrt_client_create_options": {"num_nodes": 1}}
 
 
 def test_a_process_without_does_not_start_them(told):
-    assert keep_apart([L4, CPU], CPU, {"JAX_PLATFORMS": "cpu,cuda"}) is None
+    assert configure_platforms([L4, CPU], CPU, {"JAX_PLATFORMS": "cpu,cuda"}) is None
     assert told == {"jax_platforms": "cpu"}
 
 
 def test_processes_on_one_gpu_share_its_memory_unless_told_how(told):
-    keep_apart([L4, L4_TOO], L4, {})
+    configure_platforms([L4, L4_TOO], L4, {})
     assert told["jax_pjrt_client_create_options"] == {"num_nodes": 1, "memory_fraction": 0.375}
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
-        keep_apart([L4, L4_TOO], L4, {name: "0.2"})
+        configure_platforms([L4, L4_TOO], L4, {name: "0.2"})
         assert told["jax_pjrt_client_create_options"] == {"num_nodes": 1}
 
 
 @pytest.mark.parametrize("given", [{"a": "1", "num_nodes": 2}, "a:1;num_nodes:2"])
 def test_other_options_stay(told, monkeypatch, given):
     monkeypatch.setattr(type(jax.config), "values", {"jax_pjrt_client_create_options": given})
-    keep_apart([L4, CPU], L4, {})
+    configure_platforms([L4, CPU], L4, {})
     assert told["jax_pjrt_client_create_options"] == {"a": "1", "num_nodes": 1}
 
 
@@ -66,7 +71,7 @@ def test_several_gpus_of_a_process_meet_on_as_many_cpu_devices(told, monkeypatch
     several = member("L4", "GPU-b", "GPU-c")
     set_so_far = {"jax_pjrt_client_create_options": None, "jax_num_cpu_devices": -1}
     monkeypatch.setattr(type(jax.config), "values", set_so_far)
-    keep_apart([several, CPU], several, {})
+    configure_platforms([several, CPU], several, {})
     assert told["jax_num_cpu_devices"] == 2
 
 
@@ -74,11 +79,11 @@ def test_all_know_all(devices, monkeypatch):
     heard = []
     monkeypatch.setattr(module, "know_devices", heard.extend)
     there = json.dumps([{"process_index": 1, "platform": "gpu", "device_kind": "L4", "id": 0}])
-    know_everywhere([own_accelerators(None), there], 0, None)
+    register_devices([describe_accelerators(None), there], 0, None)
     assert heard[:-1] == devices
     assert (heard[-1].process_index, heard[-1].device_kind) == (1, "L4")
     # On the process with the accelerators they are themselves; here CPU devices play them.
-    assert json.loads(own_accelerators("cpu"))[1]["id"] == devices[1].id
+    assert json.loads(describe_accelerators("cpu"))[1]["id"] == devices[1].id
     heard.clear()
-    know_everywhere([own_accelerators("cpu")], 0, "cpu")
+    register_devices([describe_accelerators("cpu")], 0, "cpu")
     assert heard == devices

@@ -1,9 +1,8 @@
-"""Checks of one process's surroundings: each says what it found and, where something is wrong, what to write."""
+"""The checks of `jaxche doctor` for one process."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import socket
@@ -12,26 +11,24 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from jaxche.cluster import PROXIES
-from jaxche.cluster import versions as package_versions
-from jaxche.sharding import local_devices
-
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
 _STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
 
 
 class Finding(NamedTuple):
-    """One line of the report. ``mend`` says what to write; a finding with it is a problem."""
+    """The result of one check; a problem if it has a ``fix``, the line to write."""
 
     name: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
 
 def versions() -> Finding:
-    """Of all that a run depends on; the CUDA plugin has to fit jaxlib."""
+    """Versions of the packages; the CUDA plugin must fit jaxlib."""
+    import importlib.metadata
+
+    from jaxche.cluster import versions as package_versions
+
     found = package_versions() | {"python": platform.python_version()}
     text = ", ".join(f"{package} {version}" for package, version in found.items())
     for cuda in (12, 13):
@@ -54,7 +51,7 @@ def machine() -> Finding:
 
 
 def free_memory_gib() -> float | None:
-    """What this machine could still give, or None where it does not say (macOS)."""
+    """Available memory of this machine; None where the system has no such number (macOS)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":") for line in file)
@@ -64,7 +61,7 @@ def free_memory_gib() -> float | None:
 
 
 def start_devices(timeout_s: float) -> bool:
-    """Whether JAX's devices start, or fail to, in so many seconds; a driver that hangs lets them do neither."""
+    """Whether JAX's devices start, or fail to start, before the timeout; a driver may hang."""
     thread = threading.Thread(target=_start, name="jaxche-devices", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -72,22 +69,25 @@ def start_devices(timeout_s: float) -> bool:
 
 
 def _start() -> None:
-    with contextlib.suppress(RuntimeError):  # said by devices()
+    from jaxche.sharding import local_devices
+
+    with contextlib.suppress(RuntimeError):  # devices() reports it
         local_devices()
 
 
-def hung(timeout_s: float) -> Finding:
-    """Of devices that did not start."""
+def not_started(timeout_s: float) -> Finding:
+    """The finding for devices that did not start."""
     return Finding(
         "devices",
-        f"JAX has not started them in {timeout_s:g} s; does the driver hang, or another process hold them?",
+        f"JAX has not started them in {timeout_s:g} s; the driver hangs, or another process uses them",
         "JAX_PLATFORMS=cpu jaxche doctor, and look at nvidia-smi",
     )
 
 
 def devices() -> Finding:
-    """What JAX found, against what the driver shows."""
+    """The devices of JAX, compared with those of the driver."""
     from jaxche.cluster import count_gpus, has_cuda
+    from jaxche.sharding import local_devices
 
     try:
         local = local_devices()
@@ -104,31 +104,33 @@ def devices() -> Finding:
     gpus = count_gpus() if not wanted or "cuda" in wanted or "gpu" in wanted else 0
     if gpus and local[0].platform != "gpu":
         what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
-        mend = "nvidia-smi, and compare its CUDA version" if has_cuda() else "pip install 'jaxche[cuda13]' (or cuda12)"
-        return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", mend)
+        fix = "nvidia-smi, and compare its CUDA version" if has_cuda() else "pip install 'jaxche[cuda13]' (or cuda12)"
+        return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
     return Finding("devices", text)
 
 
 def variables(environ: Mapping[str, str]) -> Finding:
-    """Those set that change what JAX does."""
+    """Environment variables that change what JAX does."""
     found = [f"{name}={environ[name]}" for name in sorted(environ) if name.startswith(_PREFIXES)]
     return Finding("variables", "  ".join(found) or "none that JAX reads")
 
 
 def proxies(environ: Mapping[str, str]) -> Finding:
-    """Named without their values, which may hold passwords."""
+    """Names of proxy variables; their values may contain passwords."""
+    from jaxche.cluster import PROXIES
+
     found = [name for name in sorted(environ) if name.lower() in PROXIES]
     if not found:
         return Finding("proxies", "none")
     return Finding(
         "proxies",
-        f"{', '.join(found)}: jaxche.initialize() goes round them (no_proxy, no_grpc_proxy); jax.distributed alone "
+        f"{', '.join(found)}: jaxche.initialize() bypasses them (no_proxy, no_grpc_proxy); jax.distributed alone "
         "can hang",
     )
 
 
 def ports() -> Finding:
-    """Whether a port can be opened and reached under this machine's name."""
+    """Whether this machine can open a port and connect to it by its host name."""
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
@@ -145,16 +147,19 @@ def ports() -> Finding:
 
 
 def compilation() -> Finding:
-    """A gradient, compiled and run on each device, compared with NumPy."""
+    """Compares a compiled gradient on each device with NumPy."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
+
+    from jaxche.sharding import local_devices
 
     x = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
     expected = x.T @ (1 - np.tanh(x @ x) ** 2)
     gradient = jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
     began = time.perf_counter()
     for device in local_devices():
-        # Matrix units round to few bits; a broken device is off by far more.
+        # Loose, because matrix units may round to few bits.
         if not np.allclose(gradient(*jax.device_put((x, x), device)), expected, atol=0.3, rtol=0.05):
             return Finding(
                 "compile", f"a gradient on {device} is wrong", f"leave {device} out: CUDA_VISIBLE_DEVICES=..."
@@ -164,13 +169,13 @@ def compilation() -> Finding:
 
 
 def cache() -> Finding:
-    """Whether compiled programs are kept, and can be."""
+    """Whether there is a compilation cache, and whether it is writable."""
     import jax
 
     folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder:
         return Finding(
-            "cache", "none: every start compiles anew; JAX_COMPILATION_CACHE_DIR=~/.cache/jax keeps programs"
+            "cache", "none: every start compiles again; JAX_COMPILATION_CACHE_DIR=~/.cache/jax keeps programs"
         )
     if "://" in folder:
         return Finding("cache", folder)
@@ -188,12 +193,14 @@ def cache() -> Finding:
 
 
 def store(url: str) -> Finding:
-    """Puts, reads back, puts where something is, and deletes, in a store of any kind that obstore knows."""
+    """Puts, gets, conditionally puts and deletes an object in a store that obstore supports."""
     try:
         import obstore
         from obstore.exceptions import AlreadyExistsError, BaseError
     except ImportError:
         return Finding("store", "obstore is not installed", "pip install 'jaxche[store]'")
+    import numpy as np
+
     key = f"jaxche-doctor-{socket.gethostname()}-{os.getpid()}"
     tried, times, place = "opening", [], None
     try:
@@ -218,7 +225,7 @@ def store(url: str) -> Finding:
         return Finding("store", f"{url}: {tried} failed: {str(error).splitlines()[0]}", "check the URL and credentials")
     finally:
         if place is not None:
-            with contextlib.suppress(BaseError, OSError):  # it may not be there, and what failed is said
+            with contextlib.suppress(BaseError, OSError):  # the object may not exist, and the finding has the cause
                 obstore.delete(place, key)
     (_, put, get), (size, big_put, big_get) = times
     text = (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxche.cluster import _flags
-from jaxche.cluster._flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
+from jaxche.cluster import _xla_flags
+from jaxche.cluster._xla_flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 
 
 def test_the_users_flags_win():
@@ -20,7 +20,7 @@ def test_a_file_of_flags_is_left_alone():
 
 @pytest.mark.parametrize("name", [*PROCESS_FLAGS, *MIXED_FLAGS, "xla_cpu_multi_thread_eigen"])
 def test_the_installed_jaxlib_knows_the_flag(name, monkeypatch):
-    monkeypatch.setattr(_flags, "_CHECKED_JAXLIB", (0, 0))
+    monkeypatch.setattr(_xla_flags, "_CHECKED_JAXLIB", (0, 0))
     assert with_flags("", {name: "1"}) == f"--{name}=1"
 
 

@@ -14,7 +14,7 @@ import yaml  # comes with jupytext
 
 from jaxche.cli import main
 from jaxche.cluster import emit
-from jaxche.cluster._nodes import parse_nodes, total_tasks
+from jaxche.cluster._scheduler_files import parse_nodes, total_tasks
 
 ROOT = Path(__file__).parents[2]
 COMMAND = ["python", "train.py", "--note", "it's $HOME"]
@@ -49,7 +49,7 @@ def test_nodes():
 
 @pytest.mark.parametrize("nodes", ["", "0", "x8", "2x0", "2x8:", "2,", "h100"])
 def test_machines_that_make_no_sense_are_refused(nodes):
-    with pytest.raises(ValueError, match=r"--nodes .* makes no sense.*Write: --nodes"):
+    with pytest.raises(ValueError, match=r"--nodes .* is invalid.*Write: --nodes"):
         parse_nodes(nodes)
 
 
@@ -233,7 +233,7 @@ sys.exit(143)
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
 def test_open_mpi_leaves_all_ranks_the_time_for_a_checkpoint(tmp_path, started, monkeypatch):
-    monkeypatch.setattr("jaxche.cluster._emit._KILL_S", 1)
+    monkeypatch.setattr("jaxche.cluster._scheduler_files._KILL_S", 1)
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "script").write_text(emit("mpirun", [sys.executable, "rank.py"], "1x2", max_restarts=3))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

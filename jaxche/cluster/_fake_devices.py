@@ -1,4 +1,4 @@
-"""Devices to try things on, on a machine that has fewer."""
+"""CPU devices for tests and notebooks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import jax
 
 
 def fake_devices(count: int) -> list[Any]:
-    """Let JAX split the processor into so many devices, for notebooks, tests and plans on paper.
+    """Splits the processor into CPU devices, for notebooks, tests and plans.
 
-    They show that something is right, never that it is fast: they share one processor. Give the trainer ``pace_ms=`` to
-    make them act as devices of different speeds.
+    They share one processor, so they test correctness and not speed. With ``pace_ms=`` the trainer makes them act as
+    devices of different speeds.
 
     Args:
-      count: how many devices.
+      count: number of devices.
 
     Returns:
-      The devices. JAX sees only these from now on, also on a machine with GPUs.
+      The devices. JAX uses only these from now on, also on a machine with GPUs.
 
     Raises:
-      ValueError: ``count`` below 1.
+      ValueError: ``count`` is below 1.
       RuntimeError: JAX has already started, with other devices.
 
     Example:
@@ -33,12 +33,12 @@ def fake_devices(count: int) -> list[Any]:
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(count))
-    except RuntimeError:  # it has started: perhaps with what is wanted
+    except RuntimeError:  # JAX has started, perhaps with these devices
         pass
     found = jax.devices()
     if len(found) != count or found[0].platform != "cpu":
         raise RuntimeError(
             f"JAX has already started with {len(found)} {found[0].platform} device(s), and {count} CPU devices are "
-            f"wanted; restart the kernel (or Python) and call jaxche.fake_devices({count}) before the first array"
+            f"needed; restart the kernel (or Python) and call jaxche.fake_devices({count}) before the first array"
         )
     return found

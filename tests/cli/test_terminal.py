@@ -5,7 +5,7 @@ import io
 import pytest
 
 from jaxche.cli import main
-from jaxche.cli._paint import paint
+from jaxche.cli._terminal import paint
 
 
 class Terminal(io.StringIO):
@@ -27,7 +27,7 @@ def test_only_terminals_get_colours(monkeypatch):
 
 def test_errors_have_one_form(capsys):
     assert main(["simulate", "--ms", "20"]) == 2
-    assert capsys.readouterr().err.startswith("jaxche simulate: error: one rank has nobody to wait for")
+    assert capsys.readouterr().err.startswith("jaxche simulate: error: a simulation needs two or more ranks")
 
 
 @pytest.mark.parametrize("command", ["train", "report", "launch", "doctor", "simulate", "plan", "completion"])

@@ -1,4 +1,4 @@
-"""The record and the clock of a run as it goes, over several starts; and what is made of them."""
+"""History and training time of a run over several starts, and the result of these."""
 
 import dataclasses
 import json
@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from jaxche.cli import main
-from jaxche.cli._outcome import outcome
-from jaxche.cli._replay import recorded
-from jaxche.cli._run import _DONE, _done, refuse_folder
-from jaxche.cli._watch import Watch
-from jaxche.cli._write import read_params, write_policy, write_whole
+from jaxche.cli._progress import Progress
+from jaxche.cli._replay import recorded_arguments
+from jaxche.cli._result import result_from_history
+from jaxche.cli._run_files import read_params, refuse_directory, write_atomic, write_policy
+from jaxche.cli._worker import _DONE, _earlier_result
 from jaxche.training import History, RoundInfo
 
 ROUND = RoundInfo(
@@ -41,13 +41,13 @@ def infos(*numbers, **changes):
 class Start:
     """One start of a run whose epochs have two rounds."""
 
-    def __init__(self, folder, goes_on=True):
+    def __init__(self, folder, resumable=True):
         self.judged = []
         task = SimpleNamespace(metric="accuracy", evaluate=self.evaluate)
         trainer = SimpleNamespace(
             policy="cadence", world_size=2, params=lambda state: state, model_state=lambda _: None
         )
-        self.watch = Watch(trainer, task, 3, folder, goes_on)
+        self.progress = Progress(trainer, task, 3, folder, resumable)
 
     def evaluate(self, params, _):
         self.judged.append(params.round)
@@ -59,7 +59,7 @@ class Start:
 
     def rounds(self, *numbers):
         for info in infos(*numbers):
-            self.watch(self.state(info.round + 1), info)
+            self.progress(self.state(info.round + 1), info)
 
 
 def record(folder):
@@ -67,7 +67,7 @@ def record(folder):
 
 
 def test_each_round_is_on_file_when_it_is_over_and_can_be_reported(tmp_path):
-    Start(tmp_path, goes_on=False).rounds(0, 1, 2)
+    Start(tmp_path, resumable=False).rounds(0, 1, 2)
     assert record(tmp_path) == [0, 1, 2]
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"round": 3, "ep')  # cut off
@@ -84,10 +84,10 @@ def test_rounds_that_are_made_again_are_there_once(tmp_path):
     second = Start(tmp_path)
     second.rounds(3, 4)
     assert record(tmp_path) == [0, 1, 2, 3, 4]
-    assert [second.watch.seconds[i] for i in range(3)] == [first.watch.seconds[i] for i in range(3)]
+    assert [second.progress.seconds[i] for i in range(3)] == [first.progress.seconds[i] for i in range(3)]
     # Before the first of them a checkpoint was read.
-    assert second.watch.seconds[3] == pytest.approx(0.21)
-    assert list(Start(tmp_path).watch.seconds.values()) == [second.watch.seconds[i] for i in range(5)]
+    assert second.progress.seconds[3] == pytest.approx(0.21)
+    assert list(Start(tmp_path).progress.seconds.values()) == [second.progress.seconds[i] for i in range(5)]
     second.rounds(2, 3)  # back, after the death of a process
     assert record(tmp_path) == [0, 1, 2, 3]
     Start(tmp_path).rounds(0)  # no checkpoint could be read
@@ -97,28 +97,28 @@ def test_rounds_that_are_made_again_are_there_once(tmp_path):
 def test_the_last_state_is_evaluated_once_whatever_the_start_had_to_do(tmp_path):
     start = Start(tmp_path)
     start.rounds(0, 1, 2, 3)
-    start.watch.finish(start.state(4))
+    start.progress.finish(start.state(4))
     assert start.judged == [2, 4]
     later = Start(tmp_path)  # goes on within epoch 1: not its end
     later.rounds(3)
     assert later.judged == [4]
     later = Start(tmp_path)  # all was done
-    later.watch.finish(later.state(4))
+    later.progress.finish(later.state(4))
     assert later.judged == [4]
-    assert later.watch.test == {"accuracy": 0.4}
-    assert later.watch.curve[0]["seconds"] == sum(later.watch.seconds.values()) > 0
+    assert later.progress.test == {"accuracy": 0.4}
+    assert later.progress.curve[0]["seconds"] == sum(later.progress.seconds.values()) > 0
 
 
 def test_numbers_are_of_all_starts():
     history = History(infos(0, 1, 2, 3))
-    result = outcome("cadence", history, (50.0, 20.0), {0: 0.3, 1: 0.3, 2: 0.2, 3: 0.2}, {"accuracy": 0.9})
+    result = result_from_history("cadence", history, (50.0, 20.0), {0: 0.3, 1: 0.3, 2: 0.2, 3: 0.2}, {"accuracy": 0.9})
     assert result.seconds == pytest.approx(1.0)
     assert result.examples_per_second == pytest.approx(400)
     assert result.efficiency == pytest.approx(56 / 70)
     assert result.wait_share == pytest.approx((0.0, 0.04))
     assert result.sync_share == pytest.approx(0.04)
     # Without a clock rounds count with their own time.
-    assert outcome("cadence", history, (50.0, 20.0), {3: 0.2}, {}).seconds == pytest.approx(3 * 0.21 + 0.2)
+    assert result_from_history("cadence", history, (50.0, 20.0), {3: 0.2}, {}).seconds == pytest.approx(3 * 0.21 + 0.2)
 
 
 def test_with_another_number_of_ranks_the_rounds_since_then_count(tmp_path):
@@ -127,7 +127,7 @@ def test_with_another_number_of_ranks_the_rounds_since_then_count(tmp_path):
     assert [info.round for info in history.last_ranks] == [3, 4]
     assert history[:2].last_ranks == history[:2]
     assert History().last_ranks == History()
-    result = outcome("cadence", history, (50.0, 20.0), {}, {})
+    result = result_from_history("cadence", history, (50.0, 20.0), {}, {})
     assert (result.rounds, result.batches, len(result.wait_ms)) == (2, 28, 2)
     history.to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
@@ -140,10 +140,10 @@ def test_a_later_start_writes_over_what_is_there(tmp_path):
 
 
 def test_a_policy_that_is_done_is_known_by_the_file_that_is_written_last(tmp_path):
-    assert _done(tmp_path, "sync") is None
-    result = outcome("sync", History(infos(0)), (50.0, 20.0), {0: 0.3}, {"accuracy": 0.9})
-    write_whole(tmp_path / _DONE, json.dumps(result.to_dict()))
-    assert json.dumps(_done(tmp_path, "sync").to_dict()) == json.dumps(result.to_dict())
+    assert _earlier_result(tmp_path, "sync") is None
+    result = result_from_history("sync", History(infos(0)), (50.0, 20.0), {0: 0.3}, {"accuracy": 0.9})
+    write_atomic(tmp_path / _DONE, json.dumps(result.to_dict()))
+    assert json.dumps(_earlier_result(tmp_path, "sync").to_dict()) == json.dumps(result.to_dict())
     assert [path.name for path in tmp_path.iterdir()] == [_DONE]
 
 
@@ -154,33 +154,35 @@ def test_damage_of_record_and_clock_costs_only_what_is_damaged(tmp_path, caplog)
         lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
         (tmp_path / name).write_bytes(lines[0] + b"\0\xff\n" + b"".join(lines[2:]))
     second = Start(tmp_path)
-    assert list(second.watch.seconds) == [0]
+    assert list(second.progress.seconds) == [0]
     second.rounds(3, 4)
     assert record(tmp_path) == [0, 2, 3, 4]
-    assert list(Start(tmp_path).watch.seconds.items()) == [(i, second.watch.seconds[i]) for i in (0, 3, 4)]
-    assert second.watch.seconds[0] == first.watch.seconds[0]
+    assert list(Start(tmp_path).progress.seconds.items()) == [(i, second.progress.seconds[i]) for i in (0, 3, 4)]
+    assert second.progress.seconds[0] == first.progress.seconds[0]
     assert caplog.text.count("history.jsonl: 1 damaged line is left out") == 1
     assert caplog.text.count("seconds.txt: line 2 is damaged") == 1
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 40, b'{"results": ', b"7", b"\xff{}"])
 def test_a_damaged_result_is_left_out(tmp_path, caplog, text):
-    Start(tmp_path, goes_on=False).rounds(0, 1)
+    Start(tmp_path, resumable=False).rounds(0, 1)
     for name in ("result.json", _DONE):
         (tmp_path / name).write_bytes(text)
     assert main(["report", str(tmp_path)]) == 0
     assert "2 rounds" in (tmp_path / "report.html").read_text()
-    assert caplog.text.count("result.json cannot be read and is left out") == 1
-    assert _done(tmp_path, "sync") is None
-    arguments = SimpleNamespace(checkpoint_every=1, max_restarts=0, dry_run=False, out=str(tmp_path))
-    refuse_folder(arguments, tmp_path)  # the run goes on from its checkpoints, and writes them again
+    assert caplog.text.count("result.json cannot be read and is ignored") == 1
+    assert _earlier_result(tmp_path, "sync") is None
+    out = str(tmp_path)
+    refuse_directory(
+        tmp_path, out, resumable=True, dry_run=False
+    )  # the run goes on from its checkpoints, and writes them again
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ValueError, match="is there already"):
-        refuse_folder(arguments, tmp_path)
+        refuse_directory(tmp_path, out, resumable=True, dry_run=False)
 
 
 def test_a_damaged_record_is_reported_but_not_replayed(tmp_path, caplog):
-    Start(tmp_path, goes_on=False).rounds(0, 1)
+    Start(tmp_path, resumable=False).rounds(0, 1)
     file = tmp_path / "history.jsonl"
     file.write_bytes(file.read_bytes() + b"\0\n")
     assert main(["report", str(tmp_path)]) == 0
@@ -188,4 +190,4 @@ def test_a_damaged_record_is_reported_but_not_replayed(tmp_path, caplog):
     result = {"arguments": {"compare": None}, "devices": ["cpu"]}
     (tmp_path / "result.json").write_text(json.dumps(result))
     with pytest.raises(ValueError, match=r"line 3 of .*history\.jsonl"):
-        recorded(SimpleNamespace(replay=str(tmp_path)))
+        recorded_arguments(SimpleNamespace(replay=str(tmp_path)))

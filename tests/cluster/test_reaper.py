@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-# Gives the groups in its arguments to an orphanage, and waits to be killed.
+# Gives the groups in its arguments to an start_reaper, and waits to be killed.
 LAUNCHER = """
 import sys, time
-from jaxche.cluster._orphans import orphanage
-with orphanage(float(sys.argv[1])) as home:
+from jaxche.cluster._reaper import start_reaper
+with start_reaper(float(sys.argv[1])) as home:
     for group in sys.argv[2:]:
         home.add(int(group))
     print("ready", flush=True)

@@ -4,12 +4,22 @@ import json
 
 import pytest
 
-from jaxche.cluster import _roll_call as module
-from jaxche.cluster._roll_call import Member, cache_folder, devices_seen, own, refuse_mismatch, roll_call, versions
+from jaxche.cluster import _handshake as module
+from jaxche.cluster._handshake import (
+    ProcessInfo,
+    cache_folder,
+    handshake,
+    refuse_mismatch,
+    this_process,
+    versions,
+    visible_devices,
+)
 
 
 def members(*changes, world=None):
-    return [Member(f"n{i}", "cpu", world or len(changes), {"jax": "1", "flax": "2"} | c) for i, c in enumerate(changes)]
+    return [
+        ProcessInfo(f"n{i}", "cpu", world or len(changes), {"jax": "1", "flax": "2"} | c) for i, c in enumerate(changes)
+    ]
 
 
 def test_the_table_shows_who_differs_from_the_most():
@@ -30,42 +40,44 @@ def test_a_tie_is_measured_against_process_0_and_many_are_counted():
 
 
 def test_a_package_that_is_missing_differs():
-    odd = Member("n1", "cpu", 2, {"jax": "1"})
+    odd = ProcessInfo("n1", "cpu", 2, {"jax": "1"})
     with pytest.raises(RuntimeError, match=r"1 +n1 +none"):
         refuse_mismatch([*members({}, world=2), odd])
 
 
 def test_all_are_heard_in_order(service):
-    mine = own(11, "cpu")
+    mine = this_process(11, "cpu")
     texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10)) if i != 3}
-    heard = roll_call(service("roll_call", texts), 3, mine, 1.0)
+    heard = handshake(service("handshake", texts), 3, mine, 1.0)
     assert [member.host for member in heard] == ["n0", "n1", "n2", mine.host, *(f"n{i}" for i in range(4, 11))]
 
 
 def test_a_process_that_says_nothing_is_named(service):
-    deaf = service("roll_call", {}, RuntimeError("DEADLINE_EXCEEDED"))
-    with pytest.raises(TimeoutError, match=r"process 0, 2 joined, but did not say within 0 s.*jaxche.initialize\(\)"):
-        roll_call(deaf, 1, own(3, "cpu"), 0.01)
+    deaf = service("handshake", {}, RuntimeError("DEADLINE_EXCEEDED"))
+    with pytest.raises(
+        TimeoutError, match=r"process 0, 2 joined, but sent nothing for 'handshake' within 0 s.*jaxche.initialize\(\)"
+    ):
+        handshake(deaf, 1, this_process(3, "cpu"), 0.01)
 
 
 def test_a_service_that_breaks_is_not_called_a_time_out(service):
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        roll_call(service("roll_call", {}, RuntimeError("UNAVAILABLE")), 1, own(3, "cpu"), 60.0)
+        handshake(service("handshake", {}, RuntimeError("UNAVAILABLE")), 1, this_process(3, "cpu"), 60.0)
 
 
 def test_devices_seen(monkeypatch):
     gpus = [("GPU-aa", "H100"), ("GPU-bb", "L4")]
     monkeypatch.setattr(module, "has_cuda", lambda: True)
     monkeypatch.setattr(module, "visible_gpus", lambda environ: gpus)
-    assert devices_seen({}) == gpus
-    assert devices_seen({}, [1]) == gpus[1:]
-    assert devices_seen({"JAX_LOCAL_DEVICE_IDS": "1"}) == gpus[1:]
-    assert devices_seen({"JAX_CUDA_VISIBLE_DEVICES": "0"}) == gpus[:1]
-    assert devices_seen({"JAX_PLATFORMS": "cpu"}) == [("", "cpu")]
-    assert devices_seen({"JAX_PLATFORMS": "tpu,cpu"}) == [("", "tpu")]
+    assert visible_devices({}) == gpus
+    assert visible_devices({}, [1]) == gpus[1:]
+    assert visible_devices({"JAX_LOCAL_DEVICE_IDS": "1"}) == gpus[1:]
+    assert visible_devices({"JAX_CUDA_VISIBLE_DEVICES": "0"}) == gpus[:1]
+    assert visible_devices({"JAX_PLATFORMS": "cpu"}) == [("", "cpu")]
+    assert visible_devices({"JAX_PLATFORMS": "tpu,cpu"}) == [("", "tpu")]
     # The machine has GPUs, JAX cannot use them.
     monkeypatch.setattr(module, "has_cuda", lambda: False)
-    assert devices_seen({}) == [("", "cpu")]
+    assert visible_devices({}) == [("", "cpu")]
 
 
 def test_a_cache_in_a_bucket():

@@ -1,0 +1,169 @@
+"""The result of a policy, and the table that compares policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from jaxche.drawing import aligned, per_rank
+
+if TYPE_CHECKING:
+    from jaxche.training import History
+
+# With more ranks than this, show the range of their values.
+MAX_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one policy.
+
+    Args:
+      policy: its name.
+      test: metrics on the test set at the end.
+      curve: the same at the end of each epoch since the last start, with ``epoch`` and ``seconds``.
+      seconds: training time, without evaluation and compilation.
+      examples: number of training examples.
+      batches: number of training batches.
+      rates: batches a second of each rank without merges, measured while all ranks run.
+      wait_ms: total wait of each rank for the slowest.
+      sync_ms: total cost of merges without these waits.
+      rounds: number of rounds.
+      merges: number of merges (0 with one replica).
+      memory: bytes a device needs for a round, of each replica.
+    """
+
+    policy: str
+    test: dict[str, float]
+    curve: tuple[dict[str, float], ...]
+    seconds: float
+    examples: int
+    batches: int
+    rates: tuple[float, ...]
+    wait_ms: tuple[float, ...]
+    sync_ms: float
+    rounds: int
+    merges: int
+    memory: tuple[dict[str, int], ...] = ()
+
+    @property
+    def examples_per_second(self) -> float:
+        return self.examples / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Batches a second of wall time over the sum of ``rates``."""
+        return self.batches / self.seconds / sum(self.rates)
+
+    @property
+    def wait_share(self) -> tuple[float, ...]:
+        return tuple(ms / self.seconds / 1e3 for ms in self.wait_ms)
+
+    @property
+    def sync_share(self) -> float:
+        return self.sync_ms / self.seconds / 1e3
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and derived numbers."""
+        derived = ("examples_per_second", "efficiency", "wait_share", "sync_share")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Result:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**{field.name: saved[field.name] for field in fields(cls)})
+
+
+def result_from_history(
+    policy: str,
+    history: History,
+    rates: Sequence[float],
+    seconds: Mapping[int, float],
+    test: dict[str, float],
+    curve: Sequence[dict[str, float]] = (),
+) -> Result:
+    """The result of a run over all its starts.
+
+    Only rounds with the final number of ranks count, because ``rates`` are of these ranks. A round that is missing in
+    ``seconds`` (round number: training time) counts with its own period.
+    """
+    counted = history.last_ranks
+    return Result(
+        policy=policy,
+        test=test,
+        curve=tuple(curve),
+        seconds=sum(seconds.get(info.round, info.period_ms / 1e3) for info in counted),
+        examples=sum(info.examples for info in counted),
+        batches=sum(sum(info.counts) for info in counted),
+        rates=tuple(rates),
+        wait_ms=tuple(sum(waits) for waits in zip(*(info.wait_ms for info in counted), strict=True)),
+        sync_ms=sum(info.sync_ms for info in counted),
+        rounds=len(counted),
+        merges=len(counted) if len(rates) > 1 else 0,
+        memory=history.memory,
+    )
+
+
+def metric_title(metric: str) -> str:
+    """The metric and its unit as a row title."""
+    return "test accuracy" if metric == "accuracy" else f"test {metric} (nats a character)"
+
+
+def metric_text(metric: str, value: float) -> str:
+    """The value of a metric as text.
+
+    Example:
+      >>> metric_text("accuracy", 0.975), metric_text("loss", 2.31)
+      ('97.5 %', '2.310')
+    """
+    return percent(value) if metric == "accuracy" else f"{value:.3f}"
+
+
+def result_rows(results: Sequence[Result], metric: str) -> list[list[str]]:
+    """Table rows with a column for each policy and its ratio to the first; a header if there are several."""
+    first, many = results[0], len(results) > 1
+    rows = [
+        [metric_title(metric), *(metric_text(metric, r.test[metric]) for r in results)],
+        ["training time", *(f"{r.seconds:.1f} s" for r in results)],
+        ["examples a second", *(f"{r.examples_per_second:,.0f}" for r in results)],
+        ["free-running batches/s", *(per_rank(r.rates, "{:.1f}", MAX_RANKS) for r in results)],
+        ["efficiency", *(percent(r.efficiency) for r in results)],
+    ]
+    if len(first.rates) > 1:
+        rows.insert(-1, ["  their sum", *(f"{sum(r.rates):.1f}" for r in results)])
+        shares = [per_rank([100 * share for share in r.wait_share], "{:.1f}", MAX_RANKS) + " %" for r in results]
+        rows += [
+            ["wait of each rank", *shares],
+            ["sync share", *(percent(r.sync_share) for r in results)],
+        ]
+    rows += [
+        ["rounds", *(str(r.rounds) for r in results)],
+        ["merges", *(str(r.merges) for r in results)],
+    ]
+    if many:
+        ratios = [_ratios(first, r) for r in results[1:]]
+        head = ["", *(r.policy for r in results), *(f"{r.policy} / {first.policy}" for r in results[1:])]
+        for row in rows:
+            row += [ratio.get(row[0], "") for ratio in ratios]
+        rows.insert(0, head)
+    return rows
+
+
+def table(results: Sequence[Result], metric: str) -> str:
+    """The :func:`result_rows` as text."""
+    return aligned(result_rows(results, metric), left=1)
+
+
+def percent(share: float) -> str:
+    """A share of 1 as text."""
+    return f"{100 * share:.1f} %"
+
+
+def _ratios(first: Result, other: Result) -> dict[str, str]:
+    pairs = {
+        "training time": (other.seconds, first.seconds),
+        "examples a second": (other.examples_per_second, first.examples_per_second),
+        "efficiency": (other.efficiency, first.efficiency),
+    }
+    return {name: f"x {a / b:.2f}" for name, (a, b) in pairs.items()}

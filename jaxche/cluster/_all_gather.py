@@ -1,0 +1,65 @@
+"""An all-gather of texts over the coordination service of JAX."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from jax._src import distributed as _jax_distributed
+
+from jaxche.cluster._output import format_ranks
+
+
+def share(
+    name: str, process_id: int, num_processes: int, text: str, timeout_s: float, client: Any = None, late: bool = False
+) -> list[str]:
+    """Gathers one text of each process on all processes; each calls it once per name.
+
+    Args:
+      name: key of this all-gather; a new one each time.
+      process_id: of this process.
+      num_processes: how many processes take part.
+      text: of this process.
+      timeout_s: seconds to wait for the others.
+      client: of JAX's coordination service; default: that of the run that this process joined.
+      late: whether this process replaces one that has taken part: it reads the texts of the others and does not wait.
+
+    Returns:
+      The texts in the order of the processes; only ``text`` if this process has joined no run.
+
+    Raises:
+      TimeoutError: if a process is missing; names it.
+
+    Example:
+      >>> share("hosts", 0, 1, "node1", timeout_s=60)
+      ['node1']
+    """
+    client = client or _jax_distributed.global_state.client
+    if client is None:
+        return [text]
+    key, wait_ms = f"jaxche/share/{name}", max(1, int(1e3 * timeout_s))
+    deadline = time.monotonic() + timeout_s
+    if late:
+        return [value for _, value in sorted((_values(client, key) | {process_id: text}).items())]
+    client.key_value_set(f"{key}/{process_id}", text)
+    try:
+        # One barrier and one read of the directory. A read of each key takes 10⁸ messages with 10,000 processes.
+        client.wait_at_barrier(key, wait_ms)
+        failed = None
+    except Exception as error:  # jaxlib's errors have no common class
+        failed = error
+    values = _values(client, key)
+    missing = [rank for rank in range(num_processes) if rank not in values]
+    if failed is not None and missing and time.monotonic() >= deadline - 1:
+        raise TimeoutError(
+            f"process {format_ranks(missing)} joined, but sent nothing for {name!r} within {timeout_s:.0f} s"
+        ) from None
+    if failed is not None:
+        raise failed
+    # Process 0 runs the service, so it must not exit before all have read.
+    client.wait_at_barrier(f"{key}/read", wait_ms)
+    return [values[rank] for rank in sorted(values)]
+
+
+def _values(client: Any, key: str) -> dict[int, str]:
+    return {int(path.rpartition("/")[2]): text for path, text in client.key_value_dir_get(f"{key}/")}

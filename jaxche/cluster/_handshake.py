@@ -1,0 +1,140 @@
+"""The handshake after joining: compares versions, device kinds and the number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxche.cluster._all_gather import share
+from jaxche.cluster._gpus import has_cuda, visible_gpus
+from jaxche.cluster._output import format_ranks
+from jaxche.drawing import odd_ones
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax")
+_ROWS = 12
+# First words of JAX_PLATFORMS with which the default devices may be GPUs.
+_CUDA = ("", "cuda", "gpu")
+# Variables that select GPUs of this process.
+_SELECTION = ("JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessInfo:
+    """Host, device kind, expected number of processes, versions and GPU UUIDs of one process."""
+
+    host: str
+    kind: str
+    num_processes: int
+    versions: dict[str, str]
+    gpus: Sequence[str] = ()  # UUIDs, "" if unknown
+
+
+def this_process(num_processes: int, kind: str, gpus: Sequence[str] = ()) -> ProcessInfo:
+    """The values of this process."""
+    return ProcessInfo(socket.gethostname(), kind, num_processes, versions(), gpus)
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be equal in all processes of a run; of Python the minor version.
+
+    Returns:
+      Versions by name of the package, and of "python".
+
+    Example:
+      >>> sorted(versions())
+      ['flax', 'jax', 'jaxche', 'jaxlib', 'optax', 'python']
+    """
+    found = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    # Not from the metadata: a checkout on PYTHONPATH has none, or that of another version.
+    found["jaxche"] = sys.modules[__name__.partition(".")[0]].__version__
+    found["python"] = ".".join(platform.python_version_tuple()[:2])
+    return found
+
+
+def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None = None) -> list[tuple[str, str]]:
+    """UUID and kind of each GPU that JAX will use, without starting JAX; else ("", platform), by default "cpu".
+
+    ``local_ids`` are the numbers of the GPUs that JAX takes, or None for all.
+
+    Example:
+      >>> visible_devices({"JAX_PLATFORMS": "cpu"})
+      [('', 'cpu')]
+    """
+    wanted = environ.get("JAX_PLATFORMS", "").split(",")[0].strip().lower()
+    if wanted not in _CUDA:
+        return [("", wanted)]
+    gpus = visible_gpus(environ) if has_cuda() else []
+    for name in _SELECTION:
+        if local_ids is None and environ.get(name, "all") != "all":
+            local_ids = [int(number) for number in environ[name].split(",")]
+    if local_ids is not None:
+        gpus = [gpus[i] for i in local_ids if i < len(gpus)]
+    return gpus or [("", "cpu")]
+
+
+def handshake(
+    client: Any, process_id: int, mine: ProcessInfo, timeout_s: float, late: bool = False
+) -> list[ProcessInfo]:
+    """Gathers the values of all processes; ``late`` as in :func:`share`.
+
+    Raises:
+      TimeoutError: names the processes that did not answer.
+    """
+    text = json.dumps(dataclasses.asdict(mine))
+    try:
+        texts = share("handshake", process_id, mine.num_processes, text, timeout_s, client, late)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"{error}. Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"
+        ) from None
+    return [ProcessInfo(**json.loads(text)) for text in texts]
+
+
+def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
+    """Refuses different versions or numbers of processes.
+
+    Raises:
+      RuntimeError: has a table of the processes that differ.
+
+    Example:
+      >>> refuse_mismatch([ProcessInfo("a", "cpu", 2, {"jax": "1"}), ProcessInfo("b", "cpu", 2, {"jax": "1"})])
+    """
+    worlds = [str(process.num_processes) for process in processes]
+    if len(set(worlds)) > 1:
+        raise RuntimeError(
+            "the processes of this run disagree on their number: "
+            + "; ".join(
+                f"num_processes={world} on process {format_ranks([i for i, own in enumerate(worlds) if own == world])}"
+                for world in dict.fromkeys(worlds)
+            )
+            + ". Start all with the same number (JAXCHE_NUM_PROCESSES or num_processes=)."
+        )
+    columns = {name: [process.versions.get(name, "none") for process in processes] for name in processes[0].versions}
+    odd = odd_ones(columns, range(len(processes)), {"host": [process.host for process in processes]}, _ROWS)
+    if not odd.who:
+        return
+    fix = " ".join(f"{name}=={value}" for name, value in odd.usual.items() if name != "python")
+    raise RuntimeError(
+        f"{len(odd.who)} of {len(processes)} processes run other versions of {', '.join(odd.usual)}:\n{odd.table}\n"
+        "Different versions compile different programs, whose ranks hang or diverge. "
+        + (f"There write: pip install {fix}" if fix else f"There start them with Python {odd.usual['python']}.")
+    )
+
+
+def cache_folder(folder: str, kind: str) -> str:
+    """The compilation cache of one device kind, inside the configured directory.
+
+    Example:
+      >>> cache_folder("/cache", "NVIDIA H100 80GB HBM3")
+      '/cache/nvidia-h100-80gb-hbm3'
+    """
+    name = "".join(letter if letter.isalnum() else "-" for letter in kind.lower())
+    # The URL of an object store has slashes on every system.
+    return f"{folder}/{name}" if "://" in folder else os.path.join(folder, name)

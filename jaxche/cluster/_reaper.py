@@ -1,0 +1,83 @@
+"""Ends the ranks of a launch whose launcher was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+
+# Reads process groups until the kernel closes its input, whatever ended the launcher. Then sends SIGTERM, so that ranks
+# can write a checkpoint, and SIGKILL.
+_SCRIPT = """
+trap '' INT TERM HUP
+groups=
+while read -r word; do
+  case $word in
+    end) exit 0 ;;
+    clear) groups= ;;
+    *) groups="$groups $word" ;;
+  esac
+done
+# One at a time: kill with several groups fails if one of them is gone.
+signal() {
+  reached=1
+  for group in $groups; do
+    kill -s "$1" -- "-$group" 2>/dev/null && reached=0
+  done
+  return "$reached"
+}
+signal TERM
+left=$1
+while [ "$left" -gt 0 ] && signal 0; do
+  sleep 1
+  left=$((left - 1))
+done
+signal KILL
+"""
+
+
+class Reaper:
+    """The process groups that end with the launcher."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def add(self, group: int) -> None:
+        """Adds a process group."""
+        self._send(str(group))
+
+    def clear(self) -> None:
+        """Removes all groups: they have ended, and the system may reuse their numbers."""
+        self._send("clear")
+
+    def _send(self, word: str) -> None:
+        assert self._process.stdin is not None
+        # The launch continues if the reaper was killed.
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(f"{word}\n".encode())
+            self._process.stdin.flush()
+
+
+@contextlib.contextmanager
+def start_reaper(grace_s: float) -> Iterator[Reaper]:
+    """Starts the reaper, a shell in its own session, with ``grace_s`` seconds between SIGTERM and SIGKILL.
+
+    A parent-death signal must be set between fork and exec, which is unsafe in a process with threads, and it does not
+    reach children of the ranks.
+    """
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", _SCRIPT, "jaxche-reaper", str(round(grace_s))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    reaper = Reaper(process)
+    try:
+        yield reaper
+    finally:
+        reaper._send("end")
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.wait()

@@ -1,0 +1,244 @@
+"""The ranks of one start of a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from jaxche.cluster._events import EventLog
+from jaxche.cluster._heartbeat import Heartbeats
+from jaxche.cluster._output import LinePrinter, OutputReader
+from jaxche.cluster._placement import Placement, pinned
+from jaxche.cluster._reaper import Reaper
+from jaxche.distributed import RESTART
+
+# Seconds for the other ranks to print their errors after a failure.
+_ERROR_OUTPUT_S = 1.0
+
+# Exit code of coreutils' `timeout`.
+HUNG = 124
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupResult:
+    """The exit code of a group, the rank that failed first, and whether a signal to the launcher stopped it."""
+
+    code: int
+    rank: int | None = None
+    by_signal: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchContext:
+    """Output, logs and timeouts that all starts of a launch share."""
+
+    printer: LinePrinter
+    log: EventLog
+    reaper: Reaper
+    # Signals that the launcher received.
+    signals: queue.SimpleQueue[int]
+    grace_s: float
+    term_grace_s: float
+    only_rank0: bool
+    elastic: bool = False
+
+    def print(self, text: str) -> None:
+        """Prints a line of the launcher."""
+        self.printer.print(sys.stderr, None, f"jaxche launch: {text}")
+
+
+class WorkerGroup:
+    """The ranks of one start; each leads a process group, which includes its children.
+
+    Args:
+      context: shared with other starts.
+      restart: number of earlier starts.
+      replacements: how many dead ranks may be replaced while the others continue.
+    """
+
+    def __init__(self, context: LaunchContext, restart: int, replacements: int = 0) -> None:
+        self._context, self._restart, self._replacements = context, restart, replacements
+        self._starts: list[tuple[Sequence[str], Mapping[str, str], Placement]] = []
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
+        self._expendable: set[int] = set()
+        self.replaced = 0
+        # The last signal to the launcher while it stops the ranks.
+        self._stop_signal: int | None = None
+        self._readers: list[tuple[OutputReader, OutputReader]] = []
+        self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], placement: Placement) -> None:
+        """Starts the next rank.
+
+        Raises:
+          ValueError: the program does not exist.
+        """
+        rank = len(self._ranks)
+        self._starts.append((command, env, placement))
+        child, readers = self._spawn(rank, self._restart)
+        self._ranks.append(child)
+        self._readers.append(readers)
+
+    def _spawn(self, rank: int, restart: int) -> tuple[subprocess.Popen[bytes], tuple[OutputReader, OutputReader]]:
+        command, env, placement = self._starts[rank]
+        try:
+            with pinned(placement.core):
+                child = subprocess.Popen(
+                    command,
+                    env={**env, RESTART: str(restart)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+        except (FileNotFoundError, PermissionError) as error:
+            raise ValueError(
+                f"command={list(command)!r} cannot be run: {error.strerror}. For a script write: "
+                f'launch([sys.executable, "train.py"], processes=...)'
+            ) from None
+        self._context.reaper.add(child.pid)
+        self._context.log.write("start", restart=restart, rank=rank, pid=child.pid, place=str(placement))
+        assert child.stdout is not None
+        assert child.stderr is not None
+        out = None if self._context.only_rank0 and rank else sys.stdout
+        readers = (
+            OutputReader(child.stdout, rank, self._context.printer, out),
+            OutputReader(child.stderr, rank, self._context.printer, sys.stderr),
+        )
+        threading.Thread(target=lambda: self._exits.put((rank, child.wait())), daemon=True).start()
+        return child, readers
+
+    def _replace(self, rank: int) -> None:
+        """Restarts a dead rank while the others continue."""
+        _signal_group(self._ranks[rank], signal.SIGKILL)  # its children
+        for reader in self._readers[rank]:
+            reader.join(timeout=2.0)
+        self._replacements, self.replaced = self._replacements - 1, self.replaced + 1
+        self._expendable.add(rank)
+        self._context.log.write("replace", restart=self._restart + self.replaced, rank=rank)
+        self._ranks[rank], self._readers[rank] = self._spawn(rank, self._restart + self.replaced)
+
+    def wait(self, heartbeats: Heartbeats | None = None) -> GroupResult:
+        """Waits until all ranks succeed, one fails, all hang, or a signal stops the launcher."""
+        context, running = self._context, set(range(len(self._ranks)))
+        # The time to stop the remaining ranks after rank 0 has succeeded, and ranks whose failure is then ignored.
+        end_deadline, expendable = math.inf, self._expendable
+        while running:
+            if time.monotonic() > end_deadline and running <= expendable:
+                # Replacements that started after the end of the run have no run to join.
+                self._stop(signal.SIGTERM, context.grace_s)
+                break
+            with contextlib.suppress(queue.Empty):
+                number = context.signals.get_nowait()
+                context.print(f"{signal.Signals(number).name}: stopping {len(running)} process(es)")
+                self._stop(number, context.term_grace_s if number == signal.SIGTERM else context.grace_s)
+                return GroupResult(128 + number, by_signal=True)
+            silence = heartbeats.silence() if heartbeats is not None and end_deadline == math.inf else None
+            if silence is not None:
+                context.print(f"no heartbeat; the last ones: {silence}; stopping all")
+                context.log.write("hang", restart=self._restart, heard=silence)
+                # A process that is stopped or blocked in a collective cannot handle SIGTERM.
+                self._stop(signal.SIGKILL, 0.0)
+                return GroupResult(HUNG)
+            for rank in heartbeats.hung(end_deadline < math.inf) if heartbeats is not None else []:
+                assert heartbeats is not None
+                if rank not in running:
+                    continue
+                context.print(f"rank {rank} has no heartbeat, while others have: SIGKILL")
+                context.log.write("hang", restart=self._restart, rank=rank)
+                heartbeats.forget(rank)
+                expendable.add(rank)
+                _signal_group(self._ranks[rank], signal.SIGKILL)
+            try:
+                # With a timeout, because a signal to another thread does not interrupt this wait.
+                rank, code = self._exits.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            self._log_exit(rank, code)
+            running.discard(rank)
+            if rank == 0 and code == 0 and context.elastic:
+                end_deadline = time.monotonic() + context.grace_s
+            if code != 0 and context.elastic and rank != 0 and (running or rank in expendable):
+                context.print(f"rank {rank} {describe(code)}; the others continue")
+                if self._replacements and 0 in running:
+                    self._replace(rank)
+                    running.add(rank)
+                    if heartbeats is not None:
+                        heartbeats.forget(rank)
+                continue
+            if code != 0:
+                context.print(f"rank {rank} {describe(code)}; stopping the others")
+                self._all_end(min(_ERROR_OUTPUT_S, context.grace_s))
+                self._stop(signal.SIGTERM, context.grace_s)
+                self._report(rank, code)
+                if self._stop_signal is not None:
+                    return GroupResult(128 + self._stop_signal, by_signal=True)
+                return GroupResult(128 - code if code < 0 else code, rank)
+        return GroupResult(0)
+
+    def end(self) -> None:
+        """Kills the remaining processes with their children, and reads their output to the end."""
+        for child in self._ranks:
+            _signal_group(child, signal.SIGKILL)
+        for child in self._ranks:
+            # A process in an uninterruptible wait ends later.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=5.0)
+        for reader in (one for pair in self._readers for one in pair):
+            reader.join(timeout=2.0)
+        self._context.reaper.clear()
+
+    def _stop(self, number: int, grace_s: float) -> None:
+        for child in self._ranks:
+            _signal_group(child, number)
+        self._all_end(grace_s)
+        running = [str(rank) for rank, child in enumerate(self._ranks) if child.poll() is None]
+        if running and number != signal.SIGKILL:
+            self._context.print(f"rank {', '.join(running)} still runs: SIGKILL")
+        self.end()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._log_exit(*self._exits.get(timeout=0.1))
+
+    def _all_end(self, within_s: float) -> None:
+        """Waits for all ranks to exit; Ctrl-C ends the wait, SIGTERM does not."""
+        deadline = time.monotonic() + within_s
+        while any(child.poll() is None for child in self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            with contextlib.suppress(queue.Empty):
+                self._stop_signal = self._context.signals.get_nowait()
+                if self._stop_signal == signal.SIGINT:
+                    break
+
+    def _log_exit(self, rank: int, code: int) -> None:
+        name = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
+        self._context.log.write("exit", restart=self._restart, rank=rank, **name)
+
+    def _report(self, rank: int, code: int) -> None:
+        self._context.print(f"rank {rank} {describe(code)}. Its last lines on standard error:")
+        for line in self._readers[rank][1].last or ["(none)"]:
+            self._context.printer.print(sys.stderr, None, f"    {line}")
+
+
+def describe(code: int) -> str:
+    """The exit of a process in words."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
+    # The process group exists as long as children of the rank run.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)

@@ -1,0 +1,72 @@
+"""Settings of a trainer from options."""
+
+import pytest
+
+import jaxche
+from jaxche.averaging import MERGE_RULES
+from jaxche.cadence import ApplyPolicy
+from jaxche.cli import _settings
+from jaxche.cli._main import make_parser
+from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
+from jaxche.scaling import AdaScale
+from jaxche.training import DEFAULT_CADENCE
+
+
+def parse(*words):
+    return make_parser().parse_args(["train", *words])
+
+
+def test_values_of_options_are_those_of_the_packages():
+    """`--help` lists them without importing these packages."""
+    assert tuple(policy.value for policy in ApplyPolicy) == _settings.POLICIES
+    assert _settings.MERGE_RULES == MERGE_RULES
+    for word, name in _settings.SCALING_RULES.items():
+        assert name.lower().startswith(word)
+        assert callable(getattr(jaxche, name)().lr_factor)
+
+
+def test_the_base_leaves_room_above_the_slowest_step():
+    assert auto_paces([3.0, 4.0], (1, 2.5)) == (20.0, 50.0)
+    assert auto_paces([15.5, 16.0], (1, 2.5)) == (21.0, 52.5)
+    assert auto_paces([40.0], (1,)) == (52.0,)
+
+
+def test_ratios_are_relative_to_the_fastest():
+    assert auto_paces([3.0, 3.0], (2, 4)) == (20.0, 40.0)
+    assert auto_paces([3.0, 3.0], (2.5, 1)) == (50.0, 20.0)
+    assert default_ratios(3) == (1.0, 1.75, 2.5)
+
+
+def test_a_ratio_a_replica():
+    with pytest.raises(ValueError, match=r"--ratios has 2 value\(s\) for 3 replicas; write --ratios 1,1\.75,2\.5"):
+        auto_paces([3.0] * 3, (1, 2))
+
+
+def test_paces_the_computation_keeps_are_accepted():
+    check_paces((20.0, 50.0), (3.0, 49.0))
+
+
+def test_paces_it_cannot_keep_are_refused_with_those_it_can():
+    with pytest.raises(ValueError, match=r"rank 1 is to take 2 ms a step, but a step takes 3\.1 ms here; .* 20,5"):
+        check_paces((20.0, 2.0), (3.0, 3.1))
+    with pytest.raises(ValueError, match="for 3 replicas"):
+        check_paces((20.0, 50.0), (3.0, 3.0, 3.0))
+
+
+def test_options_become_settings():
+    assert cadence(parse(), 2) is None
+    assert cadence(parse("--anchor", "9"), 1) is None
+    che = cadence(parse("--max-batch-diff", "5"), 3)
+    assert (che.world_size, che.anchor, che.overhead_target, che.tuner, che.max_batch_diff) == (
+        3,
+        *DEFAULT_CADENCE.values(),
+        5,
+    )
+    assert policies(parse()) == ("cadence",)
+    assert trainer_options(parse("--policy", "sync"), "sync") == {"policy": "sync", "average": "gradients", "seed": 0}
+    compared = parse("--compare", "sync,cadence", "--merge", "batch")
+    assert trainer_options(parse("--scaling", "adascale"), "cadence")["scaling"] == AdaScale()
+    with pytest.raises(ValueError, match="--scaling adascale"):
+        trainer_options(parse("--scaling", "adamscale", "--opt-state", "reset"), "cadence")
+    assert "merge" not in trainer_options(compared, "sync")
+    assert trainer_options(compared, "cadence")["merge"] == "batch"
