@@ -31,9 +31,11 @@ napoleon_use_ivar = True  # an attribute in a docstring and the field of its dat
 highlight_language = "python"
 
 FOLDER = Path(__file__).parent
-# One page for the names of `jaxche` itself, one for each of its packages. `cli` is documented by `--help`.
+# One page for the names of `jaxche` itself, one for each of its packages. `cli` is documented by `--help`, and
+# `distributed` serves the other packages.
 PACKAGES = [f"jaxche.{module.name}" for module in pkgutil.iter_modules(jaxche.__path__) if module.ispkg]
-PACKAGES = ["jaxche", *(name for name in PACKAGES if name != "jaxche.cli"), "jaxche.scaling.noise_scale"]
+INTERNAL = {"jaxche.cli", "jaxche.distributed"}
+PACKAGES = ["jaxche", *(name for name in PACKAGES if name not in INTERNAL), "jaxche.scaling.noise_scale"]
 
 
 def write_reference(app):

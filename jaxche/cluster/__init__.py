@@ -1,4 +1,4 @@
-"""Starts: join, launch, restart and stop the processes of a run, and files for schedulers."""
+"""Layer 4, starts: join, launch, restart and stop the processes of a run, and files for schedulers."""
 
 from jaxche.cluster._all_gather import share
 from jaxche.cluster._connect import PROXIES

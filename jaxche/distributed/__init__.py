@@ -1,4 +1,4 @@
-"""Processes: who takes part in a run, what they exchange, and how they notice that one is gone."""
+"""Layer 3, processes: who takes part in a run, what they exchange, and how they notice that one is gone."""
 
 from jaxche.distributed._environment import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.distributed._group import (

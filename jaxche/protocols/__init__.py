@@ -1,4 +1,4 @@
-"""Layer 3, wires: a model cut into stages, and how their activations and gradients travel."""
+"""Layer 4, stages: a model cut into stages, and how their activations and gradients travel."""
 
 from jaxche.protocols._balance import balance_stages, measure_costs
 from jaxche.protocols._base import Protocol_, Tag, Wire, WireClosedError

@@ -1,4 +1,4 @@
-"""Layer 4, training: rounds. Local steps on every replica, one merge, one next plan."""
+"""Layer 5, training: rounds. Local steps on every replica, one merge, one next plan."""
 
 from jaxche.training._advice import Advice
 from jaxche.training._checkpoints import Checkpoints
