@@ -19,8 +19,7 @@ class ApplyPolicy(StrEnum):
                wall time with more of them
     ASYNC      as CADENCE                                  divergence correction lowers the anchor and
                                                            lets it recover; fast replicas run into the
-                                                           next epoch on their own; the merge may
-                                                           overlap the next round
+                                                           next epoch on their own
     =========  ==========================================  ===========================================
 
     Members are strings, so a policy may be written either way.
