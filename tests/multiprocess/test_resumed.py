@@ -252,7 +252,7 @@ def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_for_long_is_missed_and_comes_back_by_itself(program, tmp_path, capfd):
+def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(program, tmp_path, capfd):
     code, results = run(tmp_path / "run", "PAUSE20 unsaved", 3, processes=3, elastic=True)
     err = capfd.readouterr().err
     assert code == 0, err

@@ -222,6 +222,6 @@ def test_what_gradients_are_divided_by_is_cut_like_them(problem, devices):
     )
     state = trainer.init(problem.params)
     trainer.round(state, problem.data)
-    seen = trainer._engine._replicas[0]._opened(state.locals[0], 0)[0]["seen"]
+    seen = trainer._engine._replicas[0]._opened(state.locals[0], 0)[0].seen
     for factor, params in zip(jax.tree.leaves(seen.factors), jax.tree.leaves(state.locals[0].params), strict=True):
         assert factor.sharding.shard_shape(factor.shape) == params.sharding.shard_shape(params.shape) != params.shape
