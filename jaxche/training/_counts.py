@@ -3,8 +3,9 @@
 A schedule inside ``tx`` is a function of a count in the state of the optimizer. On one device it counts the updates,
 one a batch. With several replicas it counts those of all of them: in a round of N steps over all replicas, of which
 this one takes n, the count advances by N/n at each step, and after the merge it is the same everywhere. Where gradients
-are averaged, the one update of the round advances it by N. Counts of moments, as the one of Adam's bias correction,
-belong to the moments and count updates.
+are averaged, the one update of the round advances it by N, and an update of ``optax.MultiSteps`` by the batches since
+the one before over its number of mini-steps. Counts of moments, as the one of Adam's bias correction, belong to the
+moments and count updates.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 # The counts that a schedule is a function of, by the class of the state. A transformation of the user's own whose rate
 # depends on a count keeps it in an optax.ScaleByScheduleState.
@@ -43,8 +45,7 @@ def with_counts(opt_state: Any, counts: Sequence[Any]) -> Any:
 
 def are_schedules(opt_state: Any) -> list[bool]:
     """Of each of :func:`counts_of`, whether a schedule depends on it."""
-    marks = jax.tree.leaves(_marked(opt_state))
-    return [mark for mark, leaf in zip(marks, jax.tree.leaves(opt_state), strict=True) if _is_count(leaf)]
+    return [bool(kind) for kind in _kinds(opt_state)]
 
 
 def ahead(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
@@ -63,21 +64,39 @@ def ahead(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
     return with_counts(opt_state, [one(*each) for each in found])
 
 
-def advanced(before: Any, seen: Any, after: Any, by: Any = 1) -> Any:
-    """The state after an update, in which schedules have advanced by so much for each count of the update.
+def advanced(before: Any, seen: Any, after: Any) -> Any:
+    """The state after an update of one batch.
 
     Args:
       before: the state before it.
       seen: the same as the update saw it, see :func:`ahead`.
       after: what the update made of it.
-      by: what one count of a schedule is worth.
     """
-
-    def one(count: Any, old: Any, new: Any, scheduled: bool) -> Any:
-        return count + (new - old) * jnp.asarray(by).astype(count.dtype) if scheduled else new
-
     found = zip(*map(counts_of, (before, seen, after)), are_schedules(before), strict=True)
-    return with_counts(after, [one(*each) for each in found])
+    return with_counts(after, [own + new - old if scheduled else new for own, old, new, scheduled in found])
+
+
+def advanced_by(batches: Any, before: Any, after: Any, pending: Any) -> tuple[Any, Any]:
+    """The state after one update on the gradients of several batches, and the batches that wait for ``MultiSteps``.
+
+    Args:
+      batches: of all replicas in the round.
+      before: the state before the update.
+      after: what the update made of it.
+      pending: batches of earlier rounds that no update of ``MultiSteps`` has counted; 0 where there is none.
+    """
+    batches, accumulated = jnp.asarray(batches).astype(jnp.int32), jnp.int32(0)
+    pending = jnp.asarray(pending).astype(jnp.int32)
+    if (old := _accumulation(before)) is not None and (new := _accumulation(after)) is not None:
+        updates, n_steps = new.gradient_step - old.gradient_step, old.mini_step + 1
+        # A mini-step that MultiSteps skips counts for nothing.
+        pending = pending + jnp.where((updates > 0) | (new.mini_step != old.mini_step), batches, 0)
+        accumulated = pending // n_steps
+        pending = pending - updates * n_steps * accumulated
+    worth = {"update": batches, "accumulated": accumulated}
+    found = zip(counts_of(before), counts_of(after), _kinds(before), strict=True)
+    counts = [a + (b - a) * worth[kind].astype(a.dtype) if kind else b for a, b, kind in found]
+    return with_counts(after, counts), pending
 
 
 def _is_count(leaf: Any) -> bool:
@@ -89,13 +108,30 @@ def _is_schedule(node: Any) -> bool:
     return isinstance(node, tuple) and type(node).__name__ in _SCHEDULES
 
 
-def _marked(tree: Any) -> Any:
-    """The tree with true where a schedule has its count."""
+def _is_accumulation(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState)
+
+
+def _accumulation(opt_state: Any) -> Any:
+    """The state of the first ``MultiSteps`` of an optimizer, or None."""
+    return next(filter(_is_accumulation, jax.tree.leaves(opt_state, is_leaf=_is_accumulation)), None)
+
+
+def _kinds(opt_state: Any) -> list[str]:
+    """Of each of :func:`counts_of` what a schedule counts there: "update", "accumulated", or "" for no schedule."""
+    marks = jax.tree.leaves(_marked(opt_state, "update"))
+    return [mark for mark, leaf in zip(marks, jax.tree.leaves(opt_state), strict=True) if _is_count(leaf)]
+
+
+def _marked(tree: Any, kind: str) -> Any:
+    """The tree with a kind for each leaf."""
 
     def node(found: Any) -> Any:
         if not _is_schedule(found):
-            return False
+            return ""
+        inner = "accumulated" if _is_accumulation(found) else kind
         fields = _SCHEDULES[type(found).__name__]
-        return found._replace(**{name: name in fields or _marked(getattr(found, name)) for name in found._fields})
+        marks = {name: inner if name in fields else _marked(getattr(found, name), inner) for name in found._fields}
+        return found._replace(**marks)
 
     return jax.tree.map(node, tree, is_leaf=_is_schedule)

@@ -87,6 +87,7 @@ def learn(
         examples=state.examples + info.examples,
         sync_ms=sync_ms,
         owed=_owed(state.owed, plan, counts),
+        pending=merged.pending,
     )
     return after, info
 

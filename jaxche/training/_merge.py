@@ -27,6 +27,7 @@ class Merged(NamedTuple):
     scaled: Scaled = Scaled()
     squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # what the drift is made of
     finite: bool = True  # whether the merge itself made nothing NaN or infinite
+    pending: int = 0  # batches that no update of MultiSteps has counted, where gradients are averaged
 
 
 class Merge:
@@ -51,7 +52,7 @@ class Merge:
             self._sent = ("params", "model_state", "opt_state")[: 3 if opt_state == "average" else 2]
             made = ("params", "model_state", "outer_state", *(("opt_state",) if opt_state != "local" else ()))
             schedules = are_schedules(local.opt_state)  # one for each count
-            self._merges_counts = any(schedules) or (opt_state == "average" and bool(schedules))
+            self._merges_counts = bool(schedules) and (any(schedules) or opt_state == "average")
         else:
             self._common = ("params", "model_state", "outer_state", "opt_state")
             self._sent = ("grads", "model_state")
@@ -101,8 +102,8 @@ class Merge:
             table, report = one_row_each(np.asarray(table)), np.asarray(report).tolist()
         parts = self._meeting.unstack(merged)
         locals_ = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
-        scaled, squares = Scaled(*report[6:]), tuple(report[2:5])
-        return Merged(locals_, table, (report[0], report[1]), scaled, squares, finite=report[5] == 1)
+        scaled, squares = Scaled(*report[7:]), tuple(report[2:5])
+        return Merged(locals_, table, (report[0], report[1]), scaled, squares, report[5] == 1, int(report[6]))
 
     def arguments(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """What the program is called with."""

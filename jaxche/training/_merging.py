@@ -20,7 +20,7 @@ from jaxche.averaging import (
     to_moments,
     weighted,
 )
-from jaxche.training._counts import advanced, are_schedules, counts_of
+from jaxche.training._counts import advanced_by, are_schedules, counts_of
 from jaxche.training._finite import all_finite, broken, stayed_finite
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._place import first, lift
@@ -28,7 +28,7 @@ from jaxche.training._programs import Local
 from jaxche.training._scaling import Scaling
 
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
-HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "plan_high", "plan_low")
+HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "pending", "plan_high", "plan_low")
 # What stands in the place of the plan's two halves where the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
 
@@ -174,7 +174,7 @@ class Merging:
         if "counts" in start:
             merged["counts"] = lift(self._merged_counts(begun, counted, total))
         squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        report = [*measure_drift(*squares), *squares, _stayed_finite(start, merged)]
+        report = [*measure_drift(*squares), *squares, _stayed_finite(start, merged), jnp.float32(0)]
         if self._scaling is not None:
             noise = self._scaling.learnt(noise, total["noise"])
             # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
@@ -220,7 +220,8 @@ class Merging:
             noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before, examples)
             scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
         updates, after = self._tx.update(grads, before, params, value=loss, **scaled)
-        opt_state = advanced(before, before, after, by=total["table"][:, 0, HOST_COLUMNS.index("count")].sum())
+        batches = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
+        opt_state, pending = advanced_by(batches, before, after, host[0, 0, HOST_COLUMNS.index("pending")])
         merged = {
             "params": lift(optax.apply_updates(params, updates)),
             "opt_state": lift(opt_state),
@@ -230,7 +231,7 @@ class Merging:
         stayed = _stayed_finite(start, merged)
         # A gradient that the optimizer skips, as optax.apply_if_finite does, breaks nothing.
         table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
-        report = jnp.append(jnp.zeros(5, jnp.float32), stayed)
+        report = jnp.append(jnp.zeros(5, jnp.float32), jnp.stack([stayed, pending.astype(jnp.float32)]))
         if scaled:
             progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
             merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}

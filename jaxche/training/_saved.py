@@ -18,7 +18,7 @@ from jaxche.training._state import ReplicaState
 FORMAT = 3
 READABLE = (2, 3)
 # What is saved of a state besides arrays, by its own names.
-_PLACE = ("round", "epoch", "cursor", "examples", "owed", "sync_ms")
+_PLACE = ("round", "epoch", "cursor", "examples", "owed", "sync_ms", "pending")
 
 
 def nested(tree: Any, format: int) -> dict[str, Any]:
@@ -72,7 +72,9 @@ def with_numbers(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
         correction = _correction(correction, saved["correction"])
-    return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _PLACE})
+    # A run that was saved by an earlier version had none pending.
+    place = {name: _tuples(saved[name]) for name in _PLACE if name in saved}
+    return replace(state, che=che, correction=correction, **place)
 
 
 def version() -> str:

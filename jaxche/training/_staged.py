@@ -179,8 +179,8 @@ class StageMerge:
         squares = np.sum([one.squares for one in merged.values()], axis=0)
         rel, direction = measure_drift(*squares.tolist())
         table = np.max([one.table for one in merged.values()], axis=0)  # alike but for what became of each stage
-        finite = all(one.finite for one in merged.values())
-        return Merged(tuple(locals_), table, (float(rel), float(direction)), finite=finite)
+        finite, pending = all(one.finite for one in merged.values()), next(iter(merged.values())).pending
+        return Merged(tuple(locals_), table, (float(rel), float(direction)), finite=finite, pending=pending)
 
 
 def _stage_of(local: Local, stage: int) -> Local:

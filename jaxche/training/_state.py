@@ -35,6 +35,7 @@ class ReplicaState:
       sync_ms: what the last merge cost this process, beyond waiting.
       owed: batches before the cursor that nobody has trained on, because a replica ran out of time: ``(epoch, start,
         stop)``. They come first in the next rounds.
+      pending: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated and not applied.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -54,6 +55,7 @@ class ReplicaState:
     examples: int = 0
     sync_ms: float = 0.0
     owed: tuple[tuple[int, int, int], ...] = ()
+    pending: int = 0
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property

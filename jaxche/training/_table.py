@@ -18,7 +18,9 @@ _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
 _NOT_FINITE, _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(4))
 
 
-def host_row(plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, stop: int) -> list[float]:
+def host_row(
+    plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, stop: int, pending: int = 0
+) -> list[float]:
     """What a replica adds to the table from the host's side, in the order of ``HOST_COLUMNS``."""
     failed = outcome.error is not None
     # The count weighs what is merged; where a step failed nothing is.
@@ -28,6 +30,7 @@ def host_row(plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, 
         last_sync_ms,
         failed,
         stop,
+        pending,
         *plan.digest_halves(),
     ]
 
@@ -84,16 +87,15 @@ class Table:
         return dict(zip(self._metrics, means.tolist(), strict=True))
 
     def refuse_bad(
-        self, state: ReplicaState, plan: RoundPlan, ranks: Sequence[int], outcomes: Sequence[Outcome], merged: bool
+        self, state: ReplicaState, plan: RoundPlan, ranks: Sequence[int], outcomes: Sequence[Outcome], finite: bool
     ) -> None:
-        """Raise, on every host alike, if this round must not count.
+        """Raise, on every host alike, if this round must not count; ``finite`` is the flag of the merge.
 
         Raises:
           Exception: whatever a local replica raised.
           RankError: another process's replica raised.
           PlanMismatchError: hosts planned different rounds.
-          NonFiniteLossError: a loss, a replica's state or gradients, or what was merged (unless ``merged``) is NaN
-            or infinite.
+          NonFiniteLossError: a loss, a replica's state or gradients, or what was merged is NaN or infinite.
         """
         if self._host("failed").any():
             errors = [(outcome.error, rank) for rank, outcome in zip(ranks, outcomes, strict=True) if outcome.error]
@@ -114,7 +116,7 @@ class Table:
         if broken:
             what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
             self._refuse_numbers(state, plan, broken[0], what)
-        if not merged:
+        if not finite:
             self._refuse_numbers(state, plan, None, "the merged parameters or optimizer state became NaN or infinite")
 
     def _refuse_numbers(self, state: ReplicaState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:

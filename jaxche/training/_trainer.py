@@ -112,8 +112,7 @@ class Trainer:
       len(data))`` ends at the end of the run on any number of replicas, of any speeds, under every policy. In a round
       of N steps over all replicas, of which one replica takes n, its count advances by N/n at each of its steps; after
       the merge all have the same. Where gradients are averaged the one update of the round advances it by N. With
-      ``optax.MultiSteps(tx, k)`` a count stands for k batches, as on one device; where gradients are averaged, an
-      update of it advances the count by the batches of its last round. These are counts of
+      ``optax.MultiSteps(tx, k)`` a count stands for k batches, as on one device. These are counts of
       ``scale_by_schedule``, ``inject_hyperparams``, ``MultiSteps``, ``add_decayed_weights``, ``add_noise``,
       ``schedule_free`` and ``ademamix``, wherever they are nested; a transformation of your own that depends on a count
       keeps it in an ``optax.ScaleByScheduleState``. ``prodigy``, ``dadapt_adamw``, ``momo`` and ``madgrad`` have
@@ -429,7 +428,7 @@ class Trainer:
         stop = self._stop
         rows = np.array(
             [
-                host_row(plan, rank, outcome, state.sync_ms, stop)
+                host_row(plan, rank, outcome, state.sync_ms, stop, state.pending)
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._counts import advanced, ahead, are_schedules, counts_of, with_counts
+from jaxche.training._counts import advanced, advanced_by, ahead, are_schedules, counts_of, with_counts
 
 BATCHES = 24
 DATA = [{"x": np.ones(2, np.float32)} for _ in range(BATCHES)]
@@ -89,6 +89,61 @@ def test_through_accumulated_steps(devices, average, rounds, updates):
     for _ in range(rounds):
         state, _ = trainer.round(state, DATA, counts=(2, 6))
     assert schedule_counts(state.opt_state) == [[updates, updates]] * 2
+
+
+UNLIKE = ((1, 0), (3, 4), (2, 0), (0, 5), (1, 1), (4, 3))  # 1, 7, 2, 5, 2, 7 batches
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_updates_on_accumulated_averages_count_all_batches_since_the_one_before(devices, k):
+    trainer = jaxche.Trainer(slope, every(k, optax.sgd(rate)), replicas=devices[:2], average="gradients")
+    state, batches, moved = start(trainer), 0, 0.0
+    for n, counts in enumerate(UNLIKE, start=1):
+        seen = int(schedule_counts(state.opt_state)[1][0])
+        state, _ = trainer.round(state, DATA, counts=counts)
+        batches += sum(counts)
+        if n % k == 0:  # a mean of k rounds, at the rate of the batches before it
+            moved -= rate(seen)
+            assert schedule_counts(state.opt_state) == [[batches // k] * 2] * 2
+            assert state.pending == batches % k
+        assert float(trainer.params(state)) == pytest.approx(moved, rel=1e-6)
+
+
+def test_batches_that_wait_for_an_update_are_saved(devices, tmp_path):
+    def trainer():
+        tx = every(3, optax.sgd(rate))
+        return jaxche.Trainer(slope, tx, replicas=devices[:2], average="gradients", che=jaxche.ElChe(2, anchor=4))
+
+    first = trainer()
+    half, _ = first.fit(start(first), DATA, progress=False, checkpoints=tmp_path, callbacks=[lambda *_: True])
+    assert half.pending == 8
+    second = trainer()
+    seen = []
+    second.fit(
+        start(second),
+        DATA,
+        progress=False,
+        checkpoints=tmp_path,
+        callbacks=[lambda state, info: seen.append((state.round, state.pending)) or True],
+    )
+    assert seen == [(2, 8 + second_round(tmp_path))]
+
+
+def second_round(folder):
+    """Batches of the second round of a saved record."""
+    return sum(jaxche.History.from_json(folder / "history.jsonl")[1].counts)
+
+
+@pytest.mark.parametrize(
+    ("mini_step", "updates", "pending"),
+    [(1, 0, 9), (0, 0, 4)],  # one more mini-step; one that MultiSteps skipped
+)
+def test_a_mini_step_that_is_skipped_counts_for_nothing(mini_step, updates, pending):
+    def state(mini, made):
+        return optax.MultiStepsState(jnp.int32(mini), jnp.int32(made), (optax.ScaleByScheduleState(jnp.int32(0)),), ())
+
+    after, left = advanced_by(5, state(0, 0), state(mini_step, updates), 4)
+    assert (int(after.inner_opt_state[0].count), int(left)) == (0, pending)
 
 
 def test_the_rates_within_a_round_are_those_of_the_batches_so_far(devices):
@@ -223,6 +278,6 @@ def test_counts_by_hand():
     assert [int(n) for n in counts_of(ahead(state, [jnp.int32(5), jnp.int32(18)], 2.5))] == [7, 23]
     seen, after = (with_counts(state, list(map(jnp.int32, counts))) for counts in ((7, 23), (8, 24)))
     assert [int(n) for n in counts_of(advanced(state, seen, after))] == [8, 21]
-    after = with_counts(state, list(map(jnp.int32, (8, 21))))
-    assert [int(n) for n in counts_of(advanced(state, state, after, by=5))] == [8, 25]
+    after, pending = advanced_by(5, state, with_counts(state, list(map(jnp.int32, (8, 21)))), 0)
+    assert ([int(n) for n in counts_of(after)], int(pending)) == ([8, 25], 0)
     assert counts_of({"key": jax.random.key(0), "n": jnp.uint32(3), "x": jnp.zeros(()), "i": jnp.arange(2)}) == []
