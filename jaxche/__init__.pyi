@@ -1,5 +1,13 @@
 """The public names, each of which is imported when it is first used."""
 
+from . import averaging as averaging
+from . import cadence as cadence
+from . import cluster as cluster
+from . import protocols as protocols
+from . import reports as reports
+from . import scaling as scaling
+from . import sharding as sharding
+from . import training as training
 from .averaging import merge_weights, weighted_mean
 from .cadence import ApplyPolicy, ElChe
 from .cluster import fake_devices, initialize
@@ -13,6 +21,7 @@ from .protocols import (
     measure_costs,
     order_partitions,
 )
+from .reports import History, LivePlot, RoundInfo
 from .scaling import (
     AdamScale,
     AdaScale,
@@ -30,27 +39,18 @@ from .sharding import (
     NoShard,
     ShardedState,
     ShardGradOp,
-    compare_strategies,
     devices,
     sharded_step,
 )
 from .training import (
-    Advice,
     Batches,
     Checkpoints,
-    History,
-    LivePlot,
     NNXLoss,
     NonFiniteLossError,
-    PaceError,
     PlanMismatchError,
     ReplicaState,
-    RoundInfo,
-    TensorBoardLogger,
     Trainer,
-    WandbLogger,
     linen_loss,
-    profile,
 )
 
 __version__: str
@@ -58,7 +58,6 @@ __version__: str
 __all__ = [
     "AdaScale",
     "AdamScale",
-    "Advice",
     "ApplyPolicy",
     "Batches",
     "Checkpoints",
@@ -75,7 +74,6 @@ __all__ = [
     "NNXLoss",
     "NoShard",
     "NonFiniteLossError",
-    "PaceError",
     "Partitioned",
     "PeerLostError",
     "Pipeline",
@@ -86,11 +84,8 @@ __all__ = [
     "ShardGradOp",
     "ShardedState",
     "SqrtScale",
-    "TensorBoardLogger",
     "Trainer",
-    "WandbLogger",
     "balance_stages",
-    "compare_strategies",
     "devices",
     "fake_devices",
     "initialize",
@@ -99,7 +94,6 @@ __all__ = [
     "merge_weights",
     "noise_scale",
     "order_partitions",
-    "profile",
     "progress_schedule",
     "scale_learning_rate",
     "sharded_step",

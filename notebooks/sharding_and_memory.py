@@ -81,7 +81,7 @@ f"{sum(x.size for x in jax.tree.leaves(shapes)):,} parameters"
 # With a memory it says which strategies fit, and which of these sends least.
 
 # %%
-costs = jaxche.compare_strategies(loss_fn, tx, shapes, batch, devices=devices, memory="8MiB")
+costs = jaxche.sharding.compare_strategies(loss_fn, tx, shapes, batch, devices=devices, memory="8MiB")
 costs
 
 # %% [markdown]

@@ -7,13 +7,16 @@ import socket
 import struct
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxche.training import RoundInfo
+import jaxche
+from jaxche.reports import RoundInfo
 
 DEVICES = 8
 # Of `jaxche launch`, Slurm, Open MPI, MPICH and Kubernetes.
@@ -210,3 +213,47 @@ def until():
         return true()
 
     return wait
+
+
+class Problem:
+    """Least squares with a nonlinearity, so that local SGD and joined batches really differ."""
+
+    def __init__(self, examples=96, batch_size=8):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(examples, 5)).astype(np.float32)
+        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
+        self.data = jaxche.Batches({"x": x, "y": y}, batch_size, seed=3)
+        self.params = {
+            "w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3,
+            "b": np.zeros(2, np.float32),
+        }
+
+    @staticmethod
+    def loss(params, batch):
+        error = jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]
+        return jnp.mean(error**2), {"mae": jnp.mean(jnp.abs(error))}
+
+    def joined(self, epoch, indices):
+        """Several batches as one."""
+        batches = [self.data.epoch(epoch)[i] for i in indices]
+        return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+
+
+@pytest.fixture
+def problem():
+    return Problem()
+
+
+@pytest.fixture
+def make_problem():
+    return Problem
+
+
+@pytest.fixture
+def told():
+    """What rounds say, to be compared: a nan equals a nan."""
+
+    def texts(history):
+        return [str(asdict(info)) for info in history]
+
+    return texts

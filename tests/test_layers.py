@@ -1,6 +1,7 @@
 """Data flows one way: a module imports only from earlier layers, through their package's ``__init__``."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ ORDER = (
     "distributed",
     "protocols",
     "cluster",
+    "reports",
     "training",
     "cli",
 )
@@ -75,4 +77,18 @@ def test_the_root_names_are_imported_on_first_use():
 
 def test_the_cadence_needs_no_jax():
     program = "import sys, jaxche.cadence, jaxche; jaxche.ElChe(2, anchor=10); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT.parent).returncode == 0
+
+
+def test_names_that_moved_say_where_they_are():
+    for name, package in jaxche._MOVED.items():
+        with pytest.raises(ImportError, match=f"write: from {package} import {name}$"):
+            getattr(jaxche, name)
+        assert hasattr(importlib.import_module(package), name)
+    with pytest.raises(ImportError, match=r"from jaxche\.reports import Advice"):
+        exec("from jaxche import Advice")
+
+
+def test_packages_need_no_import_of_their_own():
+    program = "import jaxche; jaxche.reports.profile, jaxche.training.PaceError, jaxche.sharding.compare_strategies"
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT.parent).returncode == 0

@@ -13,7 +13,8 @@ from jaxche.cli._processes import barrier, print_once
 from jaxche.cli._result import MAX_RANKS, metric_text, metric_title, percent
 from jaxche.cli._tasks import Task
 from jaxche.drawing import per_rank
-from jaxche.training import History, ReplicaState, RoundInfo, Trainer
+from jaxche.reports import History, RoundInfo
+from jaxche.training import ReplicaState, Trainer
 
 _log = logging.getLogger("jaxche")
 

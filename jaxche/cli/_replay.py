@@ -19,8 +19,9 @@ from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
 from jaxche.cli._terminal import print_error
 from jaxche.distributed import PACE_MS
+from jaxche.reports import History
 from jaxche.sharding import devices
-from jaxche.training import History, Trainer
+from jaxche.training import Trainer
 
 # Arguments of this call, which the recorded ones do not replace.
 _OF_THIS_CALL = ("words", "replay", "name", "out")

@@ -16,7 +16,7 @@ from jaxche.cli._command import Command, directory_path, file_path
 from jaxche.cli._run_files import read_json
 
 if TYPE_CHECKING:
-    from jaxche.training import History
+    from jaxche.reports import History
 
 _EPILOG = """\
 examples:
@@ -114,7 +114,7 @@ def _histories(folder: Path, policies: Sequence[str]) -> dict[str, History]:
 
 
 def _read(path: Path) -> History:
-    from jaxche.training import History
+    from jaxche.reports import History
 
     return History.from_json(path, skip_damaged=True)  # the last line may be half written
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxche.drawing import aligned, per_rank
 
 if TYPE_CHECKING:
-    from jaxche.training import History
+    from jaxche.reports import History
 
 # With more ranks than this, show the range of their values.
 MAX_RANKS = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxche.training import History
+    from jaxche.reports import History
 
 _log = logging.getLogger("jaxche")
 

@@ -28,8 +28,9 @@ from jaxche.cli._terminal import print_error
 from jaxche.cluster import share
 from jaxche.distributed import PACE_MS
 from jaxche.drawing import per_rank
+from jaxche.reports import Advice, History
 from jaxche.sharding import devices
-from jaxche.training import Advice, Checkpoints, History, ReplicaState, Trainer
+from jaxche.training import Checkpoints, ReplicaState, Trainer
 
 _PROBE_S, _MEASURE_S = 0.7, 2.0
 # The result of a policy in a comparison, written after its other files.

@@ -31,8 +31,7 @@ from jaxche.sharding import (
     is_private,
     local_devices,
 )
-from jaxche.training._island import Island
-from jaxche.training._place import Home, OneDevice, Place, devices_by_process, spans_processes
+from jaxche.training._placement import Home, Island, OneDevice, Place, devices_by_process, spans_processes
 
 _log = logging.getLogger("jaxche")
 

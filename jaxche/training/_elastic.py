@@ -26,7 +26,7 @@ from jaxche.distributed import (
     member_lives,
     regroup,
 )
-from jaxche.training._planning import SOLO_ROUND
+from jaxche.training._round import SOLO_ROUND
 from jaxche.training._state import ReplicaState
 
 if TYPE_CHECKING:

@@ -18,17 +18,14 @@ from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import gather_json, raise_everywhere
 from jaxche.sharding import batch_size, nbytes
-from jaxche.training._alone import Alone
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
-from jaxche.training._meeting import Meeting
-from jaxche.training._merge import Merge, Merged
-from jaxche.training._merging import HOST_COLUMNS, Rules
+from jaxche.training._merge import HOST_COLUMNS, Alone, Merge, Merged, Rules
 from jaxche.training._packing import Packing
-from jaxche.training._place import Place, first, is_local, lift, spans_processes, without_replica_axis
+from jaxche.training._placement import Place, first, is_local, lift, spans_processes, without_replica_axis
 from jaxche.training._programs import Local, LocalPrograms
-from jaxche.training._rates import free_rates
-from jaxche.training._replica import Outcome, Replica
+from jaxche.training._replica import Outcome, Replica, free_rates
+from jaxche.training._replica_mesh import Meeting
 from jaxche.training._scaling import Scaling, Worth, comparing
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxche.distributed import EVENTS, RESTART, unless_full
-from jaxche.training._state import RoundInfo
+from jaxche.reports import RoundInfo
 
 
 def tell(info: RoundInfo, ranks: Mapping[int, int], merged_bytes: int) -> None:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxche.distributed import PREEMPTED_CODE, PeerLostError, is_elastic, on_sigterm, raise_everywhere, stands_by
+from jaxche.reports import History, RoundInfo
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import checked_length
 from jaxche.training._fingerprint import refuse_differences
-from jaxche.training._history import History
 from jaxche.training._join import begin_fit, end_fit
 from jaxche.training._keeper import Keeper
 from jaxche.training._progress import Progress
-from jaxche.training._state import ReplicaState, RoundInfo, Stop
+from jaxche.training._state import ReplicaState, Stop
 from jaxche.training._turnover import let_in, recover, take_place
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from jaxche.distributed import (
     take_part,
     waiting_as,
 )
+from jaxche.reports import History
 from jaxche.training._elastic import ranks_of, rearranged
 from jaxche.training._fingerprint import VARIES
-from jaxche.training._history import History
 from jaxche.training._saved import numbers, with_numbers
 from jaxche.training._state import ReplicaState
 

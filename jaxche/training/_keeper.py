@@ -21,10 +21,10 @@ from jaxche.distributed import (
     raise_everywhere,
     shared_folder,
 )
+from jaxche.reports import History
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._finder import Finder
 from jaxche.training._fingerprint import VARIES
-from jaxche.training._history import History
 from jaxche.training._record import Record
 from jaxche.training._saved import FORMAT, items_of, numbers, shapes, version
 from jaxche.training._state import ReplicaState

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import is_float, sum_dtype
-from jaxche.training._meeting import Meeting
 from jaxche.training._programs import Local
+from jaxche.training._replica_mesh import Meeting
 
 
 class Packing:

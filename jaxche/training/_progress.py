@@ -10,7 +10,7 @@ import jax
 from tqdm import tqdm
 
 from jaxche.drawing import per_rank
-from jaxche.training._state import RoundInfo
+from jaxche.reports import RoundInfo
 
 if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer

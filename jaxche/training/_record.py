@@ -7,8 +7,7 @@ from pathlib import Path
 import jax
 
 from jaxche.distributed import gather_json
-from jaxche.training._history import History, read_record, warn_of_damage
-from jaxche.training._state import RoundInfo
+from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
 
 
 class Record:

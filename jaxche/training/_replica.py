@@ -1,20 +1,21 @@
-"""One replica's local steps: compiled ahead, dispatched without waiting, timed to their true end."""
+"""One replica: its compiled steps, its clock, its memory, and its speed when nobody waits."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxche.distributed import InStep
-from jaxche.sharding import batch_size
+from jaxche.distributed import InStep, gather_json
+from jaxche.sharding import batch_size, nbytes_per_device
 from jaxche.training._data import Feed
-from jaxche.training._memory import round_memory
-from jaxche.training._place import Home, spans_processes
+from jaxche.training._placement import Home, spans_processes
 from jaxche.training._programs import Carry, Constants, Local, Programs, Steps
 from jaxche.training._scaling import Worth
 
@@ -193,3 +194,71 @@ class Replica:
         except Exception as error:
             self._unread = error
             yield from itertools.repeat(self._stand_in, len(feed.keys) - done)
+
+
+def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
+    """Bytes a device holds at the fullest point of a replica's local steps.
+
+    A round keeps the state it was given and works on a copy, so that what goes wrong in it costs nothing.
+
+    Args:
+      local: what the replica keeps between rounds: arrays on its devices.
+      executable: its compiled step, ``step(start, carry, batch)``.
+      in_flight: steps dispatched ahead, each with its batch.
+
+    Returns:
+      Bytes by what they are for, and ``"in all"``; without the buffers of the merge itself.
+    """
+    # What a step reads of the start of the round is what is kept; only the carry is more.
+    (_, carry, batch), (_, carried, fed) = executable.args_info[0], executable.input_shardings[0]
+    parts = {
+        "parameters": nbytes_per_device(local.params),
+        "optimizer state": nbytes_per_device(local.opt_state),
+        "model state": nbytes_per_device((local.model_state, local.outer_state, local.noise, local.progress)),
+        "working copy": nbytes_per_device(carry, carried),
+        # In a tuple: of a batch that is one array and that the loss does not read, ``fed`` is None.
+        f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (fed,)),
+        "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
+    }
+    return parts | {"in all": sum(parts.values())}
+
+
+def free_rates(
+    replicas: Sequence[Replica], locals_: Sequence[Local], batches: Sequence[Any], seconds: float, pool: Executor
+) -> dict[int, float]:
+    """Batches per second of each rank of all processes, all running at once.
+
+    Args:
+      replicas: of this process, compiled and warm.
+      locals_: where each starts; they are not changed.
+      batches: to take in turn.
+      seconds: how long to run.
+      pool: with a thread a replica.
+    """
+    # The processes of one island must stop after the same step, so these count steps instead of seconds.
+    spanning = {
+        replica.rank: (replica, local)
+        for replica, local in zip(replicas, locals_, strict=True)
+        if spans_processes(replica.place)
+    }
+    times = {rank: replica.run(local, batches, 0).wall_ms / len(batches) for rank, (replica, local) in spanning.items()}
+    together = gather_json(times)  # and all start together
+    agreed = {
+        rank: math.ceil(seconds * 1e3 / max(part[str(rank)] for part in together if str(rank) in part))
+        for rank in spanning
+    }
+
+    def run_one(replica: Replica, local: Local) -> float:
+        until = time.perf_counter() + seconds
+        feed: Iterable[Any] = itertools.cycle(batches)
+        if replica.rank in agreed:
+            feed = itertools.islice(feed, agreed[replica.rank])
+        else:
+            feed = itertools.takewhile(lambda _: time.perf_counter() < until, feed)
+        outcome = replica.run(local, feed, 0)
+        if outcome.error:
+            raise outcome.error
+        return outcome.steps / outcome.wall_ms * 1e3
+
+    rates = {replica.rank: rate for replica, rate in zip(replicas, pool.map(run_one, replicas, locals_), strict=True)}
+    return {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}

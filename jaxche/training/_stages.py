@@ -1,8 +1,9 @@
-"""A replica whose model is cut into stages: a pipeline of its own, on devices of its own."""
+"""Replicas whose model is cut into stages: their programs, how they meet, and the engine that runs them."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,14 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from jaxche.averaging import add_weighted, zero_sums
-from jaxche.protocols import Partitioned, Pipeline
-from jaxche.sharding import Device, batch_size
-from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
-from jaxche.training._finite import stayed_finite
-from jaxche.training._place import Begin, OneDevice, first, lift
-from jaxche.training._programs import Carry, Constants, Local, Steps
+from jaxche.averaging import add_weighted, measure_drift, zero_sums
+from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
+from jaxche.sharding import Device, RemoteDevice, batch_size
+from jaxche.training._checks import refuse_foreign_devices
+from jaxche.training._engine import Engine
+from jaxche.training._fingerprint import digest, update_digest
+from jaxche.training._merge import Merge, Merged, Rules
+from jaxche.training._placement import Begin, OneDevice, devices_by_process, first, is_local, lift, without_replica_axis
+from jaxche.training._programs import Carry, Constants, Local, Steps, stayed_finite
+from jaxche.training._replica import Replica
+from jaxche.training._replica_mesh import Meeting
+from jaxche.training._schedule_counts import advanced, ahead, are_schedules, counts_of
 
 
 class Stages:
@@ -172,3 +179,210 @@ def _on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
         return stage(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), params), x, **more)
 
     return call
+
+
+_BY_STAGE = ("params", "opt_state", "outer_state")
+
+
+def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: Any) -> list[Any]:
+    """Where replicas in stages live: as many devices each as there are stages, no device in two replicas.
+
+    Raises:
+      ValueError: something that does not go with stages, by name.
+    """
+    protocol, n_stages = model.protocol, len(model.stages)
+    if strategy is not None:
+        raise ValueError(
+            f"strategy={strategy!r} cuts layers among devices, and loss_fn is a jaxche.Partitioned, which cuts between "
+            "them; leave strategy= out, or give the loss function of the whole model"
+        )
+    if scaling is not None:
+        raise ValueError(
+            f"scaling={scaling!r} measures the noise of whole gradients, and those of a jaxche.Partitioned lie on its "
+            "stages' devices; leave scaling= out, or give the loss function of the whole model"
+        )
+    if None in model.devices:
+        raise ValueError(
+            "loss_fn is a jaxche.Partitioned with local_stages=; the stages of a replica are in one process: leave it "
+            "out, and give each process replicas of its own"
+        )
+    if not isinstance(protocol, Direct | Pipeline):
+        raise ValueError(
+            f"protocol={protocol!r} is for stages in processes of their own, and those of a replica are in one; write "
+            "jaxche.Partitioned(stages, loss, jaxche.Pipeline(micro_batch_size=8))"
+        )
+    if getattr(protocol, "one_program", None):
+        raise ValueError(
+            f"protocol={protocol!r}: replicas run side by side, and programs over several devices each could block one "
+            "another; leave one_program= out"
+        )
+    given = _default_replicas(n_stages) if replicas is None else [_devices_of(r, n_stages) for r in replicas]
+    for one, other in itertools.combinations(given, 2):
+        if shared := set(one) & set(other):
+            raise ValueError(f"replicas has {shared.pop()} in two replicas; give each devices of its own")
+    for devices in given:
+        if len({d.process_index for d in devices}) > 1:
+            raise ValueError(
+                f"replicas has one on {devices}, devices of several processes; give each replica devices of one "
+                "process. One model over processes trains with jaxche.Partitioned(..., local_stages=).step"
+            )
+    refuse_foreign_devices(list(itertools.chain(*given)))
+    return [Stages(model, devices) for devices in given]
+
+
+def _devices_of(replica: Any, n_stages: int) -> list[Any]:
+    devices = [] if isinstance(replica, Mesh | jax.Device | RemoteDevice) else list(replica)
+    if len(devices) != n_stages or any(not isinstance(d, jax.Device | RemoteDevice) for d in devices):
+        raise ValueError(
+            f"replicas has {replica!r}; for {n_stages} stages each replica is a list of {n_stages} devices, e.g. "
+            f"replicas=[devices[:{n_stages}], devices[{n_stages}:{2 * n_stages}]], or [device] * {n_stages} for one "
+            "that holds them all"
+        )
+    return devices
+
+
+def _default_replicas(n_stages: int) -> list[list[Any]]:
+    """The devices of each process, as many in a row as there are stages."""
+    replicas = []
+    for process, devices in devices_by_process().items():
+        if len(devices) % n_stages:
+            raise ValueError(
+                f"process {process} has {len(devices)} devices, which do not make whole replicas of {n_stages} stages; "
+                f"say which to use, e.g. replicas=[jaxche.devices()[:{n_stages}]]"
+            )
+        replicas += [devices[i : i + n_stages] for i in range(0, len(devices), n_stages)]
+    return replicas
+
+
+class StageMeetings:
+    """A meeting a stage: the devices that hold it in each replica, and nothing is gathered on any of them.
+
+    Args:
+      places: where each replica lives, over all processes.
+      host: meet on CPU devices.
+    """
+
+    def __init__(self, places: Sequence[Stages], host: bool):
+        n_stages = places[0].devices.size
+        self.by_stage = [Meeting([place.by_stage[stage] for place in places], host) for stage in range(n_stages)]
+        self.homes = [place.devices[0] for place in places if is_local(place)]
+
+    def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The ``[R, ...]`` views of named trees, given one dict per local replica: a tuple with each stage's."""
+
+        def view(name: str) -> Any:
+            if name not in _BY_STAGE:
+                return trees[0][name]
+            by_stage = zip(self.by_stage, *(tree[name] for tree in trees), strict=True)
+            return tuple(meeting.stack([{name: one} for one in stages])[name] for meeting, *stages in by_stage)
+
+        return {name: view(name) for name in trees[0]}
+
+    def unstack(self, named: dict[str, Any]) -> list[dict[str, Any]]:
+        """One dict of named trees per local replica from their views."""
+        by_stage = [
+            meeting.unstack({name: tree[stage] for name, tree in named.items()})
+            for stage, meeting in enumerate(self.by_stage)
+        ]
+        return [{name: tuple(part[name] for part in parts) for name in named} for parts in zip(*by_stage, strict=True)]
+
+    def once(self, name: str, tree: Any) -> Any:
+        """Of each stage one row of its view, whose rows are equal."""
+        return tuple(meeting.once(name, one) for meeting, one in zip(self.by_stage, tree, strict=True))
+
+    def everywhere(self, name: str, tree: Any, like: Any) -> Any:
+        """The views whose rows are all the given ones."""
+        stages = zip(self.by_stage, tree, like, strict=True)
+        return tuple(meeting.everywhere(name, one, alike) for meeting, one, alike in stages)
+
+    def saved_as(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
+        """How a checkpoint's tree of this name is to be read, see :meth:`Meeting.saved_as`."""
+        return tuple(meeting.saved_as(name, one, rows, own) for meeting, one in zip(self.by_stage, tree, strict=True))
+
+
+class StageMerge:
+    """A merge a stage, one after the other: two programs with collectives in flight may wait for each other.
+
+    Args:
+      meetings: where each stage meets.
+      rules: what is averaged, and how.
+      local: one replica's :class:`Local`, for its shapes.
+    """
+
+    def __init__(self, meetings: StageMeetings, rules: Rules, local: Local):
+        self._homes = meetings.homes
+        # A stage without parameters has nothing to merge.
+        self._merges = {
+            s: Merge(meeting, rules, _stage_of(local, s))
+            for s, meeting in enumerate(meetings.by_stage)
+            if jax.tree.leaves(local.params[s])
+        }
+
+    def __call__(self, starts: Sequence[Local], carries: Sequence[Any], rows: np.ndarray) -> Merged:
+        """Merge the replicas of this process with all others and wait for the result; see :class:`Merge`."""
+        merged = {
+            s: merge(
+                [_stage_of(start, s) for start in starts],
+                [_carry_of(carry, s, homes[s]) for carry, homes in zip(carries, self._homes, strict=True)],
+                rows,
+            )
+            for s, merge in self._merges.items()
+        }
+        locals_ = []
+        for place, start in enumerate(starts):
+            stages = [merged[s].locals[place] if s in merged else _stage_of(start, s) for s in range(len(start.params))]
+            by_name = {name: tuple(getattr(stage, name) for stage in stages) for name in _BY_STAGE}
+            locals_.append(start._replace(**by_name))
+        squares = np.sum([one.squares for one in merged.values()], axis=0)
+        rel, direction = measure_drift(*squares.tolist())
+        table = np.max([one.table for one in merged.values()], axis=0)  # alike but for what became of each stage
+        finite, pending = all(one.finite for one in merged.values()), next(iter(merged.values())).pending
+        return Merged(tuple(locals_), table, (float(rel), float(direction)), finite=finite, pending=pending)
+
+
+def _stage_of(local: Local, stage: int) -> Local:
+    return local._replace(**{name: getattr(local, name)[stage] for name in _BY_STAGE})
+
+
+def _carry_of(carry: Carry, stage: int, home: Any) -> Carry:
+    own, counted = ("params", "opt_state", "grads"), ("sums", "not_finite")
+    present = {name: tree for name, tree in carry._asdict().items() if tree is not None}
+    trees = {name: present[name][stage] for name in own if name in present}
+    # What the last stage counted goes to all: each merge weighs by it.
+    return carry._replace(**trees, **{name: jax.device_put(present[name], home) for name in counted if name in present})
+
+
+class StagedEngine(Engine):
+    """Runs plans on replicas in stages; the model in place of the loss."""
+
+    _several = StageMerge
+
+    def _lay_out(self, params: Any) -> None:
+        check_stage_params(params, self._places[0].devices.size)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), tuple(params))
+        if self._shapes != shapes:
+            self._shapes, self._replicas = shapes, []
+            places: Any = self._places
+            self._meeting = StageMeetings(places, self._settings.host)
+
+    def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
+        shared = (self._tx, self._settings.average, self._settings.seed, examples, len(self._all) == 1)
+        places: Any = self._places
+        self._replicas = [
+            Replica(rank, places[rank], StagedPrograms(places[rank], *shared), self._paces[rank]) for rank in self.ranks
+        ]
+        one = without_replica_axis(local.params)
+        code_of_tx = digest([update_digest(self._settings.tx, params) for params in one])
+        model = places[self.ranks[0]].model
+        code = model.trace(one, batch)
+        self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
+        self._rules = self._settings.rules(self._tx, None)
+        self._merge = self._make_merge(local)
+        return code.consts
+
+    def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+        """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""
+        return []
+
+    def first_row(self, tree: Any) -> Any:
+        return None if tree is None else tuple(map(super().first_row, tree))

@@ -18,6 +18,7 @@ from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
 from jaxche.distributed import beat, in_time
 from jaxche.protocols import Partitioned
+from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, refuse_bad_params
 from jaxche.training._checkpoints import Checkpoints
@@ -38,14 +39,11 @@ from jaxche.training._engine import Engine, Settings
 from jaxche.training._events import tell
 from jaxche.training._fingerprint import brief
 from jaxche.training._fit import Callback, fit
-from jaxche.training._history import History
 from jaxche.training._join import newcomers
-from jaxche.training._learn import learn
-from jaxche.training._planning import forced_plan, limit_ms, next_plan
+from jaxche.training._round import Table, forced_plan, host_row, learn, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
-from jaxche.training._staged import StagedEngine, checked_stages
-from jaxche.training._state import ReplicaState, RoundInfo, Stop
-from jaxche.training._table import Table, host_row
+from jaxche.training._stages import StagedEngine, checked_stages
+from jaxche.training._state import ReplicaState, Stop
 
 # The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxche.distributed import PeerLostError, TakenForDeadError, come_back, is_elastic
+from jaxche.reports import History
 from jaxche.training._elastic import go_on_without
-from jaxche.training._history import History
 from jaxche.training._join import admit, join
 from jaxche.training._keeper import Keeper
 from jaxche.training._state import ReplicaState

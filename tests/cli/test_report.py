@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxche.cli import main
-from jaxche.training import History
+from jaxche.reports import History
 
 
 @pytest.fixture

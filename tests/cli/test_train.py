@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxche.cli import main
-from jaxche.training import History
+from jaxche.reports import History
 
 ROOT = pathlib.Path(__file__).parents[2]
 

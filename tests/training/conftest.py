@@ -1,39 +1,11 @@
 """A small regression problem that every test of the trainer can solve, and a record of what was read."""
 
-from dataclasses import asdict
-
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jaxche
-from jaxche.training import _planning
-
-
-class Problem:
-    """Least squares with a nonlinearity, so that local SGD and joined batches really differ."""
-
-    def __init__(self, examples=96, batch_size=8):
-        rng = np.random.default_rng(0)
-        x = rng.normal(size=(examples, 5)).astype(np.float32)
-        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
-        self.data = jaxche.Batches({"x": x, "y": y}, batch_size, seed=3)
-        self.params = {
-            "w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3,
-            "b": np.zeros(2, np.float32),
-        }
-
-    @staticmethod
-    def loss(params, batch):
-        error = jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]
-        return jnp.mean(error**2), {"mae": jnp.mean(jnp.abs(error))}
-
-    def joined(self, epoch, indices):
-        """Several batches as one."""
-        batches = [self.data.epoch(epoch)[i] for i in indices]
-        return jax.tree.map(lambda *x: np.concatenate(x), *batches)
+from jaxche.training import _round
 
 
 class Recorder:
@@ -59,16 +31,6 @@ class _Epoch:
     def __getitem__(self, i):
         self._recorder.reads.append((self._epoch, i))
         return self._recorder._data.epoch(self._epoch)[i]
-
-
-@pytest.fixture
-def problem():
-    return Problem()
-
-
-@pytest.fixture
-def make_problem():
-    return Problem
 
 
 @pytest.fixture
@@ -113,7 +75,7 @@ def trained_alike(close):
 @pytest.fixture
 def patient(monkeypatch):
     """A stall of this machine cuts no round short."""
-    monkeypatch.setattr(_planning, "_LEAST_PATIENCE_MS", 60_000.0)
+    monkeypatch.setattr(_round, "_LEAST_PATIENCE_MS", 60_000.0)
 
 
 @pytest.fixture
@@ -124,13 +86,3 @@ def lockstep(patient):
         return jaxche.ElChe(world_size=world, anchor=2, max_anchor=2, max_batch_diff=0)
 
     return make
-
-
-@pytest.fixture
-def told():
-    """What rounds say, to be compared: a nan equals a nan."""
-
-    def texts(history):
-        return [str(asdict(info)) for info in history]
-
-    return texts

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._counts import advanced, advanced_by, ahead, are_schedules, counts_of, with_counts
+from jaxche.training._schedule_counts import advanced, advanced_by, ahead, are_schedules, counts_of, with_counts
 
 BATCHES = 24
 DATA = [{"x": np.ones(2, np.float32)} for _ in range(BATCHES)]

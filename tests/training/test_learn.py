@@ -7,10 +7,8 @@ import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
 from jaxche.training import ReplicaState
-from jaxche.training._learn import learn
-from jaxche.training._merge import Merged
-from jaxche.training._merging import HOST_COLUMNS
-from jaxche.training._table import Table
+from jaxche.training._merge import HOST_COLUMNS, Merged
+from jaxche.training._round import Table, learn
 
 
 def state(che, **fields):

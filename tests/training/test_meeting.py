@@ -7,8 +7,8 @@ import pytest
 
 import jaxche
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training._meeting import Meeting
-from jaxche.training._place import OneDevice
+from jaxche.training._placement import OneDevice
+from jaxche.training._replica_mesh import Meeting
 
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])

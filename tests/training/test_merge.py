@@ -10,9 +10,8 @@ import jaxche
 from jaxche.averaging import drift_from_gram, gram_matrix
 from jaxche.cadence import RoundPlan
 from jaxche.training import PlanMismatchError
-from jaxche.training._merge import one_row_each
-from jaxche.training._merging import HOST_COLUMNS
-from jaxche.training._table import Table
+from jaxche.training._merge import HOST_COLUMNS, one_row_each
+from jaxche.training._round import Table
 
 
 @pytest.mark.parametrize("scaling", [None, jaxche.AdaScale(), jaxche.AdamScale()])

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe
-from jaxche.training._planning import forced_plan, limit_ms, next_plan
+from jaxche.training._round import forced_plan, limit_ms, next_plan
 from jaxche.training._state import ReplicaState
 
 CHE = ElChe.from_dict(ElChe(world_size=2, anchor=4).to_dict() | {"batch_counts": (10, 4), "ms_per_batch": (20.0, 50.0)})

@@ -10,7 +10,7 @@ import pytest
 
 from jaxche.sharding import as_loss
 from jaxche.training import PaceError
-from jaxche.training._place import OneDevice, first, lift
+from jaxche.training._placement import OneDevice, first, lift
 from jaxche.training._programs import Local, LocalPrograms
 from jaxche.training._replica import Replica
 

@@ -8,9 +8,9 @@ import pytest
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import RankError
 from jaxche.training import NonFiniteLossError, PlanMismatchError
-from jaxche.training import _table as module
+from jaxche.training import _round as module
 from jaxche.training._replica import Outcome
-from jaxche.training._table import Table, host_row
+from jaxche.training._round import Table, host_row
 
 PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
 

@@ -452,7 +452,7 @@ def test_counts_must_fit_the_replicas(problem, devices):
 
 def test_a_pace_the_computation_cannot_keep_is_refused_with_one_that_works(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(50, 1e-3))
-    with pytest.raises(jaxche.PaceError, match=r"rank 1 is 0.001 ms.*pace_ms="):
+    with pytest.raises(jaxche.training.PaceError, match=r"rank 1 is 0.001 ms.*pace_ms="):
         trainer.round(trainer.init(problem.params), problem.data)
 
 

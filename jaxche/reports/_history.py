@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxche.drawing import aligned, html_table
-from jaxche.training._advice import Advice
-from jaxche.training._goodput import advise_from
-from jaxche.training._state import RoundInfo, rounds_svg
+from jaxche.reports._advice import Advice, advise_from
+from jaxche.reports._picture import ROUNDS_DRAWN, draw
+from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, rounds_svg
 
 _log = logging.getLogger("jaxche")
-
-# Rounds whose bars are wide enough to be read side by side.
-ROUNDS_DRAWN = 8
 
 
 class History(list[RoundInfo]):
@@ -47,11 +44,7 @@ class History(list[RoundInfo]):
     @property
     def efficiency(self) -> float:
         """Batches done over what the replicas' speeds in these rounds would allow without waiting or merging."""
-        possible = sum(
-            info.period_ms * sum(n / wall for n, wall in zip(info.counts, info.wall_ms, strict=True) if wall > 0)
-            for info in self
-        )
-        return sum(sum(info.counts) for info in self) / possible if possible else 1.0
+        return efficiency_of(self)
 
     @property
     def last_ranks(self) -> History:
@@ -67,7 +60,7 @@ class History(list[RoundInfo]):
     @property
     def scaled(self) -> bool:
         """Whether learning rates were scaled."""
-        return any(math.isfinite(info.progress) for info in self)
+        return is_scaled(self)
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict of plain values per round, e.g. for ``pandas.DataFrame``."""
@@ -147,13 +140,13 @@ class History(list[RoundInfo]):
         """Which counts would reach a target soonest, by the noise, the speeds and the merge cost of this run since the
         number of ranks changed last.
 
-        :func:`jaxche.training.advise` has the equations and what they leave out.
+        :func:`jaxche.reports.advise` has the equations and what they leave out.
 
         Args:
           max_anchor: the most steps of the slowest replica between two merges to consider.
 
         Returns:
-          An :class:`~jaxche.Advice`, which shows itself as a table.
+          An :class:`~jaxche.reports.Advice`, which shows itself as a table.
 
         Raises:
           ValueError: a history without noise (trained without ``scaling=``), noise that is infinite, or a replica
@@ -173,9 +166,7 @@ class History(list[RoundInfo]):
           ImportError: matplotlib is missing: ``pip install 'jaxche[plot]'``.
           ValueError: nothing to draw yet.
         """
-        from jaxche.training._picture import draw
-
-        return draw(self.last_ranks)
+        return draw(self.last_ranks, self.memory)
 
 
 class ReadRecord(NamedTuple):
@@ -187,16 +178,24 @@ class ReadRecord(NamedTuple):
 
 
 def read_record(data: bytes) -> ReadRecord:
-    """Read a record line by line, so that a damaged line costs no other."""
+    """Read a record line by line, so that a damaged line costs no other.
+
+    Args:
+      data: what :meth:`History.to_json` wrote, as bytes.
+
+    Returns:
+      The rounds, and the numbers of the lines that cannot be read.
+
+    Example:
+      >>> read_record(b"not a round\\n").damaged
+      [1]
+    """
     types = {f.name: str(f.type) for f in fields(RoundInfo)}
     *lines, rest = data.split(b"\n")
     found = ReadRecord([], [], [])
     for number, line in enumerate([*lines, *filter(None, [rest])], 1):
         try:
-            values = json.loads(line.decode())
-            if not isinstance(values, dict) or set(values) != set(types) or not isinstance(values["round"], int):
-                raise ValueError("not a round")
-            found.rounds.append(RoundInfo(**{name: _read(types[name], value) for name, value in values.items()}))
+            found.rounds.append(_round_info(json.loads(line.decode()), types))
         except (ValueError, TypeError):
             begun = number > len(lines) and line.startswith(b"{") and b"\0" not in line and line.isascii()
             (found.unfinished if begun else found.damaged).append(number)
@@ -204,7 +203,15 @@ def read_record(data: bytes) -> ReadRecord:
 
 
 def warn_of_damage(name: str, record: ReadRecord) -> None:
-    """Say how many lines of a record were lost."""
+    """Log how many lines of a record were lost.
+
+    Args:
+      name: of the file.
+      record: from :func:`read_record`.
+
+    Example:
+      >>> warn_of_damage("history.jsonl", read_record(b""))  # no line is damaged
+    """
     if lost := len(record.damaged):
         lines = "1 damaged line is" if lost == 1 else f"{lost} damaged lines are"
         _log.warning("%s: %s left out of the record (the first is line %s)", name, lines, record.damaged[0])
@@ -224,6 +231,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _round_info(values: Any, types: dict[str, str]) -> RoundInfo:
+    """A round from the JSON values of its line."""
+    if not isinstance(values, dict) or set(values) != set(types) or not isinstance(values["round"], int):
+        raise ValueError("not a round")
+    return RoundInfo(**{name: _read(types[name], value) for name, value in values.items()})
 
 
 def _read(kind: str, value: Any) -> Any:

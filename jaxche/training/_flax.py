@@ -1,4 +1,4 @@
-"""Doors for Flax: loss functions for the trainer out of linen modules and nnx models."""
+"""Flax adapters: loss functions of linen and nnx models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 if TYPE_CHECKING:
     from flax import nnx
 
-    from jaxche.training._history import History
+    from jaxche.reports import History
     from jaxche.training._state import ReplicaState
     from jaxche.training._trainer import Trainer
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._loggers import scalars
+from jaxche.reports._callbacks import scalars
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_round_as_numbers(fit):
 def test_tensorboard_reads_what_was_written(fit, tmp_path):
     loader = pytest.importorskip("tensorboardX.event_file_writer")
     assert loader
-    history = fit(jaxche.TensorBoardLogger(tmp_path))
+    history = fit(jaxche.reports.TensorBoardLogger(tmp_path))
     (path,) = tmp_path.glob("events.*")
     written = path.read_bytes()
     assert written.count(b"round/efficiency") == len(history)
@@ -44,7 +44,7 @@ def test_tensorboard_reads_what_was_written(fit, tmp_path):
 
 def test_wandb_keeps_what_was_logged(fit, tmp_path):
     wandb = pytest.importorskip("wandb")
-    history = fit(jaxche.WandbLogger(project="digits", mode="offline", dir=tmp_path))
+    history = fit(jaxche.reports.WandbLogger(project="digits", mode="offline", dir=tmp_path))
     summary, step = dict(wandb.run.summary), wandb.run.step
     wandb.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
@@ -63,11 +63,11 @@ def test_a_missing_package_is_named_with_its_extra(logger, package, monkeypatch,
     arguments = {"folder": tmp_path} if package == "tensorboardX" else {}
     extra = {"tensorboardX": "tensorboard", "wandb": "wandb"}[package]
     with pytest.raises(ImportError, match=rf"pip install 'jaxche\[{extra}\]'"):
-        getattr(jaxche, logger)(**arguments)
+        getattr(jaxche.reports, logger)(**arguments)
 
 
 def test_rounds_are_profiled(fit, tmp_path):
-    recorder = jaxche.profile(tmp_path, rounds=range(2, 4))
+    recorder = jaxche.reports.profile(tmp_path, rounds=range(2, 4))
     assert recorder.path is None
     fit(recorder, policy="sync")
     trace = json.loads(gzip.decompress(recorder.path.read_bytes()))
@@ -75,10 +75,10 @@ def test_rounds_are_profiled(fit, tmp_path):
 
 
 def test_a_recording_ends_with_its_block(fit, tmp_path):
-    with jaxche.profile(tmp_path / "first", rounds=range(1, 99)) as recorder:
+    with jaxche.reports.profile(tmp_path / "first", rounds=range(1, 99)) as recorder:
         fit(recorder, policy="sync")
     assert recorder.path is not None
-    again = jaxche.profile(tmp_path / "second", rounds=range(1, 2))  # JAX refuses two recordings at a time
+    again = jaxche.reports.profile(tmp_path / "second", rounds=range(1, 2))  # JAX refuses two recordings at a time
     fit(again, policy="sync")
     assert again.path is not None
 
@@ -100,4 +100,4 @@ def test_steps_go_on_where_a_resumed_run_goes_on(problem, devices, tmp_path):
 @pytest.mark.parametrize("rounds", [range(2), [], [3, 5]])
 def test_rounds_that_cannot_be_profiled_are_refused(rounds, tmp_path):
     with pytest.raises(ValueError, match="from 1, one after another"):
-        jaxche.profile(tmp_path, rounds=rounds)
+        jaxche.reports.profile(tmp_path, rounds=rounds)

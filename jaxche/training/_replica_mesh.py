@@ -1,4 +1,4 @@
-"""The mesh on which replicas meet, and the way of a replica's trees there and back."""
+"""The mesh of all replicas, and how a replica's trees are laid out on it and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.distributed import connected
-from jaxche.training._place import OneDevice, Place, is_local
+from jaxche.training._placement import OneDevice, Place, is_local
 
 AXIS = "replica"
 # Within a replica: what is sharded is cut along the second axis, the first holds copies.

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxche.training import History
+from jaxche.reports import History
 
 
 def test_efficiency_is_batches_over_what_the_speeds_allow(round_info):

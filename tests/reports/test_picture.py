@@ -8,7 +8,7 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from jaxche.training import History
+from jaxche.reports import History
 
 
 @pytest.fixture

@@ -2,57 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxche.cadence import Verdict
 from jaxche.drawing import COLOURS, MERGE, WAIT, figure_of, label_outside, logarithmic, ranks_to_show, text_on
-from jaxche.training._history import ROUNDS_DRAWN, History
+from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled
+
+# Rounds whose bars are wide enough to be read side by side.
+ROUNDS_DRAWN = 8
 
 
-def draw(history: History) -> Any:
-    """Draw a history; what it has nothing to say about is left out."""
-    if not history:
+def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
+    """A figure of these rounds; panels without data are left out."""
+    if not rounds:
         raise ValueError("the history has no rounds; train first: state, history = trainer.fit(state, data)")
-    world = len(history[0].counts)
+    run = _Run(rounds, memory)
+    world = len(rounds[0].counts)
     rows: list[tuple[list[str], float]] = []
     if world > 1:
         rows = [(["rounds"], 0.9 + 0.28 * min(world, 8)), (["counts"], 2.0), (["efficiency", "drift"], 1.9)]
     rows.append((["examples", "seconds"], 2.0))
-    if history.scaled:
+    if is_scaled(rounds):
         rows.append((["noise", "gain"], 1.9))
-    if history.memory:
-        rows.append((["memory"], 0.5 + 0.22 * (1 + len(_memory_names(history)))))
-    numbers = _Numbers(history)
+    if memory:
+        rows.append((["memory"], 0.5 + 0.22 * (1 + len(_memory_names(run)))))
     with figure_of([names for names, _ in rows], [height for _, height in rows]) as (figure, axes):
         for name, panel in axes.items():
-            _PANELS[name](panel, history, numbers)
+            _PANELS[name](panel, run)
     return figure
 
 
-class _Numbers:
-    """The columns of a history that several panels need."""
+class _Run:
+    """The rounds, and the columns of them that several panels need."""
 
-    def __init__(self, history: History):
-        self.rounds = np.array([info.round for info in history])
-        self.counts = np.array([info.counts for info in history])
-        self.wall = np.array([info.wall_ms for info in history])
-        self.sync = np.array([info.sync_ms for info in history])
-        self.seconds = np.cumsum([info.period_ms for info in history]) / 1e3
-        self.examples = np.cumsum([info.examples for info in history])
+    def __init__(self, infos: Sequence[RoundInfo], memory: Sequence[dict[str, int]]):
+        self.infos, self.memory = infos, memory
+        self.rounds = np.array([info.round for info in infos])
+        self.counts = np.array([info.counts for info in infos])
+        self.wall = np.array([info.wall_ms for info in infos])
+        self.sync = np.array([info.sync_ms for info in infos])
+        self.seconds = np.cumsum([info.period_ms for info in infos]) / 1e3
+        self.examples = np.cumsum([info.examples for info in infos])
         steps = np.maximum(self.counts.sum(axis=0), 1)
         self.ranks = ranks_to_show(self.wall.sum(axis=0) / steps)
 
 
-def _rounds(axes: Any, history: History, numbers: _Numbers) -> None:
+def _rounds(axes: Any, run: _Run) -> None:
     """The last rounds on the clock: what each rank did, and when."""
-    shown = history[-ROUNDS_DRAWN:]
-    ends = numbers.seconds[-len(shown) :] * 1e3
+    shown = run.infos[-ROUNDS_DRAWN:]
+    ends = run.seconds[-len(shown) :] * 1e3
     width = ends[-1] - (ends[0] - shown[0].period_ms)
     for info, end in zip(shown, ends, strict=True):
         start, slowest = end - info.period_ms, max(info.wall_ms)
-        for lane, rank in enumerate(numbers.ranks):
+        for lane, rank in enumerate(run.ranks):
             colour, wall = COLOURS[lane % len(COLOURS)], info.wall_ms[rank]
             axes.barh(lane, wall / 1e3, left=start / 1e3, height=0.72, color=colour)
             if wall / width > 0.028:
@@ -63,16 +68,12 @@ def _rounds(axes: Any, history: History, numbers: _Numbers) -> None:
         axes.axvspan((start + slowest) / 1e3, end / 1e3, color=MERGE, lw=0)
     axes.barh(0, 0, color=WAIT, hatch="////", edgecolor="0.55", label="wait")
     axes.barh(0, 0, color=MERGE, label="merge")
-    axes.set_yticks(range(len(numbers.ranks)), [f"rank {rank}" for rank in numbers.ranks])
+    axes.set_yticks(range(len(run.ranks)), [f"rank {rank}" for rank in run.ranks])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlim((ends[0] - shown[0].period_ms) / 1e3, ends[-1] / 1e3)
     part = f"Rounds {shown[0].round} to {shown[-1].round}" if len(shown) > 1 else f"Round {shown[0].round}"
-    some = (
-        ""
-        if len(numbers.ranks) == numbers.counts.shape[1]
-        else f", {len(numbers.ranks)} of {numbers.counts.shape[1]} ranks"
-    )
+    some = "" if len(run.ranks) == run.counts.shape[1] else f", {len(run.ranks)} of {run.counts.shape[1]} ranks"
     axes.set(xlabel="training time (s)", title=f"{part}: steps of each rank, then one merge{some}")
     label_outside(axes)
 
@@ -82,33 +83,33 @@ def _over_rounds(axes: Any, **labels: str) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _counts(axes: Any, history: History, numbers: _Numbers) -> None:
-    for lane, rank in enumerate(numbers.ranks):
+def _counts(axes: Any, run: _Run) -> None:
+    for lane, rank in enumerate(run.ranks):
         colour = COLOURS[lane % len(COLOURS)]
-        axes.step(numbers.rounds, numbers.counts[:, rank], where="mid", color=colour, lw=1.6, label=f"rank {rank}")
-    anchor = [info.anchor for info in history]
-    axes.step(numbers.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor")
+        axes.step(run.rounds, run.counts[:, rank], where="mid", color=colour, lw=1.6, label=f"rank {rank}")
+    anchor = [info.anchor for info in run.infos]
+    axes.step(run.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor")
     _over_rounds(axes, ylabel="local steps", title="Cadence: steps of each rank between two merges")
     axes.set_ylim(bottom=0)
     label_outside(axes)
 
 
-def _efficiency(axes: Any, history: History, numbers: _Numbers) -> None:
-    percent = [100 * info.efficiency for info in history]
-    axes.plot(numbers.rounds, percent, color=COLOURS[0], lw=1, alpha=0.35)
-    axes.plot(numbers.rounds, _smooth(np.array(percent)), color=COLOURS[0], lw=1.8)
-    wait = sum(max(info.wall_ms) - np.mean(info.wall_ms) for info in history) / 1e3 / numbers.seconds[-1]
-    merge = numbers.sync.sum() / 1e3 / numbers.seconds[-1]
+def _efficiency(axes: Any, run: _Run) -> None:
+    percent = [100 * info.efficiency for info in run.infos]
+    axes.plot(run.rounds, percent, color=COLOURS[0], lw=1, alpha=0.35)
+    axes.plot(run.rounds, _smooth(np.array(percent)), color=COLOURS[0], lw=1.8)
+    wait = sum(max(info.wall_ms) - np.mean(info.wall_ms) for info in run.infos) / 1e3 / run.seconds[-1]
+    merge = run.sync.sum() / 1e3 / run.seconds[-1]
     _over_rounds(axes, ylabel="efficiency (%)")
-    axes.set_title(f"Efficiency {history.efficiency:.1%}: wait {wait:.1%}, merge {merge:.1%}")
+    axes.set_title(f"Efficiency {efficiency_of(run.infos):.1%}: wait {wait:.1%}, merge {merge:.1%}")
     axes.set_ylim(0, 105)
 
 
-def _drift(axes: Any, history: History, numbers: _Numbers) -> None:
+def _drift(axes: Any, run: _Run) -> None:
     _over_rounds(axes, ylabel="distance, relative", title="Drift of the replicas before each merge")
     series = {
-        "to the parameters": [info.drift for info in history],
-        "to the merged step": [info.drift_dir for info in history],
+        "to the parameters": [info.drift for info in run.infos],
+        "to the merged step": [info.drift_dir for info in run.infos],
     }
     if not np.nanmax([*series["to the parameters"], 0.0]) > 0:
         axes.text(0.5, 0.5, "none: gradients are averaged", ha="center", va="center", transform=axes.transAxes)
@@ -116,32 +117,32 @@ def _drift(axes: Any, history: History, numbers: _Numbers) -> None:
         return
     for (label, values), colour, style in zip(series.items(), (COLOURS[5], COLOURS[4]), ("-", "--"), strict=True):
         positive = np.where(np.array(values) > 0, values, np.nan)
-        axes.plot(numbers.rounds, positive, color=colour, ls=style, lw=1.4, label=label)
-    held = [i for i, info in enumerate(history) if info.verdict != Verdict.CALM]
+        axes.plot(run.rounds, positive, color=colour, ls=style, lw=1.4, label=label)
+    held = [i for i, info in enumerate(run.infos) if info.verdict != Verdict.CALM]
     if held:
         values = np.array(series["to the parameters"])[held]
-        axes.plot(numbers.rounds[held], values, "v", color="black", ms=4, label="held")
+        axes.plot(run.rounds[held], values, "v", color="black", ms=4, label="held")
     logarithmic(axes.yaxis)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend above the lines
     axes.legend(loc="upper right", ncols=3 if held else 2, columnspacing=1.0)
 
 
-def _loss_per_examples(axes: Any, history: History, numbers: _Numbers) -> None:
-    _loss(axes, numbers.examples, history)
+def _loss_per_examples(axes: Any, run: _Run) -> None:
+    _loss(axes, run.examples, run)
     axes.set(xlabel="examples trained on", title="Loss: mean over a round's examples")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.locator_params(axis="x", nbins=5)
 
 
-def _loss_per_second(axes: Any, history: History, numbers: _Numbers) -> None:
-    _loss(axes, numbers.seconds, history)
-    rate = numbers.examples[-1] / numbers.seconds[-1]
+def _loss_per_second(axes: Any, run: _Run) -> None:
+    _loss(axes, run.seconds, run)
+    rate = run.examples[-1] / run.seconds[-1]
     axes.set(xlabel="training time (s)", title=f"The same on the clock: {rate:,.0f} examples a second")
 
 
-def _loss(axes: Any, x: np.ndarray, history: History) -> None:
-    loss = np.array([info.loss for info in history])
+def _loss(axes: Any, x: np.ndarray, run: _Run) -> None:
+    loss = np.array([info.loss for info in run.infos])
     axes.plot(x, loss, color=COLOURS[0], lw=1, alpha=0.35)
     axes.plot(x, _smooth(loss), color=COLOURS[0], lw=1.8)
     finite = loss[np.isfinite(loss)]
@@ -153,12 +154,12 @@ def _loss(axes: Any, x: np.ndarray, history: History) -> None:
     axes.set_ylabel("loss")
 
 
-def _noise(axes: Any, history: History, numbers: _Numbers) -> None:
-    noise = np.array([info.noise for info in history])
+def _noise(axes: Any, run: _Run) -> None:
+    noise = np.array([info.noise for info in run.infos])
     noise = np.where(np.isfinite(noise) & (noise > 0), noise, np.nan)
-    batch = [info.effective_batch for info in history]
-    axes.plot(numbers.rounds, noise, color=COLOURS[2], lw=1.8, label="critical batch (noise scale)")
-    axes.plot(numbers.rounds, batch, color="black", lw=1, ls=":", label="effective batch of a step")
+    batch = [info.effective_batch for info in run.infos]
+    axes.plot(run.rounds, noise, color=COLOURS[2], lw=1.8, label="critical batch (noise scale)")
+    axes.plot(run.rounds, batch, color="black", lw=1, ls=":", label="effective batch of a step")
     _over_rounds(axes, ylabel="examples", title="Gradient noise scale")
     if np.isfinite(noise).any():
         logarithmic(axes.yaxis)
@@ -166,22 +167,22 @@ def _noise(axes: Any, history: History, numbers: _Numbers) -> None:
     axes.legend()
 
 
-def _gain(axes: Any, history: History, numbers: _Numbers) -> None:
+def _gain(axes: Any, run: _Run) -> None:
     axes.plot(
-        numbers.rounds, [info.gain for info in history], color=COLOURS[2], lw=1.8, label="progress of a step (gain)"
+        run.rounds, [info.gain for info in run.infos], color=COLOURS[2], lw=1.8, label="progress of a step (gain)"
     )
-    factors = [info.lr_factor for info in history]
-    axes.plot(numbers.rounds, factors, color=COLOURS[5], lw=1.4, ls="--", label="learning rate")
+    factors = [info.lr_factor for info in run.infos]
+    axes.plot(run.rounds, factors, color=COLOURS[5], lw=1.4, ls="--", label="learning rate")
     _over_rounds(axes, ylabel="times the base batch's", title="What a step is worth")
     axes.set_ylim(bottom=0)
     axes.legend()
 
 
-def _memory(axes: Any, history: History, numbers: _Numbers) -> None:
+def _memory(axes: Any, run: _Run) -> None:
     axes.axis("off")
-    shown = [history.memory[i] for i in ranks_to_show([row["in all"] for row in history.memory])]
+    shown = [run.memory[i] for i in ranks_to_show([row["in all"] for row in run.memory])]
     ranks = [f"rank {row['rank']}" for row in shown]
-    lines = [[name, *(f"{row[name] / 2**20:,.2f}" for row in shown)] for name in _memory_names(history)]
+    lines = [[name, *(f"{row[name] / 2**20:,.2f}" for row in shown)] for name in _memory_names(run)]
     axes.set_title("Memory of a device in a round (MiB)")
     table = axes.table(
         [["", *ranks], *lines],
@@ -199,8 +200,8 @@ def _memory(axes: Any, history: History, numbers: _Numbers) -> None:
             cell.get_text().set_fontweight("bold")
 
 
-def _memory_names(history: History) -> list[str]:
-    return [name for name in history.memory[0] if name != "rank"]
+def _memory_names(run: _Run) -> list[str]:
+    return [name for name in run.memory[0] if name != "rank"]
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

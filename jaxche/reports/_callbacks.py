@@ -1,15 +1,74 @@
-"""Callbacks that hand rounds on: to TensorBoard, to Weights & Biases, and to the profiler."""
+"""Callbacks of fit that show or log rounds: a live plot, TensorBoard, Weights & Biases, the profiler."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxche.training._state import ReplicaState, RoundInfo
+from jaxche.reports._history import History
+from jaxche.reports._round_info import RoundInfo
+
+
+class LivePlot:
+    """A callback that redraws the picture of a run in a notebook while it trains.
+
+    Drawing takes about half a second, in which nobody trains and no round is on the clock.
+
+    Args:
+      every_s: seconds from one drawing to the next.
+
+    Raises:
+      ImportError: IPython is not installed; the message says what to do then.
+      ValueError: ``every_s`` that is not above 0.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.ones((12, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1))
+      >>> live = jaxche.LivePlot()
+      >>> state, history = trainer.fit(trainer.init(jnp.zeros(2)), data, callbacks=[live], progress=False)
+      Figure(...)
+      >>> live.draw()  # with the rounds since the last drawing; a notebook replaces the first picture
+      Figure(...)
+    """
+
+    def __init__(self, every_s: float = 2.0):
+        try:
+            from IPython import display
+        except ImportError as error:
+            raise ImportError(
+                "LivePlot draws in notebooks, and IPython is missing; write: pip install ipykernel, or draw at the "
+                "end: history.plot().savefig('history.png')"
+            ) from error
+        self._display = display.display
+        if not every_s > 0:
+            raise ValueError(f"every_s={every_s!r} must be above 0; write e.g. every_s=2.0")
+        self._every_s = every_s
+        self._handle: Any = None
+        self._drawn = float("-inf")
+        self._history = History()
+
+    def __call__(self, state: Any, info: RoundInfo) -> None:
+        """Takes a round; draws when it is time."""
+        self._history.append(info)
+        if time.perf_counter() - self._drawn >= self._every_s:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw what there is now, in the place of the last picture."""
+        figure = self._history.plot()
+        if self._handle is None:
+            self._handle = self._display(figure, display_id=True)
+        else:
+            self._handle.update(figure)
+        self._drawn = time.perf_counter()
+
 
 _RANKS = 16
 
@@ -54,7 +113,7 @@ class TensorBoardLogger:
       >>> data = jaxche.Batches(np.ones((64, 2), np.float32), batch_size=2)
       >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), policy="sync")
       >>> folder = Path(tempfile.mkdtemp())
-      >>> logger = jaxche.TensorBoardLogger(folder)
+      >>> logger = jaxche.reports.TensorBoardLogger(folder)
       >>> state, _ = trainer.fit(trainer.init(jnp.zeros(2)), data, callbacks=[logger], progress=False)
       >>> len(list(folder.glob("events.*")))
       1
@@ -67,7 +126,7 @@ class TensorBoardLogger:
             raise ImportError("tensorboardX is missing; write: pip install 'jaxche[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder)) if jax.process_index() == 0 else None
 
-    def __call__(self, state: ReplicaState, info: RoundInfo) -> None:
+    def __call__(self, state: Any, info: RoundInfo) -> None:
         """Takes a round."""
         if self._writer is not None:
             for name, value in scalars(info).items():
@@ -90,7 +149,7 @@ class WandbLogger:
       >>> import jaxche
       >>> data = jaxche.Batches(np.ones((64, 2), np.float32), batch_size=2)
       >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), policy="sync")
-      >>> logger = jaxche.WandbLogger(project="digits", mode="offline", dir=tempfile.mkdtemp())
+      >>> logger = jaxche.reports.WandbLogger(project="digits", mode="offline", dir=tempfile.mkdtemp())
       >>> state, _ = trainer.fit(trainer.init(jnp.zeros(2)), data, callbacks=[logger], progress=False)
       >>> import wandb
       >>> wandb.run.summary["epoch"]
@@ -105,7 +164,7 @@ class WandbLogger:
             raise ImportError("wandb is missing; write: pip install 'jaxche[wandb]'") from error
         self._run = wandb.init(**options) if jax.process_index() == 0 else None
 
-    def __call__(self, state: ReplicaState, info: RoundInfo) -> None:
+    def __call__(self, state: Any, info: RoundInfo) -> None:
         """Takes a round."""
         if self._run is not None:
             line = scalars(info) | {"round": info.round, "epoch": info.epoch}
@@ -118,7 +177,7 @@ class profile:
 
     The first rounds compile and find the cadence, so later ones tell more. Every process writes the trace of its own
     devices into a folder of its own. Where training may end before the last of the rounds, or fail, train inside
-    ``with jaxche.profile(...) as recorder:``, which ends the recording too.
+    ``with jaxche.reports.profile(...) as recorder:``, which ends the recording too.
 
     Args:
       folder: for the trace; open ``perfetto_trace.json.gz`` in it at https://ui.perfetto.dev, or point ``tensorboard
@@ -135,7 +194,7 @@ class profile:
       >>> import jaxche
       >>> data = jaxche.Batches(np.ones((64, 2), np.float32), batch_size=2)
       >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), policy="sync")
-      >>> recorder = jaxche.profile(tempfile.mkdtemp(), rounds=range(1, 3))
+      >>> recorder = jaxche.reports.profile(tempfile.mkdtemp(), rounds=range(1, 3))
       >>> state, _ = trainer.fit(trainer.init(jnp.zeros(2)), data, callbacks=[recorder], progress=False)
       >>> recorder.path.name
       'perfetto_trace.json.gz'
@@ -154,7 +213,7 @@ class profile:
         """The trace, or None as long as there is none."""
         return max(self._folder.glob("**/perfetto_trace.json.gz"), default=None)
 
-    def __call__(self, state: ReplicaState, info: RoundInfo) -> None:
+    def __call__(self, state: Any, info: RoundInfo) -> None:
         """Starts before the first of the rounds and stops after the last."""
         if not self._recording and self._first - 1 <= info.round < self._last:
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)

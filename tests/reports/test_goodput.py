@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import jaxche
 from jaxche.averaging import merge_weights
 from jaxche.cadence import VirtualFleet
+from jaxche.reports import advise
 from jaxche.scaling import effective_replicas
-from jaxche.training import advise
 
 
 def given_noise(noise, **changes):
@@ -228,7 +228,7 @@ def test_histories_advise(histories):
     assert one.now.batch == 8
     again = jaxche.History.from_json(histories["parameters"].to_json())
     assert again.advice() == parameters
-    assert isinstance(parameters, jaxche.Advice)
+    assert isinstance(parameters, jaxche.reports.Advice)
     assert histories["sync"].rows()[0]["effective_batch"] == 16
 
 

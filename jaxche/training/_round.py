@@ -1,0 +1,364 @@
+"""A round on the host: its plan, the merged statistics, the errors they raise, and the state that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from jaxche.averaging import merge_weights
+from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, Verdict, clamp_counts, limit_lead, plan_round
+from jaxche.distributed import raise_everywhere
+from jaxche.reports import RoundInfo
+from jaxche.training._merge import DIFFERS, HOST_COLUMNS, Merged
+from jaxche.training._replica import Outcome
+from jaxche.training._state import ReplicaState
+
+
+class PlanMismatchError(RuntimeError):
+    """Hosts planned different rounds: their code, data length, seed or measurements differ.
+
+    Example:
+      >>> issubclass(PlanMismatchError, RuntimeError)
+      True
+    """
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A loss, or a number of the training state, became NaN or infinite.
+
+    Attributes:
+      rank: the replica, or None where all were finite and what was merged is not.
+      round: the round in which it happened; nothing of it is kept.
+      state: the last good state, from before that round.
+      batches: what that replica, or all of them, trained on in the round: ``(epoch, index)`` of each batch.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.full((4, 2), np.nan, np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1))
+      >>> try:
+      ...     _ = trainer.fit(trainer.init(jnp.zeros(2)), data, progress=False)
+      ... except jaxche.NonFiniteLossError as error:
+      ...     trainer.params(error.state).tolist(), error.batches[0]
+      ([0.0, 0.0], (0, 0))
+    """
+
+    def __init__(
+        self, message: str, rank: int | None, round: int, state: Any, batches: tuple[tuple[int, int], ...] = ()
+    ):
+        super().__init__(message)
+        self.rank, self.round, self.state, self.batches = rank, round, state, batches
+
+
+# Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
+SOLO_ROUND = 50
+
+# Rounds may be a few milliseconds long, and a hiccup of the machine is no reason to cut one short.
+_LEAST_PATIENCE_MS = 200.0
+
+
+def next_plan(
+    state: ReplicaState,
+    size: int,
+    policy: ApplyPolicy,
+    world_size: int,
+    last_epoch: int | None = None,
+    alone: int = SOLO_ROUND,
+) -> RoundPlan:
+    """The round that follows from a state; batches that replicas owe from an earlier one come first.
+
+    Args:
+      state: the same on every host.
+      size: batches in an epoch.
+      policy: when replicas meet.
+      world_size: replicas.
+      last_epoch: where training ends, for a round that crosses epochs.
+      alone: steps of a single replica.
+    """
+    lead = state.che.max_batch_diff if state.che else None
+    if state.owed:
+        epoch, start, stop = state.owed[0]
+        wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
+        return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
+    if state.che is None:
+        counts = (alone,)
+    else:
+        counts = (1,) * world_size if policy is ApplyPolicy.SYNC else state.che.batch_counts
+    return plan_round(
+        counts,
+        round=state.round,
+        epoch=state.epoch,
+        cursor=state.cursor,
+        epoch_size=size,
+        max_batch_diff=lead,
+        crosses_epochs=policy is ApplyPolicy.ASYNC,
+        last_epoch=last_epoch,
+    )
+
+
+def forced_plan(
+    state: ReplicaState, size: int, policy: ApplyPolicy, world_size: int, counts: Sequence[int]
+) -> RoundPlan:
+    """A round of counts given from outside, e.g. recorded ones; cut only where the epoch ends.
+
+    Raises:
+      ValueError: counts for another number of replicas, or none.
+    """
+    if len(counts) != world_size or sum(counts) < 1:
+        raise ValueError(
+            f"counts={tuple(counts)} has {len(counts)} entries for {world_size} replicas; "
+            "give each its number of steps, at least one in all"
+        )
+    epoch, start, stop = (state.owed or ((state.epoch, state.cursor, size),))[0]
+    left = sum(counts) if policy is ApplyPolicy.ASYNC and not state.owed else stop - start
+    return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
+
+
+def limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
+    """When a replica stops short of its plan: it holds up the others by the length of one round, not more."""
+    if che is None or not all(che.ms_per_batch):
+        return None
+    expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
+    return expected + max(expected, _LEAST_PATIENCE_MS)
+
+
+_COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
+_NOT_FINITE, _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(4))
+
+
+def host_row(
+    plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, stop: int, pending: int = 0
+) -> list[float]:
+    """What a replica adds to the table from the host's side, in the order of ``HOST_COLUMNS``."""
+    failed = outcome.error is not None
+    # The count weighs what is merged; where a step failed nothing is.
+    return [
+        plan.counts[rank] if failed else outcome.steps,
+        outcome.wall_ms,
+        last_sync_ms,
+        failed,
+        stop,
+        pending,
+        *plan.digest_halves(),
+    ]
+
+
+class Table:
+    """Named reads of the merged table; what does not depend on the host that reads it."""
+
+    def __init__(self, numbers: np.ndarray, metrics: Sequence[str]):
+        self._numbers = np.asarray(numbers, np.float64)
+        self._metrics = metrics
+
+    def _host(self, name: str) -> np.ndarray:
+        return self._numbers[:, _COLUMN[name]]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Steps each replica took, fewer than planned where its time was up."""
+        return tuple(int(n) for n in self._host("count"))
+
+    @property
+    def wall_ms(self) -> tuple[float, ...]:
+        return tuple(self._host("wall_ms").tolist())
+
+    @property
+    def last_sync_ms(self) -> float:
+        """Cost of the previous merge as the median replica saw it.
+
+        The smallest would miss what replicas on a shared core cost each other; the mean would follow one that
+        started late, say after an evaluation.
+        """
+        return float(np.median(self._host("last_sync_ms")))
+
+    @property
+    def stop(self) -> int:
+        return int(self._host("stop").max())
+
+    @property
+    def examples(self) -> np.ndarray:
+        return self._numbers[:, _EXAMPLES]
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Mean loss per replica, nan where it took no step."""
+        with np.errstate(invalid="ignore"):
+            return tuple((self._numbers[:, _LOSS] / self.examples).tolist())
+
+    @property
+    def loss(self) -> float:
+        return float(self._numbers[:, _LOSS].sum() / self.examples.sum())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        means = self._numbers[:, _METRICS:].sum(axis=0) / self.examples.sum()
+        return dict(zip(self._metrics, means.tolist(), strict=True))
+
+    def refuse_bad(
+        self, state: ReplicaState, plan: RoundPlan, ranks: Sequence[int], outcomes: Sequence[Outcome], finite: bool
+    ) -> None:
+        """Raise, on every host alike, if this round must not count; ``finite`` is the flag of the merge.
+
+        Raises:
+          Exception: whatever a local replica raised.
+          RankError: another process's replica raised.
+          PlanMismatchError: hosts planned different rounds.
+          NonFiniteLossError: a loss, a replica's state or gradients, or what was merged is NaN or infinite.
+        """
+        if self._host("failed").any():
+            errors = [(outcome.error, rank) for rank, outcome in zip(ranks, outcomes, strict=True) if outcome.error]
+            raise_everywhere(*(errors[0] if errors else (None, ranks[0])), f"round {plan.round}")
+        digests = [tuple(row) for row in self._numbers[:, [_COLUMN["plan_high"], _COLUMN["plan_low"]]]]
+        if len(set(digests)) > 1 or DIFFERS in digests:
+            raise PlanMismatchError(
+                f"round {plan.round}: hosts planned different rounds; this one planned counts={plan.counts} from batch "
+                f"{plan.start} of {plan.epoch_size} in epoch {plan.epoch}, and ranks "
+                f"{[r for r, d in enumerate(digests) if d != tuple(map(float, plan.digest_halves()))]} something else; "
+                "use the same data, seed and settings on all of them"
+            )
+        losses = self._numbers[:, _LOSS]
+        bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
+        if bad:
+            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}")
+        broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
+        if broken:
+            what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
+            self._refuse_numbers(state, plan, broken[0], what)
+        if not finite:
+            self._refuse_numbers(state, plan, None, "the merged parameters or optimizer state became NaN or infinite")
+
+    def _refuse_numbers(self, state: ReplicaState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
+        ranks = range(len(plan.counts)) if rank is None else [rank]
+        batches = tuple(batch for r in ranks for batch in plan.share(r)[: self.counts[r]])
+        raise NonFiniteLossError(
+            f"{what} in round {plan.round}, which trained on {_listed(batches)}. The round was not merged, and this "
+            "error's .state is the one from before it. Look for NaN, infinite or empty values in these batches and for "
+            "a gradient that is not finite where the loss is (sqrt or log at 0); else try a lower learning rate or "
+            "optax.chain(optax.clip_by_global_norm(1.0), tx)",
+            rank,
+            plan.round,
+            state,
+            batches,
+        )
+
+
+def _listed(batches: Sequence[tuple[int, int]]) -> str:
+    """E.g. ``batches 3 to 7 of epoch 0, batch 0 of epoch 1``."""
+    by_epoch: dict[int, list[int]] = {}
+    for epoch, index in batches:
+        by_epoch.setdefault(epoch, []).append(index)
+    return ", ".join(
+        f"batch{'es' * (len(found) > 1)} {_ranges(sorted(found))} of epoch {epoch}" for epoch, found in by_epoch.items()
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " and ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
+
+
+def learn(
+    state: ReplicaState,
+    plan: RoundPlan,
+    merged: Merged,
+    table: Table,
+    policy: ApplyPolicy,
+    rule: str | None,
+    sync_ms: float,
+) -> tuple[ReplicaState, RoundInfo]:
+    """The state after a round and its record.
+
+    All that decides the next plan is a function of the plan and the table, so that all hosts go on alike.
+
+    Args:
+      state: the state before the round.
+      plan: what was planned.
+      merged: what the merge returned.
+      table: the same with names.
+      policy: when replicas meet; ``async`` corrects divergence.
+      rule: merge rule of parameters, or None where gradients are averaged.
+      sync_ms: what the merge cost this process; it reaches the others in the next merge.
+    """
+    counts = table.counts
+    che, correction, verdict = state.che, state.correction, Verdict.CALM
+    rel, direction = merged.drift
+    if che is not None:
+        # A round cut short by the end of an epoch says nothing of the overhead of a whole one.
+        whole = counts == limit_lead(che.batch_counts, che.max_batch_diff)
+        before = che
+        che = before.report_timing(table.wall_ms, counts, table.last_sync_ms if whole else 0.0)
+        if counts != plan.counts:
+            # Somebody ran out of time. A tuner that leaves out a stray report would let that happen once more.
+            che = che.report_timing(table.wall_ms, counts, 0.0)
+        if policy is ApplyPolicy.ASYNC:
+            correction, che, verdict = correction.apply(before, che, rel)
+    examples = table.examples
+    if rule is None:
+        weights, alpha = tuple((examples / examples.sum()).tolist()), 1.0
+    else:
+        sizes = [e / max(n, 1) for e, n in zip(examples, counts, strict=True)]
+        weights, alpha = merge_weights(rule, counts, batch_sizes=sizes)
+    info = RoundInfo(
+        round=plan.round,
+        epoch=plan.epoch,
+        cursor=plan.start,
+        counts=counts,
+        planned=plan.counts,
+        weights=weights,
+        wall_ms=table.wall_ms,
+        sync_ms=sync_ms,
+        loss=table.loss,
+        metrics=table.metrics,
+        drift=rel,
+        drift_dir=direction,
+        losses=table.losses,
+        examples=int(examples.sum()),
+        anchor=min(n for n in plan.counts if n),
+        verdict=verdict.value,
+        stop=table.stop,
+        average="gradients" if rule is None else "parameters",
+        merge=rule or "",
+        alpha=alpha,
+        **merged.scaled._asdict(),
+    )
+    epoch, cursor = (state.epoch, state.cursor) if state.owed else plan.end
+    after = replace(
+        state,
+        locals=merged.locals,
+        che=che,
+        correction=correction,
+        round=plan.round + 1,
+        epoch=epoch,
+        cursor=cursor,
+        examples=state.examples + info.examples,
+        sync_ms=sync_ms,
+        owed=_owed(state.owed, plan, counts),
+        pending=merged.pending,
+    )
+    return after, info
+
+
+def _owed(
+    owed: tuple[tuple[int, int, int], ...], plan: RoundPlan, counts: tuple[int, ...]
+) -> tuple[tuple[int, int, int], ...]:
+    """What is owed after a round of this plan in which so many steps were taken."""
+    after = []
+    if owed:
+        (epoch, _, stop), *others = owed
+        start = plan.start + plan.total
+        after = [*([(epoch, start, stop)] if start < stop else []), *others]
+    for rank, done in enumerate(counts):
+        left = plan.share(rank)[done:]
+        for epoch in dict.fromkeys(e for e, _ in left):
+            indices = [i for e, i in left if e == epoch]
+            after.append((epoch, indices[0], indices[-1] + 1))
+    return tuple(sorted(after))
