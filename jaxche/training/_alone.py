@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.distributed import gather_json
+from jaxche.distributed import Group
 from jaxche.training._merge import Merged, one_row_each
 from jaxche.training._place import Place, first, lift, spans_processes
 from jaxche.training._programs import Carry, Local
@@ -21,17 +21,21 @@ class Alone:
     """The end of a round of a single replica; called like :class:`Merge`.
 
     Args:
+      group: the processes of the run.
       place: where it lives.
       scaling: scaling of the learning rate, or None.
     """
 
-    def __init__(self, place: Place, scaling: Scaling | None):
+    def __init__(self, group: Group, place: Place, scaling: Scaling | None):
+        self._group = group
         self._spans, self._scaling = spans_processes(place), scaling
 
     def __call__(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         (start,), (carry,) = starts, carries
         if self._spans:
-            rows = one_row_each(np.stack(gather_json(rows.tolist()), axis=1))  # they stop together, and fail together
+            rows = one_row_each(
+                np.stack(self._group.all_gather(rows.tolist()), axis=1)
+            )  # they stop together, and fail together
         local = Local(carry.params, carry.opt_state, carry.model_state, start.outer_state)
         table = np.concatenate([rows, np.asarray(carry.not_finite), np.asarray(carry.sums)], axis=1)
         if self._scaling is None:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.distributed import gather_json, is_elastic, merging
 from jaxche.training._counts import are_schedules, counts_of, with_counts
 from jaxche.training._meeting import AXIS, Meeting
 from jaxche.training._merging import DIFFERS, HOST_COLUMNS, Merging, Rules
@@ -91,12 +90,12 @@ class Merge:
           rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
         """
         arguments = self.arguments(starts, carries, rows)
-        if is_elastic() and not self._compiled:
+        if self._meeting.group.elastic and not self._compiled:
             # So that nobody waits in a collective while others compile: its patience is short there.
             self._program.lower(*arguments).compile()
-            gather_json(None)
+            self._meeting.group.barrier()
             self._compiled = True
-        with merging():
+        with self._meeting.group.collective():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, report = one_row_each(np.asarray(table)), np.asarray(report).tolist()

@@ -9,18 +9,24 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from jaxche.distributed import gather_json
+from jaxche.distributed import Group
 from jaxche.training._place import spans_processes
 from jaxche.training._programs import Local
 from jaxche.training._replica import Replica
 
 
 def free_rates(
-    replicas: Sequence[Replica], locals_: Sequence[Local], batches: Sequence[Any], seconds: float, pool: Executor
+    group: Group,
+    replicas: Sequence[Replica],
+    locals_: Sequence[Local],
+    batches: Sequence[Any],
+    seconds: float,
+    pool: Executor,
 ) -> dict[int, float]:
     """Batches per second of each rank of all processes, all running at once.
 
     Args:
+      group: the processes of the run.
       replicas: of this process, compiled and warm.
       locals_: where each starts; they are not changed.
       batches: to take in turn.
@@ -34,7 +40,7 @@ def free_rates(
         if spans_processes(replica.place)
     }
     times = {rank: replica.run(local, batches, 0).wall_ms / len(batches) for rank, (replica, local) in spanning.items()}
-    together = gather_json(times)  # and all start together
+    together = group.all_gather(times)  # and all start together
     agreed = {
         rank: math.ceil(seconds * 1e3 / max(part[str(rank)] for part in together if str(rank) in part))
         for rank in spanning
@@ -53,4 +59,4 @@ def free_rates(
         return outcome.steps / outcome.wall_ms * 1e3
 
     rates = {replica.rank: rate for replica, rate in zip(replicas, pool.map(run_one, replicas, locals_), strict=True)}
-    return {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}
+    return {int(rank): rate for part in group.all_gather(rates) for rank, rate in part.items()}

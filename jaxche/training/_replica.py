@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxche.distributed import InStep
+from jaxche.distributed import Group
 from jaxche.sharding import batch_size
 from jaxche.training._data import Feed
 from jaxche.training._memory import round_memory
@@ -47,7 +47,8 @@ class PaceError(ValueError):
 class Replica:
     """One replica of this process: its place, its compiled steps, its clock."""
 
-    def __init__(self, rank: int, place: Home, programs: Programs, pace_ms: float | None):
+    def __init__(self, group: Group, rank: int, place: Home, programs: Programs, pace_ms: float | None):
+        self._group = group
         self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
         self._executables: dict[Any, Steps] = {}
         self._stand_in: Any = None
@@ -131,7 +132,7 @@ class Replica:
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
             if spans_processes(self.place):
                 processes = sorted({device.process_index for device in self.place.devices.flat})
-                together = InStep(tuple(processes), f"rank {self.rank}")
+                together = self._group.flag_broadcast(processes, f"rank {self.rank}")
         try:
             constants, carry = self._opened(local, index, worth)
             start = due = time.perf_counter()
@@ -139,7 +140,7 @@ class Replica:
                 late = steps > 0 and time.perf_counter() - start > limit_s
                 if together is not None:
                     # Not before every step: what the first one says takes a millisecond to the others.
-                    late = steps > 0 and steps % in_flight == 0 and together.stop(late)
+                    late = steps > 0 and steps % in_flight == 0 and together(late)
                 if late:
                     break
                 before, clock = self.compilations, time.perf_counter()
