@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,53 @@ def test_names_that_moved_say_where_they_are():
 def test_packages_need_no_import_of_their_own():
     program = "import jaxche; jaxche.reports.profile, jaxche.training.PaceError, jaxche.sharding.compare_strategies"
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT.parent).returncode == 0
+
+
+_MUTABLE = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
+_MAKERS = {"dict", "list", "set", "Counter", "OrderedDict", "defaultdict", "deque", "count"}
+_MUTATORS = {
+    "add",
+    "append",
+    "appendleft",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "popleft",
+    "remove",
+}
+_ALLOWED = {"_opening.py": {"_memories"}, "_peer.py": {"_NUMBER"}}  # stores in memory, and a number for each wire
+_MUTATORS |= {"remove", "setdefault", "sort", "update"}
+
+
+def _name(node):
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
+
+
+def _changed_names(tree):
+    """Names of variables that functions change in place."""
+    for node in itertools.chain(*(ast.walk(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))):
+        if isinstance(node, ast.AugAssign):
+            yield _name(node.target)
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield _name(node.value)
+        elif isinstance(node, ast.Call) and _name(node.func) == "next":
+            yield _name(node.args[0])
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+            yield _name(node.func.value)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_has_no_state(path):
+    """State is in attributes of instances; ``jaxche.distributed.process_group()`` finds the one of this process."""
+    tree = ast.parse(path.read_text(encoding="utf8"))
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), f"{path.name} has a global statement"
+    mutable = set()
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if isinstance(value, _MUTABLE) or (isinstance(value, ast.Call) and _name(value.func) in _MAKERS):
+            mutable |= {_name(target) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])}
+    changed = mutable & set(_changed_names(tree)) - _ALLOWED.get(path.name, set())
+    assert not changed, f"{path.name} changes {changed} of its module"

@@ -9,21 +9,21 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from jaxche.distributed import unless_full
+from jaxche.distributed import FileErrors
 
 
 class EventLog:
     """Writes events to an unbuffered file, or to none; drops events if the disk is full."""
 
     def __init__(self, file: BinaryIO | None) -> None:
-        self._file = file
+        self._file, self._errors = file, FileErrors()
 
     def write(self, event: str, **fields: Any) -> None:
         """Writes ``{"time": <Unix seconds>, "event": event, ...}``."""
         if self._file is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
-        with unless_full(f"events={self._file.name!r}"):
+        with self._errors.reported_once(f"events={self._file.name!r}"):
             self._file.write(line.encode())
 
 

@@ -30,7 +30,7 @@ from jaxche.cluster._heterogeneous import (
     why_heterogeneous,
 )
 from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.distributed import farewell, stand_by, watch_lives
+from jaxche.distributed import ElasticGroup, process_group
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
@@ -56,9 +56,6 @@ class ClusterInfo:
     process_id: int
     num_processes: int
     launcher: str
-
-
-_joined: ClusterInfo | None = None
 
 
 def initialize(
@@ -129,15 +126,13 @@ def initialize(
       >>> initialize()
       ClusterInfo(process_id=0, num_processes=1, launcher='none')
     """
-    global _joined
     if not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s!r} must be positive seconds. Write: timeout_s=300")
-    if _joined is None and jax.distributed.is_initialized():
-        state = _jax_distributed.global_state
-        _joined = ClusterInfo(state.process_id, state.num_processes, "jax")
-    if _joined is not None:
-        _refuse_change(_joined, num_processes, process_id)
-        return _joined
+    if jax.distributed.is_initialized():
+        group = process_group()
+        joined = ClusterInfo(group.process_index, group.num_processes, group.launcher)
+        _refuse_change(joined, num_processes, process_id)
+        return joined
 
     found = detect(coordinator_address, num_processes, process_id, os.environ)
     if found.num_processes == 1:
@@ -169,35 +164,38 @@ def initialize(
         jax.config.update(_PREEMPTION_SERVICE.lower(), False)
     _exit_on_sigterm_as_process_1()
     connect(found, local_ids, timeout_s, deadline)
-    if elastic:
-        atexit.register(farewell)
+    group = process_group()
+    late = False
+    if isinstance(group, ElasticGroup):
+        atexit.register(group.leave)
+        late = group.incarnation > 1
     # Registered last, so that it runs first at exit.
     _exit_at_once_after_exception()
     state = _jax_distributed.global_state
     assert state.client is not None
     left_s = max(_MIN_HANDSHAKE_S, deadline - time.monotonic())
-    incarnation = watch_lives() if elastic else 1
     mine = this_process(state.num_processes, kind, [uuid for uuid, _ in seen])
-    processes = handshake(state.client, state.process_id, mine, left_s, late=incarnation > 1)
+    processes = handshake(state.client, state.process_id, mine, left_s, late=late)
     try:
         refuse_mismatch(processes)
     except RuntimeError:
         # All processes raise, so shut down together: if one exits first, the others lose their error message.
         jax.distributed.shutdown()
         raise
-    if incarnation > 1:
-        stand_by(state.process_id, incarnation)
+    if late and isinstance(group, ElasticGroup):
+        group.enter_standby()
     _configure_mixed_kinds([process.kind for process in processes], kind)
     why = why_heterogeneous(processes)
     if why is not None:
         platform = configure_platforms(processes, mine, _environ())
         _log.info("%s: replicas merge on the CPU devices of their processes", why)
         mine_text = describe_accelerators(platform)
-        texts = share("devices", state.process_id, state.num_processes, mine_text, timeout_s, late=incarnation > 1)
+        texts = share("devices", state.process_id, state.num_processes, mine_text, timeout_s, late=late)
         register_devices(texts, state.process_id, platform)
-    _joined = ClusterInfo(state.process_id, state.num_processes, found.launcher)
-    _log.info("joined %s at %s", _joined, state.coordinator_address)
-    return _joined
+    group.launcher = found.launcher
+    joined = ClusterInfo(state.process_id, state.num_processes, found.launcher)
+    _log.info("joined %s at %s", joined, state.coordinator_address)
+    return joined
 
 
 def _environ() -> dict[str, str]:

@@ -1,47 +1,19 @@
-"""Layer 3, processes: who takes part in a run, what they exchange, and how they notice that one is gone."""
+"""Layer 3, processes: the group of a run, its collectives, and the detection of processes that die."""
 
-from jaxche.distributed._environment import NUM_PROCESSES, PACE_MS, scheduled
-from jaxche.distributed._group import (
-    InStep,
-    RankError,
-    broken_place,
-    farewell,
-    gather_json,
-    generation,
-    is_elastic,
-    meeting_place,
-    member_lives,
-    members,
-    raise_everywhere,
-    regroup,
-)
-from jaxche.distributed._listener import Listener, connect, is_loopback, own_address
-from jaxche.distributed._liveness import (
-    PeerLostError,
-    TakenForDeadError,
-    await_loss,
-    awaited,
-    live_again,
-    lives,
-    lost,
-    merging,
-    watch_lives,
-)
-from jaxche.distributed._reconnect import connect_anew, connected
-from jaxche.distributed._shared_folder import shared_folder
-from jaxche.distributed._standby import come_back, stand_by, stands_by, take_part, waiting_as
-from jaxche.distributed._watchdog import (
+from jaxche.distributed._elastic_group import ElasticGroup, TakenForDeadError, process_group
+from jaxche.distributed._environment import (
     EVENTS,
     HANG_TIMEOUT,
     HEARTBEAT,
-    PREEMPTED_CODE,
+    NUM_PROCESSES,
+    PACE_MS,
     RESTART,
-    beat,
-    beat_again,
-    in_time,
-    on_sigterm,
-    unless_full,
+    scheduled,
 )
+from jaxche.distributed._group import Group, PeerLostError, RankError
+from jaxche.distributed._listener import Listener, connect, is_loopback, own_address
+from jaxche.distributed._shared_folder import shared_folder
+from jaxche.distributed._watchdog import PREEMPTED_CODE, FileErrors, Watchdog, hang_timeout, on_sigterm
 
 __all__ = [
     "EVENTS",
@@ -51,43 +23,20 @@ __all__ = [
     "PACE_MS",
     "PREEMPTED_CODE",
     "RESTART",
-    "InStep",
+    "ElasticGroup",
+    "FileErrors",
+    "Group",
     "Listener",
     "PeerLostError",
     "RankError",
     "TakenForDeadError",
-    "await_loss",
-    "awaited",
-    "beat",
-    "beat_again",
-    "broken_place",
-    "come_back",
+    "Watchdog",
     "connect",
-    "connect_anew",
-    "connected",
-    "farewell",
-    "gather_json",
-    "generation",
-    "in_time",
-    "is_elastic",
+    "hang_timeout",
     "is_loopback",
-    "live_again",
-    "lives",
-    "lost",
-    "meeting_place",
-    "member_lives",
-    "members",
-    "merging",
     "on_sigterm",
     "own_address",
-    "raise_everywhere",
-    "regroup",
+    "process_group",
     "scheduled",
     "shared_folder",
-    "stand_by",
-    "stands_by",
-    "take_part",
-    "unless_full",
-    "waiting_as",
-    "watch_lives",
 ]

@@ -1,24 +1,22 @@
-"""What launchers say in the environment of a process."""
+"""Environment variables of launchers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Set by ``jaxche launch``, the first by its ``--pace``.
-PACE_MS, NUM_PROCESSES = "JAXCHE_PACE_MS", "JAXCHE_NUM_PROCESSES"
+# Set by ``jaxche launch``: the number of processes, and the pace of this one (``--pace``).
+NUM_PROCESSES, PACE_MS = "JAXCHE_NUM_PROCESSES", "JAXCHE_PACE_MS"
+# Set by ``jaxche launch``: the file to touch after each round, the file of events, and the number of restarts.
+HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
+# Seconds for a round, where nothing reads heartbeats.
+HANG_TIMEOUT = "JAXCHE_HANG_TIMEOUT"
 
 
 def scheduled(environ: Mapping[str, str]) -> tuple[str, int]:
-    """How many processes Open MPI or Slurm started together with this one, and the variable that says so.
+    """The variable of Open MPI or Slurm with the number of processes, and that number; ("", 1) for a single process.
 
-    The conditions and their order are JAX's own, and the count on top: ``srun --pty bash`` or ``mpirun -n 1`` is a
-    process on its own, and so are the shell of an allocation and a job's own script, which are in no step.
-
-    Args:
-      environ: environment variables.
-
-    Returns:
-      The name and the count; ("", 1) where nobody started several.
+    The conditions are those of JAX, and the number must be above 1: ``srun --pty bash``, ``mpirun -n 1``, the shell of
+    an allocation and the script of a job are single processes.
 
     Example:
       >>> scheduled({"OMPI_COMM_WORLD_SIZE": "4"}), scheduled({"SLURM_NTASKS": "8"})

@@ -1,39 +1,28 @@
-"""Making processes fail together: the same error everywhere instead of a hang."""
+"""The group of processes that train together: its members, their collectives, and errors raised on all of them."""
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import itertools
 import json
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-# The store in which the processes of a run met. jax has no public name for it.
+# The coordination service that the processes of a run joined. It has no public name.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.distributed._liveness import awaited, lives, lost, part
-from jaxche.distributed._watchdog import beat_again
+from jaxche.distributed._watchdog import Watchdog
 
-# Others may compile a large model meanwhile. One that has died is noticed much earlier, by JAX itself.
-_PATIENCE_MS = 3_600_000
-# How long others may take over their last files before process 0 leaves, and the service ends them.
-_FAREWELL_S, _LOOK_S = 120.0, 0.2
-# How many of its last keys a process leaves at a meeting place.
-_REMEMBERED = 64
-_turns = itertools.count()
-# How often those that keep in step have begun.
-_times: dict[str, Iterator[int]] = {}
-# The processes that take part and their lives, or None for all from the start; and how often that changed.
-_members: dict[int, int] | None = None
-_generation: int | str = 0
+# Other processes may compile a large model meanwhile. JAX itself detects a dead one much earlier.
+_TIMEOUT_MS = 3_600_000
 
 
 class RankError(RuntimeError):
-    """Another process failed; the message says which, where and with what.
+    """Another process failed; the message has the rank, the place and the error.
 
     Attributes:
       rank: the replica (or process, before training starts) that failed.
@@ -51,173 +40,166 @@ class RankError(RuntimeError):
         self.rank = rank
 
 
-def gather_json(value: Any) -> list[Any]:
-    """One small JSON value from every process, in process order; all must call this together.
+class PeerLostError(RuntimeError):
+    """A merge between processes broke off, as it does when one of them dies.
 
-    It goes through the coordination service, not the devices: processes may have unlike numbers and kinds of them.
-    """
-    if jax.process_count() == 1:
-        return [value]
-    client = _client()
-    turn, own = next(_turns), jax.process_index()
-    place = f"jaxche/agree/{_generation}"
-    client.key_value_set(f"{place}/{turn}/{own}", json.dumps(value))
-    everyone = [_heard(f"{place}/{turn}/{process}", process) for process in members()]
-    if turn:  # whoever has begun this turn has read all of the last one
-        client.key_value_delete(f"{place}/{turn - 1}/{own}")
-    return [json.loads(text) for text in everyone]
-
-
-def _heard(key: str, process: int) -> str:
-    if is_elastic():
-        return awaited(key, {process: member_lives()[process]}, unless=broken_place())
-    return _client().blocking_key_value_get(key, _PATIENCE_MS)
-
-
-def _client() -> Any:
-    return _jax_distributed.global_state.client
-
-
-def meeting_place(name: str) -> Callable[[str, float], None]:
-    """A barrier of the processes that take part now, which lets go as soon as the death of one of them is detected.
-
-    Unlike all others here, threads may use it side by side, each with keys of its own.
-
-    Args:
-      name: of what it is for.
-
-    Returns:
-      A function of a key and the longest wait in ms. It raises :class:`PeerLostError`.
-    """
-    taking_part, broken, place = dict(member_lives()), broken_place(), f"jaxche/{name}/{_generation}"
-    times: collections.Counter[str] = collections.Counter()
-    said: collections.deque[str] = collections.deque()
-
-    def meet(key: str, timeout_ms: float) -> None:
-        times[key] += 1
-        key = f"{place}/{key}.{times[key]}"
-        own = f"{key}/{jax.process_index()}"
-        _client().key_value_set(own, "")
-        said.append(own)
-        for process, life in taking_part.items():
-            awaited(f"{key}/{process}", {process: life}, timeout_ms, unless=broken)
-        while len(said) > _REMEMBERED:  # so many meetings later all have read it
-            _client().key_value_delete(said.popleft())
-
-    return meet
-
-
-class InStep:
-    """Some processes that do the same again and again, and stop together when the first of them says so.
-
-    Args:
-      processes: who, in the same order everywhere.
-      name: of what they do; they do it equally often.
-    """
-
-    def __init__(self, processes: tuple[int, ...], name: str):
-        self._leader, self._asked = processes[0], 0
-        place = f"jaxche/in_step/{_generation}/{'-'.join(map(str, processes))}/{name}"
-        time = next(_times.setdefault(place, itertools.count()))
-        self._place = f"{place}/{time}"
-        if time and jax.process_index() == self._leader:  # who does it again has heard all of the last time
-            _client().key_value_delete(f"{place}/{time - 1}")
-
-    def stop(self, wanted: bool) -> bool:
-        """Whether to stop now; all have to ask equally often, and only the first one's wish counts."""
-        key = f"{self._place}/{self._asked}"
-        self._asked += 1
-        if jax.process_index() == self._leader:
-            _client().key_value_set(key, str(int(wanted)))
-            return wanted
-        return _heard(key, self._leader) == "1"
-
-
-def is_elastic() -> bool:
-    """Whether this run goes on when processes die, as ``jaxche.initialize(elastic=True)`` has it."""
-    return jax.process_count() > 1 and bool(jax.config.values.get("jax_enable_recoverability"))
-
-
-def members() -> tuple[int, ...]:
-    """The processes that take part, in order."""
-    return tuple(range(jax.process_count())) if _members is None else tuple(_members)
-
-
-def member_lives() -> dict[int, int]:
-    """The processes that take part in an elastic run, each with its life."""
-    global _members
-    if _members is None:
-        now = lives()
-        _members = {process: now.get(process, 1) for process in range(jax.process_count())}
-    return _members
-
-
-def generation() -> int | str:
-    """A name for the processes that take part and their connections, changed with them."""
-    return _generation
-
-
-def broken_place() -> str:
-    """Where the processes that take part say, each once, that a merge of theirs broke off."""
-    return f"jaxche/broken/{_generation}/"
-
-
-def regroup(taking_part: Mapping[int, int], generation: int | str) -> None:
-    """Go on with these processes and lives; all of them call this at the same place.
-
-    Args:
-      taking_part: their lives.
-      generation: a name for them that was not used before.
-    """
-    global _members, _generation, _turns
-    # Somebody may have been in the middle of a turn: turns are counted anew, in a place of their own.
-    _members, _generation, _turns = dict(sorted(taking_part.items())), generation, itertools.count()
-
-
-def farewell() -> None:
-    """Leave an elastic run, on process 0 when the others have left or died; without it jaxlib ends those that are left.
-
-    It is called at exit: nothing else keeps the processes together there.
+    The state from before the round is intact. In an elastic run ``Trainer.fit`` continues, and raises this only if the
+    remaining processes cannot train.
 
     Example:
-      >>> farewell()  # alone, there is nobody to wait for
+      >>> try:
+      ...     raise PeerLostError("the merge of all processes broke off; did one of them die?")
+      ... except PeerLostError as error:
+      ...     print(error)
+      the merge of all processes broke off; did one of them die?
     """
-    state = _jax_distributed.global_state
-    if state.client is not None and state.process_id == 0:
-        _wait_for_others()
-    part()
 
 
-def _wait_for_others() -> None:
-    # One that has not come in is not waited for: it is told that the run is over.
-    others = {process: life for process, life in (_members or lives()).items() if process != 0}
-    deadline = time.monotonic() + _FAREWELL_S
-    while len(lost(others)) < len(others) and time.monotonic() < deadline:
-        beat_again()
-        time.sleep(_LOOK_S)
+class Group:
+    """The processes of a run, whose number never changes; :class:`ElasticGroup` can shrink and admit processes.
 
-
-def raise_everywhere(error: Exception | None, rank: int, place: str) -> None:
-    """Raise if any process has an error: its own where it happened, a :class:`RankError` elsewhere.
-
-    Every process must call this together.
+    The collectives carry small JSON values through the coordination service and not over the devices, because processes
+    may have different numbers and kinds of them. All members make the same calls in the same order.
 
     Args:
-      error: this process's error, if any.
-      rank: the replica it happened on.
-      place: where, for the message, e.g. ``"round 3"``.
+      state: of ``jax.distributed``; default: that of this process.
+
+    Attributes:
+      elastic: whether members can be lost and admitted.
+      standby: whether this process waits to be admitted.
+      quorum_id: name of the present membership; it changes with the members and their connections.
+      watchdog: heartbeats and events for the launcher.
+      launcher: what started the processes.
     """
-    own = None
-    if error is not None:
-        last = "".join(traceback.format_exception(error)[-3:])[-1500:]
-        own = {"rank": rank, "kind": type(error).__name__, "message": str(error)[:1000], "trace": last}
-    reports = [report for report in gather_json(own) if report is not None]
-    if error is not None:
-        error.add_note(f"raised on rank {rank} in {place}; the state from before it is intact")
-        raise error
-    if reports:
-        r = reports[0]
-        raise RankError(
-            f"rank {r['rank']} failed in {place} with {r['kind']}: {r['message']}\n--- there ---\n{r['trace']}",
-            r["rank"],
-        )
+
+    elastic = False
+    standby = False
+
+    def __init__(self, state: Any = None):
+        self._state = state or _jax_distributed.global_state
+        self.quorum_id = "0"
+        self.watchdog = Watchdog()
+        self.launcher = "jax"
+        self._calls = itertools.count()
+        self._broadcasts: dict[str, Iterator[int]] = {}
+
+    @property
+    def process_index(self) -> int:
+        """The number of this process."""
+        return self._state.process_id
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that the run was started with."""
+        return self._state.num_processes
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The processes that take part now, in order."""
+        return tuple(range(self.num_processes))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first member."""
+        return self.process_index == self.members[0]
+
+    @property
+    def client(self) -> Any:
+        """The key-value store of the run."""
+        return self._state.client
+
+    def lost(self) -> list[int]:
+        """The members that have died; only an elastic group detects them."""
+        return []
+
+    def connected(self, devices: np.ndarray) -> np.ndarray:
+        """The same devices with the present connections between the members."""
+        return devices
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """One small JSON value of each member, in process order."""
+        if self.num_processes == 1:
+            return [value]
+        call, place = next(self._calls), f"jaxche/all_gather/{self.quorum_id}"
+        self.client.key_value_set(f"{place}/{call}/{self.process_index}", json.dumps(value))
+        texts = [self.receive(f"{place}/{call}/{process}", process) for process in self.members]
+        if call:  # a process that has started this call has read all values of the last one
+            self.client.key_value_delete(f"{place}/{call - 1}/{self.process_index}")
+        return [json.loads(text) for text in texts]
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of the first member, on all members."""
+        return self.all_gather(value if self.is_first else None)[0]
+
+    def barrier(self) -> None:
+        """Wait for all members."""
+        self.all_gather(None)
+
+    def receive(self, key: str, process: int) -> str:
+        """The value of a key that another process sets."""
+        return self.client.blocking_key_value_get(key, _TIMEOUT_MS)
+
+    def flag_broadcast(self, processes: Sequence[int], name: str) -> Callable[[bool], bool]:
+        """Repeated broadcasts of a flag among some of the processes.
+
+        Args:
+          processes: the sender first, in the same order on all of them.
+          name: of the broadcasts; all these processes make the same calls with it.
+
+        Returns:
+          A function that returns the flag of the first process on all of them.
+        """
+        sender = processes[0]
+        place = f"jaxche/broadcast/{self.quorum_id}/{'-'.join(map(str, processes))}/{name}"
+        start, calls = next(self._broadcasts.setdefault(place, itertools.count())), itertools.count()
+        if start and self.process_index == sender:  # the others have read all of the previous one
+            self.client.key_value_delete(f"{place}/{start - 1}")
+
+        def broadcast(flag: bool) -> bool:
+            key = f"{place}/{start}/{next(calls)}"
+            if self.process_index != sender:
+                return self.receive(key, sender) == "1"
+            self.client.key_value_set(key, str(int(flag)))
+            return flag
+
+        return broadcast
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """A context for a program that runs on devices of several processes.
+
+        Raises:
+          PeerLostError: instead of the various errors of XLA and Gloo after the death of a process.
+        """
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # Failures of Gloo have either type.
+            is_lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+            if self.num_processes == 1 or not is_lost:
+                raise
+            message = f"the merge with the other processes broke off; did one of them die? {error}"
+            raise PeerLostError(message) from error
+
+    def raise_everywhere(self, error: Exception | None, rank: int, place: str) -> None:
+        """Raise on all members if any has an error: its own where it happened, a :class:`RankError` elsewhere.
+
+        Args:
+          error: of this process, if any.
+          rank: the replica of the error.
+          place: for the message, e.g. ``"round 3"``.
+        """
+        own = None
+        if error is not None:
+            last = "".join(traceback.format_exception(error)[-3:])[-1500:]
+            own = {"rank": rank, "kind": type(error).__name__, "message": str(error)[:1000], "trace": last}
+        reports = [report for report in self.all_gather(own) if report is not None]
+        if error is not None:
+            error.add_note(f"raised on rank {rank} in {place}; the state from before it is intact")
+            raise error
+        if reports:
+            r = reports[0]
+            raise RankError(
+                f"rank {r['rank']} failed in {place} with {r['kind']}: {r['message']}\n--- there ---\n{r['trace']}",
+                r["rank"],
+            )

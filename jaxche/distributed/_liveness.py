@@ -1,230 +1,175 @@
-"""Which processes of an elastic run live, and waiting for one that may not."""
+"""Detects which processes of an elastic run are alive: by connections to process 0, and by heartbeats in the store.
+
+The operating system closes the sockets of a process that ends, so its end is detected at once. A process that is
+stopped and a machine that is lost close nothing; they are detected by the absence of heartbeats.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import queue
+import selectors
+import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
-# The store in which the processes of a run met. jax has no public name for it.
-from jax._src import distributed as _jax_distributed
+from jaxche.distributed._group import PeerLostError
+from jaxche.distributed._listener import Listener, connect, own_address
+from jaxche.distributed._watchdog import Watchdog
 
-from jaxche.distributed._liveness_connections import declare_ended, ended, keep_line
-from jaxche.distributed._watchdog import beat_again
-
-# Between two looks at who lives.
-_LOOK_S = 0.2
-# How often a process shows that it lives, and how long a silence means that it does not. A process that is stopped for
-# less holds the others up, and no more: a swap storm, a machine that is moved to another host.
-_BEAT_S, _SILENT_S = 1.0, 15.0
-# How long a thread may take to see that the run is over.
-_JOIN_S = 10.0
-# How often each process has begun, and how often it was heard of.
-_LIVES, _BEATS = "jaxche/lives/", "jaxche/beats/"
-# How long to wait for a key before asking whether its writer lives.
+# The number of processes that have had each index, their numbers of heartbeats, the incarnations that have ended, and
+# the address of process 0 for connections.
+_INCARNATIONS, _HEARTBEATS, _ENDED, _ADDRESS = (
+    "jaxche/incarnations/",
+    "jaxche/heartbeats/",
+    "jaxche/ended/",
+    "jaxche/connect",
+)
+# Seconds between heartbeats, and without one until a process counts as dead. A shorter stop only delays the others: a
+# swap storm, or a virtual machine that moves to another host.
+_INTERVAL_S, _TIMEOUT_S = 1.0, 15.0
+# How long to wait for a key before checking whether its writer is alive.
 _SLICE_MS = 500
+_POLL_S, _CONNECT_S, _JOIN_S = 0.2, 5.0, 10.0
+# Seconds for a live process to connect again: something between the machines may close connections too.
+_GRACE_S, _RETRY_S = 1.0, 0.2
+# Failures in a row after which process 0 is unreachable or gone, and only heartbeats remain.
+_FAILURES = 50
 
 
-class PeerLostError(RuntimeError):
-    """A merge between processes broke off, as it does when one of them dies.
+class Liveness:
+    """Reports that this process is alive, and waits for others as long as they are; process 0 detects deaths.
 
-    The state from before the round is intact. In an elastic run ``Trainer.fit`` goes on by itself, and this is raised
-    only where what is left cannot train.
+    A process that jaxlib's own heartbeat takes for dead is ended by jaxlib as soon as it continues. This one is not.
 
-    Example:
-      >>> try:
-      ...     raise PeerLostError("the merge of all processes broke off; did one of them die?")
-      ... except PeerLostError as error:
-      ...     print(error)
-      the merge of all processes broke off; did one of them die?
+    Args:
+      state: of ``jax.distributed``.
+      watchdog: gets a heartbeat while this process waits.
+
+    Attributes:
+      incarnation: the number of processes that have had this index, with this one.
     """
 
-
-@contextlib.contextmanager
-def merging() -> Iterator[None]:
-    """What processes compute together breaks off where one of them dies.
-
-    Raises:
-      PeerLostError: instead of the many errors of the libraries in between.
-    """
-    try:
-        yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # Gloo's failures come as either.
-        if jax.process_count() == 1 or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)):
-            raise
-        raise PeerLostError(f"the merge with the other processes broke off; did one of them die? {error}") from error
-
-
-class TakenForDeadError(PeerLostError):
-    """The others went on without this process, which was stopped for too long."""
-
-
-class _Watch:
-    """Shows that this process lives; on process 0 also looks whether the others do.
-
-    jaxlib has a heartbeat of its own, but one that it takes for dead is ended by it as soon as it moves again.
-    """
-
-    def __init__(self) -> None:
-        self._run = _jax_distributed.global_state
-        self._client: Any = self._run.client
+    def __init__(self, state: Any, watchdog: Watchdog):
+        self._state, self._watchdog = state, watchdog
+        # The client of now: the thread may still run when jax.distributed.shutdown() has taken it from the state.
+        self._client: Any = state.client
         self._begin()
-        # Of each process: its life, how often it was heard of, and when a change of either was seen.
-        self._heard: dict[int, tuple[int, str, float]] = {}
-        self._looked, self._over = time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="jaxche-lives", daemon=True)
+        # Of each process: its incarnation, its heartbeats, and when a change of either was seen.
+        self._seen: dict[int, tuple[int, str, float]] = {}
+        self._checked, self._stopped = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxche-heartbeats", daemon=True)
         self._thread.start()
 
     def _begin(self) -> None:
-        own = self._run.process_id
-        self.life = self._client.key_value_increment(f"{_LIVES}{own}", 1)
-        self._line = keep_line(self._client, own, self.life, self._run.coordinator_address or "")
+        own = self._state.process_id
+        self.incarnation = self._client.key_value_increment(f"{_INCARNATIONS}{own}", 1)
+        address = self._state.coordinator_address or ""
+        self._connection = open_connection(self._client, own, self.incarnation, address)
 
-    def begin_again(self) -> None:
-        """Live anew, as another, where the others take this life for over."""
-        self._line.end()
+    def restart(self) -> None:
+        """Begin a new incarnation of this process, after the others took the previous one for dead."""
+        self._connection.close()
         self._begin()
 
-    def _beat(self) -> None:
-        while not self._over.is_set():
-            # What fails is seen where somebody waits for it.
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._client.key_value_increment(f"{_BEATS}{self._run.process_id}", 1)
-                if self._run.process_id == 0:
-                    self._look()
-            self._over.wait(_BEAT_S)
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        paused = now - self._looked if now - self._looked > 3 * _BEAT_S else 0.0
-        self._looked = now
-        # Read first: whoever beats has begun to live, and may have done so just now.
-        beats = _told(self._client, _BEATS)
-        counts = _told(self._client, _LIVES)
-        for process, text in beats.items():
-            life, known = int(counts[process]), self._heard.get(process)
-            if known is None or known[:2] != (life, text):
-                self._heard[process] = life, text, now
-            elif paused:  # process 0 itself was stopped, and could hear nobody
-                self._heard[process] = life, text, known[2] + paused
-            elif now - known[2] > _SILENT_S:
-                declare_ended(self._client, process, life)
-
-    def end(self) -> None:
-        """Leave the run. A thread that is in the store's client when Python ends takes the process down with it."""
-        self._over.set()
+    def stop(self) -> None:
+        """Leave the run. A thread inside the store's client at Python's exit would crash the process."""
+        self._stopped.set()
         self._thread.join(_JOIN_S)
-        if lives():  # jaxlib ends a process that takes leave of a store that is gone
+        if self.alive():  # jaxlib ends a process that shuts down when the store is gone
             jax.distributed.shutdown()
-        self._line.end()
+        self._connection.close()
 
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            # Whoever waits for the store will see its failure.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.key_value_increment(f"{_HEARTBEATS}{self._state.process_id}", 1)
+                if self._state.process_id == 0:
+                    self._check()
+            self._stopped.wait(_INTERVAL_S)
 
-_watch: _Watch | None = None
+    def _check(self) -> None:
+        now = time.monotonic()
+        paused = now - self._checked if now - self._checked > 3 * _INTERVAL_S else 0.0
+        self._checked = now
+        # Read first: a process with a heartbeat has registered, perhaps just now.
+        heartbeats = _by_process(self._client, _HEARTBEATS)
+        incarnations = _by_process(self._client, _INCARNATIONS)
+        for process, count in heartbeats.items():
+            incarnation, seen = int(incarnations[process]), self._seen.get(process)
+            if seen is None or seen[:2] != (incarnation, count):
+                self._seen[process] = incarnation, count, now
+            elif paused:  # process 0 itself was stopped, and saw no heartbeats
+                self._seen[process] = incarnation, count, seen[2] + paused
+            elif now - seen[2] > _TIMEOUT_S:
+                set_ended(self._client, process, incarnation)
 
+    def alive(self) -> dict[int, int]:
+        """The processes that are alive and their incarnations; none if the store is gone."""
+        client = self._state.client
+        try:
+            over = ended(client)
+            found = {process: int(text) for process, text in _by_process(client, _INCARNATIONS).items()}
+        except jax.errors.JaxRuntimeError:
+            return {}
+        return {process: incarnation for process, incarnation in found.items() if (process, incarnation) not in over}
 
-def watch_lives() -> int:
-    """Begin to live, as the others see it; each process of an elastic run does so right after joining.
+    def lost(self, expected: Mapping[int, int]) -> list[int]:
+        """The processes whose incarnations have ended."""
+        alive = self.alive()
+        return [process for process, incarnation in expected.items() if alive.get(process) != incarnation]
 
-    Returns:
-      Which life this is in the place of this process, from 1.
+    def wait_for_loss(self, expected: Mapping[int, int], place: str) -> list[int]:
+        """The processes whose incarnations have ended, once all others have written a key in ``place``.
 
-    Example:
-      >>> import jax
-      >>> if jax.process_count() > 1 and jax.config.values["jax_enable_recoverability"]:
-      ...     life = watch_lives()
-    """
-    global _watch
-    if _watch is None:
-        _watch = _Watch()
-    return _watch.life
+        A broken connection is seen before a death; if all have written there, none has died.
+        """
+        while True:
+            # Read first: if a process has written its key and then dies, the others detect it later.
+            lost = self.lost(expected)
+            here = {int(key.rpartition("/")[2]) for key, _ in self._state.client.key_value_dir_get(place)}
+            if here.issuperset(expected.keys() - lost):
+                return lost
+            self._watchdog.heartbeat_while_waiting()
+            time.sleep(_POLL_S)
 
+    def wait_for_key(
+        self, key: str, expected: Mapping[int, int], timeout_ms: float = float("inf"), unless: str | None = None
+    ) -> str:
+        """The value of a key of the store, once it is set.
 
-def live_again() -> int:
-    """A new life for this process, which others took for dead."""
-    assert _watch is not None, "who was taken for dead lived"
-    _watch.begin_again()
-    return _watch.life
+        Args:
+          key: to wait for.
+          expected: the incarnations that must be alive to set it.
+          timeout_ms: how long to wait.
+          unless: a key prefix; if any key with it is set, nobody will set this one.
 
-
-def part() -> None:
-    """Leave the run, at the end of the process."""
-    if _watch is not None:
-        _watch.end()
-
-
-def lives() -> dict[int, int]:
-    """The processes that live, each with a number that changes when another takes its place; none if there is no store.
-
-    A life is over when its line ends, or after a long silence: then it is stopped, or its machine is lost.
-    """
-    client: Any = _jax_distributed.global_state.client
-    try:
-        over = ended(client)
-        counts = {process: int(text) for process, text in _told(client, _LIVES).items()}
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return {process: life for process, life in counts.items() if (process, life) not in over}
-
-
-def lost(expected: Mapping[int, int]) -> list[int]:
-    """Which of these lives have ended."""
-    now = lives()
-    return [process for process, life in expected.items() if now.get(process) != life]
-
-
-def _told(client: Any, place: str) -> dict[int, str]:
-    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(place)}
-
-
-def await_loss(expected: Mapping[int, int], place: str) -> list[int]:
-    """Which of these lives have ended, once all others are in a folder of the store.
-
-    A broken connection is seen before a death, and where all are still there it is none.
-    """
-    client: Any = _jax_distributed.global_state.client
-    while True:
-        # Looked at first: the death of one that came in before is detected later, by the others.
-        gone = lost(expected)
-        here = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(place)}
-        if here.issuperset(expected.keys() - gone):
-            return gone
-        beat_again()
-        time.sleep(_LOOK_S)
-
-
-def awaited(key: str, expected: Mapping[int, int], patience_ms: float = float("inf"), unless: str | None = None) -> str:
-    """The value of a key of the store, once it is there.
-
-    Args:
-      key: to wait for.
-      expected: lives without which it will not come.
-      patience_ms: how long to wait.
-      unless: folder of the store; as soon as something is in it, the key will not come.
-
-    Raises:
-      PeerLostError: one of them ended without writing it, or something is in the folder.
-      TimeoutError: it did not come in time.
-    """
-    client: Any = _jax_distributed.global_state.client
-    deadline = time.monotonic() + patience_ms / 1e3
-    while True:
-        with _unless_late():
-            return client.blocking_key_value_get(key, _SLICE_MS)
-        if gone := lost(expected):
-            # What somebody wrote before its death counts, for all that wait.
+        Raises:
+          PeerLostError: one of them died without setting it, or a key with the prefix is set.
+          TimeoutError: it was not set in time.
+        """
+        client = self._state.client
+        deadline = time.monotonic() + timeout_ms / 1e3
+        while True:
             with _unless_late():
-                return client.blocking_key_value_get(key, 1)
-            raise PeerLostError(f"process {', '.join(map(str, gone))} died while others waited for it")
-        if unless is not None and client.key_value_dir_get(unless):
-            raise PeerLostError("a merge broke off in another process")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody wrote {key} within {patience_ms / 1e3:g} s")
-        beat_again()  # who waits does not hang
+                return client.blocking_key_value_get(key, _SLICE_MS)
+            if lost := self.lost(expected):
+                # A value set before the death counts for all that wait.
+                with _unless_late():
+                    return client.blocking_key_value_get(key, 1)
+                raise PeerLostError(f"process {', '.join(map(str, lost))} died while others waited for it")
+            if unless is not None and client.key_value_dir_get(unless):
+                raise PeerLostError("a merge broke off in another process")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nobody wrote {key} within {timeout_ms / 1e3:g} s")
+            self._watchdog.heartbeat_while_waiting()  # a process that waits does not hang
 
 
 @contextlib.contextmanager
@@ -234,3 +179,125 @@ def _unless_late() -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
+
+
+def _by_process(client: Any, place: str) -> dict[int, str]:
+    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(place)}
+
+
+def set_ended(client: Any, process: int, incarnation: int) -> None:
+    """Record, on process 0, that an incarnation has ended."""
+    client.key_value_set(f"{_ENDED}{process}/{incarnation}", "", allow_overwrite=True)
+
+
+def ended(client: Any) -> set[tuple[int, int]]:
+    """The processes and incarnations that have ended."""
+    places = [key.split("/")[-2:] for key, _ in client.key_value_dir_get(_ENDED)]
+    return {(int(process), int(incarnation)) for process, incarnation in places}
+
+
+def open_connection(client: Any, process: int, incarnation: int, coordinator: str) -> Connection:
+    """Connect this process to process 0, which accepts the connections of all, at the host of ``coordinator``."""
+    if process == 0:
+        return ConnectionServer(client, own_address(coordinator))
+    return ConnectionClient(client, process, incarnation)
+
+
+class Connection(ABC):
+    """One side of the connections to process 0, with its thread."""
+
+    def __init__(self, client: Any):
+        self._client, self._closed = client, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxche-connections", daemon=True)
+
+    @abstractmethod
+    def _run(self) -> None: ...
+
+    def close(self) -> None:
+        """Close it: from now on this incarnation counts as ended."""
+        self._closed.set()
+        self._thread.join(_JOIN_S)
+
+
+class ConnectionClient(Connection):
+    """The connection of one process to process 0."""
+
+    def __init__(self, client: Any, process: int, incarnation: int):
+        super().__init__(client)
+        self._name = f"{process} {incarnation}"
+        self._thread.start()
+
+    def _run(self) -> None:
+        failures = 0
+        while failures < _FAILURES and not self._closed.is_set():
+            try:
+                address = json.loads(self._client.blocking_key_value_get(_ADDRESS, 1000))
+                with connect(address, self._name, _CONNECT_S) as sock:
+                    sock.settimeout(_POLL_S)
+                    failures = 0
+                    while not self._closed.is_set():
+                        with contextlib.suppress(TimeoutError):
+                            sock.recv(1)  # process 0 sends nothing, so it has closed the connection
+                            break
+            except (OSError, jax.errors.JaxRuntimeError):
+                failures += 1
+            self._closed.wait(_RETRY_S)
+
+
+class ConnectionServer(Connection):
+    """The connections of all processes, on process 0."""
+
+    def __init__(self, client: Any, host: str):
+        super().__init__(client)
+        self._accepted: queue.SimpleQueue[tuple[socket.socket, tuple[int, int]]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        # The process and incarnation of each connection, and when those without one lost it.
+        self._peers: dict[socket.socket, tuple[int, int]] = {}
+        self._disconnected: dict[tuple[int, int], float] = {}
+        self._listener = Listener(host, self._accept)
+        client.key_value_set(_ADDRESS, json.dumps(self._listener.address))
+        self._thread.start()
+
+    def _accept(self, sock: socket.socket, text: str) -> None:
+        process, incarnation = map(int, text.split())
+        self._accepted.put((sock, (process, incarnation)))
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._selector)
+            stack.callback(lambda: [sock.close() for sock in self._peers])
+            stack.callback(self._register_accepted)
+            stack.callback(self._listener.close)
+            while not self._closed.is_set():
+                for key, _ in self._selector.select(_POLL_S):
+                    self._read(key.fileobj)
+                self._register_accepted()
+                # Without the store there is nobody to read this.
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._set_ended()
+
+    def _register_accepted(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                sock, peer = self._accepted.get_nowait()
+                self._selector.register(sock, selectors.EVENT_READ)
+                self._peers[sock] = peer
+                self._disconnected.pop(peer, None)
+
+    def _read(self, sock: Any) -> None:
+        try:
+            is_closed = not sock.recv(256)
+        except OSError:
+            is_closed = True
+        if is_closed:
+            self._selector.unregister(sock)
+            sock.close()
+            peer = self._peers.pop(sock)
+            if peer not in self._peers.values():
+                self._disconnected[peer] = time.monotonic()
+
+    def _set_ended(self) -> None:
+        for peer, since in list(self._disconnected.items()):
+            if time.monotonic() - since > _GRACE_S:
+                del self._disconnected[peer]
+                set_ended(self._client, *peer)

@@ -1,4 +1,4 @@
-"""A folder that all processes of a run can write, and that is the same one for all."""
+"""A folder that all members of a group share and can write."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
+from jaxche.distributed._group import Group
 
-from jaxche.distributed._group import gather_json, members, raise_everywhere
-
-# Between a file's making and its being seen on other machines, and from one look to the next.
-_VISIBLE_S, _LOOK_S = 10.0, 0.2
-_WHAT = "the preparation of checkpoints"
+# Until other machines see a new file, and between two checks.
+_VISIBLE_S, _POLL_S = 10.0, 0.2
+_PLACE = "the preparation of checkpoints"
 
 
-def shared_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder, made where it is missing. All processes of a run make this call.
+def shared_folder(group: Group, path: str | os.PathLike[str]) -> Path:
+    """The folder, created if it is missing; all members make this call.
 
     Raises:
-      ValueError: it cannot be written, or other processes have another one under its name.
+      ValueError: it cannot be written, or other processes have another folder under its name.
     """
     folder, error = Path(path).expanduser().resolve(), None
     try:
         _refuse_unwritable(folder)
     except ValueError as e:
         error = e
-    raise_everywhere(error, jax.process_index(), _WHAT)
-    if len(members()) > 1:
-        _refuse_own(folder)
+    group.raise_everywhere(error, group.process_index, _PLACE)
+    if len(group.members) > 1:
+        _refuse_not_shared(group, folder)
     return folder
 
 
@@ -45,34 +43,33 @@ def _refuse_unwritable(folder: Path) -> None:
         ) from None
 
 
-def _refuse_own(folder: Path) -> None:
-    """Refuse a folder that only some have: processes that write there would wait for each other's files."""
-    first = members()[0]
-    error, sign = None, folder / f".shared-{gather_json(os.urandom(6).hex())[0]}"
+def _refuse_not_shared(group: Group, folder: Path) -> None:
+    """Refuse a folder that is local to a machine: processes that write there would wait for each other's files."""
+    error, sign = None, folder / f".shared-{group.broadcast(os.urandom(6).hex())}"
     try:
-        if jax.process_index() == first:
+        if group.is_first:
             sign.touch()
     except OSError as e:
         error = e
-    gather_json(None)
+    group.barrier()
     if error is None and not _appears(sign):
         error = ValueError(
-            f"checkpoints={str(folder)!r} is not the folder that process {first} has under that name; give one that "
-            "all machines share, as a mount of a file server"
+            f"checkpoints={str(folder)!r} is not the folder that process {group.members[0]} has under that name; "
+            "give one that all machines share, as a mount of a file server"
         )
     try:
-        raise_everywhere(error, jax.process_index(), _WHAT)
+        group.raise_everywhere(error, group.process_index, _PLACE)
     finally:
-        if jax.process_index() == first:
+        if group.is_first:
             sign.unlink(missing_ok=True)
 
 
 def _appears(sign: Path) -> bool:
-    """Whether a file is there, or comes soon: file servers let others see a new one some seconds later."""
+    """Whether a file exists, or does so soon: file servers show a new file to other machines some seconds later."""
     deadline = time.monotonic() + _VISIBLE_S
     while not sign.exists():
         if time.monotonic() > deadline:
             return False
-        os.listdir(sign.parent)  # NFS then looks anew
-        time.sleep(_LOOK_S)
+        os.listdir(sign.parent)  # makes NFS read the folder again
+        time.sleep(_POLL_S)
     return True

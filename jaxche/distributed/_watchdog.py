@@ -1,4 +1,4 @@
-"""Heartbeats, the hang timeout and SIGTERM: between a process and whatever watches over it."""
+"""Heartbeats, events, the hang timeout and SIGTERM: between a process and the launcher or scheduler that watches it."""
 
 from __future__ import annotations
 
@@ -9,49 +9,71 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Set by ``jaxche launch``: a file to touch after every round, one to tell of every round, how often it started anew.
-HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
-# Set where nobody watches heartbeats: seconds for a round.
-HANG_TIMEOUT = "JAXCHE_HANG_TIMEOUT"
+from jaxche.distributed._environment import EVENTS, HANG_TIMEOUT, HEARTBEAT
 
-# As of a process that SIGTERM ended: 128 and the number of the signal.
+# The exit code of a process that SIGTERM ended: 128 and the number of the signal.
 PREEMPTED_CODE = 143
 
-_warned: set[str] = set()
+
+class Watchdog:
+    """Writes the heartbeats and events of this process to the files that its launcher named."""
+
+    def __init__(self) -> None:
+        self._file_errors = FileErrors()
+        self._has_started = False
+
+    def heartbeat(self) -> None:
+        """Report the end of a round."""
+        self._has_started = True
+        if HEARTBEAT in os.environ:
+            with self._file_errors.reported_once(f"{HEARTBEAT}={os.environ[HEARTBEAT]}"):
+                Path(os.environ[HEARTBEAT]).touch()
+
+    def heartbeat_while_waiting(self) -> None:
+        """Repeat the heartbeat, but not before the end of the first round, which may take far longer to compile."""
+        if self._has_started:
+            self.heartbeat()
+
+    def write_events(self, lines: Sequence[str]) -> None:
+        """Append lines to the file of events; the run continues without it if the disk is full."""
+        if EVENTS not in os.environ:
+            return
+        path = os.environ[EVENTS]
+        with self._file_errors.reported_once(f"{EVENTS}={path}"), open(path, "a", encoding="utf8") as file:
+            # One write in append mode, so that processes of one machine do not mix their lines.
+            file.write("".join(f"{line}\n" for line in lines))
 
 
-# Whether this process has come to the end of a round.
-_moved = False
+class FileErrors:
+    """Reports each file that cannot be written once on standard error, because reports must not end a run."""
 
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
 
-def beat() -> None:
-    """Show that this process has come to the end of a round."""
-    global _moved
-    _moved = True
-    if HEARTBEAT in os.environ:
-        with unless_full(f"{HEARTBEAT}={os.environ[HEARTBEAT]}"):
-            Path(os.environ[HEARTBEAT]).touch()
-
-
-def beat_again() -> None:
-    """Show that this process still moves, if it has before: until their first round some compile for far longer."""
-    if _moved:
-        beat()
+    @contextlib.contextmanager
+    def reported_once(self, name: str) -> Iterator[None]:
+        """A context that writes the file; ``name`` is for the message."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._reported:
+                self._reported.add(name)
+                sys.stderr.write(f"{name}: {error.strerror}; the run goes on without it\n")
+                sys.stderr.flush()
 
 
 @contextlib.contextmanager
-def in_time() -> Iterator[None]:
-    """End the process, with the stacks of its threads, where this lasts for the seconds in ``JAXCHE_HANG_TIMEOUT``.
+def hang_timeout() -> Iterator[None]:
+    """End the process, with the stacks of its threads, after the seconds in ``JAXCHE_HANG_TIMEOUT``.
 
-    A scheduler that hears no heartbeats sees an exit code. Not even a program that never gives the interpreter back
-    can hold this up.
+    It is for schedulers, which see exit codes and no heartbeats. It works also if a program never releases the GIL.
 
     Raises:
-      ValueError: if the variable holds no such number.
+      ValueError: if the variable is not a positive number.
     """
     text = os.environ.get(HANG_TIMEOUT, "")
     if not text:
@@ -63,7 +85,7 @@ def in_time() -> Iterator[None]:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ValueError(f"{HANG_TIMEOUT}={text!r} must be positive seconds; write {HANG_TIMEOUT}=600")
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)  # standard error, whatever stands for it in Python
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)  # file descriptor 2, even if sys.stderr is replaced
     try:
         yield
     finally:
@@ -71,48 +93,24 @@ def in_time() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unless_full(name: str) -> Iterator[None]:
-    """What is only told must not end a run: a file that cannot be written is one line, once.
-
-    Args:
-      name: of the file, as it was given.
-
-    Returns:
-      A context in which the file is written.
-
-    Example:
-      >>> with unless_full("events='/dev/full'"):
-      ...     pass  # what an OSError here says goes to standard error
-    """
-    try:
-        yield
-    except OSError as error:
-        if name not in _warned:
-            _warned.add(name)
-            sys.stderr.write(f"{name}: {error.strerror}; the run goes on without it\n")
-            sys.stderr.flush()
-
-
-@contextlib.contextmanager
 def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` on SIGTERM instead of dying; elsewhere than in the main thread there is no such choice.
+    """Call ``action`` on SIGTERM instead of exiting; without effect outside the main thread.
 
-    Where no exception came of it in the end, it is raised again for whoever heeded it before.
+    If the context ends without an exception, the signal is raised again for the previous handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = False
+    received = threading.Event()
 
-    def hear(*_: Any) -> None:
-        nonlocal heard
-        heard = True
+    def handle(*_: Any) -> None:
+        received.set()
         action()
 
-    before = signal.signal(signal.SIGTERM, hear)
+    before = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-    if heard:
+    if received.is_set():
         signal.raise_signal(signal.SIGTERM)

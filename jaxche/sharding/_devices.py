@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,14 +32,18 @@ class RemoteDevice:
     id: int
 
 
-@dataclass(frozen=True)
-class _Known:
-    everywhere: tuple[Device, ...]
-    private: frozenset[Device]
+@dataclass
+class _LocalBackends:
+    """The devices of a run whose accelerators JAX lists in their own process only; empty for other runs."""
+
+    everywhere: tuple[Device, ...] = ()
+    private: frozenset[Device] = frozenset()
 
 
-# Of a run whose accelerators are each known to their own process only; None where JAX lists all.
-_known: _Known | None = None
+@functools.cache
+def _local_backends() -> _LocalBackends:
+    """Those of this process."""
+    return _LocalBackends()
 
 
 def devices() -> list[Device]:
@@ -57,7 +62,7 @@ def devices() -> list[Device]:
       >>> jaxche.devices() == jax.devices()
       True
     """
-    return list(jax.devices() if _known is None else _known.everywhere)
+    return list(_local_backends().everywhere or jax.devices())
 
 
 def local_devices() -> list[Device]:
@@ -87,7 +92,7 @@ def is_private(device: Device) -> bool:
       >>> is_private(devices()[0])
       False
     """
-    return _known is not None and device in _known.private
+    return device in _local_backends().private
 
 
 def know_devices(everywhere: Sequence[Device]) -> None:
@@ -101,6 +106,5 @@ def know_devices(everywhere: Sequence[Device]) -> None:
       >>> devices() == jax.devices()
       True
     """
-    global _known
-    private = frozenset(everywhere) - frozenset(jax.devices())
-    _known = _Known(tuple(everywhere), private) if private else None
+    private, backends = frozenset(everywhere) - frozenset(jax.devices()), _local_backends()
+    backends.everywhere, backends.private = tuple(everywhere) if private else (), private

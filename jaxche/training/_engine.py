@@ -16,7 +16,7 @@ import optax
 
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
-from jaxche.distributed import gather_json, raise_everywhere
+from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
@@ -34,6 +34,7 @@ class Settings:
     """What a trainer was asked for, after all checks.
 
     Attributes:
+      group: the processes of the run.
       loss: the loss in its one form, or a model in stages.
       tx: optimizer of the local steps (of the merged gradient when gradients are averaged).
       average: ``"parameters"`` or ``"gradients"``.
@@ -47,6 +48,7 @@ class Settings:
       host: merge on CPU devices.
     """
 
+    group: Group
     loss: Any
     tx: optax.GradientTransformation
     average: str
@@ -71,6 +73,7 @@ class Engine:
 
     def __init__(self, settings: Settings):
         self._settings, scaling = settings, settings.scaling
+        self._group = settings.group
         self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
         # Of all ranks as the run was started, and which of these take part, in which order.
         self._all, self._all_paces = list(settings.places), list(settings.paces)
@@ -114,7 +117,7 @@ class Engine:
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
             self._places = [place.laid_out(shapes) for place in self._places]
-            self._meeting = Meeting(self._places, self._settings.host)
+            self._meeting = Meeting(self._group, self._places, self._settings.host)
 
     @property
     def homes(self) -> list[tuple[int, ...]]:
@@ -182,7 +185,7 @@ class Engine:
         error, constants, data_seen = None, [], ""
         try:
             self._lay_out(without_replica_axis(locals_[0].params))
-            if jax.process_count() > 1:
+            if self._group.num_processes > 1:
                 data_seen = self.data_digest(data)
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
@@ -194,21 +197,21 @@ class Engine:
             error = e
         try:
             # Nothing runs before all have compiled: in an island of several processes each step waits for all.
-            raise_everywhere(error, self.ranks[0], "preparation")
+            self._group.raise_everywhere(error, self.ranks[0], "preparation")
             try:
                 for replica, local in zip(self._replicas, locals_, strict=True):
                     replica.warm_up(local, batch)
             except Exception as e:
                 error = e
-            raise_everywhere(error, self.ranks[0], "preparation")
+            self._group.raise_everywhere(error, self.ranks[0], "preparation")
             self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics), "data": data_seen} | self._code
-            refuse_differences(self.fingerprint)
-            refuse_other_values({"params": locals_[0].params, "constants of loss_fn": constants})
+            refuse_differences(self._group, self.fingerprint)
+            refuse_other_values(self._group, {"params": locals_[0].params, "constants of loss_fn": constants})
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
         here = zip([self.order[rank] for rank in self.ranks], self._memory_here(locals_), strict=False)
-        self._memory = dict(itertools.chain.from_iterable(gather_json(list(here))))
+        self._memory = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
         if self.world_size > 1:
             self._warm_up_merge(locals_)
 
@@ -237,7 +240,7 @@ class Engine:
         asked, solo = self._settings, len(self._all) == 1
         knobs = (asked.loss, self._tx, asked.average, asked.seed, self.metrics, scaling, solo)
         self._replicas = [
-            Replica(rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
+            Replica(self._group, rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
             for rank in self.ranks
         ]
         self._rules = self._settings.rules(self._tx, scaling)
@@ -247,7 +250,7 @@ class Engine:
     def _make_merge(self, local: Local) -> Any:
         assert self._rules is not None, "_build comes first"
         if len(self._all) == 1:
-            return Alone(self._places[0], self._rules.scaling)
+            return Alone(self._group, self._places[0], self._rules.scaling)
         # Of several, also for one that is left: the programs of its steps are made for it.
         return self._several(self._meeting, self._rules, local)
 
@@ -318,7 +321,7 @@ class Engine:
     def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica when nobody waits for anybody, all running at once."""
         batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
-        rates = free_rates(self._replicas, locals_, batches, seconds, self._pool)
+        rates = free_rates(self._group, self._replicas, locals_, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 
     def first_row(self, tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Events of rounds: a line of JSON for each local rank, for whatever watches over this process."""
+"""Events of rounds for the launcher: a line of JSON for each local rank."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxche.distributed import EVENTS, RESTART, unless_full
+from jaxche.distributed import RESTART, Watchdog
 from jaxche.reports import RoundInfo
 
 
-def tell(info: RoundInfo, ranks: Mapping[int, int], merged_bytes: int) -> None:
-    """Append a line of JSON for each local rank to the file of events; where it is full the run goes on without.
+def tell(watchdog: Watchdog, info: RoundInfo, ranks: Mapping[int, int], merged_bytes: int) -> None:
+    """Write the events of a round.
 
     Args:
+      watchdog: of this process.
       info: the round.
-      ranks: of this process: what number the run started with, by that in the round.
+      ranks: for each rank of this process in the round, its rank at the start of the run.
       merged_bytes: what a replica puts into the merge.
     """
-    if EVENTS not in os.environ:
-        return
-    lines = [json.dumps(event(info, place, rank, merged_bytes)) + "\n" for place, rank in ranks.items()]
-    # One write of whole lines in append mode: processes of one machine do not mix theirs.
-    path = os.environ[EVENTS]
-    with unless_full(f"{EVENTS}={path}"), open(path, "a", encoding="utf8") as file:
-        file.write("".join(lines))
+    watchdog.write_events([json.dumps(event(info, place, rank, merged_bytes)) for place, rank in ranks.items()])
 
 
 def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:

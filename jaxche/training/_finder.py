@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from jaxche.distributed import gather_json, members, raise_everywhere
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._packing import Packing
 from jaxche.training._saved import FORMAT, READABLE, items_of, joined_alike, shapes, unnested, version, with_numbers
@@ -37,6 +34,7 @@ class Finder:
         import orbax.checkpoint as ocp
 
         self._ocp, self._folder, self._trainer, self._batches, self._data = ocp, folder, trainer, batches, data
+        self._group = trainer._group
 
     def newest(self, state: ReplicaState) -> ReplicaState:
         """The newest state that all processes can read, if it is further than the one given; else that.
@@ -45,7 +43,7 @@ class Finder:
           ValueError: checkpoints of another model, data, seed or version.
         """
         with contextlib.closing(self._reader()) as reader:
-            seen = gather_json(sorted(reader.all_steps()))
+            seen = self._group.all_gather(sorted(reader.all_steps()))
             if any(steps != seen[0] for steps in seen):
                 raise ValueError(
                     f"checkpoints={str(self._folder)!r}: processes see different checkpoints there ({seen}); give a "
@@ -61,7 +59,7 @@ class Finder:
 
     def _reader(self) -> Any:
         """Orbax for this process alone."""
-        options, own = self._ocp.options, jax.process_index()
+        options, own = self._ocp.options, self._group.process_index
         alone = options.MultiprocessingOptions(
             primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"jaxche-reader-{own}"
         )
@@ -83,7 +81,7 @@ class Finder:
                 refused = ValueError(
                     f"checkpoints={str(self._folder)!r}: {step} there was not written by jaxche; give another folder"
                 )
-        raise_everywhere(refused, jax.process_index(), f"checkpoint {step}")
+        self._group.raise_everywhere(refused, self._group.process_index, f"checkpoint {step}")
         if self._unreadable(step, error):
             return None
         packing = self._packing(meta, state)
@@ -103,11 +101,15 @@ class Finder:
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
         """Whether a process has an error; then the checkpoint is set aside, for this round will be written again."""
-        said = [text for text in gather_json(None if error is None else f"{type(error).__name__}: {error}") if text]
+        said = [
+            text
+            for text in self._group.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+            if text
+        ]
         if not said:
             return False
         failed = None
-        if jax.process_index() == members()[0]:
+        if self._group.is_first:
             names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
             aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
             _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, said[0][:300])
@@ -116,7 +118,7 @@ class Finder:
             except OSError as e:
                 failed = e
         # Before anything is written under its name.
-        raise_everywhere(failed, jax.process_index(), f"checkpoint {step}")
+        self._group.raise_everywhere(failed, self._group.process_index, f"checkpoint {step}")
         return True
 
     def _refuse_other(self, meta: Any, state: ReplicaState) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jaxche.averaging import escape_name, path_names
-from jaxche.distributed import gather_json, members
+from jaxche.distributed import Group
 from jaxche.drawing import odd_ones
 from jaxche.training._data import Reader
 
@@ -75,47 +75,49 @@ def _hash(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:12]
 
 
-def refuse_differences(fingerprint: Mapping[str, str]) -> None:
+def refuse_differences(group: Group, fingerprint: Mapping[str, str]) -> None:
     """Refuse to start when processes run different code, data or settings.
 
     Args:
+      group: the processes of the run.
       fingerprint: name of each thing that must agree and a short text of it.
 
     Raises:
       ValueError: names what differs and who has which value.
     """
-    everyone = gather_json(dict(fingerprint))
+    everyone = group.all_gather(dict(fingerprint))
     names = dict.fromkeys(name for other in everyone for name in other)
     columns = {name: [str(other.get(name, "none")) for other in everyone] for name in names}
     columns = {name: values for name, values in columns.items() if VARIES not in values}
-    odd = odd_ones(columns, members())
+    odd = odd_ones(columns, group.members)
     if odd.who:
         raise ValueError(f"processes differ; run the same script and data everywhere:\n{odd.table}")
 
 
-def refuse_other_values(trees: Mapping[str, Any]) -> None:
+def refuse_other_values(group: Group, trees: Mapping[str, Any]) -> None:
     """Refuse to start where the arrays of these trees are not the same in all processes, but for rounding.
 
     Of each array its norm and its projection on a fixed direction are compared.
 
     Args:
+      group: the processes of the run.
       trees: arrays by the name of what they are.
 
     Raises:
       ValueError: names the first array that differs, and where.
     """
-    if len(members()) == 1:
+    if len(group.members) == 1:
         return
-    everyone = gather_json({name: _traits(name, tree) for name, tree in trees.items()})
+    everyone = group.all_gather({name: _traits(name, tree) for name, tree in trees.items()})
     for name in trees:
         for array, (norm, along) in everyone[0][name].items():
             most = _ALIKE * norm if math.isfinite(norm) else 0.0
-            for process, other in zip(members(), everyone, strict=True):
+            for process, other in zip(group.members, everyone, strict=True):
                 there = other[name].get(array, (math.inf, math.inf))
                 if not np.allclose((norm, along), there, rtol=0, atol=most, equal_nan=True):
                     raise ValueError(
                         f"processes differ in the values of {array}: its norm is {norm:.6g} on process "
-                        f"{members()[0]} and {there[0]:.6g} on process {process}; make the same ones everywhere, "
+                        f"{group.members[0]} and {there[0]:.6g} on process {process}; make the same ones everywhere, "
                         "e.g. from jax.random.key(0) and not from a number of the process or the time"
                     )
 

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.distributed import PREEMPTED_CODE, PeerLostError, is_elastic, on_sigterm, raise_everywhere, stands_by
+from jaxche.distributed import PREEMPTED_CODE, ElasticGroup, Group, PeerLostError, on_sigterm
 from jaxche.reports import History, RoundInfo
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import checked_length
 from jaxche.training._fingerprint import refuse_differences
-from jaxche.training._join import begin_fit, end_fit
 from jaxche.training._keeper import Keeper
 from jaxche.training._progress import Progress
 from jaxche.training._state import ReplicaState, Stop
-from jaxche.training._turnover import let_in, recover, take_place
 
 if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer
@@ -79,12 +77,14 @@ def fit(
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
     """
-    last_epoch, size, asked = _agreed(state, data, epochs, dry_run, checkpoints)
+    group, membership = trainer._group, trainer._membership
+    last_epoch, size, asked = _agreed(group, state, data, epochs, dry_run, checkpoints)
     keeper, history = None, History()
     with contextlib.ExitStack() as stack:
         # Who asked to stop or to join too late is not for the next fit.
         stack.callback(setattr, trainer, "_stop", Stop.NO)
-        stack.callback(setattr, trainer._world, "newcomers", None)
+        if membership:
+            stack.callback(membership.reset)
         # Left after the keeper: another SIGTERM does not end what the first one had saved.
         heeding = stack.enter_context(contextlib.ExitStack())
         if asked is not None:
@@ -93,9 +93,10 @@ def fit(
         if dry_run:
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
             return state, History([info], trainer.memory)
-        begin_fit()
-        if stands_by():
-            state, history = take_place(trainer, state, data, size, keeper)
+        if isinstance(group, ElasticGroup):
+            group.begin_fit()
+        if membership and group.standby:
+            state, history = membership.join(state, data, size, keeper)
         elif keeper:
             state, history = keeper.resume(state)
         bar = Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
@@ -104,14 +105,16 @@ def fit(
         try:
             while state.epoch < last_epoch or state.owed:
                 try:
-                    if trainer._world.newcomers:
-                        state, before = let_in(trainer, state, history, keeper), None
+                    if membership and membership.has_pending:
+                        state, before = membership.admit(state, history, keeper), None
                     after, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
                 except PeerLostError as error:
-                    state, history = recover(trainer, state, before, error, history, keeper, data, size)
+                    if membership is None:
+                        raise
+                    state, history = membership.recover(state, before, error, history, keeper, data, size)
                     before = None
                     continue
-                before, state = (state if is_elastic() else None), after
+                before, state = (state if membership else None), after
                 if keeper and not merged:
                     # Earlier the time for it could be over before there is anything to save.
                     heeding.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
@@ -124,20 +127,20 @@ def fit(
                         keeper.save(state)
                 trainer._tell(info)
                 asked_to = [callback(state, info) for callback in callbacks]  # all of them, also after one said stop
-                if any(asked_to) and jax.process_count() > 1 and not info.stop:
+                if any(asked_to) and group.num_processes > 1 and not info.stop:
                     trainer.request_stop()  # in the next round, together
                 if info.stop == Stop.PREEMPTED:
                     if keeper:
                         keeper.settle()
-                    if jax.process_index() == 0:  # whatever the bar: nobody asked for this
+                    if group.process_index == 0:  # whatever the bar: nobody asked for this
                         _log.warning("preempted: saved after round %s", info.round)
                     raise SystemExit(PREEMPTED_CODE)
-                if info.stop or (any(asked_to) and jax.process_count() == 1):
+                if info.stop or (any(asked_to) and group.num_processes == 1):
                     if keeper:
                         keeper.save(state)
                     break
         except KeyboardInterrupt:
-            if jax.process_count() > 1:
+            if group.num_processes > 1:
                 raise
             if keeper:
                 keeper.save(state)
@@ -145,7 +148,8 @@ def fit(
         except Exception:
             trainer.last_good_state = state
             raise
-        end_fit()
+        if isinstance(group, ElasticGroup):
+            group.end_fit()
     history.memory = tuple(trainer.memory)
     has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
     if has_momentum and len(history) < _FEW_ROUNDS:
@@ -158,7 +162,7 @@ def fit(
 
 
 def _agreed(
-    state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
+    group: Group, state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
 ) -> tuple[int, int, Checkpoints | None]:
     """Where training ends, the batches in an epoch, and what is saved, once all processes want the same."""
     error, wanted, last_epoch, size, asked = None, {}, 0, 0, None
@@ -173,9 +177,9 @@ def _agreed(
         wanted = {"epochs": str(epochs), "dry_run": str(dry_run), "checkpoints": how, "state": f"round {state.round}"}
     except Exception as e:
         error = e
-    if not stands_by():
-        raise_everywhere(error, jax.process_index(), "the start of fit")
-        refuse_differences(wanted)
+    if not group.standby:
+        group.raise_everywhere(error, group.process_index, "the start of fit")
+        refuse_differences(group, wanted)
     elif error is not None:
         raise error
     return last_epoch, size, asked

@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.distributed import (
-    PeerLostError,
-    gather_json,
-    generation,
-    is_elastic,
-    lost,
-    meeting_place,
-    member_lives,
-    members,
-    raise_everywhere,
-    shared_folder,
-)
+from jaxche.distributed import ElasticGroup, PeerLostError, shared_folder
 from jaxche.reports import History
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._finder import Finder
@@ -59,40 +48,41 @@ class Keeper:
             import orbax.checkpoint as ocp
         except ImportError as error:
             raise ImportError("checkpoints need Orbax: pip install 'jaxche[checkpoints]'") from error
-        if asked.durable and is_elastic():
+        self._group = trainer._group
+        if asked.durable and self._group.elastic:
             raise ValueError(
                 "durable=True waits for all processes to write, and an elastic run goes on without those that die: its "
                 "parameters are safe with the others; leave durable out"
             )
         self._ocp, self._asked, self._trainer, self._batches = ocp, asked, trainer, len(data)
-        self._folder = shared_folder(asked.folder)
+        self._folder = shared_folder(self._group, asked.folder)
         error, self._data = None, VARIES
         try:
             self._data = trainer._engine.data_digest(data)
         except Exception as e:
             error = e
-        raise_everywhere(error, jax.process_index(), "the reading of the data")
+        self._group.raise_everywhere(error, self._group.process_index, "the reading of the data")
         self._finder = Finder(self._folder, trainer, self._batches, self._data)
         self._manager: Any = None
-        self.record = Record(self._folder)
+        self.record = Record(self._group, self._folder)
         # The step that was begun last, and the one whose saving a process did not live to finish.
         self._begun = self._abandoned = 0
 
     def _open(self) -> Any:
-        options, settings = self._ocp.options, {}
-        if is_elastic():
+        group, options, settings = self._group, self._ocp.options, {}
+        if isinstance(group, ElasticGroup):
             # A save in which a process died holds nobody up, and its threads let go when that is detected.
-            meet = meeting_place("saved")
+            wait = group.thread_barrier("saved")
             settings["async_options"] = options.AsyncOptions(
                 timeout_secs=_PATIENCE_S,
-                barrier_sync_fn=lambda *, key, timeout_ms: meet(key.replace("/", "."), timeout_ms),
+                barrier_sync_fn=lambda *, key, timeout_ms: wait(key.replace("/", "."), timeout_ms),
             )
-        from_start = generation() == 0
+        from_start = group.quorum_id == "0"
         if not from_start:
             settings["multiprocessing_options"] = options.MultiprocessingOptions(
-                primary_host=members()[0],
-                active_processes=set(members()),
-                barrier_sync_key_prefix=f"jaxche-{generation()}",
+                primary_host=group.members[0],
+                active_processes=set(group.members),
+                barrier_sync_key_prefix=f"jaxche-{group.quorum_id}",
             )
         options = self._ocp.CheckpointManagerOptions(
             max_to_keep=self._asked.keep,
@@ -107,7 +97,7 @@ class Keeper:
         """Go on with the processes that take part from now on, from a state of so many rounds."""
         if others_died:
             # One may have begun a save of a round that is now done again, and others not.
-            self._abandoned = max(gather_json(self._begun))
+            self._abandoned = max(self._group.all_gather(self._begun))
         else:
             self._count_alike()
         self._manager = self._open()
@@ -121,7 +111,7 @@ class Keeper:
         """Orbax tells the saves of a process apart by their number, which has to be the same in one that joined."""
         from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
-        most = max(gather_json(int(OperationIdGenerator.get_current_operation_id())))
+        most = max(self._group.all_gather(int(OperationIdGenerator.get_current_operation_id())))
         while int(OperationIdGenerator.get_current_operation_id()) < most:
             OperationIdGenerator.next_operation_id()
 
@@ -175,7 +165,7 @@ class Keeper:
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
-            if not is_elastic() or not (lost(member_lives()) or "Gloo" in str(error)):
+            if not self._group.elastic or not (self._group.lost() or "Gloo" in str(error)):
                 raise
             _log.warning(
                 "checkpoint %s was not %s, the loss of a process was detected: %s", self._begun, what, str(error)[:300]

@@ -24,7 +24,7 @@ from jaxche.averaging import (
     to_moments,
     weighted,
 )
-from jaxche.distributed import gather_json, is_elastic, merging
+from jaxche.distributed import Group
 from jaxche.training._placement import Place, first, lift, spans_processes
 from jaxche.training._programs import Carry, Local, all_finite, broken, stayed_finite
 from jaxche.training._replica_mesh import AXIS, Meeting
@@ -334,12 +334,12 @@ class Merge:
           rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
         """
         arguments = self.arguments(starts, carries, rows)
-        if is_elastic() and not self._compiled:
+        if self._meeting.group.elastic and not self._compiled:
             # So that nobody waits in a collective while others compile: its patience is short there.
             self._program.lower(*arguments).compile()
-            gather_json(None)
+            self._meeting.group.barrier()
             self._compiled = True
-        with merging():
+        with self._meeting.group.collective():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, report = one_row_each(np.asarray(table)), np.asarray(report).tolist()
@@ -392,17 +392,21 @@ class Alone:
     """The end of a round of a single replica; called like :class:`Merge`.
 
     Args:
+      group: the processes of the run.
       place: where it lives.
       scaling: scaling of the learning rate, or None.
     """
 
-    def __init__(self, place: Place, scaling: Scaling | None):
+    def __init__(self, group: Group, place: Place, scaling: Scaling | None):
+        self._group = group
         self._spans, self._scaling = spans_processes(place), scaling
 
     def __call__(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         (start,), (carry,) = starts, carries
         if self._spans:
-            rows = one_row_each(np.stack(gather_json(rows.tolist()), axis=1))  # they stop together, and fail together
+            rows = one_row_each(
+                np.stack(self._group.all_gather(rows.tolist()), axis=1)
+            )  # they stop together, and fail together
         local = Local(carry.params, carry.opt_state, carry.model_state, start.outer_state)
         table = np.concatenate([rows, np.asarray(carry.not_finite), np.asarray(carry.sums)], axis=1)
         if self._scaling is None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
-
-from jaxche.distributed import gather_json
+from jaxche.distributed import Group
 from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
 
 
@@ -14,15 +12,17 @@ class Record:
     """Written by process 0, read by all.
 
     Args:
+      group: the processes of the run.
       folder: of the checkpoints.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, group: Group, folder: Path):
+        self._group = group
         self._file = folder / "history.jsonl"
 
     def add(self, info: RoundInfo) -> None:
         """Write the line of a round."""
-        if jax.process_index() == 0:
+        if self._group.process_index == 0:
             with self._file.open("a", encoding="utf8") as file:
                 file.write(History([info]).to_json())
 
@@ -37,8 +37,8 @@ class Record:
             # The first round need not be number 0.
             if (kept[-1].round if kept else -1) < info.round < rounds:
                 kept.append(info)
-        gather_json(None)  # all have read it
-        if jax.process_index() == 0:
+        self._group.barrier()  # all have read it
+        if self._group.process_index == 0:
             warn_of_damage(str(self._file), record)
             if (text := kept.to_json().encode()) != data:
                 part = self._file.with_suffix(".part")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxche.distributed import InStep, gather_json
+from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes_per_device
 from jaxche.training._data import Feed
 from jaxche.training._placement import Home, spans_processes
@@ -48,7 +48,8 @@ class PaceError(ValueError):
 class Replica:
     """One replica of this process: its place, its compiled steps, its clock."""
 
-    def __init__(self, rank: int, place: Home, programs: Programs, pace_ms: float | None):
+    def __init__(self, group: Group, rank: int, place: Home, programs: Programs, pace_ms: float | None):
+        self._group = group
         self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
         self._executables: dict[Any, Steps] = {}
         self._stand_in: Any = None
@@ -132,7 +133,7 @@ class Replica:
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
             if spans_processes(self.place):
                 processes = sorted({device.process_index for device in self.place.devices.flat})
-                together = InStep(tuple(processes), f"rank {self.rank}")
+                together = self._group.flag_broadcast(processes, f"rank {self.rank}")
         try:
             constants, carry = self._opened(local, index, worth)
             start = due = time.perf_counter()
@@ -140,7 +141,7 @@ class Replica:
                 late = steps > 0 and time.perf_counter() - start > limit_s
                 if together is not None:
                     # Not before every step: what the first one says takes a millisecond to the others.
-                    late = steps > 0 and steps % in_flight == 0 and together.stop(late)
+                    late = steps > 0 and steps % in_flight == 0 and together(late)
                 if late:
                     break
                 before, clock = self.compilations, time.perf_counter()
@@ -224,11 +225,17 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
 
 
 def free_rates(
-    replicas: Sequence[Replica], locals_: Sequence[Local], batches: Sequence[Any], seconds: float, pool: Executor
+    group: Group,
+    replicas: Sequence[Replica],
+    locals_: Sequence[Local],
+    batches: Sequence[Any],
+    seconds: float,
+    pool: Executor,
 ) -> dict[int, float]:
     """Batches per second of each rank of all processes, all running at once.
 
     Args:
+      group: the processes of the run.
       replicas: of this process, compiled and warm.
       locals_: where each starts; they are not changed.
       batches: to take in turn.
@@ -242,7 +249,7 @@ def free_rates(
         if spans_processes(replica.place)
     }
     times = {rank: replica.run(local, batches, 0).wall_ms / len(batches) for rank, (replica, local) in spanning.items()}
-    together = gather_json(times)  # and all start together
+    together = group.all_gather(times)  # and all start together
     agreed = {
         rank: math.ceil(seconds * 1e3 / max(part[str(rank)] for part in together if str(rank) in part))
         for rank in spanning
@@ -261,4 +268,4 @@ def free_rates(
         return outcome.steps / outcome.wall_ms * 1e3
 
     rates = {replica.rank: rate for replica, rate in zip(replicas, pool.map(run_one, replicas, locals_), strict=True)}
-    return {int(rank): rate for part in gather_json(rates) for rank, rate in part.items()}
+    return {int(rank): rate for part in group.all_gather(rates) for rank, rate in part.items()}

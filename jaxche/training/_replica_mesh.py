@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxche.distributed import connected
+from jaxche.distributed import Group
 from jaxche.training._placement import OneDevice, Place, is_local
 
 AXIS = "replica"
@@ -29,6 +29,7 @@ class Meeting:
     that way among its own devices, and spreads the merged ones again.
 
     Args:
+      group: the processes of the run.
       places: where each replica lives, laid out, over all processes.
       host: meet on CPU devices: pieces are copied there and back, and no program spans accelerators.
 
@@ -36,7 +37,8 @@ class Meeting:
       ValueError: a process with fewer CPU devices than pieces to meet.
     """
 
-    def __init__(self, places: Sequence[Place], host: bool = False):
+    def __init__(self, group: Group, places: Sequence[Place], host: bool = False):
+        self.group = group
         self._here = [place for place in places if is_local(place)]
         width = math.gcd(*(place.devices.shape[1] for place in places))
         self._direct = len({place.devices.shape for place in places}) == 1
@@ -45,7 +47,7 @@ class Meeting:
         homes = _own(rows)
         if host:
             rows = _on_host(rows)
-        rows = [connected(row) for row in rows]
+        rows = [group.connected(row) for row in rows]
         # An island's specs name the axes within it, also where it meets on one device.
         plain = all(isinstance(place, OneDevice) for place in places)
         grid = np.array([row[0, 0] for row in rows]) if plain else np.stack(rows)

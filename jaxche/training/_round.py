@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, Verdict, clamp_counts, limit_lead, plan_round
-from jaxche.distributed import raise_everywhere
+from jaxche.distributed import Group
 from jaxche.reports import RoundInfo
 from jaxche.training._merge import DIFFERS, HOST_COLUMNS, Merged
 from jaxche.training._replica import Outcome
@@ -199,7 +199,13 @@ class Table:
         return dict(zip(self._metrics, means.tolist(), strict=True))
 
     def refuse_bad(
-        self, state: ReplicaState, plan: RoundPlan, ranks: Sequence[int], outcomes: Sequence[Outcome], finite: bool
+        self,
+        group: Group,
+        state: ReplicaState,
+        plan: RoundPlan,
+        ranks: Sequence[int],
+        outcomes: Sequence[Outcome],
+        finite: bool,
     ) -> None:
         """Raise, on every host alike, if this round must not count; ``finite`` is the flag of the merge.
 
@@ -211,7 +217,7 @@ class Table:
         """
         if self._host("failed").any():
             errors = [(outcome.error, rank) for rank, outcome in zip(ranks, outcomes, strict=True) if outcome.error]
-            raise_everywhere(*(errors[0] if errors else (None, ranks[0])), f"round {plan.round}")
+            group.raise_everywhere(*(errors[0] if errors else (None, ranks[0])), f"round {plan.round}")
         digests = [tuple(row) for row in self._numbers[:, [_COLUMN["plan_high"], _COLUMN["plan_low"]]]]
         if len(set(digests)) > 1 or DIFFERS in digests:
             raise PlanMismatchError(

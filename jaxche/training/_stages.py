@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import add_weighted, measure_drift, zero_sums
+from jaxche.distributed import Group
 from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.training._checks import refuse_foreign_devices
@@ -258,13 +259,14 @@ class StageMeetings:
     """A meeting a stage: the devices that hold it in each replica, and nothing is gathered on any of them.
 
     Args:
+      group: the processes of the run.
       places: where each replica lives, over all processes.
       host: meet on CPU devices.
     """
 
-    def __init__(self, places: Sequence[Stages], host: bool):
+    def __init__(self, group: Group, places: Sequence[Stages], host: bool):
         n_stages = places[0].devices.size
-        self.by_stage = [Meeting([place.by_stage[stage] for place in places], host) for stage in range(n_stages)]
+        self.by_stage = [Meeting(group, [place.by_stage[stage] for place in places], host) for stage in range(n_stages)]
         self.homes = [place.devices[0] for place in places if is_local(place)]
 
     def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -363,13 +365,14 @@ class StagedEngine(Engine):
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
             places: Any = self._places
-            self._meeting = StageMeetings(places, self._settings.host)
+            self._meeting = StageMeetings(self._group, places, self._settings.host)
 
     def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
         shared = (self._tx, self._settings.average, self._settings.seed, examples, len(self._all) == 1)
         places: Any = self._places
         self._replicas = [
-            Replica(rank, places[rank], StagedPrograms(places[rank], *shared), self._paces[rank]) for rank in self.ranks
+            Replica(self._group, rank, places[rank], StagedPrograms(places[rank], *shared), self._paces[rank])
+            for rank in self.ranks
         ]
         one = without_replica_axis(local.params)
         code_of_tx = digest([update_digest(self._settings.tx, params) for params in one])

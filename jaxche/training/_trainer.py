@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
-from jaxche.distributed import beat, in_time
+from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.protocols import Partitioned
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
@@ -34,13 +34,12 @@ from jaxche.training._checks import (
     refuse_apart,
     rule_text,
 )
-from jaxche.training._elastic import World
 from jaxche.training._engine import Engine, Settings
 from jaxche.training._events import tell
 from jaxche.training._fingerprint import brief
 from jaxche.training._fit import Callback, fit
-from jaxche.training._join import newcomers
-from jaxche.training._round import Table, forced_plan, host_row, learn, limit_ms, next_plan
+from jaxche.training._membership import Membership
+from jaxche.training._round import SOLO_ROUND, Table, forced_plan, host_row, learn, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import ReplicaState, Stop
@@ -160,6 +159,7 @@ class Trainer:
         base_batch_size: float | None = None,
     ):
         refuse_apart()
+        self._group = group = process_group()
         self.policy = ApplyPolicy(policy)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
         check_rules(tx, average, merge, opt_state, outer, backend)
@@ -189,7 +189,7 @@ class Trainer:
             scaled = Scaling(scaling, base_batch_size, average, *meets, joined=whole)
         host = meets_on_host(backend, places)
         loss: Any = loss_fn if staged else as_loss(loss_fn)
-        settings = Settings(loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
+        settings = Settings(group, loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
         self._engine = (StagedEngine if staged else Engine)(settings)
         self._fingerprint = {
             "policy": self.policy.value,
@@ -205,7 +205,8 @@ class Trainer:
         }
         self.seed = seed
         self._stop = Stop.NO
-        self._world = World()
+        self._membership = Membership(self, group) if isinstance(group, ElasticGroup) else None
+        self._solo_steps = SOLO_ROUND
         self.last_good_state: ReplicaState | None = None
 
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:
@@ -385,7 +386,7 @@ class Trainer:
         self, state: ReplicaState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
     ) -> RoundPlan:
         where = (state, size, self.policy, self.world_size)
-        return next_plan(*where, last_epoch, self._world.alone) if counts is None else forced_plan(*where, counts)
+        return next_plan(*where, last_epoch, self._solo_steps) if counts is None else forced_plan(*where, counts)
 
     def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]
@@ -396,13 +397,13 @@ class Trainer:
         }
 
     def _tell(self, info: RoundInfo) -> None:
-        """Tell those who watch over this process of a round."""
-        beat()
-        # In an elastic run ranks are numbered anew, but not for those who watch its processes.
+        """Report a round to the launcher."""
+        self._group.watchdog.heartbeat()
+        # An elastic run numbers its ranks anew, but the launcher does not.
         ranks = {place: self._engine.order[place] for place in self._engine.ranks}
-        tell(info, ranks, self._engine.merged_bytes)
+        tell(self._group.watchdog, info, ranks, self._engine.merged_bytes)
 
-    @in_time()
+    @hang_timeout()
     def _round(
         self,
         state: ReplicaState,
@@ -430,11 +431,12 @@ class Trainer:
                 for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
             ]
         )
-        self._world.newcomers = newcomers(self)
+        if self._membership:
+            self._membership.poll()
         merged = self._engine.merge(state.locals, outcomes, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = Table(merged.table, self._engine.metrics)
-        table.refuse_bad(state, plan, self._engine.ranks, outcomes, merged.finite)
+        table.refuse_bad(self._group, state, plan, self._engine.ranks, outcomes, merged.finite)
         if self._stop == stop:  # only now all have heard of it; a signal may have asked for more meanwhile
             self._stop = Stop.NO
         # Replicas start a round together, so what the slowest did not take was the merge.

@@ -4,32 +4,31 @@ import json
 
 import pytest
 
-from jaxche.distributed import RankError
-from jaxche.distributed import _group as agree
+from jaxche.distributed import Group, RankError
 
 
 def test_own_error_is_raised_as_it_is_with_its_place():
     with pytest.raises(OSError, match="disk") as caught:
-        agree.raise_everywhere(OSError("disk"), 3, "round 7")
+        Group().raise_everywhere(OSError("disk"), 3, "round 7")
     assert "rank 3 in round 7" in caught.value.__notes__[0]
 
 
 def test_no_error_passes():
-    agree.raise_everywhere(None, 0, "round 0")
+    Group().raise_everywhere(None, 0, "round 0")
 
 
 def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": "line 3"}
-    monkeypatch.setattr(agree, "gather_json", lambda own: [own, report])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 2 with OSError: disk") as caught:
-        agree.raise_everywhere(None, 0, "round 2")
+        Group().raise_everywhere(None, 0, "round 2")
     assert caught.value.rank == 1
     assert "line 3" in str(caught.value)
 
 
 def test_a_report_stays_small_whatever_the_error_says(monkeypatch):
     sent = []
-    monkeypatch.setattr(agree, "gather_json", lambda own: sent.append(own) or [own])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own: sent.append(own) or [own])
     with pytest.raises(OSError, match="é"):
-        agree.raise_everywhere(OSError("é" * 9999), 123456, "round 7")
+        Group().raise_everywhere(OSError("é" * 9999), 123456, "round 7")
     assert len(json.dumps(sent[0])) < 20_000

@@ -1,35 +1,45 @@
-"""Who is waited for at the end of an elastic run, with the look at who lives played here."""
+"""Heartbeats as process 0 sees them, and whom it waits for at exit; the store and the clock are played here."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from jaxche.distributed import _group as module
-from jaxche.distributed import _liveness as lives
-from jaxche.distributed import farewell
+from jaxche.distributed import _elastic_group as module
+from jaxche.distributed import _liveness as liveness
 
 BEGINNING = {0: 10, 1: 11, 2: 12}
 
 
 @pytest.fixture
 def leave(monkeypatch):
-    """Leaves as a process of a run; gives how many seconds it took. ``looks`` are the lives seen, one after another."""
+    """Leaves as a process of a run; gives how many seconds it took. ``looks`` are the processes alive, in time."""
 
     def leaving(process, looks, members=None):
         seconds, seen = [0.0], iter(looks)
         monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
         monkeypatch.setattr(module.time, "sleep", lambda s: seconds.__setitem__(0, seconds[0] + s))
-        monkeypatch.setattr(module, "_members", members)
         now = [next(seen)]
 
-        def lost(expected):
-            gone = [other for other, life in expected.items() if now[0].get(other) != life]
-            now[0] = next(seen, now[0])
-            return gone
+        class Liveness:
+            def __init__(self, state, watchdog):
+                self.stopped = False
 
-        monkeypatch.setattr(module, "lost", lost)
-        monkeypatch.setattr(module, "lives", lambda: now[0])
-        for name, value in {"process_id": process, "num_processes": 3, "client": object()}.items():
-            monkeypatch.setattr(module._jax_distributed.global_state, name, value)
-        farewell()
+            def lost(self, expected):
+                gone = [other for other, incarnation in expected.items() if now[0].get(other) != incarnation]
+                now[0] = next(seen, now[0])
+                return gone
+
+            def alive(self):
+                return now[0]
+
+            def stop(self):
+                self.stopped = True
+
+        monkeypatch.setattr(module, "Liveness", Liveness)
+        group = module.ElasticGroup(SimpleNamespace(process_id=process, num_processes=3, client=object()))
+        group._incarnations = members
+        group.leave()
+        assert group._liveness.stopped
         return seconds[0]
 
     return leaving
@@ -37,29 +47,29 @@ def leave(monkeypatch):
 
 def test_process_0_stays_while_others_live_but_not_for_ever(leave):
     looks = [BEGINNING] * 50 + [{0: 10, 2: 12}] * 50 + [{0: 10}]
-    assert leave(0, looks) == pytest.approx(100 * module._LOOK_S)
-    assert module._FAREWELL_S <= leave(0, [BEGINNING]) < module._FAREWELL_S + 1
+    assert leave(0, looks) == pytest.approx(100 * module._POLL_S)
+    assert module._EXIT_TIMEOUT_S <= leave(0, [BEGINNING]) < module._EXIT_TIMEOUT_S + 1
 
 
-def test_it_does_not_wait_for_who_took_a_place_too_late(leave):
-    assert leave(0, [BEGINNING | {1: 99}, {0: 10, 1: 99}], members=BEGINNING) == pytest.approx(module._LOOK_S)
+def test_it_does_not_wait_for_a_standby_process(leave):
+    assert leave(0, [BEGINNING | {1: 99}, {0: 10, 1: 99}], members=BEGINNING) == pytest.approx(module._POLL_S)
 
 
 def test_the_others_leave_at_once(leave):
     assert leave(1, [BEGINNING]) == 0
 
 
-def test_one_that_begins_to_live_between_two_looks_does_not_end_the_watch():
-    told = {lives._LIVES: {"0": "1"}, lives._BEATS: {"0": "7"}}
+def test_one_that_registers_between_two_reads_does_not_end_the_heartbeats():
+    stored = {liveness._INCARNATIONS: {"0": "1"}, liveness._HEARTBEATS: {"0": "7"}}
 
     class Store:
         def key_value_dir_get(self, place):
-            seen = [(place + process, text) for process, text in told[place].items()]
-            told[lives._LIVES]["1"], told[lives._BEATS]["1"] = "1", "1"  # right after
+            seen = [(place + process, text) for process, text in stored[place].items()]
+            stored[liveness._INCARNATIONS]["1"], stored[liveness._HEARTBEATS]["1"] = "1", "1"  # right after
             return seen
 
-    watch = object.__new__(lives._Watch)
-    watch._client, watch._heard, watch._looked = Store(), {}, 0.0
-    watch._look()
-    watch._look()
-    assert {process: heard[:2] for process, heard in watch._heard.items()} == {0: (1, "7"), 1: (1, "1")}
+    one = object.__new__(liveness.Liveness)
+    one._client, one._seen, one._checked = Store(), {}, 0.0
+    one._check()
+    one._check()
+    assert {process: seen[:2] for process, seen in one._seen.items()} == {0: (1, "7"), 1: (1, "1")}

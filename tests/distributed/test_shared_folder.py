@@ -2,22 +2,22 @@
 
 import pytest
 
-from jaxche.distributed import _shared_folder
+from jaxche.distributed import Group, _shared_folder
 from jaxche.distributed._shared_folder import shared_folder
 
 
 def test_it_is_made_and_left_clean(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = shared_folder("runs/first")
+    folder = shared_folder(Group(), "runs/first")
     assert folder == tmp_path / "runs" / "first"
     assert list(folder.iterdir()) == []
-    assert shared_folder(folder) == folder
+    assert shared_folder(Group(), folder) == folder
 
 
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/run' cannot be written"):
-        shared_folder(tmp_path / "file" / "run")
+        shared_folder(Group(), tmp_path / "file" / "run")
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def second(monkeypatch):
     """This process as the second of a run whose first leaves no sign here, or one after so many looks."""
 
     def be(folder, looks=None):
-        monkeypatch.setattr(_shared_folder, "members", lambda: (1, 0))
-        monkeypatch.setattr(_shared_folder, "gather_json", lambda own: ["abc", own])
+        monkeypatch.setattr(Group, "members", (1, 0))
+        monkeypatch.setattr(Group, "broadcast", lambda self, value: "abc")
         monkeypatch.setattr(_shared_folder, "_VISIBLE_S", 0.1 if looks is None else 60.0)
         seen = []
 
@@ -44,10 +44,10 @@ def second(monkeypatch):
 def test_another_machine_s_folder_of_that_name_is_refused(tmp_path, second):
     second(tmp_path)
     with pytest.raises(ValueError, match="is not the folder that process 1 has under that name; give one that all"):
-        shared_folder(tmp_path)
+        shared_folder(Group(), tmp_path)
 
 
 def test_a_file_server_may_show_a_file_late(tmp_path, second):
     seen = second(tmp_path, looks=3)
-    assert shared_folder(tmp_path) == tmp_path
+    assert shared_folder(Group(), tmp_path) == tmp_path
     assert len(seen) == 3

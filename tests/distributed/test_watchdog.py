@@ -6,45 +6,49 @@ import sys
 
 import pytest
 
-from jaxche.distributed import HANG_TIMEOUT, HEARTBEAT, _watchdog
-from jaxche.distributed._watchdog import beat, beat_again
-
-
-@pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch):
-    monkeypatch.setattr(_watchdog, "_warned", set())
+from jaxche.distributed import EVENTS, HANG_TIMEOUT, HEARTBEAT, Watchdog
 
 
 def test_a_heartbeat_that_cannot_be_given_is_told_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(HEARTBEAT, str(tmp_path / "gone" / "0"))
-    beat()
-    beat()
+    watchdog = Watchdog()
+    watchdog.heartbeat()
+    watchdog.heartbeat()
     told = capsys.readouterr().err
     assert told == f"{HEARTBEAT}={tmp_path}/gone/0: No such file or directory; the run goes on without it\n"
     (tmp_path / "gone").mkdir()
-    beat()
+    watchdog.heartbeat()
     assert (tmp_path / "gone" / "0").exists()
 
 
 def test_who_waits_gives_no_heartbeat_before_its_first_round(tmp_path, monkeypatch):
     monkeypatch.setenv(HEARTBEAT, str(tmp_path / "0"))
-    monkeypatch.setattr(_watchdog, "_moved", False)
-    beat_again()
+    watchdog = Watchdog()
+    watchdog.heartbeat_while_waiting()
     assert not (tmp_path / "0").exists()
-    beat()
+    watchdog.heartbeat()
     (tmp_path / "0").unlink()
-    beat_again()
+    watchdog.heartbeat_while_waiting()
     assert (tmp_path / "0").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_file_of_events_is_reported_once(monkeypatch, capsys):
+    monkeypatch.setenv(EVENTS, "/dev/full")
+    watchdog = Watchdog()
+    for _ in range(2):
+        watchdog.write_events(["{}"])
+    assert capsys.readouterr().err == f"{EVENTS}=/dev/full: No space left on device; the run goes on without it\n"
 
 
 ENDS = """
 import contextlib, time
-from jaxche.distributed._watchdog import in_time
+from jaxche.distributed import hang_timeout
 
 for _ in range(3):
-    with contextlib.suppress(KeyError), in_time():
+    with contextlib.suppress(KeyError), hang_timeout():
         raise KeyError
-    with in_time():
+    with hang_timeout():
         pass
 time.sleep(3)
 print("lives")

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import jaxche
-from jaxche.distributed import _liveness as _lives
+from jaxche.distributed import process_group
 
 MODEL = runpy.run_path(str(Path(__file__).parents[1] / "protocols" / "conftest.py"))["MODELS"]["plain"](2, False)
 
@@ -88,12 +88,12 @@ def main(folder):
     )
     addresses = {"stage": model._runner.wire()._listener.address}
     if me == 0:
-        addresses["lines"] = _lives._watch._line._listener.address
+        addresses["lines"] = process_group()._liveness._connection._listener.address
     merged = merge()
     told = {"pid": os.getpid(), "addresses": addresses, "listening": listening(), "merged": merged}
     write(folder / f"ready-{me}.json", json.dumps(told))
     result = train(model, folder)
-    result |= {"merged": merge(), "lives": _lives.lives(), "before": merged}
+    result |= {"merged": merge(), "lives": process_group()._liveness.alive(), "before": merged}
     model.close()
     write(folder / f"{me}.json", json.dumps(result))
 

@@ -1,5 +1,7 @@
 """The devices of a run in which no process knows all accelerators."""
 
+import functools
+
 import pytest
 
 import jaxche
@@ -12,7 +14,7 @@ REMOTE = RemoteDevice(process_index=1, platform="gpu", device_kind="NVIDIA L4", 
 @pytest.fixture
 def apart(devices, monkeypatch):
     """As on the CPU process 0 of two, the other of which has a GPU."""
-    monkeypatch.setattr(module, "_known", None)
+    monkeypatch.setattr(module, "_local_backends", functools.cache(module._LocalBackends))
     know_devices([devices[0], REMOTE])
 
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxche
-from jaxche.distributed import PeerLostError
+from jaxche.distributed import Group, PeerLostError
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import _keeper
 from jaxche.training._keeper import Keeper
@@ -335,8 +335,8 @@ def test_a_durable_one_is_written_when_its_round_ends(problem, devices, tmp_path
 
 
 def test_an_elastic_run_waits_for_nobody(problem, devices, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxche.training._keeper.is_elastic", lambda: True)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    monkeypatch.setattr(Group, "elastic", True)
     with pytest.raises(ValueError, match=r"durable=True waits for all processes.*leave durable out"):
         trainer.fit(trainer.init(problem.params), problem.data, checkpoints=jaxche.Checkpoints(tmp_path, durable=True))
     assert trainer.compilations == 0
@@ -351,9 +351,8 @@ def test_a_death_in_the_last_save_ends_no_elastic_run(problem, devices, tmp_path
         raise PeerLostError("process 1 died while others waited for it")
 
     keeper._manager = SimpleNamespace(wait_until_finished=fail, close=lambda: None)
-    monkeypatch.setattr("jaxche.training._keeper.is_elastic", lambda: True)
-    monkeypatch.setattr("jaxche.training._keeper.member_lives", dict)
-    monkeypatch.setattr("jaxche.training._keeper.lost", lambda expected: died)
+    monkeypatch.setattr(Group, "elastic", True)
+    monkeypatch.setattr(Group, "lost", lambda self: died)
     if died:
         keeper.close(None, None, None)
         assert "was not finished, the loss of a process was detected" in caplog.text

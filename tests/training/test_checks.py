@@ -1,5 +1,6 @@
 """Refusals of a trainer's arguments; the trainer's own tests go through all of them."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -61,7 +62,7 @@ def test_bad_ones_are_named(devices, call, named):
 def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(devices, monkeypatch):
     same = checked_places(devices[:2], NoShard())
     assert [meets_on_host(backend, same) for backend in ("auto", "device", "host")] == [False, False, True]
-    monkeypatch.setattr(sharding_devices, "_known", None)
+    monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
     # Of the same kind, as two processes on one GPU have them.
     know_devices([devices[0], RemoteDevice(1, "cpu", devices[0].device_kind, 0)])
     places = checked_places(None, NoShard())
@@ -78,7 +79,7 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
 
 
 def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
-    monkeypatch.setattr(sharding_devices, "_known", None)
+    monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
     know_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
     checked_places(devices[:2], NoShard())
     assert "replicas=jaxche.devices()" in caplog.text

@@ -7,18 +7,19 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.distributed import Group
 from jaxche.training import _fingerprint as fingerprint
 from jaxche.training._data import Reader
 
 
 def test_differences_are_named_with_who_has_what(monkeypatch):
-    monkeypatch.setattr(fingerprint, "gather_json", lambda own: [own, own | {"seed": "1"}])
-    monkeypatch.setattr(fingerprint, "members", lambda: (0, 1))
+    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, own | {"seed": "1"}])
+    monkeypatch.setattr(Group, "members", (0, 1))
     with pytest.raises(ValueError, match=r"process +seed\n +most +0\n +1 +1") as caught:
-        fingerprint.refuse_differences({"seed": "0", "merge": "steps"})
+        fingerprint.refuse_differences(Group(), {"seed": "0", "merge": "steps"})
     assert "merge" not in str(caught.value)
     monkeypatch.undo()
-    fingerprint.refuse_differences({"seed": "0"})
+    fingerprint.refuse_differences(Group(), {"seed": "0"})
 
 
 def test_the_same_code_has_the_same_digest_and_other_code_another():
@@ -66,19 +67,19 @@ def test_data_that_varies_is_not_compared(monkeypatch):
             return {"x": np.array([self.count]), "label": np.array([i])}
 
     assert fingerprint.data_digest(Reader(Noisy()), 3) == fingerprint.VARIES
-    monkeypatch.setattr(fingerprint, "gather_json", lambda own: [own, own | {"data": "abc"}])
-    monkeypatch.setattr(fingerprint, "members", lambda: (0, 1))
-    fingerprint.refuse_differences({"data": fingerprint.VARIES})
+    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, own | {"data": "abc"}])
+    monkeypatch.setattr(Group, "members", (0, 1))
+    fingerprint.refuse_differences(Group(), {"data": fingerprint.VARIES})
     with pytest.raises(ValueError, match="data"):
-        fingerprint.refuse_differences({"data": "def"})
+        fingerprint.refuse_differences(Group(), {"data": "def"})
 
 
 def compared(monkeypatch, here, there):
     """Whether two processes may start with these trees."""
     told = [{"params": fingerprint._traits("params", tree)} for tree in (here, there)]
-    monkeypatch.setattr(fingerprint, "gather_json", lambda own: told)
-    monkeypatch.setattr(fingerprint, "members", lambda: (0, 1))
-    fingerprint.refuse_other_values({"params": here})
+    monkeypatch.setattr(Group, "all_gather", lambda self, own: told)
+    monkeypatch.setattr(Group, "members", (0, 1))
+    fingerprint.refuse_other_values(Group(), {"params": here})
 
 
 def test_values_are_compared_but_for_rounding(monkeypatch, devices):

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.distributed import Group
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training._placement import OneDevice
 from jaxche.training._replica_mesh import Meeting
@@ -44,12 +45,12 @@ def test_islands_meet_on_the_host_too(problem, devices, sizes):
 def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
     with pytest.raises(ValueError, match=r"process 0 has 1 of them for its 2 devices.*jax_num_cpu_devices', 2"):
-        Meeting([OneDevice(d) for d in devices[:2]], host=True)
+        Meeting(Group(), [OneDevice(d) for d in devices[:2]], host=True)
 
 
 @pytest.mark.parametrize(("sizes", "width"), [((2, 4), 2), ((1, 1), 1), ((3, 2), 1)], ids=str)
 def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(devices, sizes, width):
-    assert Meeting([OneDevice(d) for d in devices[:2]]).mesh.shape == {"replica": 2}
+    assert Meeting(Group(), [OneDevice(d) for d in devices[:2]]).mesh.shape == {"replica": 2}
     strategy = FullShard()
     trainer = jaxche.Trainer(
         lambda p, b: (p * b).mean(),

@@ -9,6 +9,7 @@ import pytest
 import jaxche
 from jaxche.averaging import drift_from_gram, gram_matrix
 from jaxche.cadence import RoundPlan
+from jaxche.distributed import Group
 from jaxche.training import PlanMismatchError
 from jaxche.training._merge import HOST_COLUMNS, one_row_each
 from jaxche.training._round import Table
@@ -160,7 +161,7 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table[0, :, HOST_COLUMNS.index("wall_ms")] = 10, 30
     rows = one_row_each(table)
     assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
-    Table(rows, ()).refuse_bad(None, plan, (), (), True)
+    Table(rows, ()).refuse_bad(Group(), None, plan, (), (), True)
     table[1, 1, HOST_COLUMNS.index(name)] -= 1
     with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):
-        Table(one_row_each(table), ()).refuse_bad(None, plan, (), (), True)
+        Table(one_row_each(table), ()).refuse_bad(Group(), None, plan, (), (), True)

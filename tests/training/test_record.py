@@ -4,6 +4,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.distributed import Group
 from jaxche.training._record import Record
 
 
@@ -14,7 +15,7 @@ def rounds(problem, devices, lockstep):
 
 
 def test_what_is_cut_is_gone_and_the_rest_goes_on(tmp_path, rounds, told):
-    record = Record(tmp_path)
+    record = Record(Group(), tmp_path)
     assert record.cut(0) == []
     for info in rounds:
         record.add(info)
@@ -22,12 +23,12 @@ def test_what_is_cut_is_gone_and_the_rest_goes_on(tmp_path, rounds, told):
     assert told(record.cut(2)) == told(rounds[:2])
     for info in rounds[2:]:
         record.add(info)
-    assert told(Record(tmp_path).cut(99)) == told(rounds)
+    assert told(Record(Group(), tmp_path).cut(99)) == told(rounds)
     assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
 
 
 def test_a_record_that_began_later_is_cut_by_the_numbers_of_its_rounds(tmp_path, rounds, told):
-    record = Record(tmp_path)
+    record = Record(Group(), tmp_path)
     for info in rounds[1:]:
         record.add(info)
     assert told(record.cut(rounds[-1].round)) == told(rounds[1:-1])
@@ -36,7 +37,7 @@ def test_a_record_that_began_later_is_cut_by_the_numbers_of_its_rounds(tmp_path,
 
 
 def test_a_line_that_was_not_finished_is_not_read(tmp_path, rounds, told):
-    record = Record(tmp_path)
+    record = Record(Group(), tmp_path)
     record.add(rounds[0])
     file = tmp_path / "history.jsonl"
     file.write_text(file.read_text() + '{"round": 1, "ep')
@@ -57,7 +58,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_line_costs_its_round_and_is_told_once(tmp_path, rounds, told, caplog, damage):
-    record, file = Record(tmp_path), tmp_path / "history.jsonl"
+    record, file = Record(Group(), tmp_path), tmp_path / "history.jsonl"
     for info in rounds[:4]:
         record.add(info)
     lines = file.read_bytes().split(b"\n")
@@ -74,7 +75,7 @@ def test_a_damaged_line_costs_its_round_and_is_told_once(tmp_path, rounds, told,
 @pytest.mark.parametrize("rest", [b"\0" * 40, b"\xff{", b'{"round": 2, "ep\0\0'])
 def test_a_damaged_end_is_told(tmp_path, rounds, told, caplog, rest):
     """Unlike the line that a dying process did not finish."""
-    record, file = Record(tmp_path), tmp_path / "history.jsonl"
+    record, file = Record(Group(), tmp_path), tmp_path / "history.jsonl"
     record.add(rounds[0])
     file.write_bytes(file.read_bytes() + b"\0\n" + rest)
     assert told(record.cut(4)) == told(rounds[:1])
@@ -82,7 +83,7 @@ def test_a_damaged_end_is_told(tmp_path, rounds, told, caplog, rest):
 
 
 def test_a_last_line_without_its_end_is_a_round_if_it_is_whole(tmp_path, rounds, told, caplog):
-    record, file = Record(tmp_path), tmp_path / "history.jsonl"
+    record, file = Record(Group(), tmp_path), tmp_path / "history.jsonl"
     for info in rounds[:2]:
         record.add(info)
     file.write_bytes(file.read_bytes()[:-1])

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxche.distributed import Group
 from jaxche.sharding import as_loss
 from jaxche.training import PaceError
 from jaxche.training._placement import OneDevice, first, lift
@@ -22,7 +23,7 @@ def make(devices):
         place = OneDevice(devices[3])
         programs = LocalPrograms(place, as_loss(loss), tx, average, 0, ())
         local = jax.device_put(lift(Local(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3])
-        return Replica(3, place, programs, pace_ms), local
+        return Replica(Group(), 3, place, programs, pace_ms), local
 
     return build
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import RoundPlan
-from jaxche.distributed import RankError
+from jaxche.distributed import Group, RankError
 from jaxche.training import NonFiniteLossError, PlanMismatchError
 from jaxche.training import _round as module
 from jaxche.training._replica import Outcome
@@ -29,7 +29,7 @@ DONE = (Outcome({}, 2, 1.0), Outcome({}, 1, 1.0))
 
 
 def refuse(t, outcomes=DONE, ranks=(0, 1), merged=True):
-    t.refuse_bad("state", PLAN, ranks, outcomes, merged)
+    t.refuse_bad(Group(), "state", PLAN, ranks, outcomes, merged)
 
 
 def test_reads():
@@ -97,9 +97,7 @@ def test_the_local_error_wins():
 
 
 def test_an_error_of_another_process_is_told(monkeypatch):
-    from jaxche.distributed import _group as _agree
-
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
-    monkeypatch.setattr(_agree, "gather_json", lambda own: [own, report])
+    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 2"):
         refuse(table(failed=(1, 1.0)), outcomes=(Outcome({}, 2, 1.0),), ranks=(0,))

@@ -1,0 +1,302 @@
+"""The membership of an elastic run in ``fit``: it shrinks when processes die, and admits those that replace them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan
+from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError
+from jaxche.reports import History
+from jaxche.training._fingerprint import VARIES
+from jaxche.training._saved import numbers, with_numbers
+from jaxche.training._state import ReplicaState
+
+if TYPE_CHECKING:
+    from jaxche.training._keeper import Keeper
+    from jaxche.training._trainer import Trainer
+
+_log = logging.getLogger("jaxche")
+
+# How many times in one round connections may break while all processes are alive.
+_MAX_FALSE_ALARMS = 3
+
+
+class Membership:
+    """Changes the members of a group, and the ranks of its trainer with them.
+
+    Args:
+      trainer: whose ranks follow the members.
+      group: the processes of its run.
+    """
+
+    def __init__(self, trainer: Trainer, group: ElasticGroup):
+        self._trainer, self._group = trainer, group
+        # The incarnations of the processes to admit before the next round, and the order of all ranks then.
+        self._pending: tuple[dict[int, int], list[int]] | None = None
+        # Steps in a round and ms a step of each rank of the start, as last measured.
+        self._measured: dict[int, tuple[int, float]] = {}
+        # The rounds in which connections broke while all processes were alive.
+        self._false_alarms: list[int] = []
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether processes are to be admitted before the next round."""
+        return self._pending is not None
+
+    def reset(self) -> None:
+        """Admit nobody: the fit ends."""
+        self._pending = None
+
+    def poll(self) -> None:
+        """Decide, on all members alike, whom to admit after this round.
+
+        Each round calls it before its merge, so that a death is detected where the round can be abandoned, and not in
+        a collective on devices.
+        """
+        if self._group.standby:
+            self._pending = None
+            return
+        found = self._group.broadcast(self._candidates() if self._group.process_index == 0 else None)
+        self._pending = found and ({int(process): number for process, number in found[0].items()}, found[1])
+
+    def _candidates(self) -> tuple[dict[int, int], list[int]] | None:
+        engine, accepted = self._trainer._engine, {}
+        for process, request in self._group.candidates().items():
+            reason = refusal(engine.fingerprint, request["fingerprint"])
+            if any(process in home and len(home) > 1 for home in engine.homes):
+                reason = "its replica needs other processes too"
+            if reason is None:
+                accepted[process] = request["incarnation"]
+            else:
+                self._group.refuse(process, request["incarnation"], reason)
+        return (accepted, ranks_of(engine.homes, {*self._group.members, *accepted})) if accepted else None
+
+    def admit(self, state: ReplicaState, history: History, keeper: Keeper | None) -> ReplicaState:
+        """The state from which members and admitted processes continue; all members call it together.
+
+        Args:
+          state: after the last round.
+          history: of the run so far.
+          keeper: of its checkpoints, if any.
+        """
+        assert self._pending is not None
+        trainer, engine, (admitted, order) = self._trainer, self._trainer._engine, self._pending
+        with self._group.collective():
+            given = jax.block_until_ready(engine.packing(state.locals).handed_over())
+        if keeper:
+            keeper.settle()
+        self._group.barrier()  # either all members admit them, or none
+        state = replace(state, che=self.rearranged(state.che, order))
+        message, data = {}, b""
+        if self._group.process_index == 0:
+            message = {"order": order, "numbers": numbers(state), "history": history.to_json()}
+            data = b"".join(_whole(leaf).tobytes() for leaf in jax.tree.leaves(given))
+        self._group.admit(admitted, message, data)
+        engine.arrange(order, state.locals)
+        trainer.world_size, self._pending = len(order), None
+        processes = ", ".join(map(str, admitted))
+        _log.warning("process %s joined: going on from round %s with %s", processes, state.round, len(order))
+        if keeper:
+            keeper.reopen(state.round, others_died=False)
+        return state
+
+    def join(self, state: ReplicaState, data: Any, size: int, keeper: Keeper | None) -> tuple[ReplicaState, History]:
+        """The state and history of the run that this standby process is admitted to.
+
+        It compiles first, so that the members need not wait for that. Its optimizer states are those that a replica
+        gets from a checkpoint of another number of replicas: the mean of all (of what is not a float, the first one's).
+
+        Args:
+          state: as a run begins.
+          data: what the run trains on.
+          size: its batches.
+          keeper: of its checkpoints, if any.
+
+        Raises:
+          RuntimeError: the members refuse it; says why.
+          SystemExit: with code 0, this fit has ended.
+        """
+        trainer, engine, group = self._trainer, self._trainer._engine, self._group
+        own = [engine.order[rank] for rank in engine.ranks]
+        engine.arrange(own, state.locals)
+        trainer.world_size = len(own)
+        plan = RoundPlan(0, 0, 0, (1,) * len(own), size)
+        engine.prepare(state.locals, data, plan, trainer._settings(state, plan))
+        _log.warning(
+            "process %s takes the place of one that died, and waits for the end of a round", group.process_index
+        )
+        admission = group.request_admission(engine.fingerprint)
+        if admission is None:
+            raise SystemExit(0)
+        packing, message = engine.packing(state.locals), admission.message
+        locals_ = packing.unpack(_arrays(packing.saved_as({}), admission.state), {})
+        group.join(admission)
+        engine.arrange(message["order"], locals_)
+        trainer.world_size = len(message["order"])
+        che = trainer._che and replace(
+            trainer._che, world_size=trainer.world_size, batch_counts=(), ms_per_batch=(), ms_samples=()
+        )
+        state = with_numbers(replace(state, locals=locals_, che=che), message["numbers"])
+        if keeper:
+            keeper.reopen(state.round, others_died=False)
+        return state, History.from_json(message["history"])
+
+    def recover(
+        self,
+        state: ReplicaState,
+        before: ReplicaState | None,
+        error: PeerLostError,
+        history: History,
+        keeper: Keeper | None,
+        data: Any,
+        size: int,
+    ) -> tuple[ReplicaState, History]:
+        """The state and history from which the remaining processes continue.
+
+        If the others took this process for dead, it joins them again.
+
+        Args:
+          state: the newest of this process.
+          before: the one before it, if there was one.
+          error: of the failed collective.
+          history: of the run so far.
+          keeper: of its checkpoints, if any.
+          data: what the run trains on.
+          size: its batches.
+
+        Raises:
+          PeerLostError: the remaining processes cannot train.
+        """
+        try:
+            state = self._shrink(state, before, error)
+        except TakenForDeadError:
+            self._group.restart()
+            return self.join(state, data, size, keeper)
+        history = History([info for info in history if info.round < state.round], history.memory)
+        if keeper:
+            keeper.reopen(state.round)
+        return state, history
+
+    def _shrink(self, state: ReplicaState, before: ReplicaState | None, error: PeerLostError) -> ReplicaState:
+        """The state from which the remaining processes continue, the same on all of them.
+
+        A round is merged by all or by none: a process that finished the merge that failed elsewhere returns to the
+        state before it. If nobody has died, all continue over new connections.
+        """
+        # The death of a process that was to join now is detected like any other, or it requests admission again.
+        self._pending = None
+        while True:
+            try:
+                (state, order, lost), before = self._common_state(state, before, error), None
+                self._trainer.world_size = len(order)
+                self._trainer._engine.arrange(order, state.locals)
+            except PeerLostError as another:  # another process died meanwhile
+                if another is error or isinstance(another, TakenForDeadError):
+                    raise
+                error = another
+                continue
+            what = f"process {', '.join(map(str, lost))} died" if lost else "a merge broke off, but nobody died"
+            _log.warning("%s: going on from round %s with %s", what, state.round, len(order))
+            return state
+
+    def _common_state(
+        self, state: ReplicaState, before: ReplicaState | None, error: PeerLostError
+    ) -> tuple[ReplicaState, list[int], list[int]]:
+        """The last state of all remaining processes, their ranks, and the processes that were lost."""
+        trainer, engine = self._trainer, self._trainer._engine
+        lost = self._group.shrink()
+        reached = self._group.all_gather(state.round)
+        if state.round > min(reached):
+            assert before is not None, "a process that finished a round has the state before it"
+            state = before
+        order = ranks_of(engine.homes, self._group.members)
+        if not lost:
+            self._count_false_alarm(state.round, error)
+        if not order:
+            error.add_note(f"process {', '.join(map(str, lost))} died, and what is left cannot go on by itself")
+            raise error
+        state = replace(state, che=self.rearranged(state.che, order))
+        if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round
+            trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured[order[0]][0]
+        return state, order, lost
+
+    def _count_false_alarm(self, round: int, error: PeerLostError) -> None:
+        """Raise the error if connections have broken too often in one round while all processes are alive."""
+        alarms = self._false_alarms = [*(old for old in self._false_alarms if old == round), round]
+        if len(alarms) > _MAX_FALSE_ALARMS:
+            error.add_note(
+                f"the connections between the processes broke {len(alarms)} times in round {round}, though "
+                "all processes live; does something between their machines end them, as a firewall?"
+            )
+            raise error
+
+    def rearranged(self, che: ElChe | None, order: Sequence[int]) -> ElChe | None:
+        """The cadence of these ranks in this order, with the last measurements of each; None for a single rank.
+
+        If any rank has no measurement, discard all measurements, and keep the anchor.
+        """
+        measured, present = self._measured, self._trainer._engine.order
+        if che is not None:
+            measured |= zip(present, zip(che.batch_counts, che.ms_per_batch, strict=True), strict=True)
+        like = che or self._trainer._che
+        if len(order) == 1 or like is None:
+            return None
+        saved: dict[str, Any] = like.to_dict() | {"world_size": len(order), "ms_samples": (), "sync_samples": ()}
+        if che is not None and set(order) <= set(present):
+            places = [present.index(rank) for rank in order]
+            samples = tuple(tuple(row[place] for place in places) for row in che.ms_samples)
+            saved |= {"ms_samples": samples, "sync_samples": che.sync_samples}
+        elif not all(measured.get(rank, (0, 0.0))[1] for rank in order):
+            return ElChe.from_dict(saved | {"batch_counts": (), "ms_per_batch": ()})
+        # A rank that comes back gets as many steps as fit into the time of the others.
+        length = max(n * ms for n, ms in (measured[rank] for rank in (present if che is not None else order)))
+        ms = tuple(measured[rank][1] for rank in order)
+        counts = tuple(
+            measured[rank][0] if che is None or rank in present else max(1, int(length / measured[rank][1]))
+            for rank in order
+        )
+        return ElChe.from_dict(saved | {"batch_counts": counts, "ms_per_batch": ms})
+
+
+def refusal(members: Mapping[str, str], candidate: Mapping[str, str]) -> str | None:
+    """Why the fingerprint of a candidate is refused, or None."""
+    pairs = {name: (members.get(name), candidate.get(name)) for name in {*members, *candidate}}
+    different = sorted(name for name, pair in pairs.items() if pair[0] != pair[1] and VARIES not in pair)
+    return f"it differs in {', '.join(different)}; run the same script and data everywhere" if different else None
+
+
+def ranks_of(homes: Sequence[tuple[int, ...]], processes: Collection[int]) -> list[int]:
+    """The ranks whose processes are all among these; none if one of these processes would have no replica.
+
+    Args:
+      homes: the processes of each rank.
+      processes: the members.
+    """
+    ranks = [rank for rank, home in enumerate(homes) if set(home) <= set(processes)]
+    busy = {process for rank in ranks for process in homes[rank]}
+    return ranks if busy == set(processes) else []
+
+
+def _arrays(wanted: dict[str, Any], data: bytes) -> dict[str, Any]:
+    """The arrays of a state that was sent, with the shapes and shardings of ``wanted``."""
+    leaves, treedef = jax.tree.flatten(wanted)
+    arrays, start = [], 0
+    for leaf in leaves:
+        host = np.frombuffer(data, leaf.dtype, count=int(np.prod(leaf.shape)), offset=start).reshape(leaf.shape)
+        start += host.nbytes
+        arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, host=host: host[index]))
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _whole(leaf: Any) -> np.ndarray:
+    """An array of which this process has all pieces."""
+    host = np.empty(leaf.shape, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        host[shard.index] = np.asarray(shard.data)
+    return host
