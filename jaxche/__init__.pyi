@@ -4,15 +4,6 @@ from .averaging import merge_weights, weighted_mean
 from .cadence import ApplyPolicy, ElChe
 from .cluster import fake_devices, initialize
 from .distributed import PeerLostError, RankError
-from .protocols import (
-    DataStore,
-    Direct,
-    Partitioned,
-    Pipeline,
-    balance_stages,
-    measure_costs,
-    order_partitions,
-)
 from .scaling import (
     AdamScale,
     AdaScale,
@@ -33,6 +24,15 @@ from .sharding import (
     compare_strategies,
     devices,
     sharded_step,
+)
+from .stages import (
+    DataStore,
+    Direct,
+    Partitioned,
+    Pipeline,
+    balance_stages,
+    measure_costs,
+    order_partitions,
 )
 from .training import (
     Advice,

@@ -33,7 +33,7 @@ import numpy as np
 import optax
 
 from jaxche.drawing import COLOURS, figure_of, label_outside
-from jaxche.protocols import Pace, gpipe, one_f_one_b, simulate_schedule
+from jaxche.stages import Pace, gpipe, one_f_one_b, simulate_schedule
 
 # %% [markdown]
 # ## Schedules on paper

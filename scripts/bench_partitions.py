@@ -135,8 +135,8 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
     import jax
 
     import jaxche
-    from jaxche.protocols import SCHEDULES as BY_NAME
-    from jaxche.protocols import Pace, simulate_schedule
+    from jaxche.stages import SCHEDULES as BY_NAME
+    from jaxche.stages import Pace, simulate_schedule
 
     table = []
     world = jax.process_count()
@@ -208,7 +208,7 @@ def within(mib: float, turns: int) -> list[dict[str, Any]]:
     import jax.numpy as jnp
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     devices = jax.devices()[:2]
     x = jax.device_put(jnp.ones(int(mib * 2**18), jnp.float32), devices[0])
@@ -236,7 +236,7 @@ def store_within(mib: float, turns: int, url: str) -> dict[str, Any]:
     import jax
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     device, x, buffers = four_arrays(mib)
     protocol = jaxche.DataStore(url, run=f"bench-{time.time_ns()}")
@@ -271,7 +271,7 @@ def store_between(mib: float, turns: int, url: str) -> dict[str, Any]:
     import jax
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     me = jax.process_index()
     device, x, buffers = four_arrays(mib)
@@ -339,7 +339,7 @@ def between(mib: float, turns: int) -> list[dict[str, Any]]:
     from jax.sharding import PartitionSpec as P
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     me, here = jax.process_index(), jax.local_devices()[0]
     x = jnp.ones(int(mib * 2**18), jnp.float32)

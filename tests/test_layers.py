@@ -17,7 +17,7 @@ ORDER = (
     "scaling",
     "sharding",
     "distributed",
-    "protocols",
+    "stages",
     "cluster",
     "training",
     "cli",

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxche.averaging import measure_drift
-from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.sharding import RemoteDevice
+from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.training._checks import refuse_foreign_devices
 from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import digest, update_digest

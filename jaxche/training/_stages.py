@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from jaxche.averaging import add_weighted, zero_sums
-from jaxche.protocols import Partitioned, Pipeline
 from jaxche.sharding import Device, batch_size
+from jaxche.stages import Partitioned, Pipeline
 from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
 from jaxche.training._finite import stayed_finite
 from jaxche.training._place import Begin, OneDevice, first, lift
