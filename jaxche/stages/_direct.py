@@ -66,23 +66,14 @@ class Pipeline:
     M micro-batches through S equal stages take (M + S - 1)/M times the work of one stage: the more micro-batches, the
     smaller the share of time in which stages wait, (S - 1)/(M + S - 1).
 
-    Where all stages are the same function of parameters and activations of the same shapes, each on a device of its own
-    of one kind in one process, and their tasks are small, they become one program over all those devices, which the
-    host starts once a step and not once a task. It goes through the same schedule in step, so the results are the same.
-    Its price: on every device there is room for what the stage that keeps most keeps (S micro-batches, or M), the batch
-    lies on every device, and under ``"1f1b"`` a forward beside a backward takes the backward's time, which is why large
-    tasks go by wires. ``Partitioned.explain`` says which way a batch goes.
-
     Args:
       micro_batch_size: examples in a micro-batch; must divide the batch.
       schedule: ``"1f1b"``: stage s keeps the activations of at most S - s micro-batches; ``"gpipe"``: of all M. Both
         take the same time.
       timeout_s: how long a stage waits for one of another process before that is an error.
-      one_program: whether stages become one program; None: where they can, and where it was measured to be faster.
 
     Raises:
-      ValueError: a size below 1, an unknown schedule, a ``timeout_s`` that is not positive, or a ``one_program`` that
-        is none of the three; and from the model, stages that cannot be one program where that was asked for.
+      ValueError: a size below 1, an unknown schedule, or a ``timeout_s`` that is not positive.
 
     References:
       Huang et al., *GPipe*, NeurIPS 2019; Narayanan et al., *PipeDream*, SOSP 2019.
@@ -90,20 +81,15 @@ class Pipeline:
     Example:
       >>> import jaxche
       >>> jaxche.Pipeline(micro_batch_size=8)
-      Pipeline(micro_batch_size=8, schedule='1f1b', timeout_s=300.0, one_program=None)
+      Pipeline(micro_batch_size=8, schedule='1f1b', timeout_s=300.0)
     """
 
     micro_batch_size: int
     schedule: str = "1f1b"
     timeout_s: float = 300.0
-    one_program: bool | None = None
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
-        if not (self.one_program is None or isinstance(self.one_program, bool)):
-            raise ValueError(
-                f"one_program={self.one_program!r} must be True, False or None; leave it out to have it chosen"
-            )
         check_micro_batching(self.micro_batch_size, self.schedule)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:

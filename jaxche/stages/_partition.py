@@ -238,14 +238,14 @@ class Partitioned:
         self._runner.prepare(params, batch)
 
     def explain(self, params: Sequence[Any], batch: Any) -> str:
-        """How batches of these shapes are run, and why; compiles what that needs, and runs nothing.
+        """How batches of these shapes are cut; compiles their programs, and runs nothing.
 
         Args:
           params: one entry a stage, as for :meth:`value_and_grad`.
           batch: pytree of arrays with a leading batch axis.
 
         Returns:
-          One line: how the batch is cut, and whether the stages are programs of their own or one program together.
+          One line: the number of stages and micro-batches, and the schedule.
 
         Raises:
           ValueError: parameters or a batch that do not fit.

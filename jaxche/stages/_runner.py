@@ -99,16 +99,12 @@ class Runner:
                 self._local,
                 self._devices,
                 *given,
-                paced=self._paces is not None,
             )
         return self._plans[key], placed
 
     def run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
         """One step through the stages of this process."""
-        if plan.whole is not None:
-            results = dict(enumerate(plan.whole.run(list(placed.values()), batch, step)))
-        else:
-            results = self._run_tasks(plan, step, placed, batch)
+        results = self._run_tasks(plan, step, placed, batch)
         self.next_step = step + 1
         self.peaks = self.by_stage({stage: result.peak for stage, result in results.items()})
         return results

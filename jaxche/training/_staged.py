@@ -54,11 +54,6 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
             f"protocol={protocol!r} is for stages in processes of their own, and those of a replica are in one; write "
             "jaxche.Partitioned(stages, loss, jaxche.Pipeline(micro_batch_size=8))"
         )
-    if getattr(protocol, "one_program", None):
-        raise ValueError(
-            f"protocol={protocol!r}: replicas run side by side, and programs over several devices each could block one "
-            "another; leave one_program= out"
-        )
     given = _default_replicas(n_stages) if replicas is None else [_devices_of(r, n_stages) for r in replicas]
     for one, other in itertools.combinations(given, 2):
         if shared := set(one) & set(other):

@@ -14,7 +14,7 @@ import optax
 
 from jaxche.averaging import add_weighted, zero_sums
 from jaxche.sharding import Device, batch_size
-from jaxche.stages import Partitioned, Pipeline
+from jaxche.stages import Partitioned
 from jaxche.training._counts import advanced, ahead, are_schedules, counts_of
 from jaxche.training._finite import stayed_finite
 from jaxche.training._place import Begin, OneDevice, first, lift
@@ -117,9 +117,6 @@ class StagedPrograms:
         if size is not None and examples < self._examples and examples % size:
             size = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
             protocol = replace(protocol, micro_batch_size=size)
-        if isinstance(protocol, Pipeline):
-            # Its collectives would be in flight beside those of other replicas and of a merge, which can deadlock.
-            protocol = replace(protocol, one_program=False)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
                 [_on_lifted(stage) for stage in self._model.stages],

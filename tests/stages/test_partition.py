@@ -46,6 +46,17 @@ def test_activations_kept_are_those_the_schedule_promises(schedule, micro_batch_
     assert partitioned.peak_activations == simulate_schedule(tasks, [1] * 3, [1] * 3).peak
 
 
+def test_explain_says_how_a_batch_is_cut(make_model):
+    model = make_model("plain", 3)
+    for protocol, text in [
+        (jaxche.Pipeline(3), "3 stages, 4 micro-batches of 3, 1f1b"),
+        (jaxche.Pipeline(12), "3 stages, 1 micro-batch"),
+        (jaxche.Direct(), "3 stages, 1 micro-batch"),
+    ]:
+        partitioned = jaxche.Partitioned(model.stages, model.loss, protocol)
+        assert partitioned.explain(model.params, model.batch) == text
+
+
 def test_schedules_give_the_same_gradients_bit_for_bit(make_model, same):
     model = make_model("dropout", 3)
     results = [
@@ -88,13 +99,12 @@ def test_each_step_and_seed_draws_its_own_dropout(make_model):
     assert len({*losses, other}) == 4
 
 
-@pytest.mark.parametrize("one_program", [True, False])
-def test_low_precision_gradients_are_summed_in_float32(one_program):
+def test_low_precision_gradients_are_summed_in_float32():
     steps = np.array([1.0] + [2.0**-9] * 256, np.float32)
     model = jaxche.Partitioned(
         [lambda params, batch: batch * params, lambda params, x: x * params],
         lambda y, batch: y.astype(jnp.float32).sum() * len(steps) / y.size,
-        jaxche.Pipeline(1, one_program=one_program),
+        jaxche.Pipeline(1),
     )
     params = [jnp.bfloat16(1), jnp.bfloat16(1)]
     _, grads = model.value_and_grad(params, steps.astype(jnp.bfloat16))
