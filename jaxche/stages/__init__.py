@@ -1,13 +1,10 @@
-"""Layer 4, stages: a model cut into stages, and how their activations and gradients travel."""
+"""Layer 4, stages: a model cut into stages, schedules of micro-batches, and wires for activations and gradients."""
 
-from jaxche.stages._balance import balance_stages, measure_costs
-from jaxche.stages._base import Protocol_, Tag, Wire, WireClosedError
-from jaxche.stages._checks import check_stage_params
+from jaxche.stages._balance import balance_stages, measure_costs, order_partitions
 from jaxche.stages._data_store import DataStore
 from jaxche.stages._direct import Direct, Pipeline
-from jaxche.stages._execute import Pace
-from jaxche.stages._order import order_partitions
 from jaxche.stages._partition import Partitioned, PartitionedState
+from jaxche.stages._runner import Pace, check_stage_params
 from jaxche.stages._schedule import (
     SCHEDULES,
     Simulation,
@@ -17,6 +14,7 @@ from jaxche.stages._schedule import (
     simulate_schedule,
 )
 from jaxche.stages._tensors import DamagedObjectError
+from jaxche.stages._wire import StageProtocol, Tag, Wire, WireClosedError
 
 __all__ = [
     "SCHEDULES",
@@ -27,8 +25,8 @@ __all__ = [
     "Partitioned",
     "PartitionedState",
     "Pipeline",
-    "Protocol_",
     "Simulation",
+    "StageProtocol",
     "Tag",
     "Task",
     "Wire",

@@ -1,30 +1,32 @@
-"""Point to point: activations and gradients straight from one stage to the next."""
+"""Direct and Pipeline: stages send activations and gradients straight to the next stage."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from jaxche.sharding import Device
-from jaxche.stages._base import Wire
-from jaxche.stages._checks import check_micro_batching, check_timeout
-from jaxche.stages._local import LocalWire
 from jaxche.stages._peer import PeerWire
+from jaxche.stages._schedule import check_micro_batching
+from jaxche.stages._wire import Mailbox, Tag, Wire, WireClosedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Direct:
-    """Stages give their output straight to the next one, the whole batch at a time.
+    """Each stage sends its output straight to the next one, the whole batch at a time.
 
-    One stage computes while the others wait: what it buys is memory, not time. For overlap see
-    :class:`~jaxche.Pipeline`, which goes by the same wires.
+    One stage computes while the others wait, so it saves memory and not time. :class:`~jaxche.Pipeline` overlaps the
+    stages over the same wires.
 
-    Between devices of one process arrays are copied by ``jax.device_put``, started when the stage has dispatched its
-    work and not when it is done. Between processes of a ``jax.distributed`` run (``local_stages=``) they go through
-    sockets, which work between any two kinds of device: local ones on one machine of Linux, TCP otherwise.
+    Between devices of one process arrays are copied by ``jax.device_put``, which starts before they are computed.
+    Between processes of a ``jax.distributed`` run (``local_stages=``) they go through sockets, which work between any
+    two kinds of device: Unix sockets on one Linux machine, TCP otherwise.
 
     Args:
-      timeout_s: how long a stage waits for one of another process before that is an error.
+      timeout_s: seconds that a stage waits for a stage of another process before it raises TimeoutError.
 
     Raises:
       ValueError: a ``timeout_s`` that is not positive.
@@ -43,16 +45,16 @@ class Direct:
 
     @property
     def micro_batch_size(self) -> None:
-        """The batch stays whole."""
+        """None: the batch stays whole."""
         return None
 
     @property
     def schedule(self) -> str:
-        """With one micro-batch all schedules are the same."""
+        """``"1f1b"``; with one micro-batch all schedules are equal."""
         return "1f1b"
 
     def __post_init__(self) -> None:
-        check_timeout(self.timeout_s)
+        _check_timeout(self.timeout_s)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:
         """The wire between the stages of this process and of all others."""
@@ -61,16 +63,16 @@ class Direct:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Micro-batches go through the stages one behind the other, so that stages compute at the same time.
+    """Micro-batches follow each other through the stages, so that stages compute at the same time.
 
-    M micro-batches through S equal stages take (M + S - 1)/M times the work of one stage: the more micro-batches, the
-    smaller the share of time in which stages wait, (S - 1)/(M + S - 1).
+    M micro-batches through S equal stages take (M + S - 1)/M times the work of one stage. Stages are idle for the share
+    (S - 1)/(M + S - 1) of the time, which is small with many micro-batches.
 
     Args:
       micro_batch_size: examples in a micro-batch; must divide the batch.
-      schedule: ``"1f1b"``: stage s keeps the activations of at most S - s micro-batches; ``"gpipe"``: of all M. Both
-        take the same time.
-      timeout_s: how long a stage waits for one of another process before that is an error.
+      schedule: with ``"1f1b"`` stage s keeps the activations of at most S - s micro-batches, with ``"gpipe"`` of all M.
+        Both take the same time.
+      timeout_s: seconds that a stage waits for a stage of another process before it raises TimeoutError.
 
     Raises:
       ValueError: a size below 1, an unknown schedule, or a ``timeout_s`` that is not positive.
@@ -89,9 +91,46 @@ class Pipeline:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        check_timeout(self.timeout_s)
+        _check_timeout(self.timeout_s)
         check_micro_batching(self.micro_batch_size, self.schedule)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:
         """The same wire as that of :class:`~jaxche.Direct`."""
         return Direct(self.timeout_s).wire(stages, n_stages, devices)
+
+
+class LocalWire:
+    """The wire between stages of one process: trees are copied from device to device, never through the host."""
+
+    def __init__(self, devices: Sequence[Device]):
+        self._devices = tuple(devices)
+        self._mailbox = Mailbox()
+
+    def send(self, tag: Tag, tree: Any) -> None:
+        # The sender starts the copy, so that it overlaps with the computation of the receiver.
+        self._mailbox.put(tag, jax.device_put(tree, self._devices[tag.target]))
+
+    def receive(self, tag: Tag, like: Any, device: Device) -> Any:
+        del like, device  # the stages were traced together, and the sender knows the device
+        # No timeout: a stage of this process that fails closes the wire, and a slow one is not an error.
+        return self._mailbox.take(tag)
+
+    def publish(self, step: int, loss: Any) -> None:
+        """No other process reads the loss."""
+
+    def read_loss(self, step: int) -> float:
+        raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
+
+    def finish(self, step: int, state: Any = None) -> None:
+        """The wire keeps nothing of what was received."""
+
+    def rejoin(self, like_state: Any) -> None:
+        """Nothing survives the process."""
+
+    def close(self) -> None:
+        self._mailbox.fail(WireClosedError("the wire was closed while a stage waited on it"))
+
+
+def _check_timeout(timeout_s: Any) -> None:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r} must be positive seconds; write timeout_s=300")

@@ -1,53 +1,54 @@
-"""The wire between stages of different processes of one ``jax.distributed`` run."""
+"""The wire between stages of different processes of one ``jax.distributed`` run: trees of arrays over sockets.
+
+A message is a JSON header with tag, dtypes and shapes, then the bytes of the arrays. Nothing in it is executed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+import queue
 import socket
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 # The client of the coordination service has no public name.
 from jax._src import distributed as _jax_distributed
 
 from jaxche.distributed import Listener, connect, own_address
 from jaxche.sharding import Device
-from jaxche.stages._base import Tag, WireClosedError
-from jaxche.stages._local import Mailbox
-from jaxche.stages._socket import Outgoing, read_arrays
-from jaxche.stages._tensors import on_device
-from jaxche.stages._trace import describe
+from jaxche.stages._stage import describe
+from jaxche.stages._tensors import on_device, write_all
+from jaxche.stages._wire import Mailbox, Tag, WireClosedError
 
-# Processes open their wires in the same order, so the number of a wire is its name in all of them.
-_NUMBER = itertools.count()
+_LENGTH = struct.Struct(">I")
+_MAX_HEADER_BYTES = 1 << 20
+# Ready trees up to this size are sent from the caller's thread, which saves the time to wake another one.
+_INLINE_BYTES = 1 << 20
+# XLA on CPU uses a NumPy array without a copy if its address is a multiple of this.
+_ALIGNMENT = 64
 
 
 class PeerWire:
-    """Sockets between neighbouring stages; between stages of one process the trees stay on the devices.
+    """Sockets between neighbouring stages; between stages of one process trees stay on the devices.
 
-    The coordination service tells the processes each other's addresses, and the losses. Of the ways between
-    processes, sockets are the one that asks for no common order of transfers and no common kind of device, and where
-    it was measured they are, from a megabyte on, faster than ``ppermute`` over gloo and ``jax.experimental.transfer``;
-    ``scripts/bench_partitions.py`` prints the comparison.
+    The coordination service carries addresses and losses. Sockets need no common order of transfers and no common
+    kind of device. From 1 MiB on they were as fast as ``ppermute`` over gloo and ``jax.experimental.transfer`` or
+    faster; ``scripts/bench_partitions.py`` prints the comparison.
 
-    Args:
-      stages: the stages of this process.
-      n_stages: how many there are.
-      devices: the device of each stage, None for those of other processes.
-      timeout_s: how long to wait for another process before that is an error.
-
-    Raises:
-      ValueError: no ``jax.distributed`` run, or a stage that another process holds too.
-      TimeoutError: no process holds a neighbouring stage.
+    Raises ValueError without a ``jax.distributed`` run or if another process holds one of the stages, and TimeoutError
+    if no process holds a neighbouring stage.
     """
 
     def __init__(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None], timeout_s: float):
-        client = _jax_distributed.global_state.client
+        run = _jax_distributed.global_state
+        client: Any = run.client
         if client is None:
             others = sorted(set(range(n_stages)) - set(stages))
             raise ValueError(
@@ -55,18 +56,18 @@ class PeerWire:
                 "start one a stage with `jaxche launch -n ... script.py` and call jaxche.initialize() first, or write "
                 "protocol=jaxche.DataStore(url) for processes that share storage alone"
             )
-        self._client: Any = client
+        self._client = client
         self._devices, self._timeout_s, self._n_stages = tuple(devices), timeout_s, n_stages
-        self._name = f"jaxche/wire/{next(_NUMBER)}"
+        # Processes open their wires in the same order, so the number of a wire is its name in all of them.
+        self._name = f"jaxche/wire/{client.key_value_increment(f'jaxche/wires/{run.process_id}', 1)}"
         self._losses = 0
         self._mailbox = Mailbox()
         self._closing = False
         self._incoming: list[socket.socket] = []
         self._outgoing: dict[int, Outgoing] = {}
-        host = own_address(str(_jax_distributed.global_state.coordinator_address))
-        self._listener = Listener(host, self._begin, local=True)
+        self._listener = Listener(own_address(str(run.coordinator_address)), self._accept, local=True)
         try:
-            self._meet(stages)
+            self._connect(stages)
         except BaseException:
             self.close()
             raise
@@ -78,12 +79,12 @@ class PeerWire:
             self._outgoing[tag.target].put(tag, tree)
 
     def receive(self, tag: Tag, like: Any, device: Device) -> Any:
-        del device  # arrays are put where their stage is as soon as they come
+        del device  # arrays are put on the device of their stage when they arrive
         tree = self._mailbox.take(tag, self._timeout_s)
         if self._devices[tag.stage] is not None:
             return tree
-        wanted, structure = jax.tree.flatten(like)
-        if [(x.dtype, x.shape) for x in tree] != [(x.dtype, x.shape) for x in wanted]:
+        expected, structure = jax.tree.flatten(like)
+        if [(x.dtype, x.shape) for x in tree] != [(x.dtype, x.shape) for x in expected]:
             raise ValueError(
                 f"stage {tag.target} waited for {tag} as {describe(like)}, and got {describe(tree)}; run the same "
                 "script with the same batch in every process"
@@ -91,25 +92,25 @@ class PeerWire:
         return jax.tree.unflatten(structure, tree)
 
     def publish(self, step: int, loss: Any) -> None:
-        del step  # a caller may take a step twice, so losses are counted
+        del step  # a caller may repeat a step, so losses are counted
         self._client.key_value_set(f"{self._name}/loss/{self._losses}", repr(float(loss)))
-        # Who takes part in this step has read the loss of the one before.
+        # All processes have read the previous loss, because they take part in this step.
         if self._losses:
             self._client.key_value_delete(f"{self._name}/loss/{self._losses - 1}")
         self._losses += 1
 
     def read_loss(self, step: int) -> float:
-        loss = self._look_up(f"loss/{self._losses}", f"the loss of step {step} from stage {self._n_stages - 1}")
+        loss = self._get(f"loss/{self._losses}", f"the loss of step {step} from stage {self._n_stages - 1}")
         self._losses += 1
         return float(loss)
 
     def finish(self, step: int, state: Any = None) -> None:
-        """Wait until all is sent: a process may end after its last step."""
+        """Wait until everything is sent: the process may end after its last step."""
         for outgoing in self._outgoing.values():
             outgoing.flush()
 
     def rejoin(self, like_state: Any) -> None:
-        """Nothing outlives the processes."""
+        """Nothing survives the processes."""
 
     def close(self) -> None:
         self._closing = True
@@ -122,7 +123,8 @@ class PeerWire:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
-    def _meet(self, stages: Sequence[int]) -> None:
+    def _connect(self, stages: Sequence[int]) -> None:
+        """Publish the address of this process, and connect to the neighbours of its stages."""
         for stage in stages:
             try:
                 self._client.key_value_set(f"{self._name}/{stage}", json.dumps(self._listener.address))
@@ -134,11 +136,11 @@ class PeerWire:
         for target in sorted({stage + side for stage in stages for side in (-1, 1)}):
             if not 0 <= target < self._n_stages or target in stages:
                 continue
-            address = json.loads(self._look_up(str(target), f"the address of stage {target}"))
+            address = json.loads(self._get(str(target), f"the address of stage {target}"))
             sock = connect(address, str(stages[0]), self._timeout_s)
-            self._outgoing[target] = Outgoing(sock, lambda error, target=target: self._lost(target, error))
+            self._outgoing[target] = Outgoing(sock, lambda error, target=target: self._fail(target, error))
 
-    def _look_up(self, key: str, what: str) -> str:
+    def _get(self, key: str, what: str) -> str:
         try:
             return self._client.blocking_key_value_get(f"{self._name}/{key}", round(self._timeout_s * 1e3))
         except jax.errors.JaxRuntimeError as error:
@@ -147,10 +149,9 @@ class PeerWire:
                 "local_stages, and does it still run?"
             ) from error
 
-    def _begin(self, sock: socket.socket, text: str) -> None:
-        stage = int(text)
+    def _accept(self, sock: socket.socket, text: str) -> None:
         self._incoming.append(sock)
-        threading.Thread(target=self._read, args=(sock, stage), daemon=True).start()
+        threading.Thread(target=self._read, args=(sock, int(text)), daemon=True).start()
 
     def _read(self, sock: socket.socket, stage: int) -> None:
         try:
@@ -158,9 +159,98 @@ class PeerWire:
                 tag, arrays = read_arrays(sock)
                 self._mailbox.put(tag, on_device(arrays, self._devices[tag.target]))
         except Exception as error:
-            self._lost(stage, error)
+            self._fail(stage, error)
 
-    def _lost(self, stage: int, error: Exception) -> None:
+    def _fail(self, stage: int, error: Exception) -> None:
         if not self._closing:
             what = f"{type(error).__name__}: {error}"
             self._mailbox.fail(ConnectionError(f"the connection to the process of stage {stage} is lost ({what})"))
+
+
+class Outgoing:
+    """The sending end of a connection, with a thread that waits for computations and for the network.
+
+    ``on_error`` is called once, with the first error.
+    """
+
+    def __init__(self, sock: socket.socket, on_error: Callable[[Exception], None]):
+        self._sock, self._on_error = sock, on_error
+        self._queue: queue.Queue[tuple[Tag, list[Any]] | None] = queue.Queue()
+        self._writing = threading.Lock()
+        self._failed = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def put(self, tag: Tag, tree: Any) -> None:
+        """Send a tree as soon as it is computed."""
+        leaves = jax.tree.leaves(tree)
+        small = sum(leaf.nbytes for leaf in leaves) <= _INLINE_BYTES
+        if small and self._queue.unfinished_tasks == 0 and all(leaf.is_ready() for leaf in leaves):
+            self._write(tag, leaves)
+            return
+        for leaf in leaves:
+            leaf.copy_to_host_async()
+        self._queue.put((tag, leaves))
+
+    def flush(self) -> None:
+        """Wait until everything is written to the socket."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Close the connection, without sending what is in the queue."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._queue.put(None)
+        self._thread.join()
+        self._sock.close()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._write(*item)
+            del item
+            self._queue.task_done()
+
+    def _write(self, tag: Tag, leaves: Sequence[Any]) -> None:
+        with self._writing:
+            if self._failed:
+                return
+            try:
+                write_arrays(self._sock, tag, [np.asarray(leaf) for leaf in leaves])
+            except Exception as error:  # also errors of the computation of the arrays
+                self._failed = True
+                self._on_error(error)
+
+
+def write_arrays(sock: socket.socket, tag: Tag, arrays: Sequence[np.ndarray]) -> None:
+    """Write one message: the leaves of a tree under a tag."""
+    text = json.dumps([*tag, [[array.dtype.name, array.shape] for array in arrays]]).encode()
+    # As bytes, because bfloat16 and the like do not support the buffer protocol.
+    payload = (np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays)
+    write_all(sock.sendmsg, [_LENGTH.pack(len(text)) + text, *payload])
+
+
+def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
+    """Read one message of :func:`write_arrays`; EOFError at the end of the stream, ValueError for anything else."""
+    length = _LENGTH.unpack(_read_bytes(sock, _LENGTH.size).tobytes())[0]
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes; at most {_MAX_HEADER_BYTES} are read")
+    *tag, leaves = json.loads(_read_bytes(sock, length).tobytes())
+    arrays = []
+    for name, shape in leaves:
+        dtype = jnp.dtype(name)
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        arrays.append(_read_bytes(sock, count).view(dtype).reshape(shape))
+    return Tag(*tag), arrays
+
+
+def _read_bytes(sock: socket.socket, count: int) -> np.ndarray:
+    room = np.empty(count + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    taken = room[start : start + count]
+    view, done = taken.data, 0
+    while done < count:
+        got = sock.recv_into(view[done:], count - done, socket.MSG_WAITALL)
+        if got == 0:
+            raise EOFError("the other end closed the connection")
+        done += got
+    return taken

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxche.drawing import COLOURS, Bar, Lane, lanes
 
 
 class Task(NamedTuple):
-    """One piece of work of a stage.
+    """One forward or backward of one micro-batch in one stage.
 
     Attributes:
       kind: ``"F"`` forward or ``"B"`` backward.
@@ -28,7 +28,7 @@ Schedule = tuple[tuple[Task, ...], ...]
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards: each stage keeps the activations of every micro-batch.
+    """All forwards, then all backwards. Each stage keeps the activations of every micro-batch.
 
     Args:
       stages: number of stages S.
@@ -49,9 +49,9 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """One forward, one backward: stage s keeps the activations of at most S - s micro-batches.
+    """One forward, one backward in turn. Stage s keeps the activations of at most S - s micro-batches.
 
-    It takes as long as GPipe. The backwards come in the same order, so both give the same gradients bit for bit.
+    It takes as long as GPipe. The backwards are in the same order, so the gradients of both are equal bit for bit.
 
     Args:
       stages: number of stages S.
@@ -61,8 +61,8 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
       The tasks of each stage, in order.
 
     References:
-      Narayanan et al., *PipeDream: Generalized pipeline parallelism for DNN training*, SOSP 2019 (there with
-      flushes left out; with them it is PipeDream-Flush of *Memory-efficient pipeline-parallel DNN training*, 2021).
+      Narayanan et al., *PipeDream: Generalized pipeline parallelism for DNN training*, SOSP 2019, without flushes;
+      with them it is PipeDream-Flush of *Memory-efficient pipeline-parallel DNN training*, 2021.
 
     Example:
       >>> ["".join(f"{task.kind}{task.micro} " for task in tasks) for tasks in one_f_one_b(2, 3)]
@@ -83,14 +83,14 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gp
 
 
 class Simulation(NamedTuple):
-    """What a schedule comes to.
+    """The times and the memory of a schedule, as :func:`simulate_schedule` found them.
 
     Attributes:
       makespan: from the first task to the end of the last, in the unit of the given times.
-      bubble: share of the stages' time in which they have nothing to do.
+      bubble: share of the time in which stages are idle.
       peak: for each stage, the most micro-batches whose activations it keeps at once.
       starts: for each stage, when each of its tasks begins, in the schedule's order.
-      schedule: what was run.
+      schedule: the schedule.
       forward: time of a forward task of each stage.
       backward: time of a backward task of each stage.
 
@@ -111,7 +111,7 @@ class Simulation(NamedTuple):
         return f"Simulation(makespan={self.makespan}, bubble={self.bubble}, peak={self.peak})"
 
     def draw(self, unit: str = "units of time") -> str:
-        """The schedule on its clock as a picture: forward tasks blue, backward ones orange, the rest is the bubble.
+        """The schedule over time as a picture: forward tasks blue, backward ones orange, the rest is the bubble.
 
         Args:
           unit: of the given times, e.g. ``"ms"``.
@@ -136,7 +136,7 @@ class Simulation(NamedTuple):
 
 
 def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> Simulation:
-    r"""Run a schedule on a virtual clock, with communication that takes no time.
+    r"""Simulate a schedule with communication that takes no time.
 
     With S equal stages and M micro-batches GPipe and 1F1B take (M + S - 1)/M times their work, and
 
@@ -151,7 +151,7 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
       A :class:`Simulation`, which a notebook draws as a Gantt chart.
 
     Raises:
-      ValueError: the stages wait for each other for ever; names the tasks they wait at.
+      ValueError: the schedule deadlocks; names the tasks at which the stages wait.
 
     Example:
       >>> simulate_schedule(one_f_one_b(2, 3), [1, 1], [2, 2])
@@ -159,7 +159,7 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
     """
     last = len(schedule) - 1
     done: dict[tuple[str, int, int], float] = {}
-    clock, place = [0.0] * len(schedule), [0] * len(schedule)
+    clock, position = [0.0] * len(schedule), [0] * len(schedule)
     kept, peak = [0] * len(schedule), [0] * len(schedule)
     starts: list[list[float]] = [[] for _ in schedule]
 
@@ -172,8 +172,8 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
     while moved:
         moved = False
         for stage, tasks in enumerate(schedule):
-            while place[stage] < len(tasks):
-                task = tasks[place[stage]]
+            while position[stage] < len(tasks):
+                task = tasks[position[stage]]
                 need = needs(stage, task)
                 if need is not None and need not in done:
                     break
@@ -183,12 +183,12 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
                 done[(task.kind, task.micro, stage)] = clock[stage]
                 kept[stage] += 1 if task.kind == "F" else -1
                 peak[stage] = max(peak[stage], kept[stage])
-                place[stage] += 1
+                position[stage] += 1
                 moved = True
-    stuck = {stage: tasks[place[stage]] for stage, tasks in enumerate(schedule) if place[stage] < len(tasks)}
+    stuck = {stage: tasks[position[stage]] for stage, tasks in enumerate(schedule) if position[stage] < len(tasks)}
     if stuck:
         waits = ", ".join(f"stage {stage} at {task.kind}{task.micro}" for stage, task in stuck.items())
-        raise ValueError(f"schedule: the stages wait for each other for ever ({waits})")
+        raise ValueError(f"schedule: deadlock, the stages wait for each other ({waits})")
     work = sum(
         float((forward if task.kind == "F" else backward)[s]) for s, tasks in enumerate(schedule) for task in tasks
     )
@@ -196,3 +196,14 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
     bubble = 1 - work / (makespan * len(schedule)) if makespan else 0.0
     times = (tuple(map(float, forward)), tuple(map(float, backward)))
     return Simulation(makespan, bubble, tuple(peak), tuple(map(tuple, starts)), schedule, *times)
+
+
+def check_micro_batching(micro_batch_size: Any, schedule: Any) -> None:
+    """Refuse a micro-batch size below 1 and an unknown schedule."""
+    size = micro_batch_size
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ValueError(
+            f"micro_batch_size={size!r} must be a whole number of examples, at least 1; write e.g. micro_batch_size=8"
+        )
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r} is unknown; write one of {', '.join(map(repr, SCHEDULES))}")

@@ -1,9 +1,12 @@
-"""The form in which trees of arrays lie in a store: a checked header, then the raw bytes.
+"""The file format of trees of arrays in a store, with checksums.
 
 An object is ``prefix | header | payload``. The prefix has a fixed size and holds the lengths and checksums of the other
-two; the header is JSON and names each leaf, its dtype and its shape; the payload is the leaves' bytes, little-endian,
-each starting at a multiple of 64. Nothing in an object is ever executed, and nothing in it decides how much memory is
-allocated: the reader knows which leaves it expects and takes the layout from those.
+two. The header is JSON with the name, dtype and shape of each leaf. The payload is the bytes of the leaves,
+little-endian, each aligned to 64 bytes. Nothing in an object is executed, and nothing in it decides how much memory is
+allocated: the reader takes the layout from the tree that it expects.
+
+This is not safetensors, which has no checksum and no support for all dtypes of JAX, and whose writer first copies all
+arrays into one buffer. Here arrays are written from where they are and read as views of the bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import itertools
 import json
 import math
 import struct
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,15 +28,16 @@ from jaxche.sharding import Device
 
 _MAGIC = b"jaxchetr"
 _VERSION = 2
-# magic, version, length of the header, length of the payload, checksum of the payload; then the checksum of all of
-# this and of the header. The checksums are XXH3, which takes a fifth of the time of writing the same bytes. What they
-# guard against is a torn or rotten object: who can write to the store can write a valid one.
+# magic, version, length of the header, length of the payload, checksum of the payload; then the checksum of these and
+# of the header. XXH3 takes a fifth of the time of writing the same bytes. It detects truncated and corrupted objects;
+# it is no protection against writers with access to the store.
 _PREFIX = struct.Struct("<8sIIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _START = _PREFIX.size + _CHECKSUM.size
 _ALIGNMENT = 64
 _HEADER_LIMIT = 16 * 1024 * 1024  # 100,000 leaves
 HEAD_LIMIT = _START + _HEADER_LIMIT
+_MAX_BUFFERS = 512  # in one call; operating systems accept 1024
 
 _NUMPY_NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -47,7 +52,7 @@ _DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES if ha
 
 
 class DamagedObjectError(ValueError):
-    """An object in the store is not what was put there: truncated, altered, or of another origin.
+    """An object in the store is truncated or altered, or is not in the format of jaxche.
 
     Example:
       >>> try:
@@ -59,7 +64,7 @@ class DamagedObjectError(ValueError):
 
 
 class Leaf(NamedTuple):
-    """What the header says of one leaf."""
+    """One leaf in the header."""
 
     name: str
     dtype: str
@@ -78,7 +83,7 @@ def _padded(length: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """What is the same for all objects of trees of one structure, shapes and dtypes."""
+    """Header and size of the objects of all trees with the same structure, shapes and dtypes."""
 
     leaves: tuple[Leaf, ...]
     header: bytes
@@ -88,12 +93,12 @@ class _Layout(NamedTuple):
 def _layout(tree: Any) -> _Layout:
     leaves, structure = jax.tree.flatten(tree)
     leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in leaves]
-    return _made_layout(structure, tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves))
+    return _cached_layout(structure, tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves))
 
 
-# Kept, because to name the leaves of a small tree takes longer than to write it.
+# Cached, because naming the leaves of a small tree takes longer than writing it.
 @functools.lru_cache(maxsize=1024)
-def _made_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...]) -> _Layout:
+def _cached_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...]) -> _Layout:
     paths = jax.tree.leaves_with_path(jax.tree.unflatten(structure, range(len(kinds))))
     leaves = []
     for (path, _), (dtype, shape) in zip(paths, kinds, strict=True):
@@ -101,7 +106,7 @@ def _made_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...])
         if kind not in _DTYPES:
             raise ValueError(
                 f"leaf {name or 'at the root'} has dtype {dtype}, which cannot be stored: arrays of numbers and "
-                "booleans can; of a PRNG key store jax.random.key_data(key)"
+                "booleans can; for a PRNG key store jax.random.key_data(key)"
             )
         leaves.append(Leaf(name, kind, tuple(int(n) for n in shape)))
     text = json.dumps([list(leaf) for leaf in leaves], separators=(",", ":")).encode()
@@ -112,17 +117,17 @@ def _made_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...])
 
 
 def object_size(like: Any) -> int:
-    """Bytes of the object that holds a tree like this one."""
+    """Size in bytes of the object of a tree like this one."""
     return _layout(like).size
 
 
 def on_host(tree: Any) -> Any:
-    """The tree as numpy arrays; on the CPU backend these are views, and on others the copies run side by side."""
-    _layout(tree)  # what cannot be stored is refused by its name here, before numpy refuses it by another
-    return jax.tree.unflatten(jax.tree.structure(tree), _fetched(jax.tree.leaves(tree)))
+    """The tree as numpy arrays: views on the CPU backend, copies in parallel on others."""
+    _layout(tree)  # refuse dtypes that cannot be stored by the name of the leaf, before numpy raises
+    return jax.tree.unflatten(jax.tree.structure(tree), _to_numpy(jax.tree.leaves(tree)))
 
 
-def _fetched(leaves: list[Any]) -> list[np.ndarray]:
+def _to_numpy(leaves: list[Any]) -> list[np.ndarray]:
     for value in leaves:
         if isinstance(value, jax.Array):
             value.copy_to_host_async()
@@ -130,30 +135,23 @@ def _fetched(leaves: list[Any]) -> list[np.ndarray]:
 
 
 def on_device(tree: Any, device: Device) -> Any:
-    """The numpy arrays of a tree on a device, for good: on the CPU backend without a copy where they are aligned.
+    """The numpy arrays of a tree on a device, without a copy on the CPU backend if they are aligned.
 
-    What ``jax.device_put`` does, in a third of its time a leaf.
+    It takes a third of the time of ``jax.device_put`` per leaf.
     """
-    there = _only(device)
-    return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, there, lambda _: value), tree)
+    sharding = _sharding(device)
+    return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, sharding, lambda _: value), tree)
 
 
-_only = functools.lru_cache(SingleDeviceSharding)  # works out what it is once
+_sharding = functools.lru_cache(SingleDeviceSharding)  # its properties are computed once
 
 
 def encode(tree: Any) -> list[Any]:
-    """The object of a tree, as buffers to be written one after the other; leaves are not copied.
-
-    Args:
-      tree: pytree of arrays.
-
-    Returns:
-      Buffers of bytes. The first is the head, which differs whenever the trees differ.
-    """
+    """The object of a tree, as buffers without copies of the leaves. The first buffer differs if the trees differ."""
     layout = _layout(tree)
     payload: list[Any] = []
     length = 0
-    for leaf, value in zip(layout.leaves, _fetched(jax.tree.leaves(tree)), strict=True):
+    for leaf, value in zip(layout.leaves, _to_numpy(jax.tree.leaves(tree)), strict=True):
         flat = np.ascontiguousarray(value, dtype=_DTYPES[leaf.dtype]).reshape(-1).view(np.uint8)
         length += _padded(flat.size)
         payload += [part for part in (flat, np.zeros(_padded(flat.size) - flat.size, np.uint8)) if part.size]
@@ -162,22 +160,13 @@ def encode(tree: Any) -> list[Any]:
 
 
 def decode(data: Any, like: Any, key: str) -> Any:
-    """The tree an object holds, as views of its bytes.
+    """The tree in an object, as read-only views of its bytes.
 
-    Args:
-      data: the object's bytes.
-      like: pytree of arrays or ``jax.ShapeDtypeStruct`` that it must match.
-      key: name of the object, for errors.
-
-    Returns:
-      The pytree of read-only numpy arrays.
-
-    Raises:
-      DamagedObjectError: the object is truncated or altered.
-      ValueError: it holds another tree than ``like``; names the first leaf that differs.
+    Raises DamagedObjectError if the object is truncated or altered, and ValueError, with the first leaf that differs,
+    if it does not match ``like``. ``key`` is its name in errors.
     """
     view = memoryview(data).cast("B")
-    header, check = _open(view, len(view), key)
+    header, check = _read_header(view, len(view), key)
     payload = view[_START + len(header) :]
     expected = _layout(like)
     if header != expected.header:
@@ -193,23 +182,16 @@ def decode(data: Any, like: Any, key: str) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
-def explain(head: Any, size: int, like: Any, key: str) -> ValueError:
-    """Why an object of another size than :func:`object_size` is refused, from its first ``HEAD_LIMIT`` bytes alone.
-
-    Args:
-      head: the object's first bytes.
-      size: bytes of the whole object.
-      like: the tree that was expected.
-      key: name of the object.
-    """
+def size_error(head: Any, size: int, like: Any, key: str) -> ValueError:
+    """The error for an object whose size is not :func:`object_size`, from its first ``HEAD_LIMIT`` bytes."""
     try:
-        return _mismatch(_open(memoryview(head).cast("B"), size, key)[0], _layout(like).leaves, key)
+        return _mismatch(_read_header(memoryview(head).cast("B"), size, key)[0], _layout(like).leaves, key)
     except DamagedObjectError as error:
         return error
 
 
-def _open(view: memoryview, size: int, key: str) -> tuple[bytes, int]:
-    """The header and the checksum of the payload, after the checks that need no payload."""
+def _read_header(view: memoryview, size: int, key: str) -> tuple[bytes, int]:
+    """The header, verified, and the checksum of the payload."""
     if len(view) < _START:
         raise DamagedObjectError(f"{key} is {len(view)} bytes long, less than any tensor object: it is truncated")
     magic, version, header_size, payload_size, check = _PREFIX.unpack_from(view)
@@ -228,7 +210,7 @@ def _open(view: memoryview, size: int, key: str) -> tuple[bytes, int]:
 
 
 def _checksum(*parts: Any) -> int:
-    import xxhash  # of the extra that brings the stores
+    import xxhash  # from the extra "store"
 
     hashed = xxhash.xxh3_64()
     for part in parts:
@@ -241,7 +223,7 @@ def _altered(key: str) -> DamagedObjectError:
 
 
 def _mismatch(header: bytes, expected: tuple[Leaf, ...], key: str) -> ValueError:
-    """Which leaf is not the expected one. The header is somebody else's: it is only shown, and shortened."""
+    """The first leaf that is not the expected one. The header is not trusted: it is only shown, and shortened."""
     try:
         found = [f"{name or 'the only leaf'}: {dtype}{list(shape)}"[:200] for name, dtype, shape in json.loads(header)]
     except (ValueError, TypeError, RecursionError):
@@ -250,3 +232,18 @@ def _mismatch(header: bytes, expected: tuple[Leaf, ...], key: str) -> ValueError
         if there != wanted:
             return ValueError(f"{key} holds {there} where {wanted} is expected")
     return DamagedObjectError(f"{key} was altered: its header is not in the form it was written in")
+
+
+def write_all(write: Callable[[Sequence[memoryview]], int], parts: Sequence[Any]) -> None:
+    """Write buffers one after the other with few calls of ``write``, e.g. ``socket.sendmsg``, which may write a part.
+
+    Small buffers go out with what follows them: a packet of its own would wake the reader once more, and a write of
+    its own to a file ends in the middle of a page.
+    """
+    left = [memoryview(part).cast("B") for part in parts if len(part)]
+    while left:
+        written = write(left[:_MAX_BUFFERS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][written:]

@@ -10,10 +10,9 @@ import numpy as np
 import obstore.store
 import pytest
 
-from jaxche.stages import _folder
+from jaxche.stages import _objects as module
 from jaxche.stages import _tensors as tensors
-from jaxche.stages._objects import Objects
-from jaxche.stages._opening import open_objects
+from jaxche.stages._objects import Folder, Objects, open_objects
 
 
 @pytest.fixture(params=["memory", "folder", "file url", "bucket", "google_bucket"])
@@ -69,8 +68,8 @@ def test_a_large_object_outlives_its_file_and_cannot_be_written_to(objects):
 
 
 def test_only_so_many_files_are_held_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(_folder, "_MOST_MAPPED", 3)
-    folder = _folder.Folder(tmp_path)
+    monkeypatch.setattr(module, "_MAX_MAPPED", 3)
+    folder = Folder(tmp_path)
     contents = {str(i): bytes([i]) * (1 << 20) for i in range(5)}
     for key, content in contents.items():
         folder.create(key, [content])
@@ -83,7 +82,7 @@ def test_only_so_many_files_are_held_open(tmp_path, monkeypatch):
 
 
 def test_a_program_may_be_given_what_came_from_a_file_to_write_into(tmp_path):
-    folder, array = _folder.Folder(tmp_path), np.arange(1 << 19, dtype=np.float32)
+    folder, array = Folder(tmp_path), np.arange(1 << 19, dtype=np.float32)
     folder.create("a", tensors.encode(array))
     before = (tmp_path / "a").read_bytes()
     found = tensors.on_device(tensors.decode(folder.read("a", 1 << 30)[0], array, "a"), jax.devices()[0])
@@ -96,9 +95,9 @@ def test_a_file_system_without_maps_is_read(tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(errno.ENODEV, "No such device")
 
-    folder = _folder.Folder(tmp_path)
+    folder = Folder(tmp_path)
     folder.create("a", [bytes(1 << 20)])
-    monkeypatch.setattr(_folder.mmap, "mmap", refuse)
+    monkeypatch.setattr(module.mmap, "mmap", refuse)
     assert text(folder.read("a", 1 << 30)) == (bytes(1 << 20), 1 << 20)
 
 
@@ -169,14 +168,14 @@ def test_a_store_that_cannot_be_used_fails_at_start(url, options, message, reque
         open_objects(url, "run", options)
 
 
-def test_what_a_killed_process_had_half_written_is_removed(objects, tmp_path):
+def test_partially_written_files_are_removed(objects, tmp_path):
     objects.create("folder/mine", [b"x"])
     objects.create("folder/yours", [b"x"])
     torn = [tmp_path / "new" / "run" / "folder" / name for name in ("mine#1", "mine#12", "yours#1")]
     if torn[0].parent.exists():
         for path in torn:
             path.write_bytes(b"half")
-    objects.remove_torn(lambda key: key == "folder/mine")
+    objects.remove_partial(lambda key: key == "folder/mine")
     assert objects.names("folder") == ["folder/mine", "folder/yours"]
     if torn[0].parent.exists():
         assert [path.exists() for path in torn] == [False, False, True]

@@ -11,8 +11,8 @@ from flax import linen, nnx
 
 import jaxche
 from jaxche.stages import SCHEDULES, Tag, WireClosedError, simulate_schedule
-from jaxche.stages._local import LocalWire
-from jaxche.stages._program import stage_key
+from jaxche.stages._direct import LocalWire
+from jaxche.stages._stage import stage_key
 
 
 def mean(y, batch):

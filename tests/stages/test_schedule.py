@@ -25,7 +25,7 @@ def test_every_micro_batch_goes_forward_and_then_backward_once(name, size):
 
 
 @given(names, sizes, st.data())
-def test_no_stage_waits_for_ever_and_work_sets_the_least_time(name, size, data):
+def test_no_schedule_deadlocks_and_work_bounds_its_time(name, size, data):
     stages, micro_batches = size
     times = [data.draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages)) for _ in range(2)]
     simulation = simulate_schedule(SCHEDULES[name](stages, micro_batches), *times)
@@ -60,7 +60,7 @@ def test_the_simulation_sees_every_deadlock_of_two_stages(order):
     if list(order) == list(range(8)):
         assert simulate_schedule((first, second), [1, 1], [1, 1]).makespan == 32
     else:
-        with pytest.raises(ValueError, match=r"wait for each other for ever \(stage 0 at B\d, stage 1 at F\d\)"):
+        with pytest.raises(ValueError, match=r"deadlock, .* \(stage 0 at B\d, stage 1 at F\d\)"):
             simulate_schedule((first, second), [1, 1], [1, 1])
 
 

@@ -30,7 +30,7 @@ class Process:
             self.run.agree(self._pause)
             self._agreed.set()
             while True:
-                self.run.answer()
+                self.run.admit()
                 self._pause(0.005)
         except Killed:
             pass
@@ -61,8 +61,8 @@ class Process:
 @pytest.fixture
 def start(monkeypatch):
     """Starts processes that share a store, and ends them with the test."""
-    monkeypatch.setattr(module, "_ANSWER_S", 0.005)
-    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(module, "_ADMIT_S", 0.005)
+    monkeypatch.setattr(module, "_MAX_WAIT_S", 0.01)
     store, started = obstore.store.MemoryStore(), []
 
     def starting(*stages, **options):
@@ -139,12 +139,12 @@ def test_a_saved_state_says_what_the_run_is(start):
     again = start(1)
     assert identity_of(again) == identity  # and it waits for nobody
     late = StoreRun(again.run.root, (0,), 3, 20.0)
-    assert late.find()
+    assert late.find_saved()
     assert late.objects.names("stage-002-state") == ["stage-002-state/step-0000000001"]
     other = again.run.root.within("f" * 32)
     other.replace("stage-000-state/step-0000000001", [b"state"])
     with pytest.raises(ValueError, match="several runs have saved states"):
-        StoreRun(again.run.root, (0,), 3, 20.0).find()
+        StoreRun(again.run.root, (0,), 3, 20.0).find_saved()
 
 
 def test_two_processes_of_one_stage_are_an_error_of_the_first(start, until):
@@ -179,23 +179,23 @@ def test_who_leaves_takes_its_hello_and_no_other(start):
 
 def test_a_hello_that_no_process_wrote_is_none():
     hello = Hello("a", (0, 1), {"2": "b"}, "0" * 32)
-    assert Hello.read(hello.write()) == hello
-    for data in (b"", b"\xff", b"[]", b"3", b'["a", 3, {}, null]', b'["a", [0], {}, "../x"]', hello.write()[:-3]):
-        assert Hello.read(data) is None
+    assert Hello.decode(hello.encode()) == hello
+    for data in (b"", b"\xff", b"[]", b"3", b'["a", 3, {}, null]', b'["a", [0], {}, "../x"]', hello.encode()[:-3]):
+        assert Hello.decode(data) is None
 
 
-def test_the_clock_of_answers(start, monkeypatch):
-    monkeypatch.setattr(module, "_ANSWER_S", 1000.0)
+def test_hellos_are_exchanged_at_intervals_until_a_state_is_saved(start, monkeypatch):
+    monkeypatch.setattr(module, "_ADMIT_S", 1000.0)
     process = start(0, n_stages=1)
     identity_of(process)
     process.kill()
-    looks = []
-    monkeypatch.setattr(process.run, "_look", lambda: looks.append(time.monotonic()))
-    process.run._answer_at = 0.0
+    exchanges = []
+    monkeypatch.setattr(process.run, "_exchange", lambda: exchanges.append(time.monotonic()))
+    process.run._next_admit = 0.0
     for _ in range(3):
-        process.run.answer()
-    assert len(looks) == 1
-    process.run._answer_at = 0.0
-    process.run.note_saved()
-    process.run.answer()
-    assert len(looks) == 1
+        process.run.admit()
+    assert len(exchanges) == 1
+    process.run._next_admit = 0.0
+    process.run.set_saved()
+    process.run.admit()
+    assert len(exchanges) == 1

@@ -96,7 +96,7 @@ def test_another_tree_is_refused_by_its_first_differing_leaf():
         with pytest.raises(ValueError, match=message):
             tensors.decode(data, other, "key")
         if tensors.object_size(other) != len(data):
-            assert "holds" in str(tensors.explain(data[:4096], len(data), other, "key"))
+            assert "holds" in str(tensors.size_error(data[:4096], len(data), other, "key"))
 
 
 TREE = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "n": np.int32(5), "m": np.array([True, False])}
@@ -117,7 +117,7 @@ def test_a_damaged_object_is_refused_and_an_equal_one_is_not(data):
     else:
         with pytest.raises(DamagedObjectError, match="the key"):
             tensors.decode(damaged, TREE, "the key")
-    error = tensors.explain(damaged, len(damaged), TREE, "the key")
+    error = tensors.size_error(damaged, len(damaged), TREE, "the key")
     assert "the key" in str(error)
 
 
@@ -161,11 +161,11 @@ def test_a_size_that_is_only_announced_allocates_nothing():
     data = forged(b"[]", b"", announce=2**62)
     with pytest.raises(DamagedObjectError, match="announces"):
         tensors.decode(data, TREE, "key")
-    assert isinstance(tensors.explain(data, 2**62 + 42, TREE, "key"), ValueError)
+    assert isinstance(tensors.size_error(data, 2**62 + 42, TREE, "key"), ValueError)
     prefix = struct.pack("<8sIIQQ", b"jaxchetr", 2, 2**32 - 1, 0, 0) + bytes(8)
     with pytest.raises(DamagedObjectError):
         tensors.decode(prefix, TREE, "key")
-    assert isinstance(tensors.explain(prefix, len(prefix) + 2**32 - 1, TREE, "key"), DamagedObjectError)
+    assert isinstance(tensors.size_error(prefix, len(prefix) + 2**32 - 1, TREE, "key"), DamagedObjectError)
 
 
 def test_the_right_header_over_other_bytes_is_refused():
@@ -196,3 +196,21 @@ def test_of_a_large_object_too_every_change_is_seen(data):
         body[[first, second]] = body[[second, first]]
     with pytest.raises(DamagedObjectError, match="altered"):
         tensors.decode(altered, array, "key")
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 10_000])
+def test_all_is_written_once_and_in_order_however_little_a_call_takes(most):
+    parts = [b"one", b"", np.arange(5, dtype=np.int32), bytearray(b"two"), *[b"x"] * 600, b"end"]
+    whole, written, calls = b"".join(bytes(part) for part in parts), bytearray(), []
+
+    def write(buffers):
+        assert len(written) < len(whole)  # and not on and on
+        calls.append(len(buffers))
+        taken = b"".join(buffers)[:most]
+        written.extend(taken)
+        return len(taken)
+
+    tensors.write_all(write, parts)
+    assert bytes(written) == whole
+    assert max(calls) <= 512  # a system takes 1024 at most
+    assert len(calls) == max(2, -(-len(written) // most))

@@ -1,14 +1,14 @@
-"""Arrays between stages of one process: each arrives once, and an error reaches whoever waits."""
+"""The mailbox of wires: each tree arrives once, and an error ends all waits."""
 
 import pytest
 
 from jaxche.stages import Tag
-from jaxche.stages._local import Mailbox
+from jaxche.stages._wire import Mailbox
 
 TAG = Tag(0, 0, "forward", 0)
 
 
-def test_what_arrived_is_taken_once_also_after_an_error():
+def test_a_tree_is_taken_once_also_after_an_error():
     mailbox = Mailbox()
     mailbox.put(TAG, "tree")
     mailbox.fail(ConnectionError("lost"))
@@ -17,12 +17,12 @@ def test_what_arrived_is_taken_once_also_after_an_error():
         mailbox.take(TAG)
 
 
-def test_what_comes_between_the_look_without_the_lock_and_the_one_with_it_is_taken_too():
+def test_a_tree_that_arrives_between_the_two_lookups_is_taken():
     mailbox = Mailbox()
 
     class Late(dict):
         def pop(self, tag, *default):
-            if default:  # the look without the lock
+            if default:  # the lookup without the lock
                 mailbox.put(tag, "tree")
                 mailbox.fail(ConnectionError("lost"))
                 return default[0]
@@ -33,7 +33,7 @@ def test_what_comes_between_the_look_without_the_lock_and_the_one_with_it_is_tak
 
 
 def test_the_first_error_is_the_one_that_is_raised():
-    """The others follow from it: a wire that is closed because a stage failed closes the connections of all."""
+    """The later ones are its consequences: a stage that failed closes the wire, which closes all connections."""
     mailbox = Mailbox()
     for error in (ConnectionError("the first"), ConnectionError("the second")):
         mailbox.fail(error)
@@ -41,6 +41,6 @@ def test_the_first_error_is_the_one_that_is_raised():
         mailbox.take(TAG)
 
 
-def test_who_waits_in_vain_says_for_what():
+def test_a_timeout_names_the_tag():
     with pytest.raises(TimeoutError, match=r"stage 1 waited 0\.01 s for the activation of micro-batch 0 in step 0"):
         Mailbox().take(TAG, timeout_s=0.01)

@@ -1,15 +1,18 @@
-"""The contract between what runs the stages of a model and what carries their activations and gradients."""
+"""The contract between the runner of stages and what carries their activations and gradients."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxche.sharding import Device
 
+_NOTHING = object()
+
 
 class Tag(NamedTuple):
-    """Names one activation or one gradient in a run.
+    """The name of one activation or one gradient in a run.
 
     Attributes:
       step: number of the step.
@@ -39,10 +42,10 @@ class Tag(NamedTuple):
 
 
 class Wire(Protocol):
-    """Carries what the stages of one process exchange with all others, in its own process or elsewhere.
+    """Send and receive of activations and gradients between the stages of one process and all other stages.
 
-    Each tag is sent once and received once. Stages of one process call it from a thread each, so it is thread-safe.
-    Trees hold arrays of any dtype; gradients have ``None`` where the activation has no float leaf.
+    Each tag is sent once and received once. Stages call the wire from one thread each, so it is thread-safe.
+    Trees hold arrays of any dtype. Gradients have ``None`` where the activation has no float leaf.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -57,40 +60,40 @@ class Wire(Protocol):
     """
 
     def send(self, tag: Tag, tree: Any) -> None:
-        """Give a tree to the stage ``tag.target``; does not wait for it. The arrays may still be computing."""
+        """Send a tree to the stage ``tag.target`` without waiting for it. The arrays may still be computing."""
 
     def receive(self, tag: Tag, like: Any, device: Device) -> Any:
-        """The tree sent under ``tag``, on ``device``.
+        """Wait for the tree sent under ``tag``.
 
         Args:
           tag: what to wait for.
           like: pytree of ``jax.ShapeDtypeStruct`` that it must match.
-          device: where the arrays are wanted.
+          device: the device of the returned arrays.
 
         Raises:
-          TimeoutError: it did not come before the wire's deadline; names the tag.
+          TimeoutError: it did not arrive before the timeout of the wire; names the tag.
           WireClosedError: the wire was closed meanwhile.
         """
 
     def publish(self, step: int, loss: Any) -> None:
-        """The process of the last stage tells all others the loss of a step."""
+        """Send the loss of a step to all other processes; called by the process of the last stage."""
 
     def read_loss(self, step: int) -> float:
-        """The loss of a step as the process of the last stage published it; waits like :meth:`receive`."""
+        """Wait for the published loss of a step, as :meth:`receive` does."""
         ...
 
     def finish(self, step: int, state: Any = None) -> None:
-        """The stages of this process have applied ``step``: what they received for it is no longer needed.
+        """Release what was received for ``step``, which the stages of this process have applied.
 
-        A wire with durable storage first saves ``state``, so that a process started again can rejoin after it.
+        A wire with durable storage first saves ``state``, so that a restarted process can resume after the step.
 
         Args:
           step: number of the step.
-          state: pytree of arrays to go on from, or None where the caller keeps it.
+          state: pytree of arrays to resume from, or None if the caller keeps it.
         """
 
     def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
-        """Where a process that was started again goes on.
+        """The point from which a restarted process resumes.
 
         Args:
           like_state: pytree of ``jax.ShapeDtypeStruct`` that the saved state must match.
@@ -100,7 +103,7 @@ class Wire(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of everything. Whoever waits in :meth:`receive` gets a :class:`WireClosedError`."""
+        """Release all resources. A stage that waits in :meth:`receive` gets a :class:`WireClosedError`."""
 
 
 class WireClosedError(ConnectionError):
@@ -112,8 +115,8 @@ class WireClosedError(ConnectionError):
     """
 
 
-class Protocol_(Protocol):
-    """How partitions communicate: how a batch is cut, in which order it is worked off, and by which wire.
+class StageProtocol(Protocol):
+    """How stages communicate: the size of micro-batches, the schedule of their tasks, and the wire.
 
     Attributes:
       micro_batch_size: examples in a micro-batch; None for the whole batch at once.
@@ -121,7 +124,7 @@ class Protocol_(Protocol):
 
     Example:
       >>> from jaxche.stages import Pipeline
-      >>> protocol: Protocol_ = Pipeline(micro_batch_size=8)
+      >>> protocol: StageProtocol = Pipeline(micro_batch_size=8)
       >>> protocol.micro_batch_size, protocol.schedule
       (8, '1f1b')
     """
@@ -136,8 +139,42 @@ class Protocol_(Protocol):
         """Open the wire of one process.
 
         Args:
-          stages: the stages this process holds, ascending.
-          n_stages: how many there are in all processes together.
+          stages: the stages of this process, ascending.
+          n_stages: number of stages in all processes together.
           devices: one entry a stage: its device, or None for a stage of another process.
         """
         ...
+
+
+class Mailbox:
+    """Trees that have arrived and that their stage has not taken yet; for wires within a process and over sockets."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[Tag, Any] = {}
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+
+    def put(self, tag: Tag, tree: Any) -> None:
+        """Deliver a tree."""
+        with self._changed:
+            self._arrived[tag] = tree
+            self._changed.notify_all()
+
+    def take(self, tag: Tag, timeout_s: float | None = None) -> Any:
+        """Wait for a tree and remove it; raises TimeoutError, or the error given to :meth:`fail`."""
+        # Without the lock first: popping an entry of a dict is atomic.
+        if (tree := self._arrived.pop(tag, _NOTHING)) is not _NOTHING:
+            return tree
+        with self._changed:
+            self._changed.wait_for(lambda: tag in self._arrived or self._error is not None, timeout_s)
+            if tag in self._arrived:
+                return self._arrived.pop(tag)
+            if self._error is not None:
+                raise self._error
+            raise TimeoutError(f"stage {tag.target} waited {timeout_s:g} s for {tag}, which did not come")
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error in all present and later waits; the first error given stays."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()

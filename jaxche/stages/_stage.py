@@ -1,4 +1,4 @@
-"""What goes from stage to stage, found without computing anything; a stage that does not fit is named."""
+"""A stage as declared, and the shapes that travel between stages, found without computing anything."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from jaxche.averaging import is_float
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage of the model, as declared.
+    """A stage of the model: ``call(params, x)``, or ``call(params, x, rng=key)`` if it has an argument ``rng``.
 
-    Args:
-      index: its place, from 0.
-      call: ``call(params, x)`` or ``call(params, x, rng=key)``.
-      wants_rng: whether it names ``rng``.
-      remat: whether only its input is kept for the backward, which computes the rest again.
+    With ``remat`` the backward recomputes the forward from the input.
     """
 
     index: int
@@ -31,7 +27,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in error messages."""
         return f"stage {self.index} ({getattr(self.call, '__name__', type(self.call).__name__)})"
 
     def __call__(self, params: Any, x: Any, key: Any) -> Any:
@@ -39,11 +35,7 @@ class Stage:
 
 
 def as_stage(index: int, call: Any, remat: bool) -> Stage:
-    """Adapt a declared stage.
-
-    Raises:
-      ValueError: not callable.
-    """
+    """The stage of a declared function."""
     if not callable(call):
         raise ValueError(f"stages[{index}]={call!r} is not a function; write def f(params, x): ... return x")
     try:
@@ -53,8 +45,16 @@ def as_stage(index: int, call: Any, remat: bool) -> Stage:
     return Stage(index, call, wants_rng, remat)
 
 
+def stage_key(seed: int, step: Any, stage: Any, micro: Any) -> Any:
+    """The random key of one stage for one micro-batch of one step."""
+    key = jax.random.key(seed)
+    for number in (step, stage, micro):
+        key = jax.random.fold_in(key, number)
+    return key
+
+
 def spec(tree: Any) -> Any:
-    """Shapes and dtypes of a tree of arrays, as programs on a device will see them."""
+    """Shapes and dtypes of a tree of arrays after transfer to a device."""
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
@@ -64,16 +64,16 @@ def spec(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def cotangents(tree: Any) -> Any:
-    """The tree a gradient with respect to ``tree`` travels as: its float leaves, None for the others."""
-    return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, tree)
-
-
 def micro_spec(batch: Any, size: int | None) -> Any:
     """The spec of a micro-batch of ``size`` examples, or of the whole batch."""
     if size is None:
         return batch
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch)
+
+
+def cotangents(tree: Any) -> Any:
+    """A gradient with respect to ``tree`` as it travels: float leaves, and None for the others."""
+    return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, tree)
 
 
 def describe(tree: Any) -> str:
@@ -86,37 +86,26 @@ def describe(tree: Any) -> str:
 
 
 def trace_stages(
-    stages: Sequence[Stage], loss: Callable[[Any, Any], Any] | None, params: Sequence[Any], batch: Any
+    stages: Sequence[Stage], loss: Callable[[Any, Any], Any], params: Sequence[Any], batch: Any
 ) -> tuple[Any, ...]:
-    """Shapes and dtypes of what each stage gives.
+    """The spec of the output of each stage, from specs of the parameters and of one micro-batch.
 
-    Args:
-      stages: the stages.
-      loss: ``loss(y, batch)``, or None where only the outputs are wanted.
-      params: spec of each stage's parameters.
-      batch: spec of one micro-batch.
-
-    Returns:
-      The spec of each stage's output.
-
-    Raises:
-      ValueError: a stage or the loss does not accept what it is given, or the loss is no scalar float.
+    Raises ValueError if a stage or the loss does not accept its input, or if the loss is not a scalar float.
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     outputs: list[Any] = []
     for stage in stages:
         x = outputs[-1] if outputs else batch
-        giver = f"what stage {stage.index - 1} gives" if outputs else "the batch"
-        outputs.append(_evaluate(stage, (params[stage.index], x, key), f"{stage.name} does not accept {giver}", x))
-    if loss is not None:
-        value = _evaluate(loss, (outputs[-1], batch), "loss does not accept what the last stage gives", outputs[-1])
-        is_array = isinstance(value, jax.ShapeDtypeStruct)
-        if not is_array or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-            shown = f"shape {value.shape} and dtype {value.dtype}" if is_array else f"a {type(value).__name__}"
-            raise ValueError(
-                f"loss returned {shown}; it must be one float, the mean over the batch: "
-                "write def loss(y, batch): return ((y - batch['y']) ** 2).mean()"
-            )
+        source = f"what stage {stage.index - 1} gives" if outputs else "the batch"
+        outputs.append(_evaluate(stage, (params[stage.index], x, key), f"{stage.name} does not accept {source}", x))
+    value = _evaluate(loss, (outputs[-1], batch), "loss does not accept what the last stage gives", outputs[-1])
+    is_array = isinstance(value, jax.ShapeDtypeStruct)
+    if not is_array or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        shown = f"shape {value.shape} and dtype {value.dtype}" if is_array else f"a {type(value).__name__}"
+        raise ValueError(
+            f"loss returned {shown}; it must be one float, the mean over the batch: "
+            "write def loss(y, batch): return ((y - batch['y']) ** 2).mean()"
+        )
     return tuple(outputs)
 
 
