@@ -20,6 +20,8 @@ _MOVED = MappingProxyType(
         "WandbLogger": "jaxche.reports",
         "profile": "jaxche.reports",
         "PaceError": "jaxche.training",
+        "balance_stages": "jaxche.stages",
+        "measure_costs": "jaxche.stages",
         "compare_strategies": "jaxche.sharding",
     }
 )

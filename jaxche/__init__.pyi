@@ -3,24 +3,15 @@
 from . import averaging as averaging
 from . import cadence as cadence
 from . import cluster as cluster
-from . import protocols as protocols
 from . import reports as reports
 from . import scaling as scaling
 from . import sharding as sharding
+from . import stages as stages
 from . import training as training
 from .averaging import merge_weights, weighted_mean
 from .cadence import ApplyPolicy, ElChe
 from .cluster import fake_devices, initialize
 from .distributed import PeerLostError, RankError
-from .protocols import (
-    DataStore,
-    Direct,
-    Partitioned,
-    Pipeline,
-    balance_stages,
-    measure_costs,
-    order_partitions,
-)
 from .reports import History, LivePlot, RoundInfo
 from .scaling import (
     AdamScale,
@@ -41,6 +32,13 @@ from .sharding import (
     ShardGradOp,
     devices,
     sharded_step,
+)
+from .stages import (
+    DataStore,
+    Direct,
+    Partitioned,
+    Pipeline,
+    order_partitions,
 )
 from .training import (
     Batches,
@@ -85,12 +83,10 @@ __all__ = [
     "ShardedState",
     "SqrtScale",
     "Trainer",
-    "balance_stages",
     "devices",
     "fake_devices",
     "initialize",
     "linen_loss",
-    "measure_costs",
     "merge_weights",
     "noise_scale",
     "order_partitions",

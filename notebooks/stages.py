@@ -33,7 +33,7 @@ import numpy as np
 import optax
 
 from jaxche.drawing import COLOURS, figure_of, label_outside
-from jaxche.protocols import Pace, gpipe, one_f_one_b, simulate_schedule
+from jaxche.stages import Pace, gpipe, one_f_one_b, simulate_schedule
 
 # %% [markdown]
 # ## Schedules on paper
@@ -65,8 +65,8 @@ simulate_schedule(one_f_one_b(4, 8), forward=[1] * 4, backward=[2] * 4)
 simulate_schedule(one_f_one_b(4, 8), forward=[1, 1, 2, 1], backward=[2, 2, 4, 2])
 
 # %%
-layers = [3.0, 1.0, 1.0, 1.0, 2.0, 1.0, 4.0, 1.0]  # ms of each layer, as jaxche.measure_costs finds them
-cuts = jaxche.balance_stages(layers, speeds=[1, 1, 1, 1])
+layers = [3.0, 1.0, 1.0, 1.0, 2.0, 1.0, 4.0, 1.0]  # ms of each layer, as jaxche.stages.measure_costs finds them
+cuts = jaxche.stages.balance_stages(layers, speeds=[1, 1, 1, 1])
 cuts
 
 # %% [markdown]

@@ -1,11 +1,11 @@
 """What do partitions cost? Pipelines against the schedule's promise, wires against what carries them.
 
-Three tables. The first: stages whose tasks are padded to a wall time, so that they behave like devices of that speed,
+Two tables. The first: stages whose tasks are padded to a wall time, so that they behave like devices of that speed,
 against (M + S - 1)/M times the work of perfectly split stages, in one process and with a process a stage; with the
 most activations each stage kept, as counted, against the schedule's promise. The second: bandwidth of each wire
 against the bare operation under it, in turn in the same run. DataStore's peer is obstore with the operations that any
 consumer needs: a create-only put of the same bytes, looking until they are there, get, delete; it makes no checksum and
-no arrays. The third: equal stages on equal devices as one SPMD program, against programs of their own.
+no arrays.
 
     python scripts/bench_partitions.py
     python scripts/bench_partitions.py --only wires --mib 1,16
@@ -34,7 +34,7 @@ LOOK_AGAIN_S = 50e-6  # between two looks of a consumer of bare objects
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("pipelines", "wires", "spmd"), help="one of the tables")
+    parser.add_argument("--only", choices=("pipelines", "wires"), help="one of the tables")
     parser.add_argument("--turns", type=int, default=7, help="measurements of each figure (default 7)")
     parser.add_argument("--pace", default="20,40", help="ms of a forward and a backward task (default 20,40)")
     parser.add_argument("--mib", default="1,16", help="sizes for the wires in MiB (default 1,16)")
@@ -52,9 +52,6 @@ def main() -> int:
     if args.only in (None, "wires"):
         results["wires"] = run("wires devices", args) + run("wires processes", args)
         print_wires(results["wires"])
-    if args.only in (None, "spmd"):
-        results["spmd"] = run("spmd devices", args)
-        print_spmd(results["spmd"])
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     return 0
@@ -92,7 +89,7 @@ def worker(args: argparse.Namespace) -> int:
         jax.config.update("jax_num_cpu_devices", 4)
     else:
         jaxche.initialize(timeout_s=60)
-    table = {"pipelines": pipelines, "wires": wires, "spmd": spmd}[name](args)
+    table = {"pipelines": pipelines, "wires": wires}[name](args)
     if jax.process_index() == 0:
         args.json.write_text(json.dumps(table))
     return 0
@@ -135,8 +132,8 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
     import jax
 
     import jaxche
-    from jaxche.protocols import SCHEDULES as BY_NAME
-    from jaxche.protocols import Pace, simulate_schedule
+    from jaxche.stages import SCHEDULES as BY_NAME
+    from jaxche.stages import Pace, simulate_schedule
 
     table = []
     world = jax.process_count()
@@ -208,7 +205,7 @@ def within(mib: float, turns: int) -> list[dict[str, Any]]:
     import jax.numpy as jnp
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     devices = jax.devices()[:2]
     x = jax.device_put(jnp.ones(int(mib * 2**18), jnp.float32), devices[0])
@@ -236,7 +233,7 @@ def store_within(mib: float, turns: int, url: str) -> dict[str, Any]:
     import jax
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     device, x, buffers = four_arrays(mib)
     protocol = jaxche.DataStore(url, run=f"bench-{time.time_ns()}")
@@ -271,7 +268,7 @@ def store_between(mib: float, turns: int, url: str) -> dict[str, Any]:
     import jax
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     me = jax.process_index()
     device, x, buffers = four_arrays(mib)
@@ -339,7 +336,7 @@ def between(mib: float, turns: int) -> list[dict[str, Any]]:
     from jax.sharding import PartitionSpec as P
 
     import jaxche
-    from jaxche.protocols import Tag
+    from jaxche.stages import Tag
 
     me, here = jax.process_index(), jax.local_devices()[0]
     x = jnp.ones(int(mib * 2**18), jnp.float32)
@@ -438,95 +435,6 @@ def print_wires(rows: list[dict[str, Any]]) -> None:
         print(
             f"{row['wire']:<21}{row['mib']:>5g}{row['mb_s']:>8.0f}   {row['peer']:<18}{row['peer_mb_s']:>7.0f}"
             f"{row['ratio']:>7.2f}  {low:.2f} to {high:.2f}"
-        )
-
-
-# One SPMD program
-
-
-def spmd(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The stages of :func:`chain`, unpaced: programs of their own, one program, and one that ``jax.grad`` made."""
-    import jax
-    import numpy as np
-
-    import jaxche
-
-    table = []
-    micro_batches = 8
-    for n_stages, rows, width in ((4, 16, 64), (2, 32, 256), (4, 32, 256), (2, 64, 512), (4, 64, 512)):
-        stages, loss, params, batch = chain(n_stages, rows * micro_batches, width)
-        program, stacked = one_program(n_stages, micro_batches, params)
-        theirs, theirs_grads = program(stacked, batch)
-        for schedule in SCHEDULES:
-            makers = {"own": False, "one": True, "chosen": None}
-            models = {
-                name: jaxche.Partitioned(stages, loss, jaxche.Pipeline(rows, schedule, one_program=which), remat=True)
-                for name, which in makers.items()
-            }
-            placed = [jax.device_put(p, d) for p, d in zip(params, models["own"].devices, strict=True)]
-            chosen = "one program" if "one program over" in models.pop("chosen").explain(placed, batch) else "own"
-            actions = {
-                name: lambda m=model, p=placed, b=batch: m.value_and_grad(p, b) for name, model in models.items()
-            }
-            for action in actions.values():
-                value, grads = action()
-                np.testing.assert_allclose(value, theirs, rtol=1e-4)
-                np.testing.assert_allclose(grads[0]["w"], theirs_grads[0], rtol=1e-3, atol=1e-6)
-            actions["grad"] = functools.partial(program, stacked, batch)
-            times: dict[str, list[float]] = {name: [] for name in actions}
-            for _ in range(args.turns):
-                for name, action in actions.items():
-                    times[name].append(timed(lambda a=action: jax.block_until_ready(a()), 3))
-            row = {"stages": n_stages, "micro_batches": micro_batches, "rows": rows, "width": width}
-            row |= {"schedule": schedule, "chosen": chosen}
-            table.append(row | {f"{name}_ms": statistics.median(values) for name, values in times.items()})
-    return table
-
-
-def one_program(n_stages: int, micro_batches: int, params: Any) -> tuple[Any, Any]:
-    """GPipe as one program: a scan over ticks, each stage passing on its output by ppermute, differentiated as one."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    mesh = Mesh(np.array(jax.devices()[:n_stages]), ("stage",))
-    ring = [(i, i + 1) for i in range(n_stages - 1)]
-
-    def body(w: Any, batch: Any) -> Any:
-        stage = jax.lax.axis_index("stage")
-        cut = batch.reshape(micro_batches, -1, batch.shape[-1])
-        layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w[0]))
-
-        def tick(carry: Any, t: Any) -> Any:
-            arrived, total = carry
-            x = jnp.where(stage == 0, cut[jnp.clip(t, 0, micro_batches - 1)], arrived)
-            y = layer(w, x)
-            micro = t - (n_stages - 1)
-            error = jnp.mean((y - cut[jnp.clip(micro, 0, micro_batches - 1)]) ** 2)
-            total += jnp.where((stage == n_stages - 1) & (micro >= 0), error, 0.0) / micro_batches
-            return (jax.lax.ppermute(y, "stage", ring), total), None
-
-        start = (jnp.zeros_like(cut[0]), jnp.float32(0))
-        (_, total), _ = jax.lax.scan(tick, start, jnp.arange(micro_batches + n_stages - 1))
-        return jax.lax.psum(total, "stage")
-
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P(), check_vma=False)
-    stacked = jax.device_put(np.stack([p["w"] for p in params]), NamedSharding(mesh, P("stage")))
-    return jax.jit(jax.value_and_grad(mapped)), stacked
-
-
-def print_spmd(rows: list[dict[str, Any]]) -> None:
-    print("\nEqual stages on equal devices of one process, unpaced, with recomputation: a program for each task of a")
-    print("stage, one program that goes through the schedule, and GPipe as jax.grad makes it of a scan with ppermute")
-    head = f"{'S':>3}{'M':>4}{'rows':>6}{'width':>7}  {'schedule':<9}"
-    print(f"{head}{'own':>9}{'one':>12}{'own/one':>9}{'jax.grad':>12}  chosen")
-    for row in rows:
-        print(
-            f"{row['stages']:>3}{row['micro_batches']:>4}{row['rows']:>6}{row['width']:>7}  {row['schedule']:<9}"
-            f"{row['own_ms']:>6.2f} ms{row['one_ms']:>9.2f} ms{row['own_ms'] / row['one_ms']:>9.2f}"
-            f"{row['grad_ms']:>9.2f} ms  {row['chosen']}"
         )
 
 

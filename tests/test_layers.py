@@ -19,7 +19,7 @@ ORDER = (
     "scaling",
     "sharding",
     "distributed",
-    "protocols",
+    "stages",
     "cluster",
     "reports",
     "training",

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MUTANTS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="utf8"))["mutant"]
-PACKAGES = ("averaging", "cadence", "protocols", "scaling", "sharding", "training")
+PACKAGES = ("averaging", "cadence", "stages", "scaling", "sharding", "training")
 
 
 @pytest.mark.parametrize(

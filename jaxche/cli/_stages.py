@@ -79,7 +79,7 @@ def _local_stages(n_stages: int, number: int, count: int) -> list[int]:
 
 
 def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
-    from jaxche.protocols import DataStore, Direct, Pipeline
+    from jaxche.stages import DataStore, Direct, Pipeline
 
     if args.protocol == "direct":
         return Direct()
@@ -94,7 +94,7 @@ def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> i
     import optax
 
     from jaxche.cli._text_task import EPOCHS, LEARNING_RATE, text_stages
-    from jaxche.protocols import Partitioned
+    from jaxche.stages import Partitioned
 
     task = text_stages(n_stages, args.batch_size, args.seed)
     protocol = _protocol(args, task.data.batch_size)

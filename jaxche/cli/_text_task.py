@@ -13,7 +13,7 @@ import optax
 from flax import linen as nn
 
 from jaxche.cli._tasks import Task
-from jaxche.protocols import balance_stages
+from jaxche.stages import balance_stages
 from jaxche.training import Batches
 
 BATCH_SIZE, LEARNING_RATE, EPOCHS = 16, 2e-3, 4

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import add_weighted, measure_drift, zero_sums
 from jaxche.distributed import Group
-from jaxche.protocols import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.sharding import Device, RemoteDevice, batch_size
+from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.training._checks import refuse_foreign_devices
 from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import digest, update_digest
@@ -125,9 +125,6 @@ class StagedPrograms:
         if size is not None and examples < self._examples and examples % size:
             size = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
             protocol = replace(protocol, micro_batch_size=size)
-        if isinstance(protocol, Pipeline):
-            # Its collectives would be in flight beside those of other replicas and of a merge, which can deadlock.
-            protocol = replace(protocol, one_program=False)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
                 [_on_lifted(stage) for stage in self._model.stages],
@@ -211,11 +208,6 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
         raise ValueError(
             f"protocol={protocol!r} is for stages in processes of their own, and those of a replica are in one; write "
             "jaxche.Partitioned(stages, loss, jaxche.Pipeline(micro_batch_size=8))"
-        )
-    if getattr(protocol, "one_program", None):
-        raise ValueError(
-            f"protocol={protocol!r}: replicas run side by side, and programs over several devices each could block one "
-            "another; leave one_program= out"
         )
     given = _default_replicas(n_stages) if replicas is None else [_devices_of(r, n_stages) for r in replicas]
     for one, other in itertools.combinations(given, 2):

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
-from jaxche.protocols import Partitioned
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, refuse_bad_params
+from jaxche.stages import Partitioned
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
     check_opt_state,

@@ -12,7 +12,7 @@ import optax
 import jaxche
 
 # Those of the tests in one process.
-MODELS = runpy.run_path(str(Path(__file__).parents[1] / "protocols" / "conftest.py"))["MODELS"]
+MODELS = runpy.run_path(str(Path(__file__).parents[1] / "stages" / "conftest.py"))["MODELS"]
 PROTOCOLS = {
     "direct": lambda: jaxche.Direct(timeout_s=60),
     "1f1b": lambda: jaxche.Pipeline(micro_batch_size=3, timeout_s=60),

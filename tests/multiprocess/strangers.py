@@ -16,7 +16,7 @@ import optax
 import jaxche
 from jaxche.distributed import process_group
 
-MODEL = runpy.run_path(str(Path(__file__).parents[1] / "protocols" / "conftest.py"))["MODELS"]["plain"](2, False)
+MODEL = runpy.run_path(str(Path(__file__).parents[1] / "stages" / "conftest.py"))["MODELS"]["plain"](2, False)
 
 
 def listening():

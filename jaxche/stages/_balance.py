@@ -1,0 +1,173 @@
+"""From layers to stages: balance their times on devices of different speeds, and put them in order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxche.averaging import is_float
+from jaxche.stages._stage import as_stage, cotangents
+
+Node = TypeVar("Node", bound=Hashable)
+
+_REPEATS = 5
+
+
+def balance_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[range]:
+    r"""Cut a list of layers into stages, one a device, so that the slowest stage is as fast as possible.
+
+    .. math:: \min_{0 = c_0 < c_1 < \dots < c_S = L} \; \max_s \frac{1}{v_s} \sum_{l = c_s}^{c_{s+1} - 1} t_l
+
+    The slowest stage sets the time of a pipeline. The result is exact, by dynamic programming over stages and cuts in
+    O(S L²). Every stage gets at least one layer, in the order of the devices. If that order is free, try others.
+
+    Args:
+      costs: time t of each layer, forward and backward, in any unit, on a device of speed 1: see
+        :func:`measure_costs`.
+      speeds: speed v of each stage's device: 2 is twice as fast as 1.
+
+    Returns:
+      For each stage, the range of its layers.
+
+    Raises:
+      ValueError: fewer layers than stages, or a speed that is not positive, or a negative cost.
+
+    Example:
+      >>> import jaxche
+      >>> jaxche.stages.balance_stages([1, 1, 1, 1, 1, 1], speeds=[2, 1])
+      [range(0, 4), range(4, 6)]
+    """
+    for name, values, least in (("costs", costs, 0), ("speeds", speeds, None)):
+        if len(values) == 0:
+            raise ValueError(f"{name} is empty; write e.g. jaxche.stages.balance_stages([1, 1, 2], speeds=[1, 1])")
+        for i, value in enumerate(values):
+            if not math.isfinite(value) or value < 0 or (least is None and value == 0):
+                raise ValueError(f"{name}[{i}]={value!r} must be a {'positive ' if least is None else ''}number")
+    layers, stages = len(costs), len(speeds)
+    if layers < stages:
+        raise ValueError(
+            f"costs has {layers} layers for {stages} stages of speeds={list(speeds)}; every stage needs one: leave "
+            "the slowest devices out, or cut the model finer"
+        )
+    before = np.concatenate([[0.0], np.cumsum(np.asarray(costs, np.float64))])
+    # slowest[l]: the least time of the slowest stage so far, if the stages end before layer l.
+    slowest = np.full(layers + 1, np.inf)
+    slowest[0] = 0.0
+    choices = []
+    for speed in speeds:
+        own = (before[None, :] - before[:, None]) / speed  # [begin, end]
+        own[np.tril_indices(layers + 1)] = np.inf  # at least one layer
+        times = np.maximum(slowest[:, None], own)
+        choices.append(times.argmin(axis=0))
+        slowest = times.min(axis=0)
+    cuts = [layers]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    cuts.reverse()
+    return [range(begin, end) for begin, end in itertools.pairwise(cuts)]
+
+
+def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], batch: Any) -> list[float]:
+    """Measure the forward and backward of each stage, one stage after the other, on the device of its parameters.
+
+    Args:
+      stages: functions as for :class:`~jaxche.Partitioned`, or single layers to be cut into stages.
+      params: one entry a stage.
+      batch: input of the first stage, of the size of a micro-batch.
+
+    Returns:
+      Milliseconds of each, the median of a few runs after compilation, for :func:`balance_stages`.
+
+    Raises:
+      ValueError: ``params`` has another number of entries than ``stages``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = [jnp.ones(4), jnp.ones((4, 4))]
+      >>> costs = measure_costs([lambda w, x: x * w, lambda w, x: x @ w], params, jnp.ones((2, 4)))
+      >>> len(costs), all(cost > 0 for cost in costs)
+      (2, True)
+    """
+    if len(stages) != len(params):
+        raise ValueError(f"params: {len(params)} entries for {len(stages)} stages; give the parameters of each stage")
+    costs, x = [], batch
+    for index, call in enumerate(stages):
+        stage = as_stage(index, call, remat=False)
+        key = jax.random.key(0)
+
+        @jax.jit
+        def forward_backward(tree: Any, x: Any, key: Any, stage: Any = stage, first: bool = index == 0) -> Any:
+            # The first stage sends no gradient.
+            wanted = (tree,) if first else (tree, x)
+            y, vjp = jax.vjp(lambda tree, x=x: stage(tree, x, key), *wanted)
+            ones = jax.tree.map(
+                lambda leaf: jax.numpy.ones_like(leaf) if is_float(leaf) else np.zeros(leaf.shape, jax.dtypes.float0), y
+            )
+            return y, cotangents(vjp(ones))
+
+        times = []
+        for _ in range(_REPEATS + 1):
+            start = time.perf_counter()
+            y, _ = jax.block_until_ready(forward_backward(params[index], x, key))
+            times.append((time.perf_counter() - start) * 1e3)
+        costs.append(statistics.median(times[1:]))
+        x = y
+    return costs
+
+
+def order_partitions(plan: Sequence[Node], partitions: Sequence[Sequence[Node]]) -> list[list[Node]]:
+    """Sort partitions by the order of their nodes in a plan.
+
+    Args:
+      plan: the nodes (layers) of the model in the order they run, each once.
+      partitions: the nodes of each partition, one stretch of the plan in any order.
+
+    Returns:
+      The partitions in the order in which they run, with their nodes in the order of the plan.
+
+    Raises:
+      ValueError: a node that is claimed twice, by no partition, or that is not in the plan; a partition that is
+        empty, or not one stretch of the plan.
+
+    Example:
+      >>> order_partitions(["a", "b", "c", "d"], [["c", "d"], ["a", "b"]])
+      [['a', 'b'], ['c', 'd']]
+    """
+    position: dict[Node, int] = {}
+    for i, node in enumerate(plan):
+        if node in position:
+            raise ValueError(f"plan has node {node!r} twice; give each layer a name of its own")
+        position[node] = i
+    if not partitions:
+        raise ValueError("partitions is empty; write e.g. partitions=[['a', 'b'], ['c', 'd']]")
+    owner: dict[Node, int] = {}
+    for p, nodes in enumerate(partitions):
+        if len(nodes) == 0:
+            raise ValueError(f"partitions[{p}] is empty; give it at least one node of the plan, or leave it out")
+        for node in nodes:
+            if node not in position:
+                raise ValueError(f"partitions[{p}] claims {node!r}, which is not in the plan {list(plan)!r}")
+            if node in owner:
+                where = f"partitions[{owner[node]}] and partitions[{p}]" if owner[node] != p else f"partitions[{p}]"
+                raise ValueError(f"node {node!r} is claimed twice, by {where}; leave it in one place")
+            owner[node] = p
+    for node in plan:
+        if node not in owner:
+            raise ValueError(f"node {node!r} is claimed by no partition; add it to one of the {len(partitions)}")
+    ordered = [sorted(nodes, key=position.__getitem__) for nodes in partitions]
+    for p, nodes in enumerate(ordered):
+        for before, after in itertools.pairwise(nodes):
+            if position[after] != position[before] + 1:
+                between = plan[position[before] + 1]
+                raise ValueError(
+                    f"partitions[{p}] is interleaved with partitions[{owner[between]}]: node {between!r} runs between "
+                    f"its {before!r} and {after!r}; a partition must be one stretch of the plan"
+                )
+    return sorted(ordered, key=lambda nodes: position[nodes[0]])

@@ -1,0 +1,346 @@
+"""Objects of a run in a folder, a bucket or memory: written once and whole, polled for, deleted.
+
+Buckets are accessed with obstore, folders with system calls. obstore makes the same calls in threads, which takes
+longer than a small file, and reads in pieces that it joins, which takes several times as long for a large file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import mmap
+import os
+import secrets
+import shutil
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxche.stages._tensors import write_all
+
+# Polling delays a reader by at most a twentieth of the time that it has waited.
+_FIRST_WAIT_S, _MAX_WAIT_S, _WAIT_GROWTH = 0.00005, 0.1, 1.05
+# Smaller objects are written in one request; S3 takes no more than 5 GiB in one.
+_MULTIPART_BYTES = 64 * 1024 * 1024
+# Arrays at multiples of this address are used by the CPU backend without a copy.
+_ALIGNMENT = 64
+# Reading smaller files is as fast as mapping them.
+_MAPPED_BYTES = 1 << 20
+# Each mapped file is an open file, of which a process may have some hundreds.
+_MAX_MAPPED = 64
+_MEMORY_LOCK = threading.Lock()
+_PROBE = b"jaxche was here"
+
+
+def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
+    """The objects of a run at a URL, after a test that they can be written, read and deleted.
+
+    ``options`` go to obstore. Raises ImportError without obstore, ValueError for an unknown URL or option, and
+    ConnectionError if the test fails.
+    """
+    probe_options = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
+    _probe(_open(url, {**probe_options, **options}), url, run)
+    return Objects(_open(url, options), url, run)
+
+
+class Objects:
+    """The objects of one run in an obstore store. Keys begin with ``run``; ``where`` is the URL in errors."""
+
+    def __init__(self, store: Any, where: str, run: str):
+        import obstore.store
+
+        self._store, self._where, self._run = store, where, run
+        is_folder = isinstance(store, obstore.store.LocalStore)
+        self._folder = Folder(store.prefix / run) if is_folder else None
+
+    def __str__(self) -> str:
+        return f"{self._where} (run {self._run})"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether objects are written by system calls and not by requests to a server."""
+        return self._folder is not None
+
+    def within(self, folder: str) -> Objects:
+        """The objects in a folder of these."""
+        return Objects(self._store, self._where, f"{self._run}/{folder}")
+
+    def folders(self) -> list[str]:
+        """Names of the folders that hold objects."""
+        with self._named("listing", self._run):
+            found = self._store.list_with_delimiter(self._run)["common_prefixes"]
+        return sorted(path.rpartition("/")[2] for path in found)
+
+    def remove(self, folder: str) -> None:
+        """Delete a folder with all objects in it, including partially written files."""
+        if self._folder is not None:
+            self._folder.remove(folder)
+        else:
+            self.delete(self.names(folder))
+
+    def create(self, key: str, buffers: Sequence[Any]) -> None:
+        """Write a new object atomically. If it exists with an equal first buffer, which implies equal content, do
+        nothing; raise ValueError if it exists with other content.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        path, head = self._path(key), bytes(buffers[0])
+        with self._named("writing", key):
+            try:
+                if self._folder is not None:
+                    self._folder.create(key, buffers)
+                else:
+                    self._store.put(path, buffers, mode="create", use_multipart=False)
+                return
+            except (AlreadyExistsError, FileExistsError):
+                pass
+            try:
+                found = bytes(self._store.get_range(path, start=0, end=len(head)))
+            except FileNotFoundError:
+                return  # its reader deleted it between the two requests
+        if found != head:
+            raise ValueError(
+                f"{key} in {self} was written before with other content: two writers use one run, or a run of this "
+                "name ended early, or a stage started again does not compute the same twice. Use another "
+                'DataStore(run="..."), or delete the old run'
+            )
+
+    def agree(self, key: str, text: str) -> None:
+        """Write what all processes must have equal, or raise ValueError if it differs from what is written."""
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._named("writing", key):
+            try:
+                self._store.put(self._path(key), text.encode(), mode="create", use_multipart=False)
+                return
+            except AlreadyExistsError:
+                pass
+        found = self.read(key, 1000)
+        there = bytes(found[0]).decode(errors="replace") if found else text
+        if there != text:
+            raise ValueError(
+                f"{self} was begun with {there}, this process has {text}: start all its processes alike, or begin "
+                'another DataStore(run="...")'
+            )
+
+    def replace(self, key: str, buffers: Sequence[Any]) -> None:
+        """Write an object atomically, also over an existing one."""
+        large = sum(len(part) for part in buffers) > _MULTIPART_BYTES
+        with self._named("writing", key):
+            self._store.put(self._path(key), buffers, use_multipart=large, chunk_size=_MULTIPART_BYTES)
+
+    def read(self, key: str, limit: int) -> tuple[Any, int] | None:
+        """The bytes of an object, at most the first ``limit``, and its size; None if there is no such object."""
+        with self._named("reading", key), contextlib.suppress(FileNotFoundError):
+            if self._folder is not None:
+                return self._folder.read(key, limit)
+            found = self._store.get(self._path(key))
+            size = found.meta["size"]
+            if size <= limit:
+                return found.bytes(), size
+            return self._store.get_range(self._path(key), start=0, end=limit), size
+        return None
+
+    def wait(self, key: str, limit: int, timeout_s: float, pause: Callable[[float], None]) -> tuple[Any, int]:
+        """:meth:`read`, once the object exists. ``pause`` sleeps between two polls, and may raise to end the wait."""
+        deadline, wait_s = time.monotonic() + timeout_s, _FIRST_WAIT_S
+        while (found := self.read(key, limit)) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(key)
+            pause(wait_s)
+            wait_s = min(wait_s * _WAIT_GROWTH, _MAX_WAIT_S)
+        return found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; missing ones are no error."""
+        keys = list(keys)
+        if not keys:
+            return
+        with self._named("deleting", self._path(keys[0])):
+            if self._folder is not None:
+                self._folder.delete(keys)
+                return
+            paths = [self._path(key) for key in keys]
+            try:
+                self._store.delete(paths)
+            except FileNotFoundError:
+                # Google's store raises for a missing object, and obstore then skips the rest.
+                for path in paths:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._store.delete(path)
+
+    def names(self, folder: str) -> list[str]:
+        """Keys of the objects in a folder of the run, in order."""
+        with self._named("listing", folder):
+            found = [entry["path"] for chunk in self._store.list(self._path(folder)) for entry in chunk]
+        # NFS keeps a deleted file that is still mapped, under a hidden name.
+        return sorted(path[len(self._run) + 1 :] for path in found if not path.rpartition("/")[2].startswith("."))
+
+    def remove_partial(self, is_mine: Callable[[str], bool]) -> None:
+        """Delete files that killed processes left partially written, of keys that only the caller writes."""
+        if self._folder is not None:
+            self._folder.remove_partial(is_mine)
+
+    def _path(self, key: str) -> str:
+        return f"{self._run}/{key}"
+
+    @contextlib.contextmanager
+    def _named(self, doing: str, key: str):
+        """Turn errors of the store into a ConnectionError that says what failed and where."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (BaseError, OSError) as error:
+            raise ConnectionError(f"{doing} {key} in {self} failed: {_first_line(error)}") from error
+
+
+class Folder:
+    """The files of one run, by system calls.
+
+    A partially written file has the name that obstore gives it, ``key#1``, which no listing shows. Large files are
+    mapped: their arrays are the pages of the file, and stay valid after it is deleted. A complete file never changes.
+    """
+
+    def __init__(self, path: Path):
+        self._path = os.fspath(path)
+        self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def create(self, key: str, buffers: Sequence[Any]) -> None:
+        """Write a new file atomically; raises FileExistsError if it exists."""
+        path = f"{self._path}/{key}"
+        # A random number, because other machines or killed processes may write the same key.
+        partial = f"{path}#{secrets.randbits(64)}"
+        try:
+            try:
+                _write(partial, buffers)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                _write(partial, buffers)
+            os.link(partial, path)  # atomic, and fails if the file exists
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
+
+    def read(self, key: str, limit: int) -> tuple[Any, int] | None:
+        """The bytes of a file, at most the first ``limit``, and its size; None if there is no such file."""
+        with contextlib.suppress(FileNotFoundError), open(f"{self._path}/{key}", "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = min(size, limit)
+            if length >= _MAPPED_BYTES and len(self._mapped) < _MAX_MAPPED:
+                with contextlib.suppress(OSError):  # a file system without mmap
+                    # Copy-on-write, because a program may be given the arrays as donated buffers.
+                    mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY)
+                    self._mapped.add(mapped)
+                    return memoryview(mapped).toreadonly(), size
+            room = np.empty(length + _ALIGNMENT, np.uint8)
+            start = -room.ctypes.data % _ALIGNMENT
+            data = room.data[start : start + length]
+            done = 0
+            while count := file.readinto(data[done:]):
+                done += count
+            return data[:done].toreadonly(), size
+        return None
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete files; missing ones are no error."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._path}/{key}")
+        if self._mapped:
+            # JAX releases borrowed buffers in a garbage collection, or else in the next step, where unmapping large
+            # files would delay the stages.
+            gc.collect(0)
+
+    def remove(self, folder: str) -> None:
+        """Delete a folder with everything in it."""
+        shutil.rmtree(f"{self._path}/{folder}", ignore_errors=True)
+
+    def remove_partial(self, is_mine: Callable[[str], bool]) -> None:
+        """Delete partially written files of keys that only the caller writes."""
+        folder = Path(self._path)
+        for path in folder.rglob("*#*"):
+            key, _, number = path.relative_to(folder).as_posix().rpartition("#")
+            if number.isdecimal() and is_mine(key):
+                path.unlink(missing_ok=True)
+
+
+def _write(path: str, buffers: Sequence[Any]) -> None:
+    with open(path, "xb", buffering=0) as file:
+        write_all(functools.partial(os.writev, file.fileno()), buffers)
+
+
+def _first_line(error: BaseException) -> str:
+    """The message of an error without the dump of nested Rust errors that follows it."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+@functools.cache
+def _memory_store(url: str) -> Any:
+    """The store of a ``memory://`` URL, one in the process, so that successive wires find the same objects."""
+    import obstore.store
+
+    return obstore.store.MemoryStore()
+
+
+def _open(url: str, options: Mapping[str, Any]) -> Any:
+    """The obstore store of a URL."""
+    try:
+        import obstore.store
+        from obstore.exceptions import BaseError
+
+        importlib.import_module("xxhash")  # for checksums; if it is missing, fail now and not in the first step
+    except ImportError as error:
+        raise ImportError('DataStore needs obstore and xxhash: pip install "jaxche[store]"') from error
+    try:
+        if "://" not in url:
+            return obstore.store.LocalStore(os.path.abspath(os.path.expanduser(url)), mkdir=True)
+        scheme = url.split("://")[0]
+        if scheme == "memory":
+            with _MEMORY_LOCK:  # concurrent calls of a cached function may compute it twice
+                return _memory_store(url)
+        if scheme == "file":
+            return obstore.store.LocalStore.from_url(url, mkdir=True)
+        return obstore.store.from_url(url, **options)
+    except OSError as error:
+        raise ConnectionError(f"DataStore cannot use {url}: making the folder failed: {error}") from error
+    except (BaseError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"url={url!r} with these options names no store ({_first_line(error)}): write a folder, "
+            '"s3://bucket/path", "gs://bucket/path" or "memory://name"'
+        ) from error
+
+
+def _probe(store: Any, url: str, run: str) -> None:
+    """Raise ConnectionError for a store that cannot write, read or delete, or that overwrites on a create."""
+    from obstore.exceptions import AlreadyExistsError, BaseError
+
+    key, tried = f"{run}/probe-{uuid.uuid4().hex}", "writing"
+    try:
+        store.put(key, _PROBE, mode="create", use_multipart=False)
+        tried = "reading"
+        read = bytes(store.get(key).bytes())
+        tried = "writing once more"
+        with contextlib.suppress(AlreadyExistsError):
+            store.put(key, _PROBE, mode="create", use_multipart=False)
+            raise BaseError("it does not honour conditional writes, so two writers would not notice each other")
+        tried = "deleting"
+        store.delete(key)
+        if read != _PROBE:
+            raise BaseError(f"read {read!r} where {_PROBE!r} was written")
+    except (BaseError, OSError, ValueError, NotImplementedError) as error:
+        raise ConnectionError(
+            f"DataStore cannot use {url}: {tried} {key} failed: {_first_line(error)}. Check that it exists and may be "
+            "written; credentials come from the environment, or as options={...}"
+        ) from error

@@ -1,0 +1,362 @@
+"""A model cut into stages, each with its parameters and its optimizer state on its own device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.extend.core import ClosedJaxpr
+
+from jaxche.sharding import Device, local_devices
+from jaxche.stages._runner import Pace, Runner
+from jaxche.stages._stage import as_stage, spec, stage_key, trace_stages
+from jaxche.stages._wire import StageProtocol
+
+
+class PartitionedState(NamedTuple):
+    """Training state of a :class:`Partitioned` model: one entry a stage, each on its stage's device.
+
+    Attributes:
+      step: steps taken.
+      params: parameters of each stage; None for a stage of another process.
+      opt_state: optax state of each stage, likewise.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxche, optax
+      >>> model = jaxche.Partitioned([lambda p, x: x * p], lambda y, x: jnp.mean(y**2), jaxche.Direct())
+      >>> state = model.init([jnp.ones(1)], optax.sgd(0.1))
+      >>> state.step, state.params[0].tolist()
+      (0, [1.0])
+    """
+
+    step: int
+    params: tuple[Any, ...]
+    opt_state: tuple[Any, ...]
+
+
+class Partitioned:
+    r"""A model cut into stages on different devices, or in different processes.
+
+    .. math:: x_1 = f_0(\theta_0, \mathrm{batch}), \quad x_{i+1} = f_i(\theta_i, x_i), \quad
+              L = \mathrm{loss}(x_S, \mathrm{batch})
+
+    Loss and gradients equal those of the whole model under every protocol. With micro-batches the loss is the mean of
+    their losses. This equals the loss of the batch if ``loss`` is a plain mean over examples, and not, for example, a
+    mean over unmasked tokens whose number differs between micro-batches.
+
+    A stage is any function of a pytree of parameters and a pytree of arrays: ``module.apply`` of a linen module, or a
+    closure over the graph of an nnx model, see the examples. A stage with an argument ``rng`` gets a different key for
+    every step, stage and micro-batch. The keys are the same under all protocols with the same micro-batches.
+
+    Args:
+      stages: the functions ``f_0(params[0], batch)`` and ``f_i(params[i], x)``, each returning a pytree of arrays.
+        Integer and boolean arrays, such as masks, are sent too; gradients flow through the float arrays.
+      loss: ``loss(y, batch)``, a scalar, the mean over the batch.
+      protocol: how stages communicate: ``jaxche.Direct()``, ``jaxche.Pipeline(micro_batch_size=8)`` or
+        ``jaxche.DataStore(url)``.
+      devices: one a stage; default: the first devices of :func:`jaxche.devices` in this process. A device may appear
+        several times.
+      local_stages: the stages of this process, e.g. ``[jax.process_index()]``, if they are spread over processes. All
+        processes then call the same methods in the same order with the same batch. Default: all stages.
+      remat: whether a stage saves only its input for the backward and recomputes the rest; one value, or one a stage.
+      seed: seed of the keys of stages with an argument ``rng``.
+      paces: for experiments on equal devices, a :class:`~jaxche.stages.Pace` a stage to which its tasks are padded.
+
+    Attributes:
+      stages: the functions.
+      loss: the loss.
+      protocol: how stages communicate.
+      remat: one bool a stage.
+      seed: as given.
+
+    Raises:
+      ValueError: an invalid argument, or fewer devices than stages. Methods raise it for parameters or batches that
+        do not fit a stage, with the name of the stage.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxche, optax
+      >>> def hidden(params, batch):
+      ...     return jnp.tanh(batch["x"] @ params["w"])
+      >>> def output(params, x):
+      ...     return x @ params["w"]
+      >>> def loss(y, batch):
+      ...     return jnp.mean((y - batch["y"]) ** 2)
+      >>> model = jaxche.Partitioned([hidden, output], loss, jaxche.Pipeline(micro_batch_size=2))
+      >>> params = [{"w": jnp.ones((3, 4))}, {"w": jnp.ones((4, 1))}]
+      >>> batch = {"x": jnp.ones((8, 3)), "y": jnp.zeros((8, 1))}
+      >>> value, grads = model.value_and_grad(params, batch)
+      >>> round(float(value), 2), grads[0]["w"].shape, len(grads[1]["w"].devices())
+      (15.84, (3, 4), 1)
+      >>> state = model.init(params, optax.sgd(0.1))
+      >>> state, value = model.step(state, batch)
+      >>> state.step
+      1
+
+      Flax modules as stages, linen and nnx:
+
+      >>> from flax import linen, nnx
+      >>> dense = linen.Dense(4)
+      >>> graph, start = nnx.split(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+      >>> stages = [
+      ...     lambda params, batch: linen.relu(dense.apply({"params": params}, batch["x"])),
+      ...     lambda params, x: nnx.merge(graph, params)(x),
+      ... ]
+      >>> params = [dense.init(jax.random.key(0), batch["x"])["params"], start]
+      >>> loss, grads = jaxche.Partitioned(stages, loss, jaxche.Direct()).value_and_grad(params, batch)
+      >>> grads[1]["kernel"].shape
+      (4, 1)
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[..., Any]],
+        loss: Callable[[Any, Any], Any],
+        protocol: StageProtocol,
+        devices: Sequence[Device] | None = None,
+        *,
+        local_stages: Sequence[int] | None = None,
+        remat: bool | Sequence[bool] = False,
+        seed: int = 0,
+        paces: Sequence[Pace] | None = None,
+    ):
+        if not stages:
+            raise ValueError("stages is empty; write e.g. stages=[f0, f1] with f(params, x)")
+        if not callable(loss):
+            raise ValueError(f"loss={loss!r} is not a function; write def loss(y, batch): ... return the mean")
+        _check_protocol(protocol)
+        if paces is not None and len(paces) != len(stages):
+            raise ValueError(
+                f"paces has {len(paces)} entries for {len(stages)} stages; write paces=[Pace(2.0, 4.0)] * {len(stages)}"
+            )
+        remats = (remat,) * len(stages) if isinstance(remat, bool) else tuple(remat)
+        if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):
+            raise ValueError(f"remat={remat!r} must be one bool, or {len(stages)}, one a stage; write remat=True")
+        self._stages = [as_stage(i, call, own) for i, (call, own) in enumerate(zip(stages, remats, strict=True))]
+        self.stages, self.loss, self.protocol, self.remat, self.seed = tuple(stages), loss, protocol, remats, seed
+        self._local = _check_local_stages(local_stages, len(stages))
+        self._devices = _check_devices(devices, self._local, len(stages))
+        self._runner = Runner(self._stages, loss, protocol, seed, self._local, self._devices, paces)
+        self._update: Any = None
+        self._outputs = [
+            jax.jit(lambda params, x, s=s: s(params, x, stage_key(seed, 0, s.index, 0))) for s in self._stages
+        ]
+
+    @property
+    def devices(self) -> tuple[Device | None, ...]:
+        """The device of each stage; None for a stage of another process."""
+        return self._devices
+
+    @property
+    def peak_activations(self) -> tuple[int | None, ...]:
+        """For each stage, the most micro-batches whose activations it kept at once in the last step; None elsewhere."""
+        return self._runner.peaks
+
+    def value_and_grad(self, params: Sequence[Any], batch: Any, *, step: int | None = None) -> tuple[Any, tuple]:
+        """The loss and the gradients of every stage.
+
+        Args:
+          params: one entry a stage. For stages of other processes only the shapes are read: these entries may be
+            ``jax.ShapeDtypeStruct``, or None once the shapes are known from :meth:`init`.
+          batch: pytree of arrays with a leading batch axis, the same in every process.
+          step: number of the step, for keys and tags; default: one more than in the previous call.
+
+        Returns:
+          The scalar loss, and a tuple with the gradients of each stage on its device; None for a stage of another
+          process.
+
+        Raises:
+          ValueError: parameters or a batch that do not fit the stages.
+        """
+        step = self._runner.next_step if step is None else step
+        plan, placed = self._runner.prepare(params, batch)
+        results = self._runner.run(plan, step, placed, batch)
+        loss = self._runner.broadcast_loss(step, results)
+        self._runner.wire().finish(step)
+        return loss, self._runner.by_stage({stage: result.grads for stage, result in results.items()})
+
+    def init(self, params: Sequence[Any], tx: optax.GradientTransformation) -> PartitionedState:
+        """Put the parameters of each stage on its device, and initialize its optimizer state.
+
+        Args:
+          params: one entry a stage, as for :meth:`value_and_grad`.
+          tx: any optax transformation. It is applied to each stage separately, so ``optax.clip_by_global_norm``, for
+            example, sees the norm of one stage.
+
+        Returns:
+          The state for :meth:`step`. After a restart of this process under a protocol that saves states, the state
+          after the last finished step.
+
+        Raises:
+          ValueError: ``tx`` is not an optax transformation, or the parameters do not fit the stages.
+        """
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
+        placed = self._runner.place(params)
+        tx = optax.with_extra_args_support(tx)
+
+        def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        self._update, init = jax.jit(update), jax.jit(tx.init)
+        states = tuple((placed[stage], init(placed[stage])) for stage in self._local)
+        found = self._runner.wire().rejoin(spec(states))
+        step, states = found if found is not None else (0, states)
+        states = [jax.device_put(s, self._devices[stage]) for stage, s in zip(self._local, states, strict=True)]
+        self._runner.next_step = step
+        return self._state(step, states)
+
+    def step(self, state: PartitionedState, batch: Any) -> tuple[PartitionedState, Any]:
+        """Take one optimizer step on one batch. The given state is not modified.
+
+        Args:
+          state: from :meth:`init` or the previous step.
+          batch: pytree of arrays with a leading batch axis, the same in every process.
+
+        Returns:
+          The next state and the loss of the batch.
+
+        Raises:
+          ValueError: no :meth:`init` before, or a batch that does not fit the stages.
+        """
+        if self._update is None:
+            raise ValueError("step before init; write state = model.init(params, tx) first")
+        plan, placed = self._runner.prepare(state.params, batch)
+        results = self._runner.run(plan, state.step, placed, batch)
+        states = [self._update(results[stage].grads, placed[stage], state.opt_state[stage]) for stage in self._local]
+        loss = self._runner.broadcast_loss(state.step, results)
+        self._runner.wire().finish(state.step, tuple(states))
+        return self._state(state.step + 1, states), loss
+
+    def compile(self, params: Sequence[Any], batch: Any) -> None:
+        """Compile the programs for batches of these shapes, if they are not compiled yet.
+
+        Args:
+          params: one entry a stage, as for :meth:`value_and_grad`.
+          batch: pytree of arrays with a leading batch axis.
+
+        Raises:
+          ValueError: parameters or a batch that do not fit the stages.
+        """
+        self._runner.prepare(params, batch)
+
+    def explain(self, params: Sequence[Any], batch: Any) -> str:
+        """Describe the micro-batches of batches of these shapes; compiles their programs as :meth:`compile` does.
+
+        Args:
+          params: one entry a stage, as for :meth:`value_and_grad`.
+          batch: pytree of arrays with a leading batch axis.
+
+        Returns:
+          One line: the number of stages and micro-batches, and the schedule.
+
+        Raises:
+          ValueError: parameters or a batch that do not fit the stages.
+        """
+        size, count = self._runner.prepare(params, batch)[0].micro
+        cut = "1 micro-batch" if size is None else f"{count} micro-batches of {size}, {self.protocol.schedule}"
+        return f"{len(self._stages)} stages, {cut}"
+
+    def trace(self, params: Sequence[Any], batch: Any) -> ClosedJaxpr:
+        """The jaxpr of all stages and the loss as one function, e.g. to compare the code of processes.
+
+        Args:
+          params: one entry a stage: arrays, or their shapes and dtypes.
+          batch: pytree of arrays, or their shapes and dtypes.
+
+        Returns:
+          The jaxpr of ``(params, batch, key) -> loss``.
+
+        Raises:
+          ValueError: a stage does not accept its input.
+        """
+        trace_stages(self._stages, self.loss, tuple(map(spec, params)), spec(batch))
+
+        def whole(params: Sequence[Any], batch: Any, key: Any) -> Any:
+            x = batch
+            for stage, tree in zip(self._stages, params, strict=True):
+                x = stage(tree, x, key)
+            return self.loss(x, batch)
+
+        return jax.make_jaxpr(whole)(tuple(params), batch, jax.random.key(0))
+
+    def __repr__(self) -> str:
+        return f"Partitioned({len(self._stages)} stages, {self.protocol!r})"
+
+    def apply(self, params: Sequence[Any], batch: Any) -> Any:
+        """The output of the last stage, for evaluation. All stages must be in this process; the batch stays whole.
+
+        Args:
+          params: one entry a stage, e.g. ``state.params``.
+          batch: pytree of arrays.
+
+        Returns:
+          The output of the last stage, on its device. Stages with an argument ``rng`` get the keys of step 0.
+
+        Raises:
+          ValueError: some stages are in other processes.
+        """
+        if len(self._local) < len(self._stages):
+            raise ValueError(
+                f"apply needs all stages in this process, which has {list(self._local)} of {len(self._stages)}; gather "
+                "the parameters and make a jaxche.Partitioned without local_stages"
+            )
+        x = batch
+        for stage, tree in self._runner.place(params).items():
+            x = self._outputs[stage](tree, jax.device_put(x, self._devices[stage]))
+        return x
+
+    def close(self) -> None:
+        """Close the connections to other stages; the next call opens new ones."""
+        self._runner.close()
+
+    def _state(self, step: int, states: Sequence[tuple[Any, Any]]) -> PartitionedState:
+        params, opt_states = ({s: pair[i] for s, pair in zip(self._local, states, strict=True)} for i in range(2))
+        return PartitionedState(step, self._runner.by_stage(params), self._runner.by_stage(opt_states))
+
+
+def _check_protocol(protocol: Any) -> None:
+    if isinstance(protocol, type) or not all(hasattr(protocol, n) for n in ("wire", "micro_batch_size", "schedule")):
+        raise ValueError(
+            f"protocol={protocol!r} is not a protocol; write protocol=jaxche.Direct(), "
+            "jaxche.Pipeline(micro_batch_size=8) or jaxche.DataStore('/shared/run')"
+        )
+
+
+def _check_local_stages(local_stages: Sequence[int] | None, n_stages: int) -> tuple[int, ...]:
+    """The stages of this process, ascending."""
+    if local_stages is None:
+        return tuple(range(n_stages))
+    local = tuple(sorted(int(i) for i in local_stages))
+    if not local or len(set(local)) != len(local) or local[0] < 0 or local[-1] >= n_stages:
+        raise ValueError(
+            f"local_stages={list(local_stages)!r} must be different numbers from 0 to {n_stages - 1}, at least one; "
+            "write e.g. local_stages=[jax.process_index()]"
+        )
+    return local
+
+
+def _check_devices(devices: Sequence[Device] | None, local: Sequence[int], n_stages: int) -> tuple[Device | None, ...]:
+    """One entry a stage: its device, or None for a stage of another process."""
+    have = local_devices() if devices is None else list(devices)
+    if any(not isinstance(device, jax.Device) for device in have):
+        raise ValueError(f"devices={devices!r} must be devices, e.g. devices=jax.devices()")
+    if devices is not None and len(have) == n_stages:
+        have = [have[stage] for stage in local]
+    if len(have) < len(local):
+        raise ValueError(
+            f"{len(local)} stages need {len(local)} devices, but there "
+            f"{'is' if len(have) == 1 else 'are'} {len(have)}; to put several stages on one device write "
+            f"devices=[jax.local_devices()[0]] * {n_stages}"
+        )
+    placed: list[Device | None] = [None] * n_stages
+    for stage, device in zip(local, have, strict=False):
+        if device.process_index != jax.process_index():
+            raise ValueError(
+                f"devices: {device} of stage {stage} belongs to process {device.process_index}, this is process "
+                f"{jax.process_index()}; give the stages of this process devices of jax.local_devices()"
+            )
+        placed[stage] = device
+    return tuple(placed)

@@ -1,0 +1,210 @@
+"""The compiled programs of one stage: forward, and backward with accumulation of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from jaxche.averaging import sum_dtype
+from jaxche.sharding import Device
+from jaxche.stages._stage import Stage, cotangents, stage_key
+
+
+class MicroBatches(NamedTuple):
+    """Examples in a micro-batch (None: the batch stays whole) and number of micro-batches."""
+
+    size: int | None
+    count: int
+
+
+class StageSpec(NamedTuple):
+    """Shapes and dtypes of the arguments and the result of a stage.
+
+    ``x`` is None for the first stage, which reads the batch. ``batch`` is None for stages in the middle. ``out`` is
+    None for the last stage, which returns the loss.
+    """
+
+    params: Any
+    x: Any
+    batch: Any
+    out: Any
+
+
+class Saved(NamedTuple):
+    """The values that the backward of one micro-batch reads: input, output, and other residuals of the forward."""
+
+    x: Any
+    out: Any
+    residuals: Any
+
+
+class StageProgram:
+    """Compiled programs of one stage on one device for one set of shapes.
+
+    The first stage reads its input from the batch, the last its labels. Both slice the micro-batch inside the program,
+    so the batch is on a device once.
+
+    Args:
+      stage: the stage.
+      loss: the loss for the last stage, else None.
+      seed: seed of the keys of stages with an argument ``rng``.
+      device: where it runs.
+      micro: size and number of micro-batches.
+      given: shapes and dtypes.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        loss: Callable[[Any, Any], Any] | None,
+        seed: int,
+        device: Device,
+        micro: MicroBatches,
+        given: StageSpec,
+    ):
+        self._stage, self._loss, self._seed, self._micro = stage, loss, seed, micro
+        self.stage, self.device, self.is_first, self.is_last = stage.index, device, given.x is None, loss is not None
+        self._out, self._loss_dtype = given.out, None
+        self._residuals = Residuals()
+        here = SingleDeviceSharding(device)
+
+        def place(tree: Any) -> Any:
+            return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), tree)
+
+        params, x, batch = place(given.params), place(given.x), place(given.batch)
+        numbers = jax.ShapeDtypeStruct((2,), np.uint32)
+        lowered = jax.jit(self._forward).lower(params, x, batch, numbers)
+        out, residuals = place(lowered.out_info)
+        self._run_forward = lowered.compile()
+        saved = self._save(x, out, residuals)
+        if self.is_last:
+            self._loss_dtype = out.dtype
+        gradient = place(cotangents(given.out))
+        self._zeros: Any = None
+        total = None
+        if micro.count > 1:
+            sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, sum_dtype(p.dtype)), given.params)
+            total = place(sums)
+            self._zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums), out_shardings=here)
+            self._zeros = self._zeros.lower().compile()
+        backward = jax.jit(self._backward, donate_argnames="total")
+        self._run_backward = backward.lower(params, batch, numbers, saved, gradient, total).compile()
+        # Gradients of low-precision parameters are summed in float32 and rounded once.
+        self._round: Any = None
+        if total is not None and any(p.dtype != sum_dtype(p.dtype) for p in jax.tree.leaves(params)):
+            dtypes = jax.tree.map(lambda p: p.dtype, given.params)
+            self._round = jax.jit(lambda t: jax.tree.map(lambda g, d: g.astype(d), t, dtypes)).lower(total).compile()
+
+    def zeros(self) -> Any:
+        """The sum of gradients before the first micro-batch, or None if there is only one."""
+        return None if self._zeros is None else self._zeros()
+
+    def forward(self, params: Any, x: Any, batch: Any, step: int, micro: int) -> tuple[Any, Saved]:
+        """The output of the stage, or for the last one the share of the loss; and the values for the backward."""
+        out, residuals = self._run_forward(params, x, batch, _numbers(step, micro))
+        return out, self._save(x, out, residuals)
+
+    def backward(
+        self, params: Any, batch: Any, step: int, micro: int, saved: Saved, gradient: Any, total: Any
+    ) -> tuple[Any, Any]:
+        """The sum of gradients including this micro-batch, and the gradient with respect to the input."""
+        return self._run_backward(params, batch, _numbers(step, micro), saved, gradient, total)
+
+    def finish(self, total: Any) -> Any:
+        """The gradients in the dtypes of the parameters."""
+        return total if self._round is None else self._round(total)
+
+    def _save(self, x: Any, out: Any, residuals: Any) -> Saved:
+        if self._stage.remat:
+            return Saved(x, None, None)
+        uses = self._residuals.uses
+        return Saved(x if uses("x") else None, out if uses("out") else None, residuals)
+
+    def _inputs(self, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
+        """The input of the stage and the labels of the loss, both of this micro-batch."""
+        size = self._micro.size
+        if batch is not None and size is not None:
+            batch = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, numbers[1] * size, size), batch)
+        return (batch if self.is_first else x), batch
+
+    def _vjp(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
+        x, labels = self._inputs(x, batch, numbers)
+        key = stage_key(self._seed, numbers[0], self._stage.index, numbers[1])
+
+        def call(params: Any, x: Any) -> Any:
+            y = self._stage(params, x, key)
+            if self._loss is None:
+                return y
+            loss = self._loss(y, labels)
+            return loss.astype(sum_dtype(loss.dtype)) / self._micro.count
+
+        return jax.vjp(lambda p: call(p, x), params) if self.is_first else jax.vjp(call, params, x)
+
+    def _forward(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, list[Any]]:
+        out, vjp = self._vjp(params, x, batch, numbers)
+        if self._stage.remat:
+            return out, []
+        return out, self._residuals.split(vjp, params=params, batch=batch, x=x, out=out)
+
+    def _backward(
+        self, params: Any, batch: Any, numbers: Any, saved: Saved, gradient: Any, total: Any
+    ) -> tuple[Any, Any]:
+        if self._stage.remat:
+            _, vjp = self._vjp(params, saved.x, batch, numbers)
+        else:
+            vjp = self._residuals.join(params=params, batch=batch, **saved._asdict())
+        grads, *rest = vjp(self._cotangent(gradient))
+        if total is not None:
+            grads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+        return grads, cotangents(rest[0]) if rest else None
+
+    def _cotangent(self, gradient: Any) -> Any:
+        """The gradient that arrived, with the float0 zeros that ``jax.vjp`` expects for leaves that are not float."""
+        if self.is_last:
+            return jnp.ones((), self._loss_dtype)
+        zero = jax.dtypes.float0
+        return jax.tree.map(lambda s, g: np.zeros(s.shape, zero) if g is None else g, self._out, gradient)
+
+
+class Residuals:
+    """The residuals of a ``jax.vjp`` in the program of the forward, and the vjp again in that of the backward.
+
+    Residuals that are parameters, inputs or outputs would be copied if the forward returned them. Only their place is
+    recorded.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[tuple[str, int]] = []
+        self._structure: Any = None
+
+    def split(self, vjp: Any, **there: Any) -> list[Any]:
+        """The leaves of a vjp function that are not leaves of the named trees."""
+        known = {id(leaf): (name, i) for name, tree in there.items() for i, leaf in enumerate(jax.tree.leaves(tree))}
+        leaves, self._structure = jax.tree.flatten(vjp)
+        residuals: list[Any] = []
+        self._sources = []
+        for leaf in leaves:
+            if id(leaf) not in known:
+                known[id(leaf)] = ("residuals", len(residuals))
+                residuals.append(leaf)
+            self._sources.append(known[id(leaf)])
+        return residuals
+
+    def join(self, residuals: Any, **there: Any) -> Any:
+        """The vjp function, from the result of :meth:`split` and the same trees."""
+        leaves = {name: jax.tree.leaves(tree) for name, tree in (there | {"residuals": residuals}).items()}
+        return jax.tree.unflatten(self._structure, [leaves[name][i] for name, i in self._sources])
+
+    def uses(self, name: str) -> bool:
+        """Whether the backward reads a leaf of this tree."""
+        return any(source == name for source, _ in self._sources)
+
+
+def _numbers(step: int, micro: int) -> np.ndarray:
+    return np.array([step % 2**32, micro], np.uint32)

@@ -1,0 +1,354 @@
+"""What a partitioned model refuses, keeps and recomputes; parity with the whole model is in test_parity."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jaxche
+from jaxche.stages import SCHEDULES, Tag, WireClosedError, simulate_schedule
+from jaxche.stages._direct import LocalWire
+from jaxche.stages._stage import stage_key
+
+
+def mean(y, batch):
+    return y.mean()
+
+
+def multiply(params, x):
+    return x * params
+
+
+@pytest.mark.parametrize("numbers", [jnp.array([1, 2, 3]), np.array([1.0, 2.0, 3.0])], ids=["int", "float"])
+@pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(micro_batch_size=1)], ids=["direct", "pipeline"])
+def test_double_then_add_ten(protocol, numbers):
+    stages = [lambda params, batch: 2 * batch, lambda params, x: x + 10]
+    model = jaxche.Partitioned(stages, lambda y, batch: jnp.mean(y * y - batch), protocol)
+    y = model.apply([{}, {}], numbers)
+    assert y.tolist() == [12, 14, 16]
+    assert y.devices() == {model.devices[1]}
+    loss, grads = model.value_and_grad([{}, {}], numbers)
+    assert float(loss) == pytest.approx(((144 - 1) + (196 - 2) + (256 - 3)) / 3)
+    assert grads == ({}, {})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_activations_kept_are_those_the_schedule_promises(schedule, micro_batch_size, make_model):
+    model = make_model("plain", 3)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(micro_batch_size, schedule))
+    partitioned.value_and_grad(model.params, model.batch)
+    tasks = SCHEDULES[schedule](3, 12 // micro_batch_size)
+    assert partitioned.peak_activations == simulate_schedule(tasks, [1] * 3, [1] * 3).peak
+
+
+def test_explain_says_how_a_batch_is_cut(make_model):
+    model = make_model("plain", 3)
+    for protocol, text in [
+        (jaxche.Pipeline(3), "3 stages, 4 micro-batches of 3, 1f1b"),
+        (jaxche.Pipeline(12), "3 stages, 1 micro-batch"),
+        (jaxche.Direct(), "3 stages, 1 micro-batch"),
+    ]:
+        partitioned = jaxche.Partitioned(model.stages, model.loss, protocol)
+        assert partitioned.explain(model.params, model.batch) == text
+
+
+def test_schedules_give_the_same_gradients_bit_for_bit(make_model, same):
+    model = make_model("dropout", 3)
+    results = [
+        jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(2, schedule)).value_and_grad(
+            model.params, model.batch
+        )
+        for schedule in ("1f1b", "gpipe")
+    ]
+    same(*results)
+
+
+def test_a_stage_keeps_no_copy_of_what_is_there_already(make_model):
+    model = make_model("plain", 3)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct(), remat=[False, False, True])
+    partitioned.value_and_grad(model.params, model.batch)
+    (plan,) = partitioned._runner._plans.values()
+    params = [jax.device_put(p, d) for p, d in zip(model.params, partitioned.devices, strict=True)]
+    x = jax.device_put(jnp.ones((12, 6)), partitioned.devices[1])
+    out, kept = plan.programs[1].forward(params[1], x, None, 0, 0)
+    # tanh is differentiated by its result, so the input, the output and one product of it are all there is.
+    assert kept.x is x
+    assert kept.out is out
+    assert sum(leaf.size for leaf in kept.residuals) <= out.size
+    x = jax.device_put(x, partitioned.devices[2])
+    _, kept = plan.programs[2].forward(params[2], x, jax.device_put(model.batch, partitioned.devices[2]), 0, 0)
+    assert kept == (x, None, None)
+
+
+def test_each_step_and_seed_draws_its_own_dropout(make_model):
+    model = make_model("dropout", 2)
+
+    def make(seed):
+        return jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(6), seed=seed)
+
+    first, second = make(0), make(1)
+    losses = [float(first.value_and_grad(model.params, model.batch)[0]) for _ in range(3)]
+    again = [float(first.value_and_grad(model.params, model.batch, step=step)[0]) for step in (2, 0, 1)]
+    assert again == [losses[2], losses[0], losses[1]]
+    other = float(second.value_and_grad(model.params, model.batch, step=0)[0])
+    assert len({*losses, other}) == 4
+
+
+def test_low_precision_gradients_are_summed_in_float32():
+    steps = np.array([1.0] + [2.0**-9] * 256, np.float32)
+    model = jaxche.Partitioned(
+        [lambda params, batch: batch * params, lambda params, x: x * params],
+        lambda y, batch: y.astype(jnp.float32).sum() * len(steps) / y.size,
+        jaxche.Pipeline(1),
+    )
+    params = [jnp.bfloat16(1), jnp.bfloat16(1)]
+    _, grads = model.value_and_grad(params, steps.astype(jnp.bfloat16))
+    # Adding one small number after the other to 1 in bfloat16 would leave it at 1.
+    assert [g.dtype for g in grads] == [jnp.bfloat16] * 2
+    assert [float(g) for g in grads] == [1.5, 1.5]
+
+
+def test_several_stages_on_one_device(make_model, first_twin, close, devices):
+    model = make_model("trees", 3)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(4), devices=devices[:1] * 3)
+    loss, grads = partitioned.value_and_grad(model.params, model.batch)
+    wanted, wanted_grads = first_twin(model, 1, 5)
+    close(loss, wanted)
+    close(list(grads), wanted_grads)
+
+
+def test_flax_modules_are_stages(close):
+    class Hidden(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dropout(0.5, deterministic=False)(linen.relu(linen.Dense(6)(x)))
+
+    class Output(nnx.Module):
+        def __init__(self, rngs):
+            self.dense, self.norm = nnx.Linear(6, 2, rngs=rngs), nnx.LayerNorm(6, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(self.norm(x))
+
+    hidden, rng = Hidden(), np.random.default_rng(0)
+    graph, start = nnx.split(Output(nnx.Rngs(0)))
+
+    def first(params, batch, rng):
+        return hidden.apply({"params": params}, batch["x"], rngs={"dropout": rng})
+
+    def last(params, x):
+        return nnx.merge(graph, params)(x)
+
+    def loss(y, batch):
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    batch = {"x": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=(8, 2)).astype(np.float32)}
+    variables = hidden.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"])
+    params = [variables["params"], start]
+
+    def whole(params):
+        losses = []
+        for micro in range(4):
+            part = jax.tree.map(lambda x, m=micro: x[2 * m : 2 * m + 2], batch)
+            losses.append(loss(last(params[1], first(params[0], part, stage_key(0, 3, 0, micro))), part))
+        return sum(losses) / 4
+
+    wanted = jax.value_and_grad(whole)(params)
+    model = jaxche.Partitioned([first, last], loss, jaxche.Pipeline(micro_batch_size=2))
+    value, grads = model.value_and_grad(params, batch, step=3)
+    close((value, list(grads)), wanted)
+
+
+def test_what_goes_between_devices_does_not_pass_the_host(make_model, devices, monkeypatch):
+    model = make_model("plain", 3)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    params = [jax.device_put(p, d) for p, d in zip(model.params, devices, strict=False)]
+    batch = jax.device_put(model.batch, devices[0])
+    partitioned.value_and_grad(params, batch)
+    sent, put = [], []
+    send, device_put = LocalWire.send, jax.device_put
+    monkeypatch.setattr(LocalWire, "send", lambda wire, tag, tree: (sent.append((tag, tree)), send(wire, tag, tree)))
+    monkeypatch.setattr(jax, "device_put", lambda tree, device: (put.append(tree), device_put(tree, device))[1])
+    partitioned.value_and_grad(params, batch)
+    # Whatever is put on a device comes from one, and what is sent is still where it was computed.
+    assert {type(leaf) for leaf in jax.tree.leaves(put)} == {type(params[0]["w"])}
+    assert [(tag.direction, tag.stage) for tag, _ in sent] == [
+        *(("forward", 0), ("forward", 1)),
+        *(("backward", 2), ("backward", 1)),
+    ]
+    for tag, tree in sent:
+        assert all(leaf.devices() == {devices[tag.stage]} for leaf in jax.tree.leaves(tree))
+
+
+def test_one_stage(make_model, close, twin):
+    model = make_model("plain", 2)
+
+    def whole(params, batch):
+        return model.stages[1](params[1], model.stages[0](params[0], batch))
+
+    partitioned = jaxche.Partitioned([whole], model.loss, jaxche.Pipeline(4))
+    loss, (grads,) = partitioned.value_and_grad([model.params], model.batch)
+    wanted, wanted_grads = twin(model, model.params, model.batch)
+    close(loss, wanted)
+    close(grads, wanted_grads)
+
+
+def test_new_shapes_are_compiled_once(make_model):
+    model = make_model("plain", 2)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(3))
+    for size in (12, 6, 12, 6):
+        partitioned.value_and_grad(model.params, jax.tree.map(operator.itemgetter(slice(size)), model.batch))
+    assert len(partitioned._runner._plans) == 2
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, model.batch)
+    loss, _ = partitioned.value_and_grad(model.params, halves)
+    assert float(loss) == pytest.approx(float(partitioned.value_and_grad(model.params, model.batch)[0]), rel=0.05)
+    assert len(partitioned._runner._plans) == 3
+
+
+ARGUMENTS = {
+    "stages is empty": {"stages": []},
+    r"stages\[1\]=3 is not a function": {"stages": [multiply, 3]},
+    "loss='mse' is not a function": {"loss": "mse"},
+    r"protocol=<class 'jaxche.*Direct'> is not a protocol; write protocol=jaxche.Direct\(\)": {
+        "protocol": jaxche.Direct
+    },
+    "protocol='direct' is not a protocol": {"protocol": "direct"},
+    r"remat=\[True\] must be one bool, or 2": {"remat": [True]},
+    r"local_stages=\[2\] must be different numbers from 0 to 1": {"local_stages": [2]},
+    r"local_stages=\[0\] leaves stages \[1\] to other processes, but this one is on its own": {"local_stages": [0]},
+    "devices=.* must be devices": {"devices": ["cpu", "gpu"]},
+    "9 stages need 9 devices, but there are 8; to put several stages on one": {"stages": [multiply] * 9},
+}
+
+
+@pytest.mark.parametrize("message", ARGUMENTS)
+def test_refused_arguments(message):
+    arguments = {"stages": [multiply, multiply], "loss": mean, "protocol": jaxche.Direct()} | ARGUMENTS[message]
+    with pytest.raises(ValueError, match=message):
+        jaxche.Partitioned(**arguments)
+
+
+def test_fewer_devices_than_stages(devices):
+    with pytest.raises(ValueError, match="3 stages need 3 devices, but there are 2"):
+        jaxche.Partitioned([multiply] * 3, mean, jaxche.Direct(), devices=devices[:2])
+    with pytest.raises(ValueError, match="2 stages need 2 devices, but there is 1"):
+        jaxche.Partitioned([multiply] * 2, mean, jaxche.Direct(), devices=devices[:1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxche.Pipeline(0), "micro_batch_size=0 must be a whole number"),
+        (lambda: jaxche.Pipeline(2.0), "micro_batch_size=2.0 must be a whole number"),
+        (lambda: jaxche.Pipeline(2, "zigzag"), "schedule='zigzag' is unknown; write one of '1f1b', 'gpipe'"),
+        (lambda: jaxche.Pipeline(2, timeout_s=0), "timeout_s=0 must be positive"),
+        (lambda: jaxche.Direct(timeout_s=-1), "timeout_s=-1 must be positive"),
+    ],
+)
+def test_refused_protocols(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_refused_calls(make_model):
+    model = make_model("trees", 3)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(5))
+    call = partitioned.value_and_grad
+    with pytest.raises(ValueError, match=r"micro_batch_size=5 does not divide the batch of 12 .*micro_batch_size=4"):
+        call(model.params, model.batch)
+    with pytest.raises(ValueError, match="params: 2 entries for 3 stages"):
+        call(model.params[:2], model.batch)
+    with pytest.raises(ValueError, match=r"params\[2\]\['n'\] is int32, not float"):
+        call([*model.params[:2], {"n": jnp.arange(3)}], model.batch)
+    with pytest.raises(ValueError, match="the leading axes of a batch differ"):
+        call(model.params, model.batch | {"y": model.batch["y"][:3]})
+    with pytest.raises(ValueError, match="step before init"):
+        partitioned.step((0, model.params, ()), model.batch)
+    with pytest.raises(ValueError, match=r"tx=0\.1 is not an optax transformation"):
+        partitioned.init(model.params, 0.1)
+
+
+def test_a_stage_that_does_not_fit_is_named_with_shapes(make_model):
+    model = make_model("trees", 3)
+
+    def other(params, x):
+        return x["hidden"]
+
+    def make(stages, loss):
+        return jaxche.Partitioned(stages, loss, jaxche.Direct())
+
+    begin, go_on, _ = model.stages
+    structure = (
+        r"stage 2 \(other\) does not accept what stage 1 gives: \['h'\] float32\[12, 6\], \['mask'\] bool\[12\], "
+    )
+    with pytest.raises(ValueError, match=structure + r".*It raised KeyError: 'hidden'"):
+        make([begin, go_on, other], model.loss).value_and_grad(model.params, model.batch)
+    params = [model.params[0], {"w": jnp.ones((5, 6)), "b": jnp.ones(6)}, model.params[2]]
+    with pytest.raises(ValueError, match=r"stage 1 \(go_on\) does not accept what stage 0 gives: .*float32\[12, 6\]"):
+        make(model.stages, model.loss).value_and_grad(params, model.batch)
+    with pytest.raises(ValueError, match=r"stage 0 \(begin\) does not accept the batch: \['x'\] float32\[12, 5\]"):
+        make(model.stages, model.loss).value_and_grad(model.params, {"x": model.batch["x"]})
+    with pytest.raises(ValueError, match=r"loss does not accept what the last stage gives: .*AttributeError"):
+        make(model.stages, lambda y, batch: y.mean()).value_and_grad(model.params, model.batch)
+    with pytest.raises(ValueError, match=r"loss returned shape \(12, 2\) and dtype float32; it must be one float"):
+        make(model.stages, lambda y, batch: y["h"]).value_and_grad(model.params, model.batch)
+
+
+class Broken(LocalWire):
+    """A wire that fails in mid-step, as often as it is told."""
+
+    def __init__(self, devices, faults):
+        super().__init__(devices)
+        self._faults = faults
+
+    def send(self, tag, tree):
+        if tag.direction == "backward" and tag.micro == 2 and self._faults:
+            self._faults.pop()
+            raise OSError("the cable is cut")
+        super().send(tag, tree)
+
+
+def test_an_error_in_mid_step_wakes_all_stages_and_leaves_the_state(make_model, same):
+    model = make_model("dropout", 4)
+    tx = optax.adam(0.1)
+    broken = jaxche.Partitioned(model.stages, model.loss, _breaking_once(3))
+    state = broken.init(model.params, tx)
+    before = jax.device_get(state)
+    with pytest.raises(OSError, match="the cable is cut"):
+        broken.step(state, model.batch)
+    same(before, state)
+    good = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(3))
+    same(broken.step(state, model.batch), good.step(good.init(model.params, tx), model.batch))
+
+
+def _breaking_once(size):
+    faults = [1]
+
+    class Once:
+        micro_batch_size, schedule = size, "1f1b"
+
+        def wire(self, stages, n_stages, devices):
+            return Broken(devices, faults)
+
+    return Once()
+
+
+def test_a_closed_wire_wakes_who_waits():
+    wire = LocalWire(jax.devices()[:2])
+    wire.close()
+    with pytest.raises(WireClosedError, match="closed while a stage waited"):
+        wire.receive(Tag(0, 0, "forward", 0), None, None)
+
+
+def test_variables_of_a_linen_module_are_no_parameters_of_a_stage():
+    model = jaxche.Partitioned([lambda p, x: x * p["params"]["w"]], lambda y, x: jnp.mean(y), jaxche.Direct())
+    whole = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.zeros(2)}}
+    with pytest.raises(ValueError, match=r"params\[0\] is a whole dict.*keep batch_stats in the stage function"):
+        model.init([whole], optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"params\[0\] is a whole dict"):
+        jaxche.Trainer(model, optax.sgd(0.1), replicas=[jax.devices()[:1]]).init([whole])
