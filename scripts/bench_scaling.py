@@ -1,4 +1,4 @@
-"""Do the learning-rate rules keep their word, and what does measuring the noise cost?
+"""Benchmark of the learning-rate rules, and the cost of measuring the noise.
 
 Training, on 1,440 handwritten digits with a small convolutional network, from scale 1 (batches of 10, the learning rate
 the best of a sweep at this scale, by the same test accuracy that is reported) to scales 8 and 16. A run ends when its
@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 BASE = 10  # examples of a base batch; 8 and 16 of them divide an epoch
 SCALES = (8, 16)
 ROUND = {"one replica": 50, "parameters": 20, "gradients": 20}  # steps of a round for --overhead; 50 is the trainer's
-FIRST_ROUNDS, CYCLE = 8, 4  # all of the first are measured; then every second or fourth of such lengths
-MORE = "a tenth more"  # steps in the same round: what the measure must find
-# glibc gives the pages of large arrays back and takes them again in each step, or not, by where they happen to lie:
-# some percent of a step, for as long as a trainer lives.
+FIRST_ROUNDS, CYCLE = 8, 4  # all of the first are measured, then every second or fourth of this length
+MORE = "a tenth more"  # steps in the same round, a control that the measurement must find
+# Depending on addresses, glibc returns the pages of large arrays to the system in each step and maps them again, which
+# costs some percent of a step. With these settings it keeps them.
 KEEP = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_TOP_PAD_": str(2**26)}
-MARKS = 24  # looks at the test set during a run
+MARKS = 24  # evaluations on the test set during a run
 SWEEPS = {
     "SGD": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
     "Adam": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3),
@@ -52,7 +52,7 @@ def main() -> int:
     if args.overhead and not os.environ.keys() >= KEEP.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP})
     if args.overhead and hasattr(os, "sched_setaffinity"):
-        # Before jax counts the cores: all that a step costs, its dispatch too, then takes the time of this one.
+        # Before jax counts the cores: the whole cost of a step, with its dispatch, is then time on one core.
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import jax
 
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 class Run(NamedTuple):
-    """One training run: a point of its curve every so much progress, the last one its end."""
+    """One training run: points of its curve at equal distances of progress, the last one at its end."""
 
     steps: list[int]
     accuracy: list[float]
@@ -77,7 +77,7 @@ class Run(NamedTuple):
 
 
 class Digits:
-    """The task, its examples on the device."""
+    """The task, with its examples on the device."""
 
     def __init__(self, epochs: int):
         import jax.numpy as jnp
@@ -90,7 +90,7 @@ class Digits:
         self.goal = epochs * self.size / BASE  # base steps
 
     def train(self, optimizer: str, rule: Any, scale: int, learning_rate: float, seed: int) -> Run:
-        """Until the goal is reached, or the loss is lost."""
+        """Train until the goal is reached, or the loss is not finite."""
         import jax
 
         start, advance = _programs(self, optimizer, rule, scale)
@@ -98,7 +98,7 @@ class Digits:
         run = Run([], [], [], [])
         for mark in range(1, MARKS + 1):
             before = (int(state["step"]), float(state["tx"].progress))
-            # Half a base step of slack: sums of gains are rounded.
+            # Half a base step of tolerance: sums of gains are rounded.
             state = advance(state, self.examples, learning_rate, seed, self.goal * mark / MARKS - 0.5)
             step, progress = int(state["step"]), float(state["tx"].progress)
             accuracy = self.task.evaluate(jax.device_get(state["params"]), None)["accuracy"]
@@ -168,7 +168,7 @@ def _programs(digits: Digits, optimizer: str, rule: Any, scale: int) -> tuple[Ca
 
 
 def measure_training(optimizer: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The sweep at scale 1, then every rule at every scale with the learning rate it chose."""
+    """The sweep at scale 1, then every rule at every scale with the best learning rate of the sweep."""
     import jaxche
 
     digits, seeds = Digits(args.epochs), range(args.seeds)
@@ -207,7 +207,7 @@ def print_row(name: str, runs: Sequence[Run]) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Accuracy over steps, gain over progress, a row an optimizer; lines are means, bands reach over all seeds."""
+    """Accuracy over steps and gain over progress, a row an optimizer; lines are means, bands the range of all seeds."""
     import numpy as np
     from matplotlib import pyplot as plt
 
@@ -221,7 +221,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             steps, accuracy, gain, progress = (
                 np.array([run[key] for run in runs]) for key in ("steps", "accuracy", "gain", "progress")
             )
-            # Said too, because a run that was lost is below the picture.
+            # As text too, because a diverged run is below the picture.
             label = f"{name}: {100 * accuracy[:, -1].mean():.1f} % after {steps[:, -1].mean():.0f}"
             left.plot(steps.mean(0), 100 * accuracy.mean(0), label=label, **look)
             band = (100 * accuracy.min(0), 100 * accuracy.max(0))
@@ -297,7 +297,7 @@ def measure_overhead(tasks: Sequence[str], makes: int, turns: int) -> dict[str, 
 
 
 def in_turn(task: Any, rules: dict[str, Any], where: dict[str, Any], steps: int, turns: int, make: int) -> Any:
-    """ms a step of a trainer for each rule, made now, some rounds at a time."""
+    """ms a step of a new trainer for each rule, some rounds at a time."""
     import jaxche
 
     order = list(rules)

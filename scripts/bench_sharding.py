@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Step time and bytes sent of the sharded step, against FSDP as people write it by hand: jit with annotations.
+"""Step time and bytes sent of the sharded step, against FSDP written by hand: jit with annotations.
 
   .venv/bin/python scripts/bench_sharding.py                    FullShard and the others on 4 fake devices
   .venv/bin/python scripts/bench_sharding.py --platform gpu     on the GPUs at hand
 
 Both train the same transformer on the same batches in the same process, turn by turn; medians. The step by hand is full
 FSDP: parameters and optimizer state in the same slices, donated, in the same dtype. Fake devices share the machine's
-cores: the ratio says what the step itself adds, not how fast a network is. FullShard gathers parameters a second time
-where the step by hand keeps them until the backward pass.
+cores: the ratio is the overhead of the step itself, not the speed of a network. FullShard gathers parameters a second
+time; the step by hand keeps them until the backward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import sys
 import time
 from typing import Any
 
-# glibc hands large buffers back to the system or keeps them, as their sizes happen to fall; the page faults of the
-# former are a tenth of a step. Here it keeps all.
+# Depending on sizes, glibc returns large buffers to the system or keeps them; the page faults of the former are a tenth
+# of a step. With these settings it keeps all.
 _ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 
@@ -78,7 +78,7 @@ class Problem:
 
         from jaxche.cli._text_task import Transformer, text
 
-        # The data of the text task, the model at the size asked for.
+        # The data of the text task, the model at the given size.
         task = text(args.batch_size, None, 0)
         vocabulary = int(task.test.max()) + 1
         net = Transformer(max(128, vocabulary), width=args.width, blocks=args.blocks)
@@ -95,7 +95,7 @@ class Problem:
 
 
 class ByHand:
-    """FSDP as people write it: annotate parameters and batch, jit, donate; XLA adds the collectives."""
+    """FSDP by hand: annotate parameters and batch, jit, donate; XLA adds the collectives."""
 
     def __init__(self, problem: Problem, strategy: Any, devices: Any):
         import jax
@@ -132,7 +132,7 @@ class ByHand:
             self.losses.append(float(loss))  # waits: two steps in flight can deadlock fake devices
 
     def costs(self) -> tuple[Any, float | None, int]:
-        """Collectives of a step, and bytes: sent in theory, and needed in memory, by each device."""
+        """Collectives of a step, and bytes of each device: sent by the formula, and needed in memory."""
         from jaxche.sharding import collectives
 
         memory = self._step.memory_analysis()

@@ -1,4 +1,4 @@
-"""The weighted mean over a named axis, in few large all-reduces."""
+"""The weighted mean over a named axis, in few large all-reduces, and the drift of the replicas from it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxche.averaging._sums import weighted
+from jaxche.averaging._trees import is_float, weighted
 
-# One all-reduce a leaf costs a network round trip a leaf; one for everything doubles the memory of a large model.
-# Buckets of this many bytes pay neither: a small model goes as one, a large one in pieces that amortise latency.
+# One all-reduce a leaf costs a network round trip a leaf; one for all leaves doubles the memory of a large model.
+# With buckets of this size a small model takes one all-reduce, and a large one a few that amortise latency.
 _BUCKET_BYTES = 32 * 1024 * 1024
 
 
 def psum_buckets(tree: Any, axis_name: str) -> Any:
-    """Sum every leaf over ``axis_name``, concatenated into a few large all-reduces.
-
-    Args:
-      tree: pytree of arrays; leaves of one dtype travel together.
-      axis_name: the mapped axis.
-
-    Returns:
-      The pytree of sums, shapes and dtypes kept.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> f = jax.vmap(lambda x: psum_buckets({"a": x, "b": -x}, "r")["a"], axis_name="r")
-      >>> f(jnp.arange(3.0)).tolist()
-      [3.0, 3.0, 3.0]
-    """
+    """Sum every leaf over ``axis_name``; leaves of one dtype are concatenated into a few large all-reduces."""
     leaves, treedef = jax.tree.flatten(tree)
     summed: list[Any] = [None] * len(leaves)
     for bucket in _buckets(leaves):
@@ -58,23 +44,6 @@ def _buckets(leaves: list[Any]) -> list[list[int]]:
         bucket.append(i)
         open_buckets[leaf.dtype] = (bucket, used + nbytes)
     return buckets
-
-
-def is_float(leaf: Any) -> bool:
-    """Whether a leaf is averaged: real or complex floats are, integers, booleans and PRNG keys are not.
-
-    Args:
-      leaf: an array, or anything with a dtype.
-
-    Returns:
-      Whether it is.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> is_float(jnp.ones(2)), is_float(jnp.arange(2)), is_float(jax.random.key(0))
-      (True, False, False)
-    """
-    return bool(jnp.issubdtype(jnp.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype, jnp.inexact))
 
 
 def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
@@ -115,3 +84,33 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
     for i, x, s in zip(averaged, arrays, sums, strict=True):
         leaves[i] = (s / total.astype(s.dtype)).astype(x.dtype)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def measure_drift(
+    mean_of_squares: jax.Array, mean_delta_sq: jax.Array, mean_params_sq: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    r"""How far the replicas moved apart in a round, from scalars that the merge's all-reduce carries.
+
+    .. math:: V = \sum_i w_i\|\Delta_i\|^2 - \|\bar\Delta\|^2, \qquad
+              \mathrm{rel} = \sqrt{V} / \|\bar x\|, \qquad \mathrm{dir} = V / \|\bar\Delta\|^2
+
+    with the deltas :math:`\Delta_i = x_0 - x_i` of the replicas and the merged parameters :math:`\bar x`. ``rel`` is
+    relative to the parameters, and grows with the learning rate and the number of steps. ``dir`` is free of scale: 0
+    when all replicas moved alike, above 1 when they cancelled more than they agreed.
+
+    Args:
+      mean_of_squares: :math:`\sum_i w_i \|\Delta_i\|^2`.
+      mean_delta_sq: :math:`\|\bar\Delta\|^2`.
+      mean_params_sq: :math:`\|\bar x\|^2` of the merged parameters.
+
+    Returns:
+      ``(rel, dir)`` as float32 scalars.
+
+    Example:
+      >>> rel, direction = measure_drift(jnp.array(1.0), jnp.array(0.5), jnp.array(100.0))
+      >>> round(float(rel), 4), float(direction)
+      (0.0707, 1.0)
+    """
+    tiny = jnp.finfo(jnp.float32).tiny
+    variance = jnp.maximum(mean_of_squares - mean_delta_sq, 0.0)
+    return jnp.sqrt(variance / jnp.maximum(mean_params_sq, tiny)), variance / jnp.maximum(mean_delta_sq, tiny)

@@ -1,4 +1,4 @@
-"""An optimizer for the merge itself: optax on the pseudo-gradient."""
+"""Outer optimizers: an optax transformation on the pseudo-gradient of a merge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxche.averaging._sums import sum_dtype
+from jaxche.averaging._trees import sum_dtype
 
 
 def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:
@@ -18,7 +18,7 @@ def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:
       params: pytree of float arrays, of any precision.
 
     Returns:
-      Its state, as :func:`outer_step` takes it and gives it back.
+      Its state, for :func:`outer_step`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -31,15 +31,14 @@ def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:
 def outer_step(
     outer: optax.GradientTransformation, params: Any, pseudo_gradient: Any, outer_state: Any
 ) -> tuple[Any, Any]:
-    r"""Take the merged progress of a round as a gradient and step an optax optimizer along it.
+    r"""One step of an optax optimizer whose gradient is the merged progress of a round.
 
     .. math:: g = \alpha \sum_i w_i \Delta_i, \qquad x' = x_0 + \mathrm{outer}(g)
 
     ``optax.sgd(1.0)`` is plain averaging; ``optax.sgd(lr, momentum=mu)`` is SlowMo; with ``nesterov=True`` it is
-    DiLoCo (its paper uses ``lr=0.7, momentum=0.9`` over very many rounds: in a run of few rounds the momentum of
-    the first ones overshoots and hurts).
-
-    All is computed in float32 at least, and the parameters are rounded once, at the end.
+    DiLoCo. (The DiLoCo paper uses ``lr=0.7, momentum=0.9`` over very many rounds; in a run of few rounds the momentum
+    of the first rounds overshoots.) The step is computed in float32 at least; the parameters are rounded once, at the
+    end.
 
     Args:
       outer: any ``optax.GradientTransformation``.

@@ -1,4 +1,4 @@
-"""Batch statistics of several replicas as if all examples had passed through one."""
+"""Pooled batch statistics: those of all examples, from the statistics of each replica."""
 
 from __future__ import annotations
 
@@ -7,42 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxche.averaging._mean import is_float
-from jaxche.averaging._sums import sum_dtype
-
-
-def path_names(path: Any) -> tuple[str, ...]:
-    """The names on the way to a leaf, as people write them.
-
-    Args:
-      path: of a leaf, as ``jax.tree.leaves_with_path`` gives it.
-
-    Returns:
-      A name a key; none for a tree that is a leaf.
-
-    Example:
-      >>> import jax
-      >>> [path_names(path) for path, _ in jax.tree.leaves_with_path({"layers": [{"w": 1.0}]})]
-      [('layers', '0', 'w')]
-    """
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def escape_name(name: str, separator: str) -> str:
-    """A name without the separator, so that joined names can be told apart: as in a URL, ``%`` becomes ``%25``.
-
-    Args:
-      name: one name of a path.
-      separator: one character.
-
-    Returns:
-      The name with the separator replaced by ``%`` and its code; different names stay different.
-
-    Example:
-      >>> [escape_name(name, ".") for name in ("kernel", "layer.0", "100%")]
-      ['kernel', 'layer%2E0', '100%25']
-    """
-    return name.replace("%", "%25").replace(separator, f"%{ord(separator):02X}")
+from jaxche.averaging._trees import is_float, path_names, sum_dtype
 
 
 def to_moments(tree: Any, reference: Any) -> list[tuple[Any, Any]]:
@@ -50,10 +15,10 @@ def to_moments(tree: Any, reference: Any) -> list[tuple[Any, Any]]:
 
     .. math:: d_i = m_i - m_0, \qquad q_i = v_i + d_i^2
 
-    A plain mean of variances ignores the differences between the replicas' means. Moments about a common ``m_0`` do
-    average, and :func:`from_moments` makes pooled statistics of their weighted mean (law of total variance). The
-    nearer ``m_0`` is to the pooled mean, the fewer digits the difference loses: so the means are averaged first, and
-    their weighted mean is the reference.
+    A mean of variances ignores the differences between the replicas' means. Moments about a common ``m_0`` can be
+    averaged, and :func:`from_moments` computes pooled statistics from their weighted mean (law of total variance). The
+    nearer ``m_0`` is to the pooled mean, the smaller is the cancellation: so average the means first, and take their
+    weighted mean as the reference.
 
     Args:
       tree: one replica's statistics, e.g. a Flax ``batch_stats`` collection.

@@ -1,4 +1,4 @@
-"""Merge rules: how much each replica's local progress counts."""
+"""Merge rules: the weight of each replica's local progress in a merge."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def merge_weights(
     ``fednova``  :math:`\propto p_i / n_i`  :math:`\tau \sum p_i / n_i`, with :math:`\tau = \sum p_i n_i`
     ===========  =========================  ==========================================================
 
-    ``steps`` trusts whoever travelled furthest, ``batch`` is the uniform mean when batches are equal (the best
-    signal to noise on shuffled data), ``fednova`` gives replica i exactly the share ``p_i`` of the objective.
-    A replica that took no step has nothing to say: its weight is 0 under every rule.
+    ``steps`` weighs replicas by their local steps; ``batch`` is the uniform mean when batches are equal (the best
+    signal to noise on shuffled data); ``fednova`` gives replica i exactly the share ``p_i`` of the objective. A replica
+    without a step has weight 0 under every rule.
 
     Args:
       rule: ``"steps"``, ``"batch"`` or ``"fednova"``.
       counts: local steps ``n_i`` of each replica in the round.
-      batch_sizes: examples per batch ``b_i`` of each replica; equal if not given. Read by ``batch`` only.
-      p: share of the objective wanted for each replica (normalised here); ``n_i / N`` if not given. Read by
-        ``fednova`` only.
+      batch_sizes: examples per batch ``b_i`` of each replica; equal if not given. Only for ``batch``.
+      p: share of the objective wanted for each replica (normalised here); ``n_i / N`` if not given. Only for
+        ``fednova``.
 
     Returns:
       ``(weights, alpha)``: a tuple of floats that sum to one, and a float.

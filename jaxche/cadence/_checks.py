@@ -1,4 +1,4 @@
-"""Refusals: each names the argument, its value and what to write instead."""
+"""Checks of arguments. Each error names the argument and its value, and says what to write instead."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 
 def whole_number(name: str, value: Any, least: int, write: str) -> int:
-    """``value`` as a Python int, refused unless it is a whole number of at least ``least``."""
+    """``value`` as a Python int; ValueError unless it is a whole number of at least ``least``."""
     try:
-        # True is an int to Python; as a count it is a slip.
+        # True is an int in Python, and a mistake as a count.
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
         number = None
@@ -25,7 +25,7 @@ def whole_number(name: str, value: Any, least: int, write: str) -> int:
 
 
 def finite_number(name: str, value: Any, write: str, least: float = -math.inf) -> float:
-    """``value`` as a Python float, refused unless it is finite and at least ``least``."""
+    """``value`` as a Python float; ValueError unless it is finite and at least ``least``."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -36,10 +36,10 @@ def finite_number(name: str, value: Any, write: str, least: float = -math.inf) -
     return number
 
 
-def knobs(
+def checked_settings(
     world_size: int, anchor: int, overhead_target: float, max_anchor: int, max_batch_diff: int | None
 ) -> dict[str, Any]:
-    """The arguments of ElChe by name, as plain Python numbers, each refused if it is out of range."""
+    """The settings of ElChe by name, as plain Python numbers; ValueError for one out of range."""
     target = finite_number("overhead_target", overhead_target, "overhead_target=0.10")
     if not 0.01 <= target <= 0.50:
         raise ValueError(f"overhead_target={target} lies outside [0.01, 0.50]; write e.g. overhead_target=0.10")
@@ -58,7 +58,7 @@ def knobs(
 def timings(
     wall_ms: Sequence[float] | np.ndarray, actual_batches: Sequence[int] | np.ndarray, world_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One round's measurements as float64 arrays [R]; the first rank whose numbers make no sense is named."""
+    """One round's measurements as float64 arrays [R]; ValueError names the first rank with an impossible number."""
     try:
         wall, batches = np.asarray(wall_ms, np.float64), np.asarray(actual_batches, np.float64)
     except (TypeError, ValueError):
@@ -78,7 +78,7 @@ def timings(
     if idle.any():
         rank = int(idle.argmax())
         raise ValueError(
-            f"rank {rank}: actual_batches=0 but wall_ms={wall[rank]:g}; time without a batch says nothing about "
+            f"rank {rank}: actual_batches=0 but wall_ms={wall[rank]:g}; time without a batch is no measurement of "
             f"speed, write wall_ms[{rank}]=0.0 for a rank that ran nothing"
         )
     return wall, batches
@@ -87,4 +87,4 @@ def timings(
 def _refuse(bad: np.ndarray, name: str, values: np.ndarray, wanted: str) -> None:
     if bad.any():
         rank = int(bad.argmax())
-        raise ValueError(f"rank {rank}: {name}={values[rank]:g} must be {wanted}; leave the report out or mend it")
+        raise ValueError(f"rank {rank}: {name}={values[rank]:g} must be {wanted}; leave the report out or correct it")

@@ -1,4 +1,4 @@
-"""Count vectors: bound the lead, cut to a total, split by ratio."""
+"""Counts, the batches of each rank in a round: limit the lead, clamp to a total, split by ratio."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxche.cadence._checks import whole_number
 
-# Counts are 64-bit on the way through NumPy; a time near 0 must not wrap them.
+# NumPy holds counts in 64 bits; a time near 0 must not overflow them.
 LARGEST_COUNT = 2.0**53
 
 
@@ -34,8 +34,8 @@ def limit_lead(counts: Sequence[int], max_batch_diff: int | None) -> tuple[int, 
       ValueError: if ``max_batch_diff`` is negative or not a whole number.
 
     References:
-      flodl 0.4.0, ``ElChe::with_max_batch_diff``: its text promises this lead, its code only limits how far a count
-      moves in one report.
+      flodl 0.4.0, ``ElChe::with_max_batch_diff``: documented as this limit; its code only limits the change of a
+      count in one report.
 
     Example:
       >>> limit_lead((46, 20), 10)
@@ -50,24 +50,9 @@ def limit_lead(counts: Sequence[int], max_batch_diff: int | None) -> tuple[int, 
 
 
 def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Split ``total`` into whole parts proportional to ``ratios``, by largest remainder.
+    """Split ``total`` into whole parts proportional to ``ratios``, by largest remainder, as flodl 0.4.0 splits epochs.
 
-    Args:
-      total: what to split, at least 0.
-      ratios: one non-negative number a part; all zero means equal parts.
-
-    Returns:
-      One int a part; they sum to ``total``. Ties go to the lower rank.
-
-    Raises:
-      ValueError: if ``total`` is negative, or a ratio is negative or not finite.
-
-    References:
-      The throughput-proportional epoch splits of flodl 0.4.0.
-
-    Example:
-      >>> split_by_ratio(100, [1, 1, 1]), split_by_ratio(900, [3, 2, 1]), split_by_ratio(100, [0, 0])
-      ((34, 33, 33), (450, 300, 150), (50, 50))
+    Ties go to the lower rank; ratios that are all zero give equal parts.
     """
     total = whole_number("total", total, 0, "total=100")
     share = np.asarray(ratios, np.float64)
@@ -87,9 +72,9 @@ def split_by_ratio(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def proportional_clamp(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
-    """The original's rule: scale and floor, at least 1 a rank, what is left over one each to the first ranks.
+    """The rule of flodl 0.4.0: scale and floor, at least 1 a rank; the remainder goes one each to the first ranks.
 
-    Its sum can pass ``max_total``, through the 1 that every rank gets; ``clamp_counts`` mends that.
+    The sum can exceed ``max_total``, because every rank gets at least 1; ``clamp_counts`` corrects that.
     """
     total = sum(counts)
     if total <= max_total:
@@ -100,14 +85,14 @@ def proportional_clamp(counts: Sequence[int], max_total: int) -> tuple[int, ...]
 
 
 def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
-    """Cut counts to at most ``max_total`` in all, keeping their proportions.
+    """Clamp counts to a sum of at most ``max_total``, in proportion.
 
-    Where each rank can have at least one batch it gets one. Fewer than that go one a rank to the ranks with the
-    largest counts, which are the fastest; the others get 0.
+    Each rank gets at least one batch. If there are fewer batches than ranks, the ranks with the largest counts (the
+    fastest) get one each and the others 0.
 
     Args:
       counts: batches of each rank, at least 1 each.
-      max_total: the most batches there are, at least 0.
+      max_total: number of batches left, at least 0.
 
     Returns:
       One int a rank, summing to min(Σ n_i, max_total).
@@ -116,7 +101,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
       ValueError: if ``max_total`` is negative or not a whole number.
 
     References:
-      flodl 0.4.0, ``ElChe::clamp_total``, which gives 1 a rank even where that reads past the end of an epoch.
+      flodl 0.4.0, ``ElChe::clamp_total``, which gives 1 a rank even past the end of an epoch.
 
     Example:
       >>> clamp_counts((46, 20), 33), clamp_counts((46, 20), 1), clamp_counts((100, 1, 1), 5)

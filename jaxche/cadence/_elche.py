@@ -1,4 +1,4 @@
-"""The cadence: how many batches each replica runs before the next merge."""
+"""ElChe, the controller of the cadence: how many batches each replica runs before the next merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxche.cadence import _tuner_seed as seed
 from jaxche.cadence import _tuner_steady as steady
-from jaxche.cadence._checks import finite_number, knobs, timings, whole_number
+from jaxche.cadence._checks import checked_settings, finite_number, timings, whole_number
 from jaxche.cadence._counts import LARGEST_COUNT, clamp_counts, proportional_clamp, round_half_away
 from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
 
@@ -20,30 +20,30 @@ TUNERS = ("seed", "steady")
 
 @dataclass(frozen=True, repr=False)
 class ElChe:
-    """How many batches each replica runs before the next merge: the slow one sets the pace, the fast ones do more.
+    """How many batches each replica runs before the next merge: the slowest sets the time, faster ones do more in it.
 
     n_i = round(a · t_slow / t_i), with the anchor a tuned so that C / (a · t_slow) stays near the overhead target
 
-    A value: every method returns the next one, ``==`` compares, and all that has been learnt lies in its fields, so
-    equal reports give equal plans on every host and ``to_dict`` is a checkpoint.
+    Immutable: every method returns the next cadence. All measurements are in its fields, so equal reports give equal
+    plans on every host, ``==`` compares, and ``to_dict`` is a checkpoint.
 
-    ``tuner="seed"`` is the original, kept number for number: times blended by their own error, an anchor that grows in
-    proportion and shrinks one by one, never below where it began, and counts that ignore changes of 10 % or less. It
-    does not forget a slow first report. ``tuner="steady"`` finds from any start the smallest anchor whose overhead,
-    sync and the waiting that whole counts make, meets the target; it reads the median of the last three reports, so one
-    stray report is ignored and a real slowdown is followed after two. A first report may shorten the round, not
-    lengthen it. There ``max_batch_diff`` bounds the lead itself.
+    ``tuner="seed"`` is the original, kept number for number. It blends times by their own error; its anchor grows in
+    proportion and shrinks one by one, never below its start; its counts ignore changes of 10 % or less. It does not
+    forget a slow first report. ``tuner="steady"`` finds from any start the smallest anchor whose overhead meets the
+    target: the merge, and the waiting caused by whole counts. It takes the median of the last three reports, so one
+    outlier is ignored and a real slowdown is followed after two reports. A first report may shorten the round, not
+    lengthen it. With it, ``max_batch_diff`` limits the lead itself.
 
     Args:
       world_size: number of replicas, at least 2.
       anchor: batches of the slowest replica in a round, before anything is measured.
       overhead_target: largest share of a round's compute time that the merge may cost, 0.01 to 0.50.
-      max_anchor: largest anchor (bounds how stale a replica gets).
-      max_batch_diff: largest lead in batches of the fastest over the slowest; 0 is lockstep, None is no limit. Rounds
-        are planned under it (``plan_round``); with the seed tuner it also bounds how far a count moves in one report.
+      max_anchor: largest anchor (limits how stale a replica gets).
+      max_batch_diff: largest lead in batches of the fastest over the slowest; 0 is lockstep, None is no limit.
+        ``plan_round`` applies it; with the seed tuner it also limits the change of a count in one report.
       tuner: ``"seed"`` or ``"steady"``.
-      min_anchor: what the seed tuner never shrinks below; 0 stands for ``anchor``. This and the fields below are what
-        has been learnt; leave them out to start afresh.
+      min_anchor: smallest anchor of the seed tuner; 0 stands for ``anchor``. This and the fields below are measured;
+        leave them out to start anew.
       batch_counts: batches of each rank in the next round; empty for ``anchor`` each.
       ms_per_batch: smoothed milliseconds a batch of each rank; 0.0 before the first report.
       ms_samples: the steady tuner's last three reports, newest first, in ms a batch.
@@ -77,10 +77,12 @@ class ElChe:
     sync_samples: tuple[float, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        checked = knobs(self.world_size, self.anchor, self.overhead_target, self.max_anchor, self.max_batch_diff)
+        checked = checked_settings(
+            self.world_size, self.anchor, self.overhead_target, self.max_anchor, self.max_batch_diff
+        )
         if self.tuner not in TUNERS:
             raise ValueError(f'tuner={self.tuner!r} is not a tuner; write tuner="seed" or tuner="steady"')
-        # Only a fresh start is refused: with_max_anchor may leave a learnt anchor above the limit, as in the original.
+        # Only for a new cadence: with_max_anchor may leave a measured anchor above the limit, as in the original.
         if not self.min_anchor and self.anchor > self.max_anchor:
             raise ValueError(
                 f"anchor={self.anchor} is above max_anchor={self.max_anchor}; write "
@@ -100,7 +102,7 @@ class ElChe:
                     f"ElChe(world_size={self.world_size}) when the number of replicas changes"
                 )
 
-    # What the next round does.
+    # The next round.
 
     def batches(self, rank: int) -> int:
         """Batches of ``rank`` in the next round; ValueError for a rank that does not exist."""
@@ -118,7 +120,7 @@ class ElChe:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether a timing has been learnt from."""
+        """Whether a speed has been measured."""
         return any(self.ms_per_batch)
 
     @property
@@ -127,10 +129,10 @@ class ElChe:
         return len(set(self.batch_counts)) > 1
 
     def clamp_total(self, max_total: int) -> tuple[int, ...]:
-        """The counts cut to ``max_total`` batches, in proportion; below ``world_size`` one each to the fastest, else 0.
+        """The counts clamped to ``max_total`` batches, in proportion; below ``world_size``, one each to the fastest.
 
-        From ``world_size`` up it is the original's rule to the batch. That gives every rank at least 1, which passes
-        ``max_total`` by a few where a rank's fair share is far below 1; ``clamp_counts``, which cuts the rounds of a
+        From ``world_size`` up it is exactly the original's rule. That rule gives every rank at least 1, so the sum can
+        exceed ``max_total`` where a fair share is far below 1; the sum of ``clamp_counts``, which plans the rounds of a
         training run, never does.
 
         Example:
@@ -141,7 +143,7 @@ class ElChe:
         rule = proportional_clamp if max_total >= self.world_size else clamp_counts
         return rule(self.batch_counts, max_total)
 
-    # Knobs. These clamp silently, as the original's builders do; the constructor refuses.
+    # Builders. They clamp silently, as the original's do; the constructor raises.
 
     def with_speed_ratio(self, slow_rank: int, ratio: float) -> ElChe:
         """First counts from a guess: ``slow_rank`` gets the anchor, all others ``ratio`` (at least 1) times as many.
@@ -170,20 +172,20 @@ class ElChe:
         return replace(self, max_anchor=high, min_anchor=high, anchor=high)
 
     def with_max_batch_diff(self, max_batch_diff: int | None) -> ElChe:
-        """The same cadence with another largest lead in batches: 0 is lockstep, None takes the limit away."""
+        """The same cadence with another largest lead in batches: 0 is lockstep, None is no limit."""
         return replace(self, max_batch_diff=max_batch_diff)
 
-    # Learning.
+    # Updates.
 
     def report_timing(
         self, wall_ms: Sequence[float] | np.ndarray, actual_batches: Sequence[int] | np.ndarray, sync_ms: float
     ) -> ElChe:
-        """Learn from a round: speeds, then the anchor from the overhead, then the counts.
+        """Update speeds from a round, then the anchor from the overhead, then the counts.
 
         Args:
           wall_ms: compute time of each rank in ms, [R]; 0 for a rank without a timing, which keeps its estimate.
           actual_batches: batches that each rank ran in that time, [R].
-          sync_ms: what the merge cost in ms; 0 if not known, which leaves the anchor alone.
+          sync_ms: what the merge cost in ms; 0 if not known; the anchor is then kept.
 
         Returns:
           The cadence for the next round.
@@ -200,12 +202,12 @@ class ElChe:
         wall, batches = timings(wall_ms, actual_batches, self.world_size)
         sync_ms = finite_number("sync_ms", sync_ms, "sync_ms=5.0, or 0.0 if not known", least=0.0)
         tuner = seed if self.tuner == "seed" else steady
-        return self._learnt(**tuner.learn(self, wall, batches, sync_ms))
+        return self._updated(**tuner.update(self, wall, batches, sync_ms))
 
     def nudge_anchor_down(self, factor: float) -> ElChe:
-        """Shrink the anchor to ⌈a · factor⌉, below its start if need be: replicas that drift apart must meet sooner.
+        """Shrink the anchor to ⌈a · factor⌉, also below its start: replicas that drift apart must merge sooner.
 
-        The next reports may raise it again; ``DivergenceCorrection`` holds it down. Before any timing only the anchor
+        The next reports may raise it again; the policy ``"async"`` limits that. Before any timing only the anchor
         changes.
 
         Args:
@@ -223,7 +225,7 @@ class ElChe:
         if self.tuner == "seed":
             ms, current = np.array(self.ms_per_batch), np.array(self.batch_counts, np.float64)
             counts = seed.choose_counts(anchor, ms, current, True, self.max_batch_diff)
-        return self._learnt(anchor=anchor, batch_counts=counts)
+        return self._updated(anchor=anchor, batch_counts=counts)
 
     def relax_anchor_up(self) -> ElChe:
         """One more batch for the slowest rank, up to ``max_anchor``, and the others in proportion.
@@ -235,7 +237,7 @@ class ElChe:
         anchor = self.anchor + 1
         if anchor > self.max_anchor:
             return self
-        return self._learnt(anchor=anchor, batch_counts=self._in_proportion(anchor))
+        return self._updated(anchor=anchor, batch_counts=self._in_proportion(anchor))
 
     def capped(self, anchor: int) -> ElChe:
         """The same cadence with an anchor of at most ``anchor``; no count grows.
@@ -247,12 +249,12 @@ class ElChe:
         anchor = whole_number("anchor", anchor, 1, "capped(10)")
         if self.anchor <= anchor:
             return self
-        return self._learnt(anchor=anchor, batch_counts=np.minimum(self._in_proportion(anchor), self.batch_counts))
+        return self._updated(anchor=anchor, batch_counts=np.minimum(self._in_proportion(anchor), self.batch_counts))
 
-    # Looking at it.
+    # Serialization and display.
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name; what JSON makes of it goes back in through ``from_dict``."""
+        """Every field by name; ``from_dict`` also accepts it after a round trip through JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
@@ -269,7 +271,7 @@ class ElChe:
         )
 
     def _repr_html_(self) -> str:
-        """The next round as lanes: every step of every rank, on the clock once speeds are known."""
+        """The next round as lanes of bars: every step of every rank, in ms once speeds are known."""
         ms = self.ms_per_batch if self.is_calibrated else (1.0,) * self.world_size
         shown = ranks_to_show(ms)
         rows = []
@@ -293,17 +295,17 @@ class ElChe:
         return rank
 
     def _in_proportion(self, anchor: int) -> np.ndarray:
-        # Before any timing the counts are all that is known of the speeds.
+        # Before any timing the counts are the only hint of the speeds.
         ms = np.array(self.ms_per_batch) if self.is_calibrated else 1.0 / np.array(self.batch_counts)
         return steady.ratio_counts(anchor, steady.speed_ratios(ms), self.max_batch_diff)[1]
 
-    def _learnt(self, **learnt: Any) -> ElChe:
-        # Arrays come in, plain numbers go out: fields that compare, hash and turn into JSON.
-        if "batch_counts" in learnt:
-            learnt["batch_counts"] = tuple(learnt["batch_counts"].astype(np.int64).tolist())
-        if "ms_per_batch" in learnt:
-            learnt["ms_per_batch"] = tuple(learnt["ms_per_batch"].tolist())
-        return replace(self, **learnt)
+    def _updated(self, **changes: Any) -> ElChe:
+        # Fields are plain numbers, which compare, hash and convert to JSON.
+        if "batch_counts" in changes:
+            changes["batch_counts"] = tuple(changes["batch_counts"].astype(np.int64).tolist())
+        if "ms_per_batch" in changes:
+            changes["ms_per_batch"] = tuple(changes["ms_per_batch"].tolist())
+        return replace(self, **changes)
 
 
 def _short(row: Sequence[Any], show: Any) -> str:

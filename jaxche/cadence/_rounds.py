@@ -1,10 +1,11 @@
-"""Cut epochs into rounds, so that every batch is read exactly once."""
+"""Rounds: when the replicas average, and which batches each of them runs until then."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -12,11 +13,53 @@ from jaxche.cadence._checks import whole_number
 from jaxche.cadence._counts import clamp_counts, limit_lead
 
 
+class ApplyPolicy(StrEnum):
+    """When the replicas average.
+
+    =========  ==========================================  ===========================================
+    policy     the replicas average                        what else
+    =========  ==========================================  ===========================================
+    SYNC       after every batch (one each)                equals standard synchronous data
+                                                           parallelism: gradients are averaged, so
+                                                           Adam matches one device on the joined batch
+    CADENCE    when the slow replica has done ``anchor``   all replicas change epoch together
+               batches; fast ones have filled the same
+               wall time with more of them
+    ASYNC      as CADENCE                                  divergence correction lowers the anchor and
+                                                           lets it recover; fast replicas run into the
+                                                           next epoch on their own
+    =========  ==========================================  ===========================================
+
+    Members are strings, so a policy may be written either way.
+
+    Raises:
+      ValueError: for any other string; the message lists what to write.
+
+    References:
+      flodl 0.4.0, ``ApplyPolicy``.
+
+    Example:
+      >>> ApplyPolicy("cadence") is ApplyPolicy.CADENCE
+      True
+      >>> ApplyPolicy.ASYNC == "async"
+      True
+    """
+
+    SYNC = "sync"
+    CADENCE = "cadence"
+    ASYNC = "async"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ApplyPolicy:
+        names = ", ".join(f'"{member.value}"' for member in cls)
+        raise ValueError(f'policy={value!r} is not a policy; write one of {names}, e.g. policy="cadence"')
+
+
 @dataclass(frozen=True)
 class RoundPlan:
-    """Which batches each rank runs in one round.
+    """The batches of each rank in one round.
 
-    Rank r runs the batches [start + Σ_{j<r} n_j, start + Σ_{j≤r} n_j), counted on into the epochs that follow.
+    Rank r runs the batches [start + Σ_{j<r} n_j, start + Σ_{j≤r} n_j), which may extend into the next epochs.
 
     Args:
       round: number of the round.
@@ -47,11 +90,11 @@ class RoundPlan:
         for name in ("round", "epoch", "start"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, f"{name}=0"))
         object.__setattr__(self, "epoch_size", check_epoch_size(self.epoch_size))
-        # Through int, so that counts of NumPy and of JSON make the same plan.
+        # As ints, so that counts from NumPy and from JSON give equal plans.
         object.__setattr__(self, "counts", tuple(map(int, self.counts)))
         if min(self.counts, default=0) < 0:
             rank = min(range(len(self.counts)), key=self.counts.__getitem__)
-            raise ValueError(f"counts[{rank}]={self.counts[rank]} must be at least 0; write 0 for a rank that idles")
+            raise ValueError(f"counts[{rank}]={self.counts[rank]} must be at least 0; write 0 for an idle rank")
         if self.start >= self.epoch_size:
             raise ValueError(
                 f"start={self.start} is past the end of an epoch of epoch_size={self.epoch_size} batches; write "
@@ -79,15 +122,12 @@ class RoundPlan:
         return tuple((self.epoch + epochs, index) for epochs, index in places)
 
     def digest(self) -> int:
-        """A 46-bit number that differs between different plans: hosts compare it in the merge.
-
-        sha256 over all fields, the same on every machine and in every Python.
-        """
+        """A 46-bit hash of all fields, equal on every machine and in every Python; hosts compare it in the merge."""
         numbers = np.array([self.round, self.epoch, self.start, self.epoch_size, *self.counts], dtype="<i8")
         return int.from_bytes(hashlib.sha256(numbers.tobytes()).digest()[:8], "big") >> 18
 
     def digest_halves(self) -> tuple[int, int]:
-        """The digest as two 23-bit halves, high first, each exact in float32 and so fit for a ``psum``."""
+        """The digest as two 23-bit halves, high first; each is exact in float32, so that a ``psum`` can carry it."""
         return divmod(self.digest(), 2**23)
 
 
@@ -102,13 +142,13 @@ def plan_round(
     crosses_epochs: bool = False,
     last_epoch: int | None = None,
 ) -> RoundPlan:
-    """Cut the next round from where the last one ended.
+    """Plan the next round from the end of the last one.
 
-    Start with the wanted counts, bound the lead, then cut to the batches that are left. Taking each round from the
-    ``end`` of the one before reads every batch of every epoch exactly once, at any counts.
+    The wanted counts are limited in their lead, then clamped to the batches that are left. If each round starts at the
+    ``end`` of the one before, every batch of every epoch is read exactly once, at any counts.
 
-    The lead bound holds in the tail of an epoch too: what it takes away there is left to one more round. Only the last
-    batches, fewer than there are ranks, cannot keep lockstep: they go one a rank to the ranks with the largest counts.
+    The lead limit holds at the end of an epoch too; batches that it leaves over go to one more round. Only when fewer
+    batches than ranks are left can the limit not hold: the ranks with the largest counts get one each.
 
     Args:
       counts: wanted batches of each rank, at least 1 each: ``ElChe.batch_counts``, or 1 each for policy "sync".
@@ -117,14 +157,14 @@ def plan_round(
       cursor: index of the next batch in that epoch, below ``epoch_size``.
       epoch_size: batches in an epoch.
       max_batch_diff: largest lead in batches over the smallest count; 0 is lockstep, None is no limit.
-      crosses_epochs: whether fast ranks run on into the next epoch (policy "async"), or all change epoch together.
-      last_epoch: number of epochs in all; no batch of that epoch or a later one is read. None is no end.
+      crosses_epochs: whether fast ranks continue into the next epoch (policy "async"), or all change epoch together.
+      last_epoch: number of epochs of the run; None for no end.
 
     Returns:
       The plan; it holds at least one batch.
 
     Raises:
-      ValueError: for an empty data set, a count below 1, a cursor past the end, or an epoch that is not to be run.
+      ValueError: for an empty data set, a count below 1, a cursor past the end, or an epoch past the last one.
 
     Example:
       >>> plan_round((46, 20), round=0, epoch=0, cursor=0, epoch_size=99).counts
@@ -138,7 +178,9 @@ def plan_round(
     if min(counts, default=0) < 1:
         raise ValueError(f"counts={tuple(counts)} must be at least 1 for every rank; write e.g. counts=(23, 10)")
     if last_epoch is not None and epoch >= last_epoch:
-        raise ValueError(f"epoch={epoch} is not to be run: last_epoch={last_epoch} epochs are over; stop, or raise it")
+        raise ValueError(
+            f"epoch={epoch} is past the last one: last_epoch={last_epoch} epochs are over; stop, or raise it"
+        )
     wanted = limit_lead(counts, max_batch_diff)
     if not crosses_epochs:
         left = epoch_size - cursor
@@ -146,7 +188,7 @@ def plan_round(
         left = (last_epoch - epoch) * epoch_size - cursor
     else:
         left = sum(wanted)
-    # A cursor past the end leaves nothing; RoundPlan then names it.
+    # A cursor past the end leaves nothing; RoundPlan raises the error.
     cut = clamp_counts(wanted, max(left, 0))
     if min(cut) > 0:
         cut = limit_lead(cut, max_batch_diff)
@@ -154,7 +196,7 @@ def plan_round(
 
 
 def check_epoch_size(epoch_size: int) -> int:
-    """``epoch_size`` as an int, refused below 1."""
+    """``epoch_size`` as an int; ValueError below 1."""
     if epoch_size == 0:
         raise ValueError("epoch_size=0: the data set is empty; give data with at least one batch, len(data) >= 1")
     return whole_number("epoch_size", epoch_size, 1, "epoch_size=len(data)")

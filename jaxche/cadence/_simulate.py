@@ -1,4 +1,4 @@
-"""A fleet made of numbers: try a cadence on any devices, against a virtual clock."""
+"""A virtual fleet: run a cadence on devices of any speeds against a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxche.cadence._elche import ElChe
 from jaxche.cadence._rounds import plan_round
 from jaxche.drawing import COLOURS, figure_of, label_outside
 
-# Batches in an epoch of a fleet, which has no data to run out of.
+# Batches in an epoch of a fleet, which has no data.
 _ENDLESS = 2**48
 
 
@@ -23,9 +23,9 @@ class Slowdown:
     """From round ``round`` on, ``rank`` takes ``factor`` times as long a batch.
 
     Attributes:
-      rank: which.
-      round: the first round in which it is slower.
-      factor: on its time a batch; below 1 it becomes faster.
+      rank: number of the rank.
+      round: first slow round.
+      factor: factor on its time a batch; below 1 it becomes faster.
 
     Example:
       >>> fleet = VirtualFleet([20.0, 50.0], slowdown=Slowdown(rank=0, round=10, factor=2.0))
@@ -40,21 +40,21 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class VirtualFleet:
-    """Replicas of given speeds, with jitter, a merge cost and things that go wrong.
+    """Replicas of given speeds, with jitter, a merge cost, compilation times and a change of speed.
 
     wall_i = n_i · t_i · (1 + jitter · z),  sync = C · (1 + jitter · z),  z standard normal, a draw a rank and round
 
-    Jitter is drawn for a whole round, not a batch: long rounds do not average it away, as clock changes and neighbours
-    on a shared node do not.
+    Jitter is drawn for a whole round, not a batch, so that long rounds do not average it out: clock changes and other
+    jobs on a shared node also last longer than a batch.
 
     Args:
       ms_per_batch: ms a batch of each rank, [R].
       jitter: relative standard deviation, 0 to 1.
       sync_ms: cost of a merge in ms.
-      slowdown: a rank that becomes slower, or faster, in the middle of the run.
+      slowdown: a rank that changes its speed during the run.
       first_report_ms: ms that compilation adds to the first round of each rank, [R]; None for none.
       first_sync_ms: ms that it adds to the first merge.
-      seed: seed of the jitter; the same seed gives the same run, whatever is tuned.
+      seed: seed of the jitter; the same seed gives the same run under every tuner.
 
     Raises:
       ValueError: for a speed that is not above 0, a length other than R, or a number out of range.
@@ -103,9 +103,9 @@ class VirtualFleet:
         return ms
 
     def timings(self, counts: Sequence[int], round: int) -> tuple[np.ndarray, float]:
-        """What a round of these counts measures: (wall_ms [R], sync_ms)."""
+        """Measurements of a round of these counts: (wall_ms [R], sync_ms)."""
         noise = np.random.default_rng((self.seed, round)).standard_normal(len(self.ms_per_batch) + 1)
-        # No draw makes a batch faster than a tenth of its time.
+        # No batch takes less than a tenth of its time.
         stretch = np.maximum(1.0 + self.jitter * noise, 0.1)
         wall = np.asarray(counts) * self.speeds(round) * stretch[:-1]
         if round == 0 and self.first_report_ms is not None:
@@ -114,7 +114,7 @@ class VirtualFleet:
         return wall, float(sync_ms)
 
     def run(self, che: ElChe, rounds: int = 100) -> FleetRun:
-        """Let ``che`` drive the fleet for a number of rounds, planned under its lead limit.
+        """Run the fleet under ``che`` for a number of rounds, planned under its lead limit.
 
         Raises:
           ValueError: if ``che`` is for another number of ranks, or ``rounds`` is below 1.
@@ -132,7 +132,7 @@ class VirtualFleet:
             plan = plan_round(
                 che.batch_counts, round=k, epoch=0, cursor=0, epoch_size=_ENDLESS, max_batch_diff=che.max_batch_diff
             )
-            # What every host does besides: prove the plan, and find its own batches; the last rank's come last.
+            # Part of the cost: every host also hashes the plan and computes its batches; the last rank takes longest.
             plan.digest()
             plan.share(size - 1)
             plan_cost[k] = 1e3 * (time.perf_counter() - began)
@@ -148,18 +148,18 @@ class VirtualFleet:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FleetRun:
-    """What a virtual fleet did, K rounds of R ranks.
+    """Record of a run of a virtual fleet: K rounds of R ranks.
 
     Args:
       che: the cadence after the last round.
       counts: batches, [K, R].
-      anchor: anchor in force, [K].
+      anchor: anchor of each round, [K].
       wall_ms: compute time, [K, R].
       sync_ms: merge cost, [K].
       solo_rate: Σ 1 / t_i of the true speeds, batches a ms, [K].
       slowest_ms: t_slow of the true speeds, [K].
       controller_ms: real time that ``report_timing`` took on this machine, [K].
-      plan_ms: the same of what a host does to plan a round: cut it, prove it, find a rank's batches, [K].
+      plan_ms: real time that a host took to plan a round, hash the plan and compute a rank's batches, [K].
 
     Example:
       >>> run = VirtualFleet([20.0, 50.0], sync_ms=8.0).run(ElChe(2, 4, tuner="steady"), rounds=30)
@@ -184,7 +184,7 @@ class FleetRun:
 
     @property
     def wait_ms(self) -> np.ndarray:
-        """How long each rank waits for the slowest one before the merge, [K, R]."""
+        """Time each rank waits for the slowest one before the merge, [K, R]."""
         return self.wall_ms.max(axis=1, keepdims=True) - self.wall_ms
 
     @property
@@ -194,25 +194,25 @@ class FleetRun:
 
     @property
     def efficiency(self) -> float:
-        """Batches of the whole run over what the ranks, each alone and never merging, would have done in that time."""
+        """Batches of the run over those that the ranks would have done in that time without waiting or merging."""
         return float(self.counts.sum() / np.sum(self.round_ms * self.solo_rate))
 
     @property
     def equal_batch_efficiency(self) -> float:
-        """The same of equal batches synchronised after every one: R / [(t_slow + C) Σ v_i]."""
+        """Efficiency of equal counts with a merge after every batch: R / [(t_slow + C) Σ v_i]."""
         return self._equal(self.slowest_ms + self.sync_ms)
 
     @property
     def equal_batch_limit(self) -> float:
-        """The same with synchronisation for nothing: R v_min / Σ v_i, the most equal counts can reach."""
+        """Efficiency of equal counts with free merges, their upper limit: R v_min / Σ v_i."""
         return self._equal(self.slowest_ms)
 
     def _equal(self, step_ms: np.ndarray) -> float:
-        # Weighted by time, as the efficiency of a run is.
+        # Weighted by time, as is the efficiency of a run.
         return float(self.counts.shape[1] * np.sum(self.round_ms / step_ms) / np.sum(self.round_ms * self.solo_rate))
 
     def table(self) -> str:
-        """A handful of lines: the first rounds, the last one, and the run as a whole."""
+        """A few lines of text: the first rounds, the last one, and the whole run."""
         rounds, size = self.counts.shape
         lines = ["round  anchor  efficiency  longest wait ms  counts"]
         for k in sorted({0, 1, 2, 3, rounds // 2, rounds - 1} & set(range(rounds))):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxche.cadence._elche import ElChe
 
 
-def learn(che: ElChe, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
+def update(che: ElChe, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
     """The fields of ``che`` that a round's timings change."""
     ms = blend_speeds(np.array(che.ms_per_batch), wall, batches)
     if not ms.any():

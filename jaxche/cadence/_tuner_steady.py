@@ -15,15 +15,15 @@ from jaxche.cadence._counts import LARGEST_COUNT, round_half_away
 if TYPE_CHECKING:
     from jaxche.cadence._elche import ElChe
 
-# Samples remembered.
+# Reports kept.
 MEMORY = 3
-# A median further off than this is a change of speed, not jitter.
+# A relative error of the median above this is a change of speed, not jitter.
 JUMP = 0.5
-# A count is kept while the exact value lies this close, a little further than rounding would allow.
+# A count is kept while the exact value is this close, a little more than rounding allows.
 HYSTERESIS = 0.6
 
 
-def learn(che: ElChe, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
+def update(che: ElChe, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
     """The fields of ``che`` that a round's timings change."""
     syncs = (sync_ms, *che.sync_samples)[:MEMORY] if sync_ms else che.sync_samples
     seen = (batches > 0) & (wall > 0)
@@ -36,22 +36,22 @@ def learn(che: ElChe, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> 
     chosen = min(che.anchor, che.max_anchor)
     sync = float(lower_median(np.array(syncs)[:, None])[0]) if syncs else 0.0
     if sync_ms:
-        # A first report may hold compilation. It may shorten the next round, which is cheap, but not lengthen it.
+        # A first report may include compilation. It may shorten the next round, which is cheap, but not lengthen it.
         high = che.max_anchor if che.sync_samples else chosen
         chosen = choose_anchor(ms, sync, target, high, max_lead)
     counts = choose_counts(chosen, ms, np.array(che.batch_counts, np.float64), max_lead, sync, target)
-    learnt = {"anchor": chosen, "batch_counts": counts, "ms_per_batch": ms}
-    return learnt | {"ms_samples": rows, "sync_samples": syncs}
+    measured = {"ms_samples": rows, "sync_samples": syncs}
+    return {"anchor": chosen, "batch_counts": counts, "ms_per_batch": ms} | measured
 
 
 def push_samples(
     rows: tuple[tuple[float, ...], ...], wall: np.ndarray, batches: np.ndarray, seen: np.ndarray
 ) -> tuple[tuple[float, ...], ...]:
-    """Push this round's ms a batch onto the last three of each rank seen, newest first; 0 is an empty place."""
+    """Push this round's ms a batch onto the last three of each measured rank, newest first; 0 is an empty entry."""
     newest = np.divide(wall, batches, out=np.zeros_like(wall), where=seen)
     if seen.all():
         return (tuple(newest.tolist()), *rows[: MEMORY - 1])
-    # A rank that ran nothing keeps what it has, so the columns move one by one.
+    # A rank that ran nothing keeps its samples, so the columns are pushed one by one.
     old = np.zeros((MEMORY, wall.size))
     old[: len(rows)] = rows or old[:0]
     pushed = np.where(seen, np.vstack([newest, old[:-1]]), old)
@@ -61,7 +61,7 @@ def push_samples(
 def lower_median(rows: np.ndarray) -> np.ndarray:
     """Median of the non-zero entries of each column, the smaller middle one of an even number; 0 where there is none.
 
-    Two samples give the smaller: a first report poisoned by compilation is then gone at the second.
+    Of two samples it is the smaller one: a first report that includes compilation is dropped at the second.
     """
     ordered = np.sort(rows, axis=0)
     filled = np.count_nonzero(rows, axis=0)
@@ -71,9 +71,9 @@ def lower_median(rows: np.ndarray) -> np.ndarray:
 
 
 def blend_speeds(ms: np.ndarray, rows: tuple[tuple[float, ...], ...]) -> np.ndarray:
-    """Blend the median of the last three in by its own error, as the seed does a single time.
+    """Blend in the median of the last three by its own error, as the seed tuner does with the last time.
 
-    It is taken as it is where it is more than 50 % off, and until there are three: a diluted first report goes at once.
+    The median replaces the estimate at once where it is more than 50 % off, and until there are three reports.
     """
     samples = np.array(rows)
     median = lower_median(samples)
@@ -100,21 +100,21 @@ def ratio_counts(anchor: int, ratio: np.ndarray, max_lead: int | None) -> tuple[
 def plan_overhead(
     anchor: int, counts: np.ndarray, exact: np.ndarray, ms: np.ndarray, slow: float, sync_ms: float
 ) -> float:
-    """What sync and the waiting that whole counts make add to a round, for the same work: max_i n_i t_i is its wall."""
+    """Time that the merge and the waiting caused by whole counts add to a round, relative to its work."""
     wall = float((counts * ms).max()) + sync_ms
     return wall / (anchor * slow) * float(exact.sum() / counts.sum()) - 1
 
 
 def choose_anchor(ms: np.ndarray, sync_ms: float, target: float, high: int, max_lead: int | None) -> int:
-    """Smallest anchor whose overhead, sync and the waiting that whole counts make, meets the target.
+    """Smallest anchor whose overhead meets the target: the merge, and the waiting caused by whole counts.
 
     overhead(a) = (max_i n_i t_i + C) / (a t_slow) · Σ a t_slow / t_i / Σ n_i − 1, n_i = round(a t_slow / t_i)
 
-    With counts that need no rounding this is C / (a t_slow), met first at a = ⌈C / (target t_slow)⌉; rounding only ever
-    asks for more. Without its part, cheap sync would give an anchor of 1, where 2.5 : 1 runs as 3 : 1.
+    With counts that need no rounding this is C / (a t_slow), met first at a = ⌈C / (target t_slow)⌉; rounding only
+    increases it. Without its part, a cheap merge would give an anchor of 1, where 2.5 : 1 runs as 3 : 1.
     """
     slow = float(ms.max())
-    # A hair of slack: 0.1 · 10 must not ask for one more batch because of a last bit.
+    # Tolerance: a rounding error in 0.1 · 10 must not add a batch.
     first = max(1, math.ceil(min(sync_ms / target / slow, high) - 1e-9))
     best, least, ratio = first, math.inf, speed_ratios(ms)
     # Rounding costs at most half a batch of wall time and half a batch of work: 1 / target more batches pay for both.
@@ -133,8 +133,8 @@ def choose_counts(
 ) -> np.ndarray:
     """n_i = round(a t_slow / t_i), the slowest exactly a.
 
-    A count stays while the exact value is within 0.6 of it, so that jitter does not flip it, unless the counts kept so
-    miss an overhead target that rounding meets.
+    A count is kept while the exact value is within 0.6 of it, so that jitter does not change it, unless the kept counts
+    miss an overhead target that rounded counts meet.
     """
     exact, whole = ratio_counts(anchor, speed_ratios(ms), max_lead)
     near = (np.abs(exact - current) <= HYSTERESIS) & (ms < ms.max())

@@ -7,25 +7,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxche.drawing._colours import WAIT, text_on
+from jaxche.drawing._style import WAIT, text_on
 
 _WIDTH, _LANE, _GAP, _AXIS, _CHAR = 640, 22, 5, 34, 6.6
 _TICKS = 6
 
 
 class Bar(NamedTuple):
-    """A bar in a lane.
-
-    Attributes:
-      start: its start, in the unit of the axis.
-      length: its length.
-      colour: fill colour; ``WAIT`` is hatched.
-      text: label inside the bar if it fits, and its tooltip.
-
-    Example:
-      >>> Bar(0.0, 20.0, "#0072B2", "F0").length
-      20.0
-    """
+    """A bar in a lane: start and length in the unit of the axis, fill colour (``WAIT`` is hatched), and label."""
 
     start: float
     length: float
@@ -34,36 +23,16 @@ class Bar(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A row of bars.
-
-    Attributes:
-      label: text on its left.
-      bars: its bars.
-
-    Example:
-      >>> Lane("rank 0", (Bar(0.0, 20.0, "#0072B2"),)).label
-      'rank 0'
-    """
+    """A row of bars with a label on its left."""
 
     label: str
     bars: Sequence[Bar]
 
 
 def lanes(rows: Sequence[Lane], unit: str, caption: str = "") -> str:
-    """Draws lanes of bars on one axis.
+    """Lanes of bars on one axis as an ``<svg>`` element, under a caption.
 
-    Args:
-      rows: the lanes, from the top.
-      unit: of the axis, e.g. ``"ms"``.
-      caption: a line above.
-
-    Returns:
-      An ``<svg>`` element; its text has the colour of the page, for dark pages too.
-
-    Example:
-      >>> picture = lanes([Lane("rank 0", [Bar(0.0, 50.0, "#0072B2", "5 steps")])], unit="ms")
-      >>> picture.startswith("<svg"), "5 steps" in picture, ">ms<" in picture
-      (True, True, True)
+    Text has the colour of the page, so that it is readable on dark pages too.
     """
     left = 12 + _CHAR * max((len(row.label) for row in rows), default=0)
     end = max((bar.start + bar.length for row in rows for bar in row.bars), default=0.0) or 1.0

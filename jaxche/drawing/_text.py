@@ -8,22 +8,7 @@ from typing import NamedTuple
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> str:
-    """A table as lines with aligned columns.
-
-    Args:
-      rows: cells as text, equally many in each row; the first row has the titles.
-      left: number of left-aligned columns, the first ones; the others are right-aligned.
-      indent: spaces before each line.
-
-    Returns:
-      Lines without trailing spaces, and without a newline at the end.
-
-    Example:
-      >>> print(aligned([["rank", "host", "steps"], ["0", "n1", "12"], ["1", "n2", "7"]], left=2))
-      rank  host  steps
-      0     n1       12
-      1     n2        7
-    """
+    """A table as lines with aligned columns, the first ``left`` of them to the left; the first row has the titles."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
@@ -36,20 +21,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> st
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
-    """A table as HTML.
-
-    Args:
-      head: titles of the columns.
-      rows: cells as text, equally many in each row.
-      caption: a line above.
-
-    Returns:
-      A ``<table>`` element; titles, cells and caption are escaped.
-
-    Example:
-      >>> html_table(["a<b"], [["1 & 2"]])
-      '<table><thead><tr><th>a&lt;b</th></tr></thead><tbody><tr><td>1 &amp; 2</td></tr></tbody></table>'
-    """
+    """A table as a ``<table>`` element; titles, cells and caption are escaped."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -60,20 +32,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str 
 
 
 def per_rank(values: Sequence[float], form: str = "{:.0f}", most: int = 8) -> str:
-    """The values of all ranks as text, or their range.
-
-    Args:
-      values: one a rank.
-      form: format of a value.
-      most: with more ranks than this, the range.
-
-    Returns:
-      The text.
-
-    Example:
-      >>> per_rank([10, 4]), per_rank(range(64)), per_rank([50.0, 20.5, 1.0], "{:.1f}", most=2)
-      ('10:4', '0..63', '1.0..50.0')
-    """
+    """The values of all ranks as text, e.g. ``"10:4"``; of more than ``most`` ranks their range, e.g. ``"0..63"``."""
     if len(values) <= most:
         return ":".join(map(form.format, values))
     return f"{form.format(min(values))}..{form.format(max(values))}"
@@ -93,26 +52,9 @@ def odd_ones(
     beside: Mapping[str, Sequence[str]] | None = None,
     most: int = 8,
 ) -> OddOnes:
-    """Finds the processes that differ from the majority in some column.
+    """Find the processes ``who`` that differ from the majority in a column.
 
-    Args:
-      columns: name of each column, and its value for each of ``who``.
-      who: numbers of the processes.
-      beside: columns that are shown and not compared.
-      most: maximum number of rows; the table says how many more there are.
-
-    Returns:
-      The numbers of the processes that differ, the most frequent value of each column with differences, and the table;
-      without differences an empty tuple, an empty dict and "".
-
-    Example:
-      >>> odd = odd_ones({"jax": ["0.10", "0.10", "0.9"], "seed": ["0", "0", "0"]}, who=[0, 1, 2])
-      >>> odd.who, odd.usual
-      ((2,), {'jax': '0.10'})
-      >>> print(odd.table)
-        process  jax
-        most     0.10
-        2        0.9
+    The table also has the columns ``beside``, which are not compared, and at most ``most`` rows.
     """
     columns, beside = {name: values for name, values in columns.items() if len(set(values)) > 1}, beside or {}
     if not columns:

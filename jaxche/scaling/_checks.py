@@ -1,4 +1,4 @@
-"""Refuse numbers that cannot work, as long as they are known: inside ``jit`` there is nothing to look at yet."""
+"""Checks of numbers, as far as they are concrete: inside ``jit`` they are tracers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,14 @@ import numpy as np
 from jax.core import Tracer
 
 
-def known(value: Any) -> bool:
-    """Whether a number can be looked at now."""
+def is_concrete(value: Any) -> bool:
+    """Whether a number is known now, and not a tracer."""
     return not isinstance(value, Tracer)
 
 
-def refuse_unless_positive(name: str, value: Any, example: str) -> None:
-    """Raise ValueError unless every known entry of ``value`` is finite and above zero.
-
-    Args:
-      name: the argument's name.
-      value: a number or an array of them.
-      example: the line to write instead.
-    """
-    if not known(value):
+def check_positive(name: str, value: Any, example: str) -> None:
+    """Raise ValueError unless every concrete entry of ``value`` is finite and above zero."""
+    if not is_concrete(value):
         return
     try:
         numbers = np.asarray(value, np.float64)

@@ -1,4 +1,4 @@
-"""Parameter groups: which number belongs to which leaf."""
+"""Parameter groups: the group of each leaf, norms and factors of groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Groups(NamedTuple):
     """Groups of the leaves of one tree; hashable, so that it can be a static part of a state.
 
     Attributes:
-      names: the labels in sorted order, or None for one group that nobody named.
+      names: the labels in sorted order, or None for one unnamed group.
       of_leaf: index of each leaf's group, in flattening order.
     """
 
@@ -28,11 +28,7 @@ class Groups(NamedTuple):
 
 
 def make_groups(params: Any, labels: Any | Callable[[Any], Any] | None) -> Groups:
-    """Read a labelling the way ``optax.partition`` does: a tree (or prefix) of labels, or a function giving one.
-
-    Raises:
-      ValueError: labels that do not cover the parameters.
-    """
+    """Groups from labels as ``optax.partition`` takes them: a tree (or prefix) of labels, or a function giving one."""
     leaves = jax.tree.leaves(params)
     if not leaves:
         raise ValueError("params holds no arrays; pass the tree you train, e.g. model.init(rng, x)['params']")
@@ -56,7 +52,7 @@ def group_squares(groups: Groups, leaves: Sequence[Any], factors: Sequence[Any] 
     sums = [jnp.zeros((), jnp.float32)] * groups.count
     for i, (leaf, group) in enumerate(zip(leaves, groups.of_leaf, strict=True)):
         if is_float(leaf):
-            x = _seen(leaf, factors and factors[i])
+            x = _scaled(leaf, factors and factors[i])
             sums[group] = sums[group] + jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32)
     return jnp.stack(sums)
 
@@ -64,19 +60,19 @@ def group_squares(groups: Groups, leaves: Sequence[Any], factors: Sequence[Any] 
 def group_products(
     groups: Groups, leaves: Sequence[Any], others: Sequence[Any], factors: Sequence[Any] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    r"""Of each group :math:`\langle f x, f y \rangle` and :math:`\|f (x - y)\|^2`, ``[G]`` float32 each."""
+    r"""For each group :math:`\langle f x, f y \rangle` and :math:`\|f (x - y)\|^2`, ``[G]`` float32 each."""
     _check_count(groups, leaves)
     products = [jnp.zeros((), jnp.float32)] * groups.count
     squares = list(products)
     for i, (leaf, other, group) in enumerate(zip(leaves, others, groups.of_leaf, strict=True)):
         if is_float(leaf):
-            x, y = (_seen(one, factors and factors[i]) for one in (leaf, other))
+            x, y = (_scaled(one, factors and factors[i]) for one in (leaf, other))
             products[group] = products[group] + jnp.sum(jnp.real(x * jnp.conj(y))).astype(jnp.float32)
             squares[group] = squares[group] + jnp.sum(jnp.square(jnp.abs(x - y))).astype(jnp.float32)
     return jnp.stack(products), jnp.stack(squares)
 
 
-def _seen(leaf: Any, factor: Any) -> Any:
+def _scaled(leaf: Any, factor: Any) -> Any:
     x = leaf.astype(sum_dtype(leaf.dtype))
     return x if factor is None else x * factor.astype(x.dtype)
 
@@ -90,7 +86,7 @@ def _check_count(groups: Groups, leaves: Sequence[Any]) -> None:
 
 
 def scale_leaves(groups: Groups, tree: Any, factors: Any) -> Any:
-    """Multiply each float leaf by its group's factor (``[G]``), or by the one factor there is (``[]``)."""
+    """Multiply each float leaf by its group's factor (``[G]``), or by a single factor (``[]``)."""
     leaves, treedef = jax.tree.flatten(tree)
     if len(leaves) != len(groups.of_leaf):
         raise ValueError(f"updates has {len(leaves)} leaves, but the params given to init had {len(groups.of_leaf)}")

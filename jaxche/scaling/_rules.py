@@ -1,18 +1,19 @@
-"""Scaling rules: how much longer a step may be when its batch is larger."""
+"""Scaling rules: the factor on the learning rate for a larger batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxche.scaling._checks import refuse_unless_positive
+from jaxche.scaling._checks import check_positive
 
 
 class ScalingRule(Protocol):
-    """What a rule must do; any object with this method is one.
+    """The contract of a scaling rule: any object with this method is one.
 
     Example:
       >>> import jax.numpy as jnp
@@ -28,12 +29,15 @@ class ScalingRule(Protocol):
         """Factor on the learning rate that was tuned for scale 1.
 
         Args:
-          scale: batch over base batch.
+          scale: batch over base batch, a number or an array.
           noise: a :class:`~jaxche.scaling.noise_scale.NoiseScale`; rules that need none ignore it.
           progress: effective steps so far; rules that need none ignore it.
 
         Returns:
-          A scalar, or ``[G]`` for rules that tell parameter groups apart and noise that does.
+          Float32, ``[]``, or ``[G]`` for rules with a factor for each parameter group and noise with named groups.
+
+        Raises:
+          ValueError: a scale that is not finite and positive, or without the noise or the progress that the rule needs.
         """
         ...
 
@@ -42,7 +46,7 @@ class ScalingRule(Protocol):
 class LinearScale:
     r"""Learning rate in proportion to the batch: factor :math:`S`.
 
-    Right while noise dominates; at scales where it does not, training degrades or diverges.
+    It holds while noise dominates; at larger scales training degrades or diverges.
 
     References:
       Goyal et al., *Accurate, large minibatch SGD*, 2017.
@@ -54,19 +58,7 @@ class LinearScale:
     """
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
-        r"""Factor :math:`S`; ``noise`` and ``progress`` are ignored.
-
-        Args:
-          scale: batch over base batch, a number or an array.
-          noise: ignored.
-          progress: ignored.
-
-        Returns:
-          Float32 array like ``scale``.
-
-        Raises:
-          ValueError: a scale that is not finite and positive.
-        """
+        r"""Factor :math:`S`; ``noise`` and ``progress`` are ignored."""
         del noise, progress
         return _scale(scale)
 
@@ -75,7 +67,7 @@ class LinearScale:
 class SqrtScale:
     r"""Learning rate with the square root of the batch: factor :math:`\sqrt S`.
 
-    Keeps the variance of Adam's steps; cautious for SGD.
+    It keeps the variance of Adam's steps; for SGD it is conservative.
 
     References:
       Krizhevsky, *One weird trick for parallelizing convolutional neural networks*, 2014. Hoffer et al., *Train
@@ -88,30 +80,18 @@ class SqrtScale:
     """
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
-        r"""Factor :math:`\sqrt S`; ``noise`` and ``progress`` are ignored.
-
-        Args:
-          scale: batch over base batch, a number or an array.
-          noise: ignored.
-          progress: ignored.
-
-        Returns:
-          Float32 array like ``scale``.
-
-        Raises:
-          ValueError: a scale that is not finite and positive.
-        """
+        r"""Factor :math:`\sqrt S`; ``noise`` and ``progress`` are ignored."""
         del noise, progress
         return jnp.sqrt(_scale(scale))
 
 
 @dataclass(frozen=True)
 class AdaScale:
-    r"""Learning rate by what the larger batch is worth at the present noise, for SGD.
+    r"""Learning rate in proportion to the gain of the larger batch at the measured noise, for SGD.
 
     .. math:: \mathrm{factor} = \frac{v + s}{v / S + s}
 
-    for every parameter group apart: :math:`S` while noise dominates, 1 when there is none.
+    for each parameter group: :math:`S` while noise dominates, 1 without noise.
 
     References:
       Johnson et al., *AdaScale SGD*, ICML 2020; AdaptDL (Qiao et al., *Pollux*, OSDI 2021).
@@ -126,19 +106,7 @@ class AdaScale:
     """
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
-        """The gain of each parameter group.
-
-        Args:
-          scale: batch over base batch, a number or a scalar array.
-          noise: the noise scale: its ``sqr`` and ``var`` are read.
-          progress: ignored.
-
-        Returns:
-          Float32, ``[]``, or ``[G]`` with named groups.
-
-        Raises:
-          ValueError: a scale that is not finite and positive, or no noise.
-        """
+        """The gain of each parameter group."""
         del progress
         return _gain(self, scale, noise)
 
@@ -162,19 +130,7 @@ class AdamScale:
     """
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
-        """Square root of the gain of each parameter group.
-
-        Args:
-          scale: batch over base batch, a number or a scalar array.
-          noise: the noise scale: its ``sqr`` and ``var`` are read.
-          progress: ignored.
-
-        Returns:
-          Float32, ``[]``, or ``[G]`` with named groups.
-
-        Raises:
-          ValueError: a scale that is not finite and positive, or no noise.
-        """
+        """Square root of the gain of each parameter group."""
         del progress
         return jnp.sqrt(_gain(self, scale, noise))
 
@@ -212,22 +168,10 @@ class LEGWScale:
     def __post_init__(self) -> None:
         line = "jaxche.LEGWScale(base_warmup_epochs=5, data_size=60_000, batch_size=128)"
         for name in ("base_warmup_epochs", "data_size", "batch_size"):
-            refuse_unless_positive(name, getattr(self, name), line)
+            check_positive(name, getattr(self, name), line)
 
     def lr_factor(self, scale: Any, noise: Any = None, progress: Any = None) -> jax.Array:
-        r"""Factor at this progress.
-
-        Args:
-          scale: batch over base batch, a number or an array.
-          noise: ignored.
-          progress: effective steps so far, a number or an array.
-
-        Returns:
-          Float32 array.
-
-        Raises:
-          ValueError: a scale that is not finite and positive, or no progress.
-        """
+        r"""Factor at this progress."""
         del noise
         if progress is None:
             raise ValueError("LEGWScale needs the progress; write rule.lr_factor(scale, progress=state.progress)")
@@ -236,8 +180,47 @@ class LEGWScale:
         return jnp.sqrt(s) * jnp.minimum(jnp.asarray(progress).astype(jnp.float32) / warmup, jnp.float32(1))
 
 
+def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha: float = 1.0) -> float:
+    r"""The scale of a merge of local steps for a scaling rule: the number of replicas that it is worth.
+
+    .. math:: m_{eff} = \frac{\sum_i w_i n_i}{\alpha \sum_i w_i^2 n_i}
+
+    It is the signal-to-noise ratio of the merged progress over that of one replica's steps: R for equal counts and
+    weights, less when some replicas do most of the work.
+
+    Args:
+      weights: merge weights that sum to one, from :func:`~jaxche.merge_weights`.
+      counts: local steps of each replica.
+      alpha: step length of the merge.
+
+    Returns:
+      A float, the ``scale`` to give to a rule when parameters are averaged.
+
+    Raises:
+      ValueError: lists of different lengths, or no progress at all.
+
+    Example:
+      >>> from jaxche.scaling import effective_replicas
+      >>> effective_replicas([0.5, 0.5], [1, 3]), round(effective_replicas([0.25, 0.75], [1, 3]), 2)
+      (2.0, 1.43)
+      >>> effective_replicas([0.5, 0.5], [1, 3], alpha=1.25)
+      1.6
+    """
+    if len(weights) != len(counts):
+        raise ValueError(f"weights has {len(weights)} entries for {len(counts)} counts; give one per replica")
+    check_positive("alpha", alpha, "alpha=1.0")
+    signal = sum(w * n for w, n in zip(weights, counts, strict=True))
+    noise = sum(w * w * n for w, n in zip(weights, counts, strict=True))
+    if not (signal > 0 and noise > 0):
+        raise ValueError(
+            f"weights={list(weights)} and counts={list(counts)} make no progress; write e.g. "
+            "effective_replicas(*jaxche.merge_weights('steps', [10, 23])[:1], [10, 23])"
+        )
+    return signal / (alpha * noise)
+
+
 def _scale(scale: Any) -> jax.Array:
-    refuse_unless_positive("scale", scale, "scale=8 (the batch over the one the learning rate was tuned for)")
+    check_positive("scale", scale, "scale=8 (the batch over the one the learning rate was tuned for)")
     return jnp.asarray(scale).astype(jnp.float32)
 
 
@@ -248,7 +231,7 @@ def _gain(rule: Any, scale: Any, noise: Any) -> jax.Array:
             f"{type(rule).__name__} needs the noise scale; write noise=jaxche.noise_scale.update(noise, grads, "
             "batch_sizes), or take a rule that needs none, e.g. jaxche.SqrtScale()"
         )
-    # Clipped again: any object with these two numbers may be given.
+    # Clipped again: noise may be any object with these two numbers.
     sqr = jnp.maximum(jnp.asarray(noise.sqr).astype(jnp.float32), jnp.float32(0))
     var = jnp.maximum(jnp.asarray(noise.var).astype(jnp.float32), jnp.float32(1e-6))
     return (var + sqr) / (var / s + sqr)

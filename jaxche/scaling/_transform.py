@@ -1,4 +1,4 @@
-"""A scaling rule as an optax transform."""
+"""A scaling rule as an optax transform, and schedules that follow its progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxche.scaling._checks import refuse_unless_positive
+from jaxche.scaling._checks import check_positive
 from jaxche.scaling._groups import make_groups, scale_leaves
 from jaxche.scaling._rules import ScalingRule
 
@@ -18,8 +18,8 @@ class ScaleLearningRateState(NamedTuple):
     """State of :func:`scale_learning_rate`.
 
     Attributes:
-      factor: what the last step's learning rate was multiplied by, ``[]``, or ``[G]`` with groups.
-      progress: effective steps so far: what these steps are worth in steps of the base batch.
+      factor: factor on the learning rate of the last step, ``[]``, or ``[G]`` with groups.
+      progress: effective steps so far, in steps of the base batch.
       inner_state: state of the wrapped optimizer.
 
     Example:
@@ -37,36 +37,36 @@ class ScaleLearningRateState(NamedTuple):
 def scale_learning_rate(
     tx: Any, rule: ScalingRule, *, groups: Any | Callable[[Any], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Multiply an optimizer's learning rate by a scaling rule's factor, step by step.
+    r"""Multiply an optimizer's learning rate by a scaling rule's factor in every step.
 
     .. math:: u_t \leftarrow \mathrm{factor}(S_t, \mathrm{noise}_t, p_t) \, u_t, \qquad
               p_{t+1} = p_t + \mathrm{gain}(S_t)
 
-    It wraps the whole optimizer: clipping, schedules, ``MultiSteps``, ``inject_hyperparams`` and all. Its updates are
-    multiplied, which for every optimizer whose updates are proportional to the learning rate (decoupled weight decay
-    included) is a change of the learning rate. ``tx.update`` takes three more arguments, all plain arrays, so that
-    no change of theirs recompiles a step:
+    It wraps a whole optimizer, including clipping, schedules, ``MultiSteps`` and ``inject_hyperparams``, and multiplies
+    its updates. For every optimizer whose updates are proportional to the learning rate (decoupled weight decay
+    included) that is a change of the learning rate. ``tx.update`` takes three more arguments, all arrays, so that a
+    change of their values never recompiles a step:
 
     * ``scale``: batch over base batch; always needed.
     * ``noise``: a :class:`~jaxche.scaling.noise_scale.NoiseScale`. Without it a step is worth ``scale`` base
-      steps, as if every example counted in full: progress then counts examples.
-    * ``progress``: effective steps so far, when it is kept elsewhere; by default the state keeps it.
+      steps: progress then counts examples.
+    * ``progress``: effective steps so far, if they are counted elsewhere; by default the state counts them.
 
     The progress before the step reaches the wrapped optimizer as ``progress=``, for
     :func:`~jaxche.scaling.progress_schedule`. In ``optax.MultiSteps(scale_learning_rate(...), k)``, as in
-    ``scale_learning_rate(optax.MultiSteps(...), rule)``, progress grows with the updates and not with the mini-steps.
+    ``scale_learning_rate(optax.MultiSteps(...), rule)``, progress grows by updates and not by mini-steps.
 
     Args:
       tx: any ``optax.GradientTransformation``, tuned for the base batch; also an ``optax.MultiSteps``.
       rule: a scaling rule, e.g. ``jaxche.AdaScale()``.
-      groups: parameter groups, the same as given to ``noise_scale.init``, for a factor each.
+      groups: parameter groups as given to ``noise_scale.init``, for a factor each.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with a :class:`ScaleLearningRateState`.
 
     Raises:
-      ValueError: a ``tx`` or ``rule`` that is none; in ``update``: no scale, one that is not positive, or noise of
-        other groups.
+      ValueError: ``tx`` is no transformation, or ``rule`` no rule; in ``update``: no scale, one that is not positive,
+        or noise of other groups.
 
     References:
       AdaptDL's ``ScalingRuleBase.step`` (Qiao et al., *Pollux*, OSDI 2021).
@@ -82,7 +82,7 @@ def scale_learning_rate(
       ([-0.2..., -0.2...], 2.0, 4.0)
     """
     if isinstance(tx, optax.MultiSteps):
-        # Not its gradient_transformation(), which optax takes for one without extra arguments.
+        # Not its gradient_transformation(), which takes no extra arguments.
         steps: Any = tx
         tx = optax.GradientTransformationExtraArgs(steps.init, steps.update)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -110,15 +110,15 @@ def scale_learning_rate(
                 "scale is missing: the batch over the one the learning rate was tuned for; write "
                 "tx.update(grads, state, params, scale=8, noise=noise)"
             )
-        refuse_unless_positive("scale", scale, "tx.update(grads, state, params, scale=8)")
+        check_positive("scale", scale, "tx.update(grads, state, params, scale=8)")
         labelled = make_groups(updates, groups)
         before = jnp.asarray(state.progress if progress is None else progress).astype(jnp.float32)
         factor = jnp.asarray(rule.lr_factor(scale, noise, before)).astype(jnp.float32)
-        # A rule may be given noise of any make; only one with labels can contradict the labels here.
-        theirs = getattr(noise, "groups", labelled)
-        if factor.shape not in ((), state.factor.shape) or (factor.ndim and theirs != labelled):
+        # Noise may be any object; only one with groups can have other groups than this transform.
+        noise_groups = getattr(noise, "groups", labelled)
+        if factor.shape not in ((), state.factor.shape) or (factor.ndim and noise_groups != labelled):
             raise ValueError(
-                f"noise is of the groups {theirs.names}, the transform of {labelled.names}; give both the same: "
+                f"noise is of the groups {noise_groups.names}, the transform of {labelled.names}; give both the same: "
                 "noise_scale.init(params, groups=labels) and scale_learning_rate(tx, rule, groups=labels)"
             )
         factor = jnp.broadcast_to(factor, state.factor.shape)
@@ -130,8 +130,76 @@ def scale_learning_rate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+class ProgressScheduleState(NamedTuple):
+    """State of a :class:`ProgressSchedule`: the last progress."""
+
+    progress: jax.Array
+
+
+class ProgressSchedule:
+    """A stateful schedule of optax; made by :func:`progress_schedule`."""
+
+    def __init__(self, schedule: Callable[[Any], Any]):
+        self._schedule = schedule
+
+    def init(self) -> ProgressScheduleState:
+        return ProgressScheduleState(jnp.zeros((), jnp.float32))
+
+    def update(self, state: ProgressScheduleState, *, progress: Any = None, **extra_args: Any) -> ProgressScheduleState:
+        del extra_args
+        if progress is None:
+            raise ValueError(
+                "a progress schedule got no progress; wrap the whole optimizer: jaxche.scale_learning_rate(tx, rule), "
+                "or write tx.update(grads, state, params, progress=...)"
+            )
+        return ProgressScheduleState(jnp.asarray(progress).astype(jnp.float32))
+
+    def __call__(self, state: Any, *, progress: Any = None, **extra_args: Any) -> Any:
+        del extra_args
+        if not isinstance(state, ProgressScheduleState):
+            raise ValueError(
+                "a progress schedule counts no steps, so optax must give it more than a step; write "
+                "optax.inject_hyperparams(optax.sgd)(learning_rate=progress_schedule(...))"
+            )
+        return self._schedule(state.progress if progress is None else jnp.asarray(progress).astype(jnp.float32))
+
+
+def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
+    r"""A schedule over effective steps: :math:`\eta_t = \mathrm{schedule}(\mathrm{progress}_t)`.
+
+    A schedule over raw steps ends too late when a step is worth more than one step of the base batch. Pass the result
+    to ``optax.inject_hyperparams`` and wrap that in :func:`~jaxche.scaling.scale_learning_rate`, which passes its
+    progress through chains, masks and ``MultiSteps``; the state of ``inject_hyperparams`` has the rate.
+
+    Args:
+      schedule: any function of a step, e.g. from ``optax.schedules``; its steps are steps of the base batch.
+
+    Returns:
+      An ``optax.StatefulSchedule``.
+
+    Raises:
+      ValueError: in ``update``, without progress.
+
+    References:
+      AdaptDL (Qiao et al., *Pollux*, OSDI 2021), which advances schedulers by progress.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from jaxche.scaling import LinearScale, progress_schedule, scale_learning_rate
+      >>> decay = progress_schedule(optax.linear_schedule(0.4, 0.0, transition_steps=16))
+      >>> tx = scale_learning_rate(optax.inject_hyperparams(optax.sgd)(learning_rate=decay), LinearScale())
+      >>> params = jnp.zeros(1)
+      >>> state = tx.init(params)
+      >>> for _ in range(3):
+      ...     _, state = tx.update(jnp.ones(1), state, params, scale=4)
+      >>> round(float(state.inner_state.hyperparams["learning_rate"]), 3), float(state.progress)
+      (0.2, 12.0)
+    """
+    return ProgressSchedule(schedule)
+
+
 def _made_update(before: Any, after: Any) -> Any:
-    """Whether this call was a step: of ``MultiSteps``, only each last mini-step is."""
+    """Whether this call updated parameters; in ``MultiSteps`` only each last mini-step does."""
     if isinstance(before, optax.MultiStepsState):
         return jnp.asarray(after.gradient_step) != jnp.asarray(before.gradient_step)
     return True

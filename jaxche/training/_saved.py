@@ -71,7 +71,7 @@ def with_numbers(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
         else:
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
-        correction = _correction(correction, saved["correction"])
+        correction = DivergenceCorrection.from_dict(saved["correction"])
     # A run that was saved by an earlier version had none pending.
     place = {name: _tuples(saved[name]) for name in _PLACE if name in saved}
     return replace(state, che=che, correction=correction, **place)
@@ -98,12 +98,6 @@ def joined_alike(trees: Mapping[str, Any], format: int) -> tuple[str, str] | Non
             if seen.setdefault(name, shown) != shown:
                 return seen[name], shown
     return None
-
-
-def _correction(fresh: DivergenceCorrection, saved: Mapping[str, Any]) -> DivergenceCorrection:
-    learnt = {name: _tuples(value) for name, value in saved.items() if name != "guard"}
-    guard: Any = fresh.guard
-    return replace(fresh, guard=replace(guard, **{n: _tuples(v) for n, v in saved["guard"].items()}), **learnt)
 
 
 def _tuples(value: Any) -> Any:

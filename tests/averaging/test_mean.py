@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import psum_buckets, weighted_mean
+from jaxche.averaging import measure_drift, psum_buckets, weighted_mean
 from jaxche.averaging._mean import _BUCKET_BYTES, _buckets
 
 
+@jax.jit
 def over_shard_map(tree, weights):
     mesh = Mesh(np.array(jax.devices()[: len(weights)]), ("r",), axis_types=(AxisType.Auto,))
 
@@ -27,6 +28,7 @@ def over_pmap(tree, weights):
     return jax.pmap(lambda t, w: weighted_mean(t, w, "r"), axis_name="r")(tree, weights)
 
 
+@jax.jit
 def over_vmap(tree, weights):
     return jax.vmap(lambda t, w: weighted_mean(t, w, "r"), axis_name="r")(tree, weights)
 
@@ -122,3 +124,30 @@ def test_psum_buckets_keeps_shapes():
 def test_an_unbound_axis_is_refused():
     with pytest.raises(NameError, match="replica"):
         weighted_mean(jnp.ones(3), 1.0, "replica")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 10_000))
+def test_drift_is_that_of_its_definition(replicas, seed):
+    rng = np.random.default_rng(seed)
+    x0, deltas, w = rng.normal(size=20), rng.normal(size=(replicas, 20)) + 0.5, rng.uniform(0.1, 1.0, replicas)
+    w /= w.sum()
+    mean = w @ deltas
+    merged, spread = x0 - mean, w @ np.sum((deltas - mean) ** 2, axis=1)
+    sums = np.float32([w @ np.sum(deltas**2, axis=1), mean @ mean, merged @ merged])
+    rel, direction = measure_drift(*map(jnp.asarray, sums))
+    np.testing.assert_allclose(direction, spread / (mean @ mean), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(rel, np.sqrt(spread) / np.linalg.norm(merged), rtol=1e-3)
+
+
+def test_rounding_makes_no_drift_negative():
+    one = jnp.float32(1)
+    assert [float(x) for x in measure_drift(one, jnp.nextafter(one, 2 * one), one)] == [0.0, 0.0]
+
+
+def test_a_round_in_which_nothing_moved_has_no_drift():
+    zero, one = jnp.float32(0), jnp.float32(1)
+    for norm in (zero, one):
+        assert [float(x) for x in measure_drift(zero, zero, norm)] == [0.0, 0.0]
+    # Replicas that cancelled, around parameters of zero: large, but a number.
+    assert all(np.isfinite(x) and x > 1e18 for x in measure_drift(one, zero, zero))

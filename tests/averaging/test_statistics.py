@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxche.averaging import from_moments, to_moments, weighted_mean
 
 
+@jax.jit
 def pool(stacked, weights):
     def one(tree, weight):
         means = weighted_mean(tree, weight, "r")

@@ -49,13 +49,6 @@ def test_signal_to_noise_of_steps(n, efficiency):
     assert (w @ n) ** 2 / (w**2 @ n) / n.sum() == pytest.approx(efficiency, abs=1e-3)
 
 
-@pytest.mark.parametrize(("rule", "m_eff"), [("batch", 2.0), ("steps", 1.43), ("fednova", 1.6)])
-def test_effective_number_of_replicas(rule, m_eff):
-    w, alpha = merge_weights(rule, COUNTS)
-    n, w = np.array(COUNTS), np.array(w)
-    assert (w @ n) / (alpha * (w**2 @ n)) == pytest.approx(m_eff, abs=5e-3)
-
-
 @given(st.sampled_from(MERGE_RULES), st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any))
 def test_weights_sum_to_one_and_idle_replicas_are_silent(rule, counts):
     weights, alpha = merge_weights(rule, counts)

@@ -1,9 +1,11 @@
-"""Rounds: every batch of every epoch once, whatever the counts."""
+"""Rounds: the policies, and every batch of every epoch once, whatever the counts."""
 
 import dataclasses
 import hashlib
 import json
 import struct
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -11,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxche.cadence import RoundPlan, plan_round
+import jaxche.cadence
+from jaxche.cadence import ApplyPolicy, RoundPlan, plan_round
 
 
 @st.composite
@@ -155,3 +158,34 @@ def test_round_plan_refuses():
         RoundPlan(0, 0, 0, (1, 2), 10).share(2)
     with pytest.raises(ValueError, match="rank=-1"):
         RoundPlan(0, 0, 0, (1, 2), 10).share(-1)
+
+
+@pytest.mark.parametrize("policy", ApplyPolicy)
+def test_policies_are_strings(policy):
+    assert ApplyPolicy(policy.value) is policy
+    assert policy == policy.value == str(policy) == f"{policy}"
+    assert json.loads(json.dumps(policy)) == policy.value
+
+
+def test_names():
+    assert [policy.name for policy in ApplyPolicy] == ["SYNC", "CADENCE", "ASYNC"]
+    assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
+
+
+@pytest.mark.parametrize("value", ["Cadence", "", None, 1])
+def test_anything_else_is_refused_with_what_to_write(value):
+    with pytest.raises(ValueError, match='"sync", "cadence", "async"') as refused:
+        ApplyPolicy(value)
+    assert repr(value) in str(refused.value)
+
+
+def test_the_layer_needs_numpy_only():
+    # The modules alone, without the front door, which may import every layer.
+    code = (
+        "import sys, types, pathlib\n"
+        "front = types.ModuleType('jaxche'); front.__path__ = [sys.argv[1]]; sys.modules['jaxche'] = front\n"
+        "import jaxche.cadence\n"
+        "assert not {'jax', 'flax', 'optax', 'matplotlib'} & set(sys.modules)\n"
+    )
+    package = jaxche.cadence.__path__[0].rsplit("cadence", 1)[0]
+    subprocess.run([sys.executable, "-c", code, package], check=True, timeout=60)

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxche.scaling import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale, noise_scale
+from jaxche.averaging import merge_weights
+from jaxche.scaling import (
+    AdamScale,
+    AdaScale,
+    LEGWScale,
+    LinearScale,
+    SqrtScale,
+    effective_replicas,
+    noise_scale,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 RULES = [LinearScale(), SqrtScale(), AdaScale(), AdamScale(), LEGWScale(5, 1000, 10)]
@@ -87,3 +96,18 @@ def test_noise_of_any_make_is_clipped(rule):
     for var, sqr in ((1.0, -0.1), (0.0, 0.0), (-1.0, 0.0)):
         np.testing.assert_allclose(rule.lr_factor(4, noise_of(var, sqr)), full, rtol=1e-6)
     assert float(rule.lr_factor(4, noise_of(-1.0, 1.0))) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("rule", "wanted"), [("batch", 2.0), ("steps", 1.43), ("fednova", 1.6)])
+def test_effective_replicas(rule, wanted):
+    w, alpha = merge_weights(rule, [1, 3])
+    assert effective_replicas(w, [1, 3], alpha) == pytest.approx(wanted, abs=0.005)
+
+
+def test_effective_replicas_refuses():
+    with pytest.raises(ValueError, match="2 entries for 1 counts"):
+        effective_replicas([0.5, 0.5], [1])
+    with pytest.raises(ValueError, match="make no progress"):
+        effective_replicas([0.5, 0.5], [0, 0])
+    with pytest.raises(ValueError, match="alpha="):
+        effective_replicas([1.0], [1], alpha=0)

@@ -1,7 +1,8 @@
-"""The noise scale: unbiased by simulation, one answer whatever the machinery, and what it does with bad input."""
+"""The noise scale: unbiased by simulation, equal results on every axis, local estimates, skipped steps, bad input."""
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,11 @@ from jaxche.averaging import weighted_mean
 from jaxche.scaling import AdaScale, noise_scale
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+DIM = 20
+
+
+under_jit = jax.jit(noise_scale.update)
 
 
 class Twin:
@@ -66,7 +72,7 @@ def test_matches_the_twin_through_any_history(history, seed):
         grads = rng.normal(size=(len(sizes), 5)).astype(np.float32) + 0.5
         if rng.random() < 0.15:
             grads[0, 2] = rng.choice([np.nan, np.inf])
-        noise = noise_scale.update(noise, jnp.asarray(grads), sizes)
+        noise = under_jit(noise, jnp.asarray(grads), jnp.array(sizes))
         twin.update(grads, sizes)
         assert float(noise.sqr) == pytest.approx(twin.sqr, rel=2e-4, abs=2e-5)
         assert float(noise.var) == pytest.approx(twin.var, rel=2e-4, abs=2e-5)
@@ -147,60 +153,61 @@ def test_groups_are_measured_apart_and_read_together():
     assert by_function.groups == noise.groups
 
 
-def over_shard_map(noise, grads, sizes, **options):
-    mesh = Mesh(np.array(jax.devices()[: len(sizes)]), ("r",), axis_types=(AxisType.Auto,))
-
-    def body(noise, g, b):
-        return axis_update(noise, jax.tree.map(lambda x: x[0], g), b[0], **options)
-
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("r"), P("r")), out_specs=P()))(noise, grads, sizes)
-
-
-def over_pmap(noise, grads, sizes, **options):
-    mapped = jax.pmap(lambda g, b: axis_update(noise, g, b, **options), axis_name="r")
-    return jax.tree.map(lambda x: x[0], mapped(grads, sizes))
-
-
-def over_vmap(noise, grads, sizes, **options):
-    mapped = jax.vmap(lambda g, b: axis_update(noise, g, b, **options), axis_name="r")
-    return jax.tree.map(lambda x: x[0], mapped(grads, sizes))
-
-
-def axis_update(noise, grads, size, **options):
+def axis_update(noise, grads, size, opt_state):
     mean = weighted_mean(grads, size, "r")
-    return noise_scale.update(noise, grads, size, axis_name="r", mean_grads=mean, **options)
+    return noise_scale.update(noise, grads, size, axis_name="r", mean_grads=mean, opt_state=opt_state)
 
 
-def without_a_mean(noise, grads, sizes, **options):
-    mapped = jax.vmap(lambda g, b: noise_scale.update(noise, g, b, axis_name="r", **options), axis_name="r")
-    return jax.tree.map(lambda x: x[0], mapped(grads, sizes))
+def over_shard_map(replicas):
+    mesh = Mesh(np.array(jax.devices()[:replicas]), ("r",), axis_types=(AxisType.Auto,))
+
+    def body(noise, g, b, opt_state):
+        return axis_update(noise, jax.tree.map(lambda x: x[0], g), b[0], opt_state)
+
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("r"), P("r"), P()), out_specs=P()))
 
 
-def under_jit(noise, grads, sizes, **options):
-    return jax.jit(lambda n, g, b: noise_scale.update(n, g, b, **options))(noise, grads, sizes)
+def over_pmap(replicas):
+    mapped = jax.pmap(axis_update, axis_name="r", in_axes=(None, 0, 0, None))
+    return lambda *args: jax.tree.map(lambda x: x[0], mapped(*args))
+
+
+def over_vmap(replicas):
+    mapped = jax.vmap(axis_update, axis_name="r", in_axes=(None, 0, 0, None))
+    return jax.jit(lambda *args: jax.tree.map(lambda x: x[0], mapped(*args)))
+
+
+def without_a_mean(replicas):
+    def update(noise, grads, size, opt_state):
+        return noise_scale.update(noise, grads, size, axis_name="r", opt_state=opt_state)
+
+    mapped = jax.vmap(update, axis_name="r", in_axes=(None, 0, 0, None))
+    return jax.jit(lambda *args: jax.tree.map(lambda x: x[0], mapped(*args)))
 
 
 @pytest.mark.parametrize("preconditioned", [False, True])
 @pytest.mark.parametrize("sizes", [(8, 32), (4, 8, 0, 32)])
 @pytest.mark.parametrize("run", [over_shard_map, over_pmap, over_vmap, without_a_mean])
-def test_one_answer_whatever_the_machinery(run, sizes, preconditioned):
+def test_every_axis_gives_the_same(run, sizes, preconditioned):
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones(4)}
     rng = np.random.default_rng(len(sizes))
     grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=(len(sizes), *x.shape)), jnp.float32), params)
-    options = {}
-    if preconditioned:
-        nu = jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.1, 2, x.shape), jnp.float32), params)
-        options["opt_state"] = optax.ScaleByAdamState(jnp.int32(9), nu, nu)
+    nu = jax.tree.map(lambda x: jnp.asarray(rng.uniform(0.1, 2, x.shape), jnp.float32), params)
+    opt_state = optax.ScaleByAdamState(jnp.int32(9), nu, nu) if preconditioned else None
+    run = run(len(sizes))
     noise = noise_scale.init(params, groups={"a": "a", "b": "b"}, base_batch_size=8)
     wanted = got = noise
     for _ in range(2):
-        wanted = under_jit(wanted, grads, jnp.array(sizes), **options)
-        got = run(got, grads, jnp.array(sizes), **options)
+        wanted = under_jit(wanted, grads, jnp.array(sizes), opt_state=opt_state)
+        got = run(got, grads, jnp.array(sizes), opt_state)
     assert float(wanted.unbias) > 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
-    if 0 not in sizes:
-        eager = noise_scale.update(noise_scale.update(noise, grads, sizes, **options), grads, sizes, **options)
-        np.testing.assert_allclose(eager.var, wanted.var, rtol=1e-5)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_eager_and_jit_agree():
+    grads, noise = jax.random.normal(jax.random.key(0), (2, 3)), noise_scale.init(jnp.zeros(3))
+    eager = noise_scale.update(noise, grads, [8, 32])
+    chex.assert_trees_all_close(eager, under_jit(noise, grads, jnp.array([8, 32])), rtol=1e-5)
 
 
 def test_an_update_over_an_axis_sums_a_few_scalars_in_one_all_reduce():
@@ -232,18 +239,15 @@ def test_micro_batches_are_contributors_too():
 
 
 def test_sizes_and_scales_never_recompile():
-    traces = []
-
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def step(noise, grads, sizes, scale):
-        traces.append(1)
         noise = noise_scale.update(noise, grads, sizes)
         return noise, AdaScale().lr_factor(scale, noise)
 
     noise = noise_scale.init(jnp.zeros(3))
     for sizes in ([8, 8], [8, 32], [0, 7], [100, 1]):
         noise, _ = step(noise, jnp.ones((2, 3)), np.array(sizes), np.float32(sum(sizes)))
-    assert len(traces) == 1
 
 
 def test_the_first_batch_is_the_base_unless_given():
@@ -299,15 +303,17 @@ def test_one_contributor_alone_learns_what_one_of_several_would(preconditioned):
     labels = {"a": "x", "b": "y", "n": "y"}
     alone = noise_scale.init(params, groups=labels, base_batch_size=4, differenced=True)
     one = jax.jit(lambda n, g, b, s: noise_scale.update_from_one(n, g, b, opt_state=s))
+    several = jax.jit(lambda n, g, b, s: noise_scale.update(n, g, b[None], opt_state=s))
     stacked = alone
     for step, size in enumerate((4, 8, 3, 4, 4, 16, 4, 4)):
         keys = jax.random.split(jax.random.key(step), 2)
         grads = {"a": jax.random.normal(keys[0], (3, 2)), "b": 1 + jax.random.normal(keys[1], (4,)), "n": params["n"]}
         if step == 2:
             grads["b"] = grads["b"].at[1].set(jnp.nan)
+        size = jnp.int32(size)
         alone = one(alone, grads, size, opt_state)
-        stacked = noise_scale.update(stacked, jax.tree.map(lambda g: g[None], grads), [size], opt_state=opt_state)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), alone, stacked)
+        stacked = several(stacked, jax.tree.map(lambda g: g[None], grads), size, opt_state)
+        chex.assert_trees_all_close(alone, stacked, rtol=1e-4, atol=1e-5)
         if preconditioned and step != 2:
             with jax.numpy_dtype_promotion("standard"):
                 _, opt_state = tx.update({"a": grads["a"], "b": grads["b"]}, opt_state)
@@ -379,7 +385,7 @@ def test_a_single_contributor_is_refused_with_the_line_to_write():
     with pytest.raises(ValueError, match="differenced=True"):
         noise_scale.update_from_sums(noise, noise_scale.local_sums(noise, jnp.ones(2), 8), jnp.ones(2))
     with pytest.raises(ValueError, match="differenced=True"):
-        over_vmap(noise, jnp.ones((1, 2)), jnp.array([8]))
+        over_vmap(1)(noise, jnp.ones((1, 2)), jnp.array([8]), None)
 
 
 def test_gradients_that_shard_map_has_summed_are_refused_with_the_line_to_write():
@@ -421,3 +427,179 @@ def test_init_refuses():
         noise_scale.init({})
     with pytest.raises(ValueError, match=r"scale=0\.0 must be finite"):
         noise_scale.init(jnp.zeros(2)).gain(0)
+
+
+# Estimates that replicas make of their own gradients.
+
+
+def apart(noise, grads, sizes, opt_state=None):
+    """One replica's estimates from its gradients ``[n, DIM]`` of batches ``sizes``."""
+    parts = [noise_scale.local_sums(noise, g, b, opt_state=opt_state) for g, b in zip(grads, sizes, strict=True)]
+    mean = sum(b * g for g, b in zip(grads, sizes, strict=True)) / sum(sizes)
+    return noise_scale.local_estimates(noise, jax.tree.map(lambda *x: sum(x), *parts), mean, opt_state=opt_state)
+
+
+def add(*parts):
+    return jax.tree.map(lambda *x: sum(x), *parts)
+
+
+@pytest.mark.parametrize("sizes", [([8, 8], [8, 8, 8]), ([8, 8, 8, 8], [8]), ([8, 32, 4], [16, 2])])
+def test_unbiased_at_unequal_counts_batches_and_places(sizes):
+    """Replicas whose true gradients differ: what separates them is not noise."""
+    truth = [jnp.full(DIM, 0.2), jnp.full(DIM, 0.2) * jnp.where(jnp.arange(DIM) % 2, 1.0, -1.0)]
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8)
+
+    def once(key):
+        parts = []
+        for rank, (mean, own) in enumerate(zip(truth, sizes, strict=True)):
+            keys = jax.random.split(jax.random.fold_in(key, rank), len(own))
+            grads = [mean + jax.random.normal(k, (DIM,)) / jnp.sqrt(b) for k, b in zip(keys, own, strict=True)]
+            parts.append(apart(noise, grads, own))
+        total = add(*parts)
+        return total.sqr[0] / total.weight, total.trace[0] / total.weight
+
+    samples = jax.jit(jax.vmap(once))(jax.random.split(jax.random.key(0), 20_000))
+    for values, wanted in zip(samples, (DIM * 0.04, DIM), strict=True):
+        error = np.std(values) / np.sqrt(len(values))
+        assert abs(np.mean(values) - wanted) < 4 * error
+        assert error < 0.02 * wanted
+
+
+def test_replicas_are_pooled_by_their_degrees_of_freedom():
+    """Three batches tell twice as much of the noise as two, each replica around its own mean."""
+    grads, noise = np.random.default_rng(0).normal(size=(5, DIM)), noise_scale.init(jnp.zeros(DIM))
+    parts = [jnp.asarray(part, jnp.float32) for part in np.split(grads, [3])]
+    total = add(*(apart(noise, list(part), [8] * len(part)) for part in parts))
+    squares = sum(np.sum((part - part.mean(0)) ** 2) for part in np.split(grads, [3]))
+    assert float(total.weight) == 3
+    np.testing.assert_allclose(total.trace[0] / total.weight, 8 * squares / 3, rtol=1e-4)
+
+
+def test_one_replica_of_equal_batches_is_the_plain_update():
+    grads = jax.random.normal(jax.random.key(0), (4, DIM)) + 1
+    noise = noise_scale.init(jnp.zeros(DIM))
+    ours = noise_scale.update_from_estimates(noise, apart(noise, list(grads), [8] * 4))
+    plain = noise_scale.update(noise, grads, [8] * 4)
+    for name in ("sqr", "var", "critical_batch_size", "base_batch_size", "unbias"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(plain, name), rtol=1e-4)
+
+
+def test_nothing_to_compare_and_nothing_finite_change_nothing():
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8)
+    grads = jax.random.normal(jax.random.key(0), (2, DIM))
+    single, several = apart(noise, grads[:1], [8]), apart(noise, grads, [8, 8])
+    broken = apart(noise, grads.at[0, 0].set(jnp.nan), [8, 8])
+    for bad in (single, add(several, broken)):
+        after = noise_scale.update_from_estimates(noise, bad)
+        assert float(after.unbias) == 0
+    idle = apart(noise, jnp.full((1, DIM), jnp.nan), [8])
+    with_idle = noise_scale.update_from_estimates(noise, add(several, idle))
+    alone = noise_scale.update_from_estimates(noise, several)
+    chex.assert_trees_all_equal(with_idle, alone)
+
+
+def test_averages_begin_anew_once_when_one_contributor_becomes_several():
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8, differenced=True)
+    grads = np.random.default_rng(0).normal(size=(4, 2, DIM)).astype(np.float32)
+    for g in grads[0]:
+        noise = noise_scale.update_from_one(noise, jnp.asarray(g), 8)
+    assert noise.biased
+    for several in grads[1:]:
+        noise = noise_scale.update_from_estimates(noise, apart(noise, list(jnp.asarray(several)), [8, 8]))
+        assert not noise.biased
+    # Two batches in each of three updates.
+    assert float(noise.unbias) == pytest.approx(1 - 0.999**6, rel=1e-4)
+
+
+def test_raw_and_preconditioned_estimates_do_not_mix():
+    params = jnp.zeros(DIM)
+    tx = optax.adam(0.1)
+    young = old = tx.init(params)
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(6):
+            _, old = tx.update(jnp.full(DIM, 0.1), old, params)
+    noise = noise_scale.init(params, base_batch_size=8)
+    grads = list(jax.random.normal(jax.random.key(0), (2, DIM)))
+    raw, seen = apart(noise, grads, [8, 8], young), apart(noise, grads, [8, 8], old)
+    assert float(noise_scale.update_from_estimates(noise, add(raw, seen)).unbias) == 0
+    noise = noise_scale.update_from_estimates(noise, raw)
+    assert not noise.preconditioned
+    noise = noise_scale.update_from_estimates(noise, add(seen, seen))
+    assert noise.preconditioned
+    # The averages began anew: only the second estimate is in them.
+    np.testing.assert_allclose(noise.var, seen.trace[0] / seen.weight / 8, rtol=1e-4)
+
+
+# Steps that are not measured.
+
+
+def test_averages_decay_by_the_examples_of_training():
+    """Each estimate weighs what it would if the steps between had been measured and had shown nothing new."""
+    rng = np.random.default_rng(0)
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8)
+    estimates, ages = [], []
+    for skipped in (0, 100, 3000, 40):
+        grads = jnp.asarray(rng.normal(size=(3, DIM)), jnp.float32)
+        noise = noise_scale.update(noise, grads, [8] * 3)
+        estimates.append(3 / 2 * float(jnp.sum(jnp.var(grads, axis=0))))
+        ages = [age + 3 * 8 + skipped for age in ages] + [skipped]
+        if skipped:
+            read = [float(x) for x in (noise.sqr, noise.var, noise.critical_batch_size)]
+            noise = noise_scale.skip(noise, skipped)
+            assert [float(x) for x in (noise.sqr, noise.var, noise.critical_batch_size)] == pytest.approx(read, 1e-6)
+    weights = 0.999 ** (np.array(ages) / 8)
+    assert float(noise.var) == pytest.approx(np.average(estimates, weights=weights), rel=1e-4)
+
+
+def test_a_single_contributor_forgets_twice_as_fast_as_in_its_updates():
+    noise = noise_scale.init(jnp.zeros(DIM), base_batch_size=8, differenced=True)
+    for k in range(3):
+        noise = noise_scale.update(noise, jnp.full((1, DIM), float(k)), [8])
+    # Two estimates, each of two batches.
+    assert float(noise.unbias) == pytest.approx(1 - 0.999**4, rel=1e-4)
+    assert float(noise_scale.skip(noise, 8).unbias / noise.unbias) == pytest.approx(0.999**2, rel=1e-6)
+
+
+@pytest.mark.parametrize("gap", [True, False], ids=["no pair across a gap", "pairs across gaps"])
+def test_unbiased_while_the_gradient_moves(gap):
+    """Of every 40 steps the first 8 are measured, and the gradient drifts: across 33 steps that looks like noise."""
+    rounds, steps, measured, drift = 600, 40, 8, 0.3
+    direction = jnp.ones(DIM) / jnp.sqrt(DIM)
+
+    def step(noise, k):
+        sway = (
+            jnp.sin(2 * jnp.pi * k.astype(jnp.float32) / (4 * steps)) * 4 * steps / (2 * jnp.pi) * drift
+        )  # at most `drift` a step
+        noisy = 2 * jnp.eye(DIM)[0] + sway * direction + jax.random.normal(jax.random.fold_in(key, k), (DIM,))
+        seen = noise_scale.update_from_one(noise, noisy, 8)
+        skipped = noise_scale.skip(noise, 8)
+        if not gap:
+            skipped = noise_scale.NoiseScale(**{**vars(skipped), "has_previous": noise.has_previous})
+        noise = jax.tree.map(lambda a, b: jnp.where(k % steps < measured, a, b), seen, skipped)
+        return noise, (noise.var_sum[0], noise.unbias)
+
+    key, noise = jax.random.key(0), noise_scale.init(jnp.zeros(DIM), base_batch_size=8, differenced=True)
+    _, (total, unbias) = jax.jit(lambda noise: jax.lax.scan(step, noise, jnp.arange(rounds * steps)))(noise)
+    values = np.asarray(total / unbias)[2000 :: steps * 4]
+    # The averages reach over some 500 steps, so about a dozen of these means are independent of one another.
+    error = np.std(values) / np.sqrt(len(values) / 3)
+    off = np.mean(values) / DIM - 1
+    if gap:
+        assert abs(off) < 4 * error / DIM + drift**2 / 2 / DIM
+        assert error < 0.01 * DIM
+    else:
+        assert off > 0.08
+
+
+def test_nothing_skipped_changes_nothing_under_jit():
+    noise = noise_scale.init(jnp.zeros(DIM), differenced=True)
+    for k in range(3):
+        noise = noise_scale.update(noise, jnp.full((1, DIM), float(k)), [8])
+    after = jax.jit(noise_scale.skip)(noise, jnp.float32(0))
+    chex.assert_trees_all_equal(after, noise)
+
+
+@pytest.mark.parametrize("examples", [0, -8, np.nan])
+def test_bad_numbers_are_named(examples):
+    with pytest.raises(ValueError, match=f"examples={examples}.*examples=32"):
+        noise_scale.skip(noise_scale.init(jnp.zeros(2)), examples)

@@ -1,10 +1,22 @@
-"""Sums of trees against NumPy."""
+"""Leaves of trees: their dtypes, sums against NumPy, and names."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.averaging import add_weighted, sum_dtype, weighted, zero_sums
+from jaxche.averaging import add_weighted, escape_name, is_float, path_names, sum_dtype, weighted, zero_sums
+
+
+def test_leaves_that_are_averaged():
+    leaves = (1.0, jnp.ones(2), jnp.ones(2, jnp.complex64), jnp.arange(2), jnp.ones(2, bool), jax.random.key(0))
+    assert [is_float(leaf) for leaf in leaves] == [True, True, True, False, False, False]
+
+
+def test_names_of_leaves_stay_different_when_joined():
+    tree = {"layers": [{"w": 1.0}], "a.b": 2.0}
+    assert [path_names(path) for path, _ in jax.tree.leaves_with_path(tree)] == [("a.b",), ("layers", "0", "w")]
+    assert path_names(()) == ()
+    assert [escape_name(name, ".") for name in ("w", "a.b", "a%2Eb")] == ["w", "a%2Eb", "a%252Eb"]
 
 
 def test_sums_are_wide_enough():

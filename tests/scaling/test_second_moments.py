@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxche.scaling import noise_scale
-from jaxche.scaling._moments import preconditioner
+from jaxche.scaling._second_moments import preconditioner
 
 PARAMS = {"dense": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, "head": jnp.ones(4)}
 LABELS = {"dense": "adam", "head": "sgd"}

@@ -1,4 +1,4 @@
-"""The second moments an Adam-type optimizer keeps, found wherever optax put them."""
+"""The second moments of an Adam-type optimizer, found anywhere in an optax state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Before this many steps the second moments say more about the first batch than about the curvature.
-_TRUSTED_AFTER = 5
+# Before this many steps the second moments depend more on the first batches than on the curvature.
+_WARMUP_STEPS = 5
 
 
 class Preconditioner(NamedTuple):
-    """What to multiply gradients by to see them as an Adam-type optimizer does.
+    """Factors by which an Adam-type optimizer scales each entry of a gradient.
 
     Attributes:
-      factors: pytree structured as the gradients, whose arrays it divides among devices as they are: an array like
-        the leaf, or None where there are no second moments.
-      active: whether the optimizer has taken enough steps; until then all factors are ones.
+      factors: pytree structured as the gradients: an array like the leaf, sharded as the second moments are, or None
+        without second moments.
+      active: whether the optimizer has taken enough steps; until then all factors are one.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -45,14 +45,14 @@ class _Moments(NamedTuple):
 def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1e-8) -> Preconditioner:
     r"""Factors :math:`1 / (\sqrt{\hat v} + \epsilon)`, :math:`\hat v = \nu / (1 - \beta_2^t)`, from the optax state.
 
-    Whatever takes an ``opt_state`` here takes the result instead: made once for many gradients, it saves the square
-    root and the division of each. A :math:`\hat v` below :math:`1 - \beta_2` times the mean of its array counts as
-    that much: as in Adam itself, no gradient of ordinary size then weighs more than :math:`1 / (1 - \beta_2)`. An array
-    that had no gradient yet has no scale, and weighs nothing.
+    Every ``opt_state`` argument of this module accepts the result instead; computed once for many gradients, it saves
+    their square roots and divisions. :math:`\hat v` is at least :math:`1 - \beta_2` times the mean of its array, so
+    that, as in Adam itself, no gradient of ordinary size weighs more than :math:`1 / (1 - \beta_2)`. An array without
+    any gradient so far has weight 0.
 
-    Finds every state with ``mu``, ``nu`` and ``count`` (``ScaleByAdamState`` and its kin) in chains, ``masked``,
+    Finds every state with ``mu``, ``nu`` and ``count`` (such as ``ScaleByAdamState``) in chains, ``masked``,
     ``partition``, ``MultiSteps`` and ``inject_hyperparams``; of the last it also reads ``b2`` and ``eps``. Leaves
-    without second moments are left as they are.
+    without second moments have no factor.
 
     Args:
       opt_state: state of an Adam-type optimizer; a :class:`Preconditioner` is returned as it is.
@@ -90,14 +90,14 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
             "leave opt_state out and scale with jaxche.AdaScale()"
         )
     count = jnp.min(jnp.stack([moments.count for _, moments in used]))
-    active = count >= _TRUSTED_AFTER
+    active = count >= _WARMUP_STEPS
 
     def factor(nu: jax.Array, moments: _Moments) -> jax.Array:
         steps = jnp.maximum(moments.count, 1).astype(jnp.float32)
         correction = 1 - jnp.asarray(moments.b2, jnp.float32) ** steps
         v = nu.astype(jnp.float32) / correction
-        # These moments are from before the gradients, so one that wakes up is divided by next to nothing, and would
-        # be the whole estimate from then on. Adam's step, whose moments hold that gradient too, is bounded.
+        # The moments do not include these gradients, so the first gradient of an entry after a long time would be
+        # divided by almost 0 and dominate the estimate. Adam's own moments include it, which bounds its step.
         v = jnp.maximum(v, (1 - jnp.asarray(moments.b2, jnp.float32)) * jnp.mean(v))
         inverse = jnp.where(v > 0, 1 / (jnp.sqrt(v) + jnp.asarray(moments.eps, jnp.float32)), jnp.zeros_like(v))
         return jnp.where(active, inverse, jnp.ones_like(v))

@@ -1,4 +1,4 @@
-"""The size and style of matplotlib figures."""
+"""Colours, and the size and style of matplotlib figures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+# Palette of Okabe and Ito, distinct for colour-blind readers and in grey print. Lane i has colour i modulo 8.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+# Waiting is light and hatched, merges are dark.
+WAIT, MERGE = "#E8E8E8", "#333333"
 
 _STYLE: Any = {
     "font.size": 9,
@@ -29,14 +34,14 @@ _DECADES = 60.0
 
 @contextlib.contextmanager
 def figure_of(rows: Sequence[Sequence[str]], heights: Sequence[float]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A figure of notebook width with the style of jaxche inside the context.
+    """A context with a matplotlib figure of notebook width in the style of jaxche.
 
     Args:
       rows: names of the panels in each row; a row of one panel is as wide as the figure.
       heights: of the rows in inches.
 
     Returns:
-      A context with the matplotlib figure and its axes by name. The figure is closed, so pyplot does not show it.
+      A context with the figure and its axes by name. The figure is closed, so that pyplot does not show it.
 
     Raises:
       ImportError: matplotlib is missing; the message says what to install.
@@ -67,7 +72,7 @@ def figure_of(rows: Sequence[Sequence[str]], heights: Sequence[float]) -> Iterat
 
 
 def logarithmic(axis: Any) -> None:
-    """Makes an axis logarithmic with plain numbers: 0.1, 0.2, 0.5, 1; over many decades 0.1, 1, 10.
+    """Make an axis logarithmic with decimal labels: 0.1, 0.2, 0.5, 1; over many decades 0.1, 1, 10.
 
     Call it after plotting.
 
@@ -91,7 +96,7 @@ def logarithmic(axis: Any) -> None:
 
 
 def label_outside(axes: Any) -> None:
-    """Places the legend to the right of the axes.
+    """Place the legend to the right of the axes.
 
     Args:
       axes: matplotlib axes with labelled artists.
@@ -107,20 +112,20 @@ def label_outside(axes: Any) -> None:
 
 
 def ranks_to_show(ms_per_step: Sequence[float], most: int = 8) -> list[int]:
-    """A subset of ranks to plot, evenly spaced from the fastest to the slowest.
-
-    Args:
-      ms_per_step: of each rank.
-      most: maximum number of ranks.
-
-    Returns:
-      Their numbers; all ranks in order if there are at most ``most``.
-
-    Example:
-      >>> ranks_to_show([20.0, 50.0]), ranks_to_show([5, 1, 4, 2, 3], most=3)
-      ([0, 1], [1, 4, 0])
-    """
+    """At most ``most`` ranks to plot, evenly spaced from the fastest to the slowest; all in order if they fit."""
     if len(ms_per_step) <= most:
         return list(range(len(ms_per_step)))
     order = np.argsort(ms_per_step, kind="stable")
     return order[np.linspace(0, len(order) - 1, most).round().astype(int)].tolist()
+
+
+def text_on(colour: str) -> str:
+    """Black or white, whichever has more contrast on a colour ``"#rrggbb"`` (WCAG 2.2, contrast ratio)."""
+    red, green, blue = (_linear(int(colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
+
+
+def _linear(channel: float) -> float:
+    """The linear light of an sRGB channel."""
+    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4

@@ -1,0 +1,53 @@
+"""Leaves of trees: which are averaged, in which dtype they are summed, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf is averaged: real and complex floats are; integers, booleans and PRNG keys are not."""
+    return bool(jnp.issubdtype(jnp.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype, jnp.inexact))
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which floats of ``dtype`` are summed: their own, but float32 at least."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
+
+
+def zero_sums(tree: Any) -> Any:
+    """Zeros like a tree of floats, in the dtypes in which it is summed."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), tree)
+
+
+def weighted(tree: Any, weight: jax.Array) -> Any:
+    r"""The tree times a scalar weight, :math:`w x`, in the dtypes in which it is summed.
+
+    Where :math:`w` is 0 the product is 0 even if :math:`x` is NaN or infinite, so that a replica of weight 0 cannot
+    spoil a sum.
+    """
+
+    def product(x: Any) -> Any:
+        wide = sum_dtype(x.dtype)
+        return jnp.where(weight != 0, x.astype(wide) * weight.astype(wide), jnp.zeros((), wide))
+
+    return jax.tree.map(product, tree)
+
+
+def add_weighted(sums: Any, tree: Any, weight: jax.Array) -> Any:
+    r"""One more term of a weighted sum, :math:`s + w x`; the first sums are :func:`zero_sums`."""
+    return jax.tree.map(jnp.add, sums, weighted(tree, weight))
+
+
+def path_names(path: Sequence[Any]) -> tuple[str, ...]:
+    """The keys of a path from ``jax.tree.leaves_with_path`` as text, e.g. ``("layers", "0", "w")``."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def escape_name(name: str, separator: str) -> str:
+    """``name`` with the separator percent-encoded, as in a URL, so that different paths have different joined names."""
+    return name.replace("%", "%25").replace(separator, f"%{ord(separator):02X}")
