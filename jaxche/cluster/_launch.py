@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxche.cluster._connect import ELASTIC
-from jaxche.cluster._events import event_log
 from jaxche.cluster._heartbeat import Heartbeats
-from jaxche.cluster._output import LinePrinter
+from jaxche.cluster._output import LinePrinter, event_log
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
 from jaxche.cluster._reaper import start_reaper
 from jaxche.cluster._worker_group import GroupResult, LaunchContext, WorkerGroup

@@ -1,14 +1,18 @@
-"""Prints the output of many ranks: whole lines, each with its rank."""
+"""The output of a launch: the lines of its ranks, each with its rank, and the event log as JSON lines."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import re
 import threading
-from collections.abc import Sequence
-from typing import IO, TextIO
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, BinaryIO, TextIO
+
+from jaxche.distributed import FileErrors
 
 # gloo prints these lines at every log level.
 _GLOO = "[Gloo] Rank "
@@ -89,3 +93,37 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """
     shown = ", ".join(map(str, ranks[:_LISTED]))
     return shown + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
+
+
+class EventLog:
+    """Writes events to an unbuffered file, or to none; drops events if the disk is full."""
+
+    def __init__(self, file: BinaryIO | None) -> None:
+        self._file, self._errors = file, FileErrors()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Writes ``{"time": <Unix seconds>, "event": event, ...}``."""
+        if self._file is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
+        with self._errors.reported_once(f"events={self._file.name!r}"):
+            self._file.write(line.encode())
+
+
+@contextlib.contextmanager
+def event_log(path: str | os.PathLike[str] | None) -> Iterator[EventLog]:
+    """Opens an event log for appending; None writes no file.
+
+    Raises:
+      ValueError: the file is not writable.
+    """
+    if path is None:
+        yield EventLog(None)
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            # Unbuffered, so that readers see each event at once.
+            file = stack.enter_context(open(path, "ab", buffering=0))
+        except OSError as error:
+            raise ValueError(f"events={os.fspath(path)!r} cannot be written: {error.strerror}") from None
+        yield EventLog(file)

@@ -14,9 +14,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._events import EventLog
 from jaxche.cluster._heartbeat import Heartbeats
-from jaxche.cluster._output import LinePrinter, OutputReader
+from jaxche.cluster._output import EventLog, LinePrinter, OutputReader
 from jaxche.cluster._placement import Placement, pinned
 from jaxche.cluster._reaper import Reaper
 from jaxche.distributed import RESTART

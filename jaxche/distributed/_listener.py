@@ -1,8 +1,8 @@
-"""Sockets between the processes of a run: a listener that hands over only connections that begin with its token.
+"""Sockets between the processes of a run: a listener that accepts only connections that begin with its token.
 
-A greeting is ``token | length of the text, one byte | text``. Of a connection without the token at most 33 bytes are
-read, and they are compared and never parsed. Between processes of one machine of Linux a local socket replaces TCP: it
-moves a megabyte in a third of the time.
+A greeting is ``token | length of the text, one byte | text``. From a connection without the token at most 33 bytes are
+read, and they are compared and never parsed. On Linux, processes of one machine use a local socket instead of TCP: it
+transfers a megabyte in a third of the time.
 """
 
 from __future__ import annotations
@@ -22,42 +22,41 @@ from typing import Any
 
 _log = logging.getLogger("jaxche")
 
-# How long a greeting may take, and how many connections may be in theirs at once. One more replaces the oldest: a peer
-# greets as soon as it is connected, and connects again where it was replaced.
-_GREETING_S, _MOST_GREETINGS = 5.0, 64
-# Connections taken from the system before those that wait are looked at.
-_AT_ONCE = 16
-# Connections that the system keeps until they are taken; it may allow fewer.
+# Seconds for a greeting, and the number of connections that may wait for theirs. One more replaces the oldest: peers
+# send their greeting at once, and connect again if they were replaced.
+_GREETING_S, _MAX_GREETINGS = 5.0, 64
+# Connections accepted in a row, before greetings are read.
+_BATCH = 16
+# Connections that the system queues; it may allow fewer.
 _BACKLOG = 1024
-# After `accept` has failed, as it does where a process may open no more files.
-_PAUSE_S = 0.1
-_AGAIN_S = 0.05
-_TOKEN_BYTES, _MOST_TEXT = 32, 255
+# Pause after `accept` has failed, e.g. because the process has too many open files, and between attempts to connect.
+_PAUSE_S, _RETRY_S = 0.1, 0.05
+_TOKEN_BYTES, _MAX_TEXT = 32, 255
 _ACCEPTED = b"\x06"
-# Only Linux has names for local sockets that leave no file behind.
+# Only Linux has local sockets with names that are not files.
 _LOCAL = sys.platform == "linux"
-# What waits in a local socket for its reader; a system may allow less.
+# Size of the buffer of a local socket; the system may allow less.
 _BUFFER_BYTES = 1 << 20
 
 
 class Listener:
-    """Accepts connections that begin with its token, on a thread of its own.
+    """Accepts connections that begin with its token, in its own thread.
 
-    All others are closed: at the first wrong token, after five seconds, or when more than 64 wait. Where the system
-    refuses to accept, as to a process with too many open files, the listener tries again.
+    It closes all others: after a wrong token, after five seconds, or when more than 64 wait. If the system refuses to
+    accept, e.g. because the process has too many open files, the listener tries again.
 
     Args:
       host: address of this machine to listen at.
       on_connection: called with each accepted socket, which blocks, and the text of its greeting, on the listener's
         thread. The socket is closed if this raises.
-      local: whether to listen on a local socket too, where the system has such.
+      local: whether to listen on a local socket too, on Linux.
 
     Attributes:
       address: what :func:`connect` takes, as a JSON value: host, port, name of the local socket or None, and the
-        token. Who can read it can connect.
+        token. Any process that can read it can connect.
 
     Raises:
-      OSError: the address cannot be listened at.
+      OSError: it cannot listen at the address.
 
     Example:
       >>> import queue
@@ -132,15 +131,15 @@ class Listener:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _accept(self, server: socket.socket) -> bool:
-        """Whether the system let it."""
-        for _ in range(_AT_ONCE):
+        """Accept some connections; false if the system refused."""
+        for _ in range(_BATCH):
             try:
                 sock = server.accept()[0]
             except BlockingIOError:
                 return True
             except OSError:
                 return False
-            if len(self._greetings) >= _MOST_GREETINGS:
+            if len(self._greetings) >= _MAX_GREETINGS:
                 self._drop(next(iter(self._greetings)))
             sock.setblocking(False)
             try:
@@ -149,26 +148,28 @@ class Listener:
                 sock.close()
                 return False
             self._greetings[sock] = time.monotonic() + _GREETING_S, bytearray()
-            self._read(sock)  # most often it is there
+            self._read(sock)  # usually the greeting has arrived
         return True
 
     def _read(self, sock: Any) -> None:
-        _, said = self._greetings[sock]
-        while (missing := _missing(said)) > 0:
+        _, received = self._greetings[sock]
+        while (missing := _missing(received)) > 0:
             try:
                 read = sock.recv(missing)
             except BlockingIOError:
                 return
             except OSError:
                 read = b""
-            said += read
-            known = len(said) < _TOKEN_BYTES or hmac.compare_digest(said[:_TOKEN_BYTES], self._token.encode())
-            if not read or not known:
+            received += read
+            is_valid = len(received) < _TOKEN_BYTES or hmac.compare_digest(
+                received[:_TOKEN_BYTES], self._token.encode()
+            )
+            if not read or not is_valid:
                 self._drop(sock)
                 return
-        self._hand_over(sock, bytes(said[_TOKEN_BYTES + 1 :]))
+        self._pass_on(sock, bytes(received[_TOKEN_BYTES + 1 :]))
 
-    def _hand_over(self, sock: socket.socket, text: bytes) -> None:
+    def _pass_on(self, sock: socket.socket, text: bytes) -> None:
         self._selector.unregister(sock)
         del self._greetings[sock]
         try:
@@ -185,18 +186,18 @@ class Listener:
         sock.close()
 
 
-def _missing(said: bytearray) -> int:
-    """How many bytes of a greeting are still to come; before the length of its text is known, up to that."""
+def _missing(received: bytearray) -> int:
+    """The number of bytes to read next: the rest of the token and the length, then the rest of the text."""
     head = _TOKEN_BYTES + 1
-    return (head if len(said) < head else head + said[_TOKEN_BYTES]) - len(said)
+    return (head if len(received) < head else head + received[_TOKEN_BYTES]) - len(received)
 
 
 def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
-    """Connect to a :class:`Listener`, by the shortest way.
+    """Connect to a :class:`Listener`, by a local socket if possible.
 
     Args:
       address: of the listener.
-      text: what it is told about this connection, at most 255 bytes.
+      text: of the greeting, at most 255 bytes.
       timeout_s: seconds to wait until it has accepted.
 
     Returns:
@@ -204,7 +205,7 @@ def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
 
     Raises:
       TimeoutError: it did not accept in time.
-      OSError: nobody listens there.
+      OSError: nothing listens there.
 
     Example:
       >>> listener = Listener("127.0.0.1", lambda sock, text: sock.close())
@@ -214,16 +215,16 @@ def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
       >>> listener.close()
     """
     host, port, name, token = address
-    said = text.encode()
-    assert len(said) <= _MOST_TEXT, "a greeting is short"
+    greeting = text.encode()
+    assert len(greeting) <= _MAX_TEXT, "a greeting is short"
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         sock = _open(host, port, name, left_s)
-        # A listener that has accepted never closes: what it closed before may be tried again, what is slow may not.
+        # A listener closes no accepted connection, so try again after a close, but not after a timeout.
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             try:
                 sock.settimeout(left_s)
-                sock.sendall(token.encode() + bytes([len(said)]) + said)
+                sock.sendall(token.encode() + bytes([len(greeting)]) + greeting)
                 if sock.recv(1) == _ACCEPTED:
                     sock.settimeout(None)
                     return sock
@@ -234,14 +235,14 @@ def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
                 sock.close()
                 raise
         sock.close()
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
     raise TimeoutError(f"{host}:{port} did not accept a connection within {timeout_s:g} s")
 
 
 def _open(host: str, port: int, name: str | None, timeout_s: float) -> socket.socket:
     if _LOCAL and name is not None:
         sock = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError):  # it is on another machine, or in a container of its own
+        with contextlib.suppress(OSError):  # it is on another machine or in another container
             sock.connect(f"\0{name}")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             return sock
@@ -252,13 +253,13 @@ def _open(host: str, port: int, name: str | None, timeout_s: float) -> socket.so
 
 
 def own_address(coordinator: str) -> str:
-    """The address at which the other processes of a run reach this machine: that from which it reaches process 0.
+    """The address of this machine for the other processes of a run: the one from which it reaches process 0.
 
     Args:
       coordinator: ``host:port`` of process 0, which listens.
 
     Returns:
-      An IP address; one of the loopback where the coordinator's is.
+      An IP address; a loopback address if the coordinator has one.
 
     Raises:
       OSError: the coordinator cannot be reached.
@@ -273,7 +274,7 @@ def own_address(coordinator: str) -> str:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=10.0) as probe:
         own = probe.getsockname()[0]
     if is_loopback(own) and not is_loopback(host):
-        # Debian's /etc/hosts leads a machine's own name to 127.0.1.1, where no other machine reaches it: then the
+        # Debian's /etc/hosts resolves a machine's own name to 127.0.1.1, which other machines cannot reach. Take the
         # address of the default route. Connecting a datagram socket sends nothing.
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect(("192.0.2.1", 9))
@@ -282,7 +283,7 @@ def own_address(coordinator: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host can be reached from its own machine alone.
+    """Whether only its own machine can reach a host.
 
     Args:
       host: a name or an address; an IPv6 one may be in brackets.

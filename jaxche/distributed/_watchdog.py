@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Watchdog:
         if self._has_started:
             self.heartbeat()
 
-    def write_events(self, lines: Sequence[str]) -> None:
+    def write_events(self, lines: Iterable[str]) -> None:
         """Append lines to the file of events; the run continues without it if the disk is full."""
         if EVENTS not in os.environ:
             return

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, as a user asks for them."""
+"""The configuration of checkpoints."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ from jaxche.sharding import batch_size, nbytes
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
 from jaxche.training._merge import HOST_COLUMNS, Alone, Merge, Merged, Rules
-from jaxche.training._packing import Packing
 from jaxche.training._placement import Place, first, is_local, lift, spans_processes, without_replica_axis
 from jaxche.training._programs import Local, LocalPrograms
 from jaxche.training._replica import Outcome, Replica, free_rates
 from jaxche.training._replica_mesh import Meeting
 from jaxche.training._scaling import Scaling, Worth, comparing
+from jaxche.training._state_dict import StateDict
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ class Engine:
         """What each replica puts into a merge, besides a row of numbers."""
         return 0 if self.world_size == 1 else nbytes(self._shapes)
 
-    def packing(self, locals_: Sequence[Local]) -> Packing:
-        """The form in which these replicas' state is saved and handed over."""
+    def state_dict(self, locals_: Sequence[Local]) -> StateDict:
+        """The state of these replicas as it is saved, and sent to processes that are admitted."""
         self._lay_out(without_replica_axis(locals_[0].params))
         alike = self._settings.average == "gradients" or self._settings.opt_state != "local"
         own = ("model_state",) if alike else ("model_state", "opt_state")
-        return Packing(self._meeting, own, self.world_size, locals_)
+        return StateDict(self._meeting, own, self.world_size, locals_)
 
     def comparing(self, locals_: Sequence[Local], compares: bool | None = None) -> tuple[Local, ...]:
         """The same replicas, in whose noise there is a previous gradient to compare the next one with, or none.

@@ -1,4 +1,4 @@
-"""Whole epochs: rounds in a row, with progress, callbacks and a way to stop."""
+"""Training for whole epochs: a loop of rounds, extended by hooks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxche.distributed import PREEMPTED_CODE, ElasticGroup, Group, PeerLostError, on_sigterm
+from jaxche.distributed import PREEMPTED_CODE, Group, PeerLostError
 from jaxche.reports import History, RoundInfo
+from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import checked_length
 from jaxche.training._fingerprint import refuse_differences
-from jaxche.training._keeper import Keeper
-from jaxche.training._progress import Progress
+from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
 from jaxche.training._state import ReplicaState, Stop
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ _log = logging.getLogger("jaxche")
 
 # Below this many rounds an outer momentum mostly overshoots.
 _FEW_ROUNDS = 50
-
-Callback = Callable[[ReplicaState, RoundInfo], Any]
 
 
 def fit(
@@ -77,103 +75,100 @@ def fit(
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
     """
-    group, membership = trainer._group, trainer._membership
-    last_epoch, size, asked = _agreed(group, state, data, epochs, dry_run, checkpoints)
-    keeper, history = None, History()
+    last_epoch, size, config = _agreed(trainer._group, state, data, epochs, dry_run, checkpoints)
     with contextlib.ExitStack() as stack:
-        # Who asked to stop or to join too late is not for the next fit.
-        stack.callback(setattr, trainer, "_stop", Stop.NO)
-        if membership:
-            stack.callback(membership.reset)
-        # Left after the keeper: another SIGTERM does not end what the first one had saved.
-        heeding = stack.enter_context(contextlib.ExitStack())
-        if asked is not None:
-            keeper = Keeper(asked, trainer, data)
-            stack.push(keeper.close)
+        # A request to stop or to be admitted that comes too late is not for the next fit.
+        stack.callback(trainer.reset_requests)
+        bar, hooks = ProgressHook(trainer, progress), []
+        if config is not None:
+            hooks.append(CheckpointManager(config, trainer, data))
+            stack.enter_context(hooks[0].active())
         if dry_run:
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
             return state, History([info], trainer.memory)
-        if isinstance(group, ElasticGroup):
-            group.begin_fit()
-        if membership and group.standby:
-            state, history = membership.join(state, data, size, keeper)
-        elif keeper:
-            state, history = keeper.resume(state)
-        bar = Progress(trainer, size, (state.epoch, state.cursor), last_epoch, progress)
         stack.callback(bar.close)
-        before, merged = None, False
-        try:
-            while state.epoch < last_epoch or state.owed:
-                try:
-                    if membership and membership.has_pending:
-                        state, before = membership.admit(state, history, keeper), None
-                    after, info = trainer._round(state, data, last_epoch=last_epoch, ahead=True)
-                except PeerLostError as error:
-                    if membership is None:
-                        raise
-                    state, history = membership.recover(state, before, error, history, keeper, data, size)
-                    before = None
-                    continue
-                before, state = (state if membership else None), after
-                if keeper and not merged:
-                    # Earlier the time for it could be over before there is anything to save.
-                    heeding.enter_context(on_sigterm(lambda: trainer.request_stop(Stop.PREEMPTED)))
-                merged = True
-                history.append(info)
-                bar.update(info)
-                if keeper:
-                    keeper.record.add(info)
-                    if keeper.due(state) or info.stop or (state.epoch >= last_epoch and not state.owed):
-                        keeper.save(state)
-                trainer._tell(info)
-                asked_to = [callback(state, info) for callback in callbacks]  # all of them, also after one said stop
-                if any(asked_to) and group.num_processes > 1 and not info.stop:
-                    trainer.request_stop()  # in the next round, together
-                if info.stop == Stop.PREEMPTED:
-                    if keeper:
-                        keeper.settle()
-                    if group.process_index == 0:  # whatever the bar: nobody asked for this
-                        _log.warning("preempted: saved after round %s", info.round)
-                    raise SystemExit(PREEMPTED_CODE)
-                if info.stop or (any(asked_to) and group.num_processes == 1):
-                    if keeper:
-                        keeper.save(state)
-                    break
-        except KeyboardInterrupt:
-            if group.num_processes > 1:
-                raise
-            if keeper:
-                keeper.save(state)
-            bar.say(f"interrupted: the state after round {state.round - 1} is returned")
-        except Exception:
-            trainer.last_good_state = state
-            raise
-        if isinstance(group, ElasticGroup):
-            group.end_fit()
-    history.memory = tuple(trainer.memory)
-    has_momentum = bool(jax.tree.leaves(state.locals[0].outer_state))
-    if has_momentum and len(history) < _FEW_ROUNDS:
+        run = Run(state, data, size, last_epoch, hooks=(*hooks, bar, LauncherHook(trainer), CallbackHook(callbacks)))
+        _train(trainer, run, bar)
+    run.history.memory = tuple(trainer.memory)
+    has_momentum = bool(jax.tree.leaves(run.state.locals[0].outer_state))
+    if has_momentum and len(run.history) < _FEW_ROUNDS:
         warnings.warn(
-            f"an outer optimizer over only {len(history)} rounds: its momentum mostly overshoots; "
+            f"an outer optimizer over only {len(run.history)} rounds: its momentum mostly overshoots; "
             "leave outer=None for short runs",
             stacklevel=3,
         )
-    return state, history
+    return run.state, run.history
+
+
+def training_rounds(trainer: Trainer, run: Run) -> Iterator[RoundInfo]:
+    """Take rounds until the last epoch: the trainer plans, runs and merges each; processes may die and be admitted."""
+    membership = trainer._membership
+    while not run.is_done:
+        try:
+            if membership:
+                membership.admit(run)
+            state, info = trainer._round(run.state, run.data, last_epoch=run.last_epoch, ahead=True)
+        except PeerLostError as error:
+            if membership is None:
+                raise
+            membership.recover(run, error)
+            continue
+        run.previous, run.state = (run.state if membership else None), state
+        run.history.append(info)
+        yield info
+
+
+def _train(trainer: Trainer, run: Run, bar: ProgressHook) -> None:
+    """Train to the last epoch, or until a hook, a signal or an error ends it."""
+    group, membership = trainer._group, trainer._membership
+    if membership:
+        membership.begin_fit(run)
+    for hook in run.hooks:
+        hook.on_start(run)
+    try:
+        for info in training_rounds(trainer, run):
+            answers = [hook.on_round(run, info) for hook in run.hooks]
+            wants_stop = any(answers)
+            if wants_stop and group.num_processes > 1 and not info.stop:
+                trainer.request_stop()  # all processes stop after the next round
+            if info.stop == Stop.PREEMPTED:
+                _stop(run, preempted=True)
+                if group.process_index == 0:
+                    _log.warning("preempted: saved after round %s", info.round)
+                raise SystemExit(PREEMPTED_CODE)
+            if info.stop or (wants_stop and group.num_processes == 1):
+                _stop(run)
+                break
+    except KeyboardInterrupt:
+        if group.num_processes > 1:
+            raise
+        _stop(run)
+        bar.write(f"interrupted: the state after round {run.state.round - 1} is returned")
+    except Exception:
+        trainer.last_good_state = run.state
+        raise
+    if membership:
+        membership.end_fit()
+
+
+def _stop(run: Run, preempted: bool = False) -> None:
+    for hook in run.hooks:
+        hook.on_stop(run, preempted)
 
 
 def _agreed(
     group: Group, state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
 ) -> tuple[int, int, Checkpoints | None]:
-    """Where training ends, the batches in an epoch, and what is saved, once all processes want the same."""
-    error, wanted, last_epoch, size, asked = None, {}, 0, 0, None
+    """The last epoch, the batches in an epoch and the checkpoints, after all processes have agreed on them."""
+    error, wanted, last_epoch, size, config = None, {}, 0, 0, None
     try:
         if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
             raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
         last_epoch, size = state.epoch + int(epochs), checked_length(data)
         if checkpoints is not None:
-            asked = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-        # A folder may have another name on another machine.
-        how = str(asked and {"every": asked.every, "keep": asked.keep, "durable": asked.durable})
+            config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        # The folder may have another name on another machine.
+        how = str(config and {"every": config.every, "keep": config.keep, "durable": config.durable})
         wanted = {"epochs": str(epochs), "dry_run": str(dry_run), "checkpoints": how, "state": f"round {state.round}"}
     except Exception as e:
         error = e
@@ -182,4 +177,4 @@ def _agreed(
         refuse_differences(group, wanted)
     elif error is not None:
         raise error
-    return last_epoch, size, asked
+    return last_epoch, size, config

@@ -14,11 +14,11 @@ from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError
 from jaxche.reports import History
 from jaxche.training._fingerprint import VARIES
-from jaxche.training._saved import numbers, with_numbers
+from jaxche.training._hooks import Run
 from jaxche.training._state import ReplicaState
+from jaxche.training._state_dict import metadata, with_metadata
 
 if TYPE_CHECKING:
-    from jaxche.training._keeper import Keeper
     from jaxche.training._trainer import Trainer
 
 _log = logging.getLogger("jaxche")
@@ -44,10 +44,15 @@ class Membership:
         # The rounds in which connections broke while all processes were alive.
         self._false_alarms: list[int] = []
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether processes are to be admitted before the next round."""
-        return self._pending is not None
+    def begin_fit(self, run: Run) -> None:
+        """Start a fit; a standby process waits until it is admitted to the run."""
+        self._group.begin_fit()
+        if self._group.standby:
+            self._join(run)
+
+    def end_fit(self) -> None:
+        """End a fit on all members."""
+        self._group.end_fit()
 
     def reset(self) -> None:
         """Admit nobody: the fit ends."""
@@ -77,111 +82,81 @@ class Membership:
                 self._group.refuse(process, request["incarnation"], reason)
         return (accepted, ranks_of(engine.homes, {*self._group.members, *accepted})) if accepted else None
 
-    def admit(self, state: ReplicaState, history: History, keeper: Keeper | None) -> ReplicaState:
-        """The state from which members and admitted processes continue; all members call it together.
-
-        Args:
-          state: after the last round.
-          history: of the run so far.
-          keeper: of its checkpoints, if any.
-        """
-        assert self._pending is not None
+    def admit(self, run: Run) -> None:
+        """Continue with the processes that :meth:`poll` found, if any; all members call it together."""
+        if self._pending is None:
+            return
         trainer, engine, (admitted, order) = self._trainer, self._trainer._engine, self._pending
         with self._group.collective():
-            given = jax.block_until_ready(engine.packing(state.locals).handed_over())
-        if keeper:
-            keeper.settle()
+            given = jax.block_until_ready(engine.state_dict(run.state.locals).pooled())
+        for hook in run.hooks:
+            hook.on_admission()
         self._group.barrier()  # either all members admit them, or none
-        state = replace(state, che=self.rearranged(state.che, order))
+        state = replace(run.state, che=self.rearranged(run.state.che, order))
         message, data = {}, b""
         if self._group.process_index == 0:
-            message = {"order": order, "numbers": numbers(state), "history": history.to_json()}
+            message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
             data = b"".join(_whole(leaf).tobytes() for leaf in jax.tree.leaves(given))
         self._group.admit(admitted, message, data)
         engine.arrange(order, state.locals)
         trainer.world_size, self._pending = len(order), None
+        run.state, run.previous = state, None
         processes = ", ".join(map(str, admitted))
         _log.warning("process %s joined: going on from round %s with %s", processes, state.round, len(order))
-        if keeper:
-            keeper.reopen(state.round, others_died=False)
-        return state
+        self._call_hooks(run, shrunk=False)
 
-    def join(self, state: ReplicaState, data: Any, size: int, keeper: Keeper | None) -> tuple[ReplicaState, History]:
-        """The state and history of the run that this standby process is admitted to.
+    def _join(self, run: Run) -> None:
+        """Become a member of the run, with its state and history.
 
         It compiles first, so that the members need not wait for that. Its optimizer states are those that a replica
         gets from a checkpoint of another number of replicas: the mean of all (of what is not a float, the first one's).
-
-        Args:
-          state: as a run begins.
-          data: what the run trains on.
-          size: its batches.
-          keeper: of its checkpoints, if any.
 
         Raises:
           RuntimeError: the members refuse it; says why.
           SystemExit: with code 0, this fit has ended.
         """
-        trainer, engine, group = self._trainer, self._trainer._engine, self._group
+        trainer, engine, group, state = self._trainer, self._trainer._engine, self._group, run.state
         own = [engine.order[rank] for rank in engine.ranks]
         engine.arrange(own, state.locals)
         trainer.world_size = len(own)
-        plan = RoundPlan(0, 0, 0, (1,) * len(own), size)
-        engine.prepare(state.locals, data, plan, trainer._settings(state, plan))
-        _log.warning(
-            "process %s takes the place of one that died, and waits for the end of a round", group.process_index
-        )
+        plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)
+        engine.prepare(state.locals, run.data, plan, trainer._settings(state, plan))
+        text = "process %s takes the place of one that died, and waits for the end of a round"
+        _log.warning(text, group.process_index)
         admission = group.request_admission(engine.fingerprint)
         if admission is None:
             raise SystemExit(0)
-        packing, message = engine.packing(state.locals), admission.message
-        locals_ = packing.unpack(_arrays(packing.saved_as({}), admission.state), {})
+        state_dict, message = engine.state_dict(state.locals), admission.message
+        locals_ = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
         group.join(admission)
         engine.arrange(message["order"], locals_)
         trainer.world_size = len(message["order"])
         che = trainer._che and replace(
             trainer._che, world_size=trainer.world_size, batch_counts=(), ms_per_batch=(), ms_samples=()
         )
-        state = with_numbers(replace(state, locals=locals_, che=che), message["numbers"])
-        if keeper:
-            keeper.reopen(state.round, others_died=False)
-        return state, History.from_json(message["history"])
+        run.state = with_metadata(replace(state, locals=locals_, che=che), message["state"])
+        run.previous, run.history = None, History.from_json(message["history"])
+        self._call_hooks(run, shrunk=False)
 
-    def recover(
-        self,
-        state: ReplicaState,
-        before: ReplicaState | None,
-        error: PeerLostError,
-        history: History,
-        keeper: Keeper | None,
-        data: Any,
-        size: int,
-    ) -> tuple[ReplicaState, History]:
-        """The state and history from which the remaining processes continue.
-
-        If the others took this process for dead, it joins them again.
-
-        Args:
-          state: the newest of this process.
-          before: the one before it, if there was one.
-          error: of the failed collective.
-          history: of the run so far.
-          keeper: of its checkpoints, if any.
-          data: what the run trains on.
-          size: its batches.
+    def recover(self, run: Run, error: PeerLostError) -> None:
+        """Continue with the remaining processes after a collective has failed, or join them again.
 
         Raises:
           PeerLostError: the remaining processes cannot train.
         """
         try:
-            state = self._shrink(state, before, error)
+            run.state = self._shrink(run.state, run.previous, error)
         except TakenForDeadError:
             self._group.restart()
-            return self.join(state, data, size, keeper)
-        history = History([info for info in history if info.round < state.round], history.memory)
-        if keeper:
-            keeper.reopen(state.round)
-        return state, history
+            self._join(run)
+            return
+        run.previous = None
+        run.history = History([info for info in run.history if info.round < run.state.round], run.history.memory)
+        self._call_hooks(run, shrunk=True)
+
+    def _call_hooks(self, run: Run, shrunk: bool) -> None:
+        for hook in run.hooks:
+            hook.on_membership(run, shrunk)
 
     def _shrink(self, state: ReplicaState, before: ReplicaState | None, error: PeerLostError) -> ReplicaState:
         """The state from which the remaining processes continue, the same on all of them.

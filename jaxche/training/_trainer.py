@@ -35,9 +35,9 @@ from jaxche.training._checks import (
     rule_text,
 )
 from jaxche.training._engine import Engine, Settings
-from jaxche.training._events import tell
 from jaxche.training._fingerprint import brief
-from jaxche.training._fit import Callback, fit
+from jaxche.training._fit import fit
+from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
 from jaxche.training._round import SOLO_ROUND, Table, forced_plan, host_row, learn, limit_ms, next_plan
 from jaxche.training._scaling import Scaling, Worth
@@ -347,6 +347,12 @@ class Trainer:
         """Ask all processes to stop together: the next round's merge tells them."""
         self._stop = max(self._stop, stop)
 
+    def reset_requests(self) -> None:
+        """Forget requests to stop and to admit processes."""
+        self._stop = Stop.NO
+        if self._membership:
+            self._membership.reset()
+
     def measure_rates(self, state: ReplicaState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
         """Batches per second of every replica, all running at once and nobody waiting: the bound of any cadence.
 
@@ -395,13 +401,6 @@ class Trainer:
             "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
             "batches": str(plan.epoch_size),
         }
-
-    def _tell(self, info: RoundInfo) -> None:
-        """Report a round to the launcher."""
-        self._group.watchdog.heartbeat()
-        # An elastic run numbers its ranks anew, but the launcher does not.
-        ranks = {place: self._engine.order[place] for place in self._engine.ranks}
-        tell(self._group.watchdog, info, ranks, self._engine.merged_bytes)
 
     @hang_timeout()
     def _round(

@@ -1,11 +1,16 @@
-"""Lines come out whole, with their rank, however the bytes arrive."""
+"""Lines come out whole, with their rank, however the bytes arrive; events are appended, also to a full disk."""
 
 import io
+import json
 import os
+import sys
 
 import pytest
 
-from jaxche.cluster._output import LinePrinter, OutputReader
+from jaxche.cluster import launch
+from jaxche.cluster._output import LinePrinter, OutputReader, event_log
+
+FULL = "/dev/full"
 
 
 @pytest.mark.parametrize(
@@ -40,3 +45,21 @@ def test_a_narrow_or_closed_terminal_does_not_stop_the_reader():
     closed = io.StringIO()
     closed.close()
     printer.print(closed, 0, "dropped")
+
+
+def test_events_are_appended_as_they_happen(tmp_path):
+    path = tmp_path / "events"
+    for number in (1, 2):
+        with event_log(path) as log:
+            log.write("start", rank=number)
+            last = json.loads(path.read_text().splitlines()[-1])
+            assert (last["event"], last["rank"]) == ("start", number)
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(not os.path.exists(FULL), reason=f"needs {FULL}")
+def test_a_full_disk_is_told_once_and_ends_nothing(capsys):
+    command = [sys.executable, "-c", "pass"]
+    assert launch(command, 2, env={"JAX_PLATFORMS": "cpu"}, events=FULL) == 0
+    err = capsys.readouterr().err
+    assert err.count("events='/dev/full': No space left on device; the run goes on without it") == 1

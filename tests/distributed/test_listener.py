@@ -139,7 +139,7 @@ def test_a_text_that_is_none_and_a_handler_that_fails_cost_their_connection_alon
 
 def test_more_than_may_wait_replace_the_oldest_and_a_peer_comes_again(heard, monkeypatch):
     monkeypatch.setattr(module, "_GREETING_S", 1000.0)
-    silent = [heard.knock(b"") for _ in range(module._MOST_GREETINGS + 1)]
+    silent = [heard.knock(b"") for _ in range(module._MAX_GREETINGS + 1)]
     assert silent[0].recv(1) == b""
     sock = connect([*heard.address[:2], None, heard.address[3]], "x", 20)
     talk(sock, heard.queue.get(timeout=20)[0])
@@ -154,7 +154,7 @@ def test_a_peer_that_is_replaced_before_it_has_greeted_comes_again(heard, monkey
     def open_cut(*arguments):
         sock = cut(*arguments)
         if not opened:
-            for _ in range(module._MOST_GREETINGS + 1):
+            for _ in range(module._MAX_GREETINGS + 1):
                 opened.append(heard.knock(b"", local=sock.family == socket.AF_UNIX))
             # It is the oldest of those that wait by now.
             opened[0].recv(1)
@@ -223,7 +223,7 @@ def test_a_process_that_can_open_no_more_files_accepts_when_it_can(heard, monkey
 def test_ten_thousand_strangers_cost_nothing(heard, strangers):
     used = strangers(heard.address)
     assert used["threads"] <= 0
-    assert used["files"] <= module._MOST_GREETINGS + 10
+    assert used["files"] <= module._MAX_GREETINGS + 10
     assert used["kib"] < 20_000
     sock = connect(heard.address, "after all", 20)
     other, text = heard.queue.get(timeout=20)

@@ -1,74 +1,104 @@
-"""Heartbeats as process 0 sees them, and whom it waits for at exit; the store and the clock are played here."""
+"""Heartbeats as process 0 sees them, over a store that is a dict, and connections over real sockets."""
 
-from types import SimpleNamespace
+import json
+import socket
 
 import pytest
 
-from jaxche.distributed import _elastic_group as module
-from jaxche.distributed import _liveness as liveness
-
-BEGINNING = {0: 10, 1: 11, 2: 12}
+from jaxche.distributed import _liveness as module
+from jaxche.distributed import connect
 
 
 @pytest.fixture
-def leave(monkeypatch):
-    """Leaves as a process of a run; gives how many seconds it took. ``looks`` are the processes alive, in time."""
+def kept(monkeypatch, store, coordinator):
+    """Opens connections, and closes them after the test."""
+    monkeypatch.setattr(module, "_GRACE_S", 1.0)
+    monkeypatch.setattr(module, "_RETRY_S", 0.02)
+    ends = []
 
-    def leaving(process, looks, members=None):
-        seconds, seen = [0.0], iter(looks)
-        monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
-        monkeypatch.setattr(module.time, "sleep", lambda s: seconds.__setitem__(0, seconds[0] + s))
-        now = [next(seen)]
+    def connected(process, life=1):
+        ends.append(module.open_connection(store, process, life, coordinator))
+        return ends[-1]
 
-        class Liveness:
-            def __init__(self, state, watchdog):
-                self.stopped = False
-
-            def lost(self, expected):
-                gone = [other for other, incarnation in expected.items() if now[0].get(other) != incarnation]
-                now[0] = next(seen, now[0])
-                return gone
-
-            def alive(self):
-                return now[0]
-
-            def stop(self):
-                self.stopped = True
-
-        monkeypatch.setattr(module, "Liveness", Liveness)
-        group = module.ElasticGroup(SimpleNamespace(process_id=process, num_processes=3, client=object()))
-        group._incarnations = members
-        group.leave()
-        assert group._liveness.stopped
-        return seconds[0]
-
-    return leaving
+    yield store, connected
+    for end in reversed(ends):
+        end.close()
 
 
-def test_process_0_stays_while_others_live_but_not_for_ever(leave):
-    looks = [BEGINNING] * 50 + [{0: 10, 2: 12}] * 50 + [{0: 10}]
-    assert leave(0, looks) == pytest.approx(100 * module._POLL_S)
-    assert module._EXIT_TIMEOUT_S <= leave(0, [BEGINNING]) < module._EXIT_TIMEOUT_S + 1
+def test_who_lets_go_has_ended_and_nobody_else(kept, until):
+    store, connected = kept
+    server, one = connected(0), connected(1)
+    connected(2, life=3)
+    assert until(lambda: len(server._peers) == 2)
+    one.close()
+    assert until(lambda: module.ended(store))
+    assert module.ended(store) == {(1, 1)}
+    connected(1, life=2)
+    assert until(lambda: len(server._peers) == 2)
+    assert module.ended(store) == {(1, 1)}
 
 
-def test_it_does_not_wait_for_a_standby_process(leave):
-    assert leave(0, [BEGINNING | {1: 99}, {0: 10, 1: 99}], members=BEGINNING) == pytest.approx(module._POLL_S)
+def test_who_is_cut_off_and_comes_again_lives(kept, until):
+    store, connected = kept
+    server = connected(0)
+    connected(1)
+    assert until(lambda: server._peers)
+    (cut,) = server._peers
+    cut.shutdown(socket.SHUT_RDWR)
+    assert until(lambda: server._peers and cut not in server._peers)
+    assert not server._disconnected
+    assert not module.ended(store)
 
 
-def test_the_others_leave_at_once(leave):
-    assert leave(1, [BEGINNING]) == 0
+def test_strangers_are_nobody(kept, until, strangers):
+    store, connected = kept
+    server = connected(0)
+    one = connected(1)
+    assert until(lambda: server._peers)
+    address = json.loads(store.blocking_key_value_get("jaxche/connect", 1000))
+    used = strangers(address, seed=1)
+    assert used["threads"] <= 0
+    assert used["files"] <= 100
+    assert used["kib"] < 20_000
+    # With the token, but without a process and a life.
+    for text in ("", "1", "x y", "1 1 1"):
+        with connect(address, text, 20) as sock:
+            assert sock.recv(1) == b""
+    assert list(server._peers.values()) == [(1, 1)]
+    assert not server._disconnected
+    assert not module.ended(store)
+    connected(2)
+    assert until(lambda: set(server._peers.values()) == {(1, 1), (2, 1)})
+    one.close()
+    assert until(lambda: module.ended(store) == {(1, 1)})
+
+
+def test_what_a_connection_sends_is_not_read(kept, until):
+    store, connected = kept
+    server = connected(0)
+    with connect(server._listener.address, "3 1", 20) as sock:
+        for _ in range(100):
+            sock.sendall(b"2 1\n" * 100)
+        assert until(lambda: server._peers)
+        assert list(server._peers.values()) == [(3, 1)]
+    assert until(lambda: module.ended(store) == {(3, 1)})
+
+
+def test_the_server_listens_where_the_coordinator_is(kept):
+    _, connected = kept
+    assert connected(0)._listener.address[0] == "127.0.0.1"
 
 
 def test_one_that_registers_between_two_reads_does_not_end_the_heartbeats():
-    stored = {liveness._INCARNATIONS: {"0": "1"}, liveness._HEARTBEATS: {"0": "7"}}
+    stored = {module._INCARNATIONS: {"0": "1"}, module._HEARTBEATS: {"0": "7"}}
 
     class Store:
         def key_value_dir_get(self, place):
             seen = [(place + process, text) for process, text in stored[place].items()]
-            stored[liveness._INCARNATIONS]["1"], stored[liveness._HEARTBEATS]["1"] = "1", "1"  # right after
+            stored[module._INCARNATIONS]["1"], stored[module._HEARTBEATS]["1"] = "1", "1"  # right after
             return seen
 
-    one = object.__new__(liveness.Liveness)
+    one = object.__new__(module.Liveness)
     one._client, one._seen, one._checked = Store(), {}, 0.0
     one._check()
     one._check()

@@ -268,8 +268,8 @@ def test_a_reset_forgets_moments_and_not_the_schedule(devices):
 def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices):
     trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2])
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 5))
-    packing = trainer._engine.packing(state.locals)
-    assert int(packing.handed_over()["opt_state"][0].count) == 3
+    state_dict = trainer._engine.state_dict(state.locals)
+    assert int(state_dict.pooled()["opt_state"][0].count) == 3
 
 
 def test_counts_by_hand():

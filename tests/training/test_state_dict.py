@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from jaxche.cadence import DivergenceCorrection, ElChe
-from jaxche.training._saved import numbers, with_numbers
 from jaxche.training._state import ReplicaState
+from jaxche.training._state_dict import metadata, with_metadata
 
 
 def state(che, **more):
@@ -25,21 +25,21 @@ def saved():
         correction, che, _ = correction.apply(che, che, drift)
     place = {"round": 7, "epoch": 2, "cursor": 5, "examples": 640, "sync_ms": 3.5, "owed": ((1, 8, 9), (2, 1, 3))}
     left = replace(state(che, **place), correction=correction)
-    return left, json.loads(json.dumps(numbers(left)))
+    return left, json.loads(json.dumps(metadata(left)))
 
 
 def test_as_many_replicas_go_on_as_if_nothing_had_been_between(saved):
     left, found = saved
     assert left.che.anchor > 4
     assert left.correction.guard.reports > 0
-    assert with_numbers(state(ElChe(2, 4, tuner="steady", max_anchor=40, max_batch_diff=90)), found) == left
+    assert with_metadata(state(ElChe(2, 4, tuner="steady", max_anchor=40, max_batch_diff=90)), found) == left
 
 
 @pytest.mark.parametrize(("low", "high", "anchor"), [(4, 40, 30), (4, 20, 20), (35, 40, 35)])
 def test_others_begin_at_its_anchor_within_their_limits_and_measure_anew(saved, low, high, anchor):
     left, found = saved
     assert left.che.anchor == 30
-    after = with_numbers(state(ElChe(3, low, tuner="steady", max_anchor=high)), found)
+    after = with_metadata(state(ElChe(3, low, tuner="steady", max_anchor=high)), found)
     assert (after.che.anchor, after.che.batch_counts, after.che.is_calibrated) == (anchor, (anchor,) * 3, False)
     assert (after.round, after.epoch, after.cursor, after.owed) == (7, 2, 5, left.owed)
     assert after.correction == left.correction
@@ -47,6 +47,6 @@ def test_others_begin_at_its_anchor_within_their_limits_and_measure_anew(saved, 
 
 def test_a_single_replica_has_no_cadence_to_go_on_with(saved):
     left, found = saved
-    after = with_numbers(state(None), found)
+    after = with_metadata(state(None), found)
     assert after.che is None
     assert after.examples == left.examples

@@ -5,7 +5,7 @@ import pytest
 
 import jaxche
 from jaxche.distributed import Group
-from jaxche.training._record import Record
+from jaxche.training._checkpoint_manager import MetricsLog
 
 
 @pytest.fixture
@@ -15,33 +15,33 @@ def rounds(problem, devices, lockstep):
 
 
 def test_what_is_cut_is_gone_and_the_rest_goes_on(tmp_path, rounds, told):
-    record = Record(Group(), tmp_path)
-    assert record.cut(0) == []
+    log = MetricsLog(Group(), tmp_path)
+    assert log.truncate(0) == []
     for info in rounds:
-        record.add(info)
-    assert told(record.cut(len(rounds))) == told(rounds)
-    assert told(record.cut(2)) == told(rounds[:2])
+        log.append(info)
+    assert told(log.truncate(len(rounds))) == told(rounds)
+    assert told(log.truncate(2)) == told(rounds[:2])
     for info in rounds[2:]:
-        record.add(info)
-    assert told(Record(Group(), tmp_path).cut(99)) == told(rounds)
+        log.append(info)
+    assert told(MetricsLog(Group(), tmp_path).truncate(99)) == told(rounds)
     assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
 
 
 def test_a_record_that_began_later_is_cut_by_the_numbers_of_its_rounds(tmp_path, rounds, told):
-    record = Record(Group(), tmp_path)
+    log = MetricsLog(Group(), tmp_path)
     for info in rounds[1:]:
-        record.add(info)
-    assert told(record.cut(rounds[-1].round)) == told(rounds[1:-1])
-    record.add(rounds[1])  # twice
-    assert told(record.cut(99)) == told(rounds[1:-1])
+        log.append(info)
+    assert told(log.truncate(rounds[-1].round)) == told(rounds[1:-1])
+    log.append(rounds[1])  # twice
+    assert told(log.truncate(99)) == told(rounds[1:-1])
 
 
 def test_a_line_that_was_not_finished_is_not_read(tmp_path, rounds, told):
-    record = Record(Group(), tmp_path)
-    record.add(rounds[0])
+    log = MetricsLog(Group(), tmp_path)
+    log.append(rounds[0])
     file = tmp_path / "history.jsonl"
     file.write_text(file.read_text() + '{"round": 1, "ep')
-    assert told(record.cut(2)) == told(rounds[:1])
+    assert told(log.truncate(2)) == told(rounds[:1])
     assert file.read_text().endswith("}\n")
 
 
@@ -58,15 +58,15 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_line_costs_its_round_and_is_told_once(tmp_path, rounds, told, caplog, damage):
-    record, file = Record(Group(), tmp_path), tmp_path / "history.jsonl"
+    log, file = MetricsLog(Group(), tmp_path), tmp_path / "history.jsonl"
     for info in rounds[:4]:
-        record.add(info)
+        log.append(info)
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(lines[0] + b"\n" + DAMAGE[damage](lines[1]) + b"\n".join(lines[2:]))
     lost = 2 if damage == "joined with the next" else 1
     kept = [rounds[0], *rounds[1 + lost : 4]]
     for _ in range(2):
-        assert told(record.cut(4)) == told(kept)
+        assert told(log.truncate(4)) == told(kept)
     (warning,) = caplog.records
     assert warning.getMessage() == f"{file}: 1 damaged line is left out of the record (the first is line 2)"
     assert told(jaxche.History.from_json(file)) == told(kept)
@@ -75,19 +75,19 @@ def test_a_damaged_line_costs_its_round_and_is_told_once(tmp_path, rounds, told,
 @pytest.mark.parametrize("rest", [b"\0" * 40, b"\xff{", b'{"round": 2, "ep\0\0'])
 def test_a_damaged_end_is_told(tmp_path, rounds, told, caplog, rest):
     """Unlike the line that a dying process did not finish."""
-    record, file = Record(Group(), tmp_path), tmp_path / "history.jsonl"
-    record.add(rounds[0])
+    log, file = MetricsLog(Group(), tmp_path), tmp_path / "history.jsonl"
+    log.append(rounds[0])
     file.write_bytes(file.read_bytes() + b"\0\n" + rest)
-    assert told(record.cut(4)) == told(rounds[:1])
+    assert told(log.truncate(4)) == told(rounds[:1])
     assert "2 damaged lines are left out" in caplog.text
 
 
 def test_a_last_line_without_its_end_is_a_round_if_it_is_whole(tmp_path, rounds, told, caplog):
-    record, file = Record(Group(), tmp_path), tmp_path / "history.jsonl"
+    log, file = MetricsLog(Group(), tmp_path), tmp_path / "history.jsonl"
     for info in rounds[:2]:
-        record.add(info)
+        log.append(info)
     file.write_bytes(file.read_bytes()[:-1])
-    assert told(record.cut(4)) == told(rounds[:2])
-    record.add(rounds[2])
+    assert told(log.truncate(4)) == told(rounds[:2])
+    log.append(rounds[2])
     assert told(jaxche.History.from_json(file)) == told(rounds[:3])
     assert not caplog.records

@@ -16,8 +16,8 @@ import pytest
 import jaxche
 from jaxche.distributed import Group, PeerLostError
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training import _keeper
-from jaxche.training._keeper import Keeper
+from jaxche.training import _checkpoint_manager
+from jaxche.training._checkpoint_manager import CheckpointManager
 
 
 def noisy_loss(params, batch, rng, model_state):
@@ -345,20 +345,20 @@ def test_an_elastic_run_waits_for_nobody(problem, devices, tmp_path, monkeypatch
 @pytest.mark.parametrize("died", [[1], []])
 def test_a_death_in_the_last_save_ends_no_elastic_run(problem, devices, tmp_path, monkeypatch, caplog, died):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
-    keeper = Keeper(jaxche.Checkpoints(tmp_path), trainer, problem.data)
+    manager = CheckpointManager(jaxche.Checkpoints(tmp_path), trainer, problem.data)
 
     def fail():
         raise PeerLostError("process 1 died while others waited for it")
 
-    keeper._manager = SimpleNamespace(wait_until_finished=fail, close=lambda: None)
+    manager._manager = SimpleNamespace(wait_until_finished=fail, close=lambda: None)
     monkeypatch.setattr(Group, "elastic", True)
     monkeypatch.setattr(Group, "lost", lambda self: died)
     if died:
-        keeper.close(None, None, None)
+        manager.close(None, None, None)
         assert "was not finished, the loss of a process was detected" in caplog.text
     else:
         with pytest.raises(PeerLostError):
-            keeper.close(None, None, None)
+            manager.close(None, None, None)
 
 
 def test_what_is_of_another_run_is_refused_by_name(saved, make_problem):
@@ -430,14 +430,14 @@ def test_names_that_join_alike_stay_apart(named_run, tmp_path, same, case):
 @pytest.mark.parametrize("name", ["kernel", "layer.0", "a/b"])
 def test_the_format_before_is_read_where_its_names_differ(named_run, monkeypatch, same, name):
     params = {name: {"w": np.ones(2, np.float32)}, "other": np.zeros(2, np.float32)}
-    monkeypatch.setattr(_keeper, "FORMAT", 2)
+    monkeypatch.setattr(_checkpoint_manager, "FORMAT", 2)
     named_run(params, stop=2)
     monkeypatch.undo()
     same(plain(named_run(params, checkpoints=None))[0], plain(named_run(params))[0])
 
 
 def test_the_format_before_is_refused_where_one_array_took_the_place_of_another(named_run, monkeypatch):
-    monkeypatch.setattr(_keeper, "FORMAT", 2)
+    monkeypatch.setattr(_checkpoint_manager, "FORMAT", 2)
     named_run(ALIKE["dots"], stop=2)
     monkeypatch.undo()
     with pytest.raises(
@@ -477,14 +477,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(problem
 
 def test_sigterm_while_the_last_round_is_being_saved_is_heeded_when_it_is(saved, monkeypatch):
     folder, run, *_ = saved
-    heard, finish = [], Keeper.close
+    heard, finish = [], CheckpointManager.close
 
     def close(self, *args):
         signal.raise_signal(signal.SIGTERM)
         assert not heard
         finish(self, *args)
 
-    monkeypatch.setattr(Keeper, "close", close)
+    monkeypatch.setattr(CheckpointManager, "close", close)
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(sorted(p.name for p in folder.glob("[0-9]*"))))
     try:
         state, _ = run()

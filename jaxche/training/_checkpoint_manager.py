@@ -1,0 +1,385 @@
+"""Saves the checkpoints of a run with Orbax, and restores the newest that all its processes can read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
+from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
+from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._fingerprint import VARIES
+from jaxche.training._hooks import Hook, Run
+from jaxche.training._state import ReplicaState, Stop
+from jaxche.training._state_dict import (
+    FORMAT,
+    READABLE,
+    StateDict,
+    checkpoint_items,
+    from_nested,
+    installed_version,
+    leaf_shapes,
+    metadata,
+    name_collision,
+    with_metadata,
+)
+
+if TYPE_CHECKING:
+    from jaxche.training._trainer import Trainer
+
+_log = logging.getLogger("jaxche")
+
+# For all processes to write their parts. The death of a process ends the wait earlier.
+_TIMEOUT_S = 3600
+
+
+class CheckpointManager(Hook):
+    """Saves and restores the checkpoints of a fit.
+
+    Args:
+      config: what the user asked for.
+      trainer: whose states are saved.
+      data: what the run trains on.
+
+    Raises:
+      ImportError: Orbax is missing.
+      ValueError: a folder that some process cannot write, or that the processes do not share.
+    """
+
+    def __init__(self, config: Checkpoints, trainer: Trainer, data: Any):
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise ImportError("checkpoints need Orbax: pip install 'jaxche[checkpoints]'") from error
+        self._group = trainer._group
+        if config.durable and self._group.elastic:
+            raise ValueError(
+                "durable=True waits for all processes to write, and an elastic run goes on without those that die: its "
+                "parameters are safe with the others; leave durable out"
+            )
+        self._ocp, self._config, self._trainer, self._batches = ocp, config, trainer, len(data)
+        self._folder = shared_folder(self._group, config.folder)
+        error, self._data = None, VARIES
+        try:
+            self._data = trainer._engine.data_digest(data)
+        except Exception as e:
+            error = e
+        self._group.raise_everywhere(error, self._group.process_index, "the reading of the data")
+        self._log = MetricsLog(self._group, self._folder)
+        self._manager: Any = None
+        # The step of the last save that was started, and of one that a process did not live to finish.
+        self._started = self._abandoned = 0
+        self._sigterm = contextlib.ExitStack()
+        self._handles_sigterm = False
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """A context of the fit; its end waits until all is written."""
+        with contextlib.ExitStack() as stack:
+            # Its handler is removed last, so that another SIGTERM does not end the process before all is written.
+            stack.enter_context(self._sigterm)
+            stack.push(self.close)
+            yield
+
+    def on_start(self, run: Run) -> None:
+        """Restore the newest checkpoint, if it is of a later round than the state of the run."""
+        if self._manager is not None:  # this process was admitted, with the state of the others
+            return
+        run.state = CheckpointReader(self._folder, self._trainer, self._batches, self._data).newest(run.state)
+        self._manager = self._open()
+        run.history = self._log.truncate(run.state.round)
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        if not self._handles_sigterm:
+            # Earlier there is nothing to save, and SIGTERM ends the process.
+            self._sigterm.enter_context(on_sigterm(lambda: self._trainer.request_stop(Stop.PREEMPTED)))
+            self._handles_sigterm = True
+        self._log.append(info)
+        if run.state.round % self._config.every == 0 or info.stop or run.is_done:
+            self.save(run.state)
+        return False
+
+    def on_admission(self) -> None:
+        """Wait until all saves are written."""
+        self._manager.wait_until_finished()
+
+    def on_membership(self, run: Run, shrunk: bool) -> None:
+        """Continue with the present members from the state of the run."""
+        if shrunk:
+            # A process may have started to save a round that is now repeated, and others not.
+            self._abandoned = max(self._group.all_gather(self._started))
+        else:
+            self._align_operation_ids()
+        self._manager = self._open()
+        self._log.truncate(run.state.round)
+
+    def on_stop(self, run: Run, preempted: bool = False) -> None:
+        self.save(run.state)
+        if preempted:
+            self._manager.wait_until_finished()
+
+    def save(self, state: ReplicaState) -> None:
+        """Save a state that is not saved yet; returns when the arrays are copied, or written."""
+        if state.round in self._manager.all_steps() or state.round <= self._abandoned:
+            return
+        self._started = state.round
+        args, state_dict = self._ocp.args, self._trainer._engine.state_dict(state.locals)
+        trees = state_dict.trees()
+        meta = metadata(state) | {
+            "format": FORMAT,
+            "jaxche": installed_version(),
+            "rows": state_dict.rows,
+            "leaves": leaf_shapes(trees, FORMAT),
+            "batches": self._batches,
+            "data": self._data,
+            "seed": self._trainer.seed,
+        }
+        items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees, FORMAT).items()}
+        with self._unless_lost("begun"):
+            self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+        if self._config.durable:
+            self._manager.wait_until_finished()
+
+    def _open(self) -> Any:
+        group, options, settings = self._group, self._ocp.options, {}
+        if isinstance(group, ElasticGroup):
+            # The death of a process ends a save and its threads when it is detected.
+            wait = group.thread_barrier("saved")
+            settings["async_options"] = options.AsyncOptions(
+                timeout_secs=_TIMEOUT_S,
+                barrier_sync_fn=lambda *, key, timeout_ms: wait(key.replace("/", "."), timeout_ms),
+            )
+        is_first_quorum = group.quorum_id == "0"
+        if not is_first_quorum:
+            settings["multiprocessing_options"] = options.MultiprocessingOptions(
+                primary_host=group.members[0],
+                active_processes=set(group.members),
+                barrier_sync_key_prefix=f"jaxche-{group.quorum_id}",
+            )
+        options = self._ocp.CheckpointManagerOptions(
+            max_to_keep=self._config.keep,
+            # Remove unfinished checkpoints of dead processes only when a run starts.
+            cleanup_tmp_directories=is_first_quorum,
+            create=is_first_quorum,
+            **settings,
+        )
+        return self._ocp.CheckpointManager(self._folder, options=options)
+
+    def _align_operation_ids(self) -> None:
+        """Set Orbax's number of the next save, which has to be the same in an admitted process."""
+        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+        most = max(self._group.all_gather(int(OperationIdGenerator.get_current_operation_id())))
+        while int(OperationIdGenerator.get_current_operation_id()) < most:
+            OperationIdGenerator.next_operation_id()
+
+    def close(self, kind: Any, error: Any, trace: Any) -> None:
+        """Wait until all is written, but not after the death of a process."""
+        if self._manager is not None and not isinstance(error, PeerLostError):
+            with self._unless_lost("finished"):
+                self._manager.wait_until_finished()
+            with self._unless_lost("finished"):
+                self._manager.close()
+
+    @contextlib.contextmanager
+    def _unless_lost(self, what: str) -> Iterator[None]:
+        """Log the failure of a save after the death of a process: in an elastic run the others have the state."""
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
+            if not self._group.elastic or not (self._group.lost() or "Gloo" in str(error)):
+                raise
+            text = "checkpoint %s was not %s, the loss of a process was detected: %s"
+            _log.warning(text, self._started, what, str(error)[:300])
+
+
+class CheckpointReader:
+    """Finds the newest checkpoint that all processes can read, and refuses those of other runs.
+
+    Each process reads on its own, so that none waits in a collective for one that cannot read; then all compare.
+
+    Args:
+      folder: of the checkpoints.
+      trainer: whose states are read.
+      batches: number of batches in an epoch.
+      data: digest of the data.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer, batches: int, data: str):
+        import orbax.checkpoint as ocp
+
+        self._ocp, self._folder, self._trainer, self._batches, self._data = ocp, folder, trainer, batches, data
+        self._group = trainer._group
+
+    def newest(self, state: ReplicaState) -> ReplicaState:
+        """The newest state that all processes can read, if it is of a later round than the one given; else that.
+
+        Raises:
+          ValueError: checkpoints of another model, data, seed or version.
+        """
+        with contextlib.closing(self._reader()) as reader:
+            steps_seen = self._group.all_gather(sorted(reader.all_steps()))
+            if any(steps != steps_seen[0] for steps in steps_seen):
+                raise ValueError(
+                    f"checkpoints={str(self._folder)!r}: processes see different checkpoints there ({steps_seen}); "
+                    "give a folder that all machines share"
+                )
+            for step in reversed(steps_seen[0]):
+                if step <= state.round:
+                    break
+                restored = self._restore(reader, step, state)
+                if restored is not None:
+                    return restored
+        return state
+
+    def _reader(self) -> Any:
+        """An Orbax manager for this process only."""
+        options, own = self._ocp.options, self._group.process_index
+        alone = options.MultiprocessingOptions(
+            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"jaxche-reader-{own}"
+        )
+        settings = self._ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
+        return self._ocp.CheckpointManager(self._folder, options=settings)
+
+    def _restore(self, reader: Any, step: int, state: ReplicaState) -> ReplicaState | None:
+        """The state of a checkpoint, or None if some process cannot read it."""
+        args, error, refused, meta, found = self._ocp.args, None, None, {}, {}
+        try:
+            meta = reader.restore(step, args=args.Composite(run=args.JsonRestore())).run
+            try:
+                self._refuse_other(meta, state)
+            except ValueError as e:
+                refused = e
+        except Exception as e:
+            error = e
+            if not (self._folder / str(step) / "run").is_dir():
+                refused = ValueError(
+                    f"checkpoints={str(self._folder)!r}: {step} there was not written by jaxche; give another folder"
+                )
+        self._group.raise_everywhere(refused, self._group.process_index, f"checkpoint {step}")
+        if self._unreadable(step, error):
+            return None
+        state_dict = self._state_dict(meta, state)
+        wanted = state_dict.abstract_trees(meta["rows"])
+        try:
+            items = {
+                name: args.StandardRestore(item) for name, item in checkpoint_items(wanted, meta["format"]).items()
+            }
+            read = reader.restore(step, args=args.Composite(**items))
+            trees = {"params": read.params} | (read.state if "state" in items else {})
+            found = {name: from_nested(tree, trees[name], meta["format"]) for name, tree in wanted.items()}
+        except Exception as e:
+            error = e
+        if self._unreadable(step, error):
+            return None
+        # From here on all processes compute together.
+        locals_ = self._trainer._engine.comparing(state_dict.load(found, meta["rows"]))
+        return with_metadata(replace(state, locals=locals_), meta)
+
+    def _unreadable(self, step: int, error: Exception | None) -> bool:
+        """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
+        errors = [
+            text
+            for text in self._group.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+            if text
+        ]
+        if not errors:
+            return False
+        failed = None
+        if self._group.is_first:
+            names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
+            aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
+            _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
+            try:
+                (self._folder / str(step)).rename(aside)
+            except OSError as e:
+                failed = e
+        # Before anything is saved under its name.
+        self._group.raise_everywhere(failed, self._group.process_index, f"checkpoint {step}")
+        return True
+
+    def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
+        """Refuse a checkpoint from which this trainer cannot continue."""
+        where = f"checkpoints={str(self._folder)!r}"
+        own, other = installed_version(), meta["jaxche"]
+        if meta["format"] not in READABLE or other.split(".")[:2] != own.split(".")[:2]:
+            raise ValueError(
+                f"{where} was written by jaxche {other} in format {meta['format']}, and this is {own} with format "
+                f"{FORMAT}; write pip install jaxche=={other}, or give another folder"
+            )
+        if other != own:
+            _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
+        if meta.get("data", VARIES) != self._data and VARIES not in (self._data, meta.get("data", VARIES)):
+            _log.warning("%s was made with other data of as many batches; from here on it is this data", where)
+        trees = self._state_dict(meta, state).abstract_trees(meta["rows"])
+        if names := name_collision(trees, meta["format"]):
+            raise ValueError(
+                f"{where} was written in format {meta['format']}, in which {names[0]} and {names[1]} have one name, so "
+                "that only one of them was kept; give another folder, and this version writes both"
+            )
+        wanted = leaf_shapes(trees, meta["format"])
+        for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
+            have, want = meta["leaves"].get(path, "missing"), wanted.get(path, "not there")
+            if have != want:
+                raise ValueError(
+                    f"{where} is of another model or optimizer: {path} is {have} in the checkpoint and {want} in this "
+                    "trainer; use the model and tx that it was made with, or give another folder"
+                )
+        for name, want in (("batches", self._batches), ("seed", self._trainer.seed)):
+            if meta[name] != want:
+                raise ValueError(
+                    f"{where} is of a run with {name}={meta[name]}, and this one has {want}; use the same data and "
+                    "seed, or give another folder"
+                )
+
+    def _state_dict(self, meta: Any, state: ReplicaState) -> StateDict:
+        """The state dict of a checkpoint; that of a single replica may have its previous gradient."""
+        compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
+        engine = self._trainer._engine
+        return engine.state_dict(engine.comparing(state.locals, compares))
+
+
+class MetricsLog:
+    """The rounds of a run as JSON lines beside its checkpoints, written by process 0 and read by all.
+
+    Args:
+      group: the processes of the run.
+      folder: of the checkpoints.
+    """
+
+    def __init__(self, group: Group, folder: Path):
+        self._group = group
+        self._file = folder / "history.jsonl"
+
+    def append(self, info: RoundInfo) -> None:
+        """Write the line of a round."""
+        if self._group.process_index == 0:
+            with self._file.open("a", encoding="utf8") as file:
+                file.write(History([info]).to_json())
+
+    def truncate(self, rounds: int) -> History:
+        """Keep and return the rounds before this number, because the later ones are repeated.
+
+        Lines that cannot be read are dropped. All processes make this call.
+        """
+        data = self._file.read_bytes() if self._file.exists() else b""
+        record, kept = read_record(data), History()
+        for info in record.rounds:
+            # The first round need not be number 0.
+            if (kept[-1].round if kept else -1) < info.round < rounds:
+                kept.append(info)
+        self._group.barrier()  # all have read the file
+        if self._group.process_index == 0:
+            warn_of_damage(str(self._file), record)
+            if (text := kept.to_json().encode()) != data:
+                part = self._file.with_suffix(".part")
+                part.write_bytes(text)
+                part.replace(self._file)
+        return kept

@@ -1,0 +1,140 @@
+"""Hooks of ``fit``: checkpoints, progress, reports to the launcher and callbacks extend its loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jaxche.distributed import RESTART
+from jaxche.reports import History, RoundInfo
+from jaxche.training._progress import Progress
+from jaxche.training._state import ReplicaState
+
+if TYPE_CHECKING:
+    from jaxche.training._trainer import Trainer
+
+Callback = Callable[[ReplicaState, RoundInfo], Any]
+
+
+@dataclass
+class Run:
+    """What a fit carries from round to round.
+
+    Attributes:
+      state: after the last round.
+      data: what it trains on.
+      size: batches in an epoch.
+      last_epoch: the epoch that ends training.
+      history: of the rounds so far.
+      previous: in an elastic run, the state before the last round, which may have failed on another process.
+      hooks: in the order in which they are called.
+    """
+
+    state: ReplicaState
+    data: Any
+    size: int
+    last_epoch: int
+    history: History = field(default_factory=History)
+    previous: ReplicaState | None = None
+    hooks: Sequence[Hook] = ()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether training has reached its last epoch."""
+        return self.state.epoch >= self.last_epoch and not self.state.owed
+
+
+class Hook:
+    """Extends a fit; by default every method does nothing. All processes call the same hooks in the same order."""
+
+    def on_start(self, run: Run) -> None:
+        """Before the first round."""
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        """After each round; true asks to stop training."""
+        return False
+
+    def on_admission(self) -> None:
+        """Before processes are admitted to an elastic run."""
+
+    def on_membership(self, run: Run, shrunk: bool) -> None:
+        """After processes have died (``shrunk``) or have been admitted."""
+
+    def on_stop(self, run: Run, preempted: bool = False) -> None:
+        """When training stops before its last epoch."""
+
+
+class ProgressHook(Hook):
+    """Shows a bar, or prints lines."""
+
+    def __init__(self, trainer: Trainer, enabled: bool):
+        self._trainer, self._enabled = trainer, enabled
+        self._bar: Progress | None = None
+
+    def on_start(self, run: Run) -> None:
+        start = (run.state.epoch, run.state.cursor)
+        self._bar = Progress(self._trainer, run.size, start, run.last_epoch, self._enabled)
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        if self._bar:
+            self._bar.update(info)
+        return False
+
+    def write(self, text: str) -> None:
+        """Print a line, unless nothing is shown."""
+        if self._bar:
+            self._bar.say(text)
+
+    def close(self) -> None:
+        """Close the bar."""
+        if self._bar:
+            self._bar.close()
+
+
+class LauncherHook(Hook):
+    """Reports each round to the launcher: a heartbeat, and an event for each local rank."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        watchdog, engine = self._trainer._group.watchdog, self._trainer._engine
+        watchdog.heartbeat()
+        # An elastic run numbers its ranks anew, but the launcher does not.
+        ranks = {place: engine.order[place] for place in engine.ranks}
+        watchdog.write_events(
+            json.dumps(event(info, place, rank, engine.merged_bytes)) for place, rank in ranks.items()
+        )
+        return False
+
+
+class CallbackHook(Hook):
+    """Calls the callbacks of the user."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        self._callbacks = callbacks
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        answers = [callback(run.state, info) for callback in self._callbacks]  # all, also after one that asks to stop
+        return any(answers)
+
+
+def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:
+    """The event of one round for a rank; ``place`` is its number among those that took part."""
+    return {
+        "time": round(time.time(), 3),
+        "event": "round",
+        "rank": rank,
+        "round": info.round,
+        "epoch": info.epoch,
+        "steps": info.counts[place],
+        "compute_ms": round(info.wall_ms[place], 3),
+        "wait_ms": round(info.wait_ms[place], 3),
+        "merge_ms": round(info.sync_ms, 3),
+        "merged_bytes": merged_bytes,
+        "restart": int(os.environ.get(RESTART, 0)),
+    }

@@ -1,0 +1,187 @@
+"""The state of a run as dicts of arrays and JSON, as checkpoints and admitted processes get it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
+from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.training._programs import Local
+from jaxche.training._replica_mesh import Meeting
+from jaxche.training._state import ReplicaState
+
+# The format of checkpoints, and those that can be read. Orbax joins the names of a path by dots. Format 2 did not
+# escape dots in names, so two arrays could get one name.
+FORMAT = 3
+READABLE = (2, 3)
+# Fields of the state that are JSON.
+_FIELDS = ("round", "epoch", "cursor", "examples", "owed", "sync_ms", "pending")
+
+
+class StateDict:
+    """Converts the state of all replicas to one tree of each name, and back.
+
+    Args:
+      meeting: of all replicas.
+      own: names of the trees that differ between replicas; all others are equal after a merge.
+      world_size: number of replicas.
+      locals_: the replicas of this process.
+    """
+
+    def __init__(self, meeting: Meeting, own: Sequence[str], world_size: int, locals_: Sequence[Local]):
+        self._meeting, self._own, self._world_size, self._locals = meeting, own, world_size, locals_
+
+    def trees(self) -> dict[str, Any]:
+        """The named trees: ``[R, ...]`` if they differ between replicas, else those of one replica."""
+        views = self._meeting.stack([_present(local) for local in self._locals])
+        return {name: x if name in self._own else self._meeting.once(name, x) for name, x in views.items()}
+
+    def pooled(self) -> dict[str, Any]:
+        """The trees of a replica that is admitted; :meth:`load` takes them with no rows."""
+        return {name: _pooled(name, x) if name in self._own else x for name, x in self.trees().items()}
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The number of rows of the ``[R, ...]`` trees."""
+        return {name: self._world_size for name in self._own if name in _present(self._locals[0])}
+
+    def abstract_trees(self, rows: dict[str, int]) -> dict[str, Any]:
+        """Shapes and shardings to restore a checkpoint whose trees have these numbers of rows."""
+        return {
+            name: self._meeting.saved_as(name, tree, rows.get(name), self._keeps(name, rows))
+            for name, tree in _present(self._locals[0]).items()
+        }
+
+    def load(self, saved: dict[str, Any], rows: dict[str, int]) -> tuple[Local, ...]:
+        """The replicas of this process with the saved trees.
+
+        With another number of replicas each gets the mean of the saved rows: of moments and of the counts of their
+        updates. Of other values that are not floats it gets the first row.
+        """
+        like, views = _present(self._locals[0]), {}
+        for name, tree in saved.items():
+            if not self._keeps(name, rows):
+                one = _pooled(name, tree) if name in rows else tree
+                tree = self._meeting.everywhere(name, one, like[name])
+            views[name] = tree
+        parts = self._meeting.unstack(views)
+        return tuple(local._replace(**part) for local, part in zip(self._locals, parts, strict=True))
+
+    def _keeps(self, name: str, rows: dict[str, int]) -> bool:
+        """Whether each replica gets the saved row of its own rank."""
+        return name in self._own and rows.get(name) == self._world_size
+
+
+def to_nested(tree: Any, format: int) -> dict[str, Any]:
+    """A pytree as nested dicts with the names of its paths, which plain Orbax restores without its classes."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        *folders, name = _names(path, ".", format)
+        inner = found
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[name] = leaf
+    return found
+
+
+def from_nested(like: Any, found: Mapping[str, Any], format: int) -> Any:
+    """The inverse of :func:`to_nested`, with the structure of ``like``."""
+
+    def pick(path: Any, _: Any) -> Any:
+        inner: Any = found
+        for name in _names(path, ".", format):
+            inner = inner[name]
+        return inner
+
+    return jax.tree.map_with_path(pick, like)
+
+
+def leaf_shapes(trees: Mapping[str, Any], format: int) -> dict[str, str]:
+    """Shape and dtype of every leaf by its path, e.g. ``{"params/w": "float32[3,2]"}``."""
+    return {
+        "/".join((name, *_names(path, "/", format))): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for name, tree in trees.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def metadata(state: ReplicaState) -> dict[str, Any]:
+    """The fields of a state that are not arrays, as JSON."""
+    return {name: getattr(state, name) for name in _FIELDS} | {
+        "che": state.che and state.che.to_dict(),
+        "correction": asdict(state.correction),
+    }
+
+
+def with_metadata(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
+    """The state with saved :func:`metadata`; measurements of another number of replicas are discarded."""
+    che, correction = state.che, state.correction
+    if che is not None and saved["che"] is not None:
+        if saved["che"]["world_size"] == che.world_size:
+            che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()})
+        else:
+            anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
+            che = replace(che, anchor=anchor, batch_counts=())
+        correction = DivergenceCorrection.from_dict(saved["correction"])
+    # Earlier versions did not save ``pending``.
+    fields = {name: _tuples(saved[name]) for name in _FIELDS if name in saved}
+    return replace(state, che=che, correction=correction, **fields)
+
+
+def installed_version() -> str:
+    """The installed version of jaxche."""
+    # Not from the metadata: a checkout on PYTHONPATH has none, or that of another version.
+    return sys.modules[__name__.partition(".")[0]].__version__
+
+
+def checkpoint_items(trees: Mapping[str, Any], format: int) -> dict[str, Any]:
+    """The items of a checkpoint: ``params``, and ``state`` with all other trees, unless it would be empty."""
+    rest = {name: to_nested(tree, format) for name, tree in trees.items() if name != "params"}
+    return {"params": to_nested(trees["params"], format)} | ({"state": rest} if rest else {})
+
+
+def name_collision(trees: Mapping[str, Any], format: int) -> tuple[str, str] | None:
+    """Two arrays with the same name in this format, or None."""
+    seen: dict[str, str] = {}
+    for tree, leaves in trees.items():
+        for path, _ in jax.tree.leaves_with_path(leaves):
+            name, shown = ".".join((tree, *_names(path, ".", format))), tree + jax.tree_util.keystr(path)
+            if seen.setdefault(name, shown) != shown:
+                return seen[name], shown
+    return None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _names(path: Any, separator: str, format: int) -> tuple[str, ...]:
+    """The names of a path, which are joined by ``separator``."""
+    names = path_names(path) or ("value",)
+    return names if format == 2 else tuple(escape_name(name, separator) for name in names)
+
+
+def _present(local: Local) -> dict[str, Any]:
+    return {name: tree for name, tree in local._asdict().items() if jax.tree.leaves(tree)}
+
+
+def _pooled(name: str, rows: Any) -> Any:
+    """One row of the ``[n, ...]`` arrays of this name, which are whole along ``n`` everywhere."""
+
+    def pooled(x: Any) -> Any:
+        if is_float(x):
+            return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype)
+        if name == "opt_state" and x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.signedinteger):
+            return x[0] + jnp.round((x - x[0]).mean()).astype(x.dtype)  # as old as the mean of the moments
+        return x[0]
+
+    shardings = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:])), rows)
+    return jax.jit(lambda tree: jax.tree.map(pooled, tree), out_shardings=shardings)(rows)
