@@ -3,7 +3,7 @@
 import pytest
 
 import jaxche
-from jaxche.sharding import RemoteDevice, is_private, know_devices, local_devices
+from jaxche.sharding import RemoteDevice, is_private, local_devices, set_devices
 from jaxche.sharding import _devices as module
 
 REMOTE = RemoteDevice(process_index=1, platform="gpu", device_kind="NVIDIA L4", id=0)
@@ -12,8 +12,8 @@ REMOTE = RemoteDevice(process_index=1, platform="gpu", device_kind="NVIDIA L4", 
 @pytest.fixture
 def apart(devices, monkeypatch):
     """As on the CPU process 0 of two, the other of which has a GPU."""
-    monkeypatch.setattr(module, "_known", None)
-    know_devices([devices[0], REMOTE])
+    monkeypatch.setattr(module, "_devices", None)
+    set_devices([devices[0], REMOTE])
 
 
 def test_the_accelerators_of_others_are_among_the_devices(apart, devices):
