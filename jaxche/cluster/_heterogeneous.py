@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxche.cluster._handshake import ProcessInfo
-from jaxche.sharding import RemoteDevice, know_devices
+from jaxche.sharding import RemoteDevice, set_devices
 
 _log = logging.getLogger("jaxche")
 
@@ -77,7 +77,7 @@ def register_devices(accelerators: Sequence[str], process_id: int, platform: str
             everywhere += jax.local_devices(process)
         else:
             everywhere += jax.devices(platform) if process == process_id else remote
-    know_devices(everywhere)
+    set_devices(everywhere)
 
 
 def _users(processes: Sequence[ProcessInfo]) -> collections.Counter[str]:

@@ -1,18 +1,26 @@
-"""Layer 2, places: where parameters, gradients and optimizer state live on a mesh, and the step that keeps them so."""
+"""Layer 2, sharding: strategies, layouts on a mesh, and the sharded step with its costs."""
 
-from jaxche.sharding._checks import collections_of, refuse_bad_params
-from jaxche.sharding._collectives import Collective, collectives
+from jaxche.sharding._checks import check_params as check_params
+from jaxche.sharding._checks import collections_of as collections_of
 from jaxche.sharding._compare import Comparison, compare_strategies
-from jaxche.sharding._devices import RemoteDevice, devices, is_private, know_devices, local_devices
-from jaxche.sharding._explain import Explanation, bytes_in_theory
-from jaxche.sharding._gradient import value_and_grad
+from jaxche.sharding._devices import RemoteDevice, devices
+from jaxche.sharding._devices import is_private as is_private
+from jaxche.sharding._devices import local_devices as local_devices
+from jaxche.sharding._devices import set_devices as set_devices
+from jaxche.sharding._explain import Explanation
+from jaxche.sharding._explain import as_bytes as as_bytes
+from jaxche.sharding._explain import nbytes as nbytes
+from jaxche.sharding._explain import nbytes_per_device as nbytes_per_device
+from jaxche.sharding._gradient import sharded_update, value_and_grad
+from jaxche.sharding._hlo import Collective
+from jaxche.sharding._hlo import collectives as collectives
 from jaxche.sharding._layout import Layout, Leaf
-from jaxche.sharding._loss import Loss, as_loss, batch_size
-from jaxche.sharding._program import ShardedState
-from jaxche.sharding._sizes import as_bytes, nbytes, nbytes_per_device
-from jaxche.sharding._step import ShardedStep, sharded_step
+from jaxche.sharding._loss import Loss as Loss
+from jaxche.sharding._loss import as_loss
+from jaxche.sharding._loss import batch_size as batch_size
+from jaxche.sharding._step import ShardedState, ShardedStep, sharded_step
+from jaxche.sharding._strategy import Device as Device
 from jaxche.sharding._strategy import (
-    Device,
     FullShard,
     HybridShard,
     HybridShardGradOp,
@@ -20,39 +28,26 @@ from jaxche.sharding._strategy import (
     ShardGradOp,
     ShardingStrategy,
 )
-from jaxche.sharding._update import sharded_update
 
+# For users, on a page of the reference; what is imported "as" itself is for the other packages.
 __all__ = [
     "Collective",
     "Comparison",
-    "Device",
     "Explanation",
     "FullShard",
     "HybridShard",
     "HybridShardGradOp",
     "Layout",
     "Leaf",
-    "Loss",
     "NoShard",
     "RemoteDevice",
     "ShardGradOp",
     "ShardedState",
     "ShardedStep",
     "ShardingStrategy",
-    "as_bytes",
     "as_loss",
-    "batch_size",
-    "bytes_in_theory",
-    "collections_of",
-    "collectives",
     "compare_strategies",
     "devices",
-    "is_private",
-    "know_devices",
-    "local_devices",
-    "nbytes",
-    "nbytes_per_device",
-    "refuse_bad_params",
     "sharded_step",
     "sharded_update",
     "value_and_grad",

@@ -1,4 +1,4 @@
-"""What a sharded step is given, refused by name before it runs if it cannot work."""
+"""Checks of the arguments of a sharded step, before it runs; each raises ValueError with the line to write."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxche.averaging import is_float
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import batch_size
 
-# Of a linen module beside its parameters.
+# Collections of linen variables beside the parameters.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
 
-def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
-    """Refuse what :func:`sharded_step` cannot work with."""
+def check_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
+    """ValueError for an invalid argument of :func:`sharded_step`."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.adam(1e-3)")
     if isinstance(strategy, type) or not hasattr(strategy, "shards_params"):
@@ -32,21 +32,10 @@ def refuse_bad_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype:
         )
 
 
-def refuse_bad_params(params: Any, init: str = "step.init") -> None:
-    """Refuse a tree that has no gradient, and that no optimizer can step.
+def check_params(params: Any, init: str = "step.init") -> None:
+    """ValueError for a tree of parameters or shapes without arrays, or with a leaf that is not float.
 
-    Args:
-      params: pytree of arrays or their shapes.
-      init: the call that the tree is given to.
-
-    Raises:
-      ValueError: no arrays, or a leaf that is not float: it belongs into ``model_state``.
-
-    Example:
-      >>> import numpy as np
-      >>> refuse_bad_params({"w": np.ones(2, np.float32), "steps": np.arange(3)})
-      Traceback (most recent call last):
-      ValueError: params['steps'] is int64, not float; move it into step.init(params, model_state=...)
+    ``init`` is the call in the message, to which the tree was passed.
     """
     leaves = jax.tree.leaves_with_path(params)
     if not leaves:
@@ -64,25 +53,14 @@ def refuse_bad_params(params: Any, init: str = "step.init") -> None:
 
 
 def collections_of(params: Any) -> list[str]:
-    """The collections beside ``params`` in the variables of a linen module.
-
-    Args:
-      params: what was given as parameters.
-
-    Returns:
-      Their names; none where these are parameters alone.
-
-    Example:
-      >>> collections_of({"params": {"w": 1.0}, "batch_stats": {"mean": 0.0}}), collections_of({"w": 1.0})
-      (['batch_stats'], [])
-    """
+    """The collections beside ``params`` in a dict of linen variables; none for a tree of parameters."""
     if not (isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)):
         return []
     return [name for name in _COLLECTIONS if isinstance(params.get(name), Mapping)]
 
 
-def refuse_other_mesh(layout: Layout, tree: Any, name: str) -> None:
-    """Refuse arrays laid out on other devices than the mesh's; those on a single device are merely not placed yet."""
+def check_mesh(layout: Layout, tree: Any, name: str) -> None:
+    """ValueError for arrays on another mesh; arrays on a single device are not placed yet, and are accepted."""
     own = set(layout.mesh.devices.flat)
     for path, leaf in jax.tree.leaves_with_path(tree):
         sharding = getattr(leaf, "sharding", None)
@@ -94,8 +72,8 @@ def refuse_other_mesh(layout: Layout, tree: Any, name: str) -> None:
             )
 
 
-def refuse_other_state(layout: Layout, state: Any, expected: Any) -> None:
-    """Refuse a state of another optimizer, another mesh or another layout."""
+def check_state(layout: Layout, state: Any, expected: Any) -> None:
+    """ValueError for a state of another optimizer, another mesh or another layout."""
     have, want = jax.tree.structure(state.opt_state), jax.tree.structure(expected.opt_state)
     if have != want:
         raise ValueError(
@@ -103,7 +81,7 @@ def refuse_other_state(layout: Layout, state: Any, expected: Any) -> None:
             f"{want.num_leaves} in {_short(want)}; write state = step.init(params), or build the step with the tx the "
             "state is of"
         )
-    refuse_other_mesh(layout, state.params, "state.params")
+    check_mesh(layout, state.params, "state.params")
     pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True)
     for (path, leaf), want in pairs:
         name = f"state{jax.tree_util.keystr(path)}"
@@ -121,14 +99,14 @@ def refuse_other_state(layout: Layout, state: Any, expected: Any) -> None:
             )
 
 
-def refuse_uneven_batch(layout: Layout, batch: Any, accumulate: int) -> None:
-    """Refuse a batch that does not divide over the devices and micro-batches."""
+def check_batch(layout: Layout, batch: Any, accumulate: int) -> None:
+    """ValueError for a batch that the devices times the micro-batches do not divide."""
     rows, parts = batch_size(batch), layout.devices * accumulate
     if rows % parts:
         shape = " x ".join(f"{size} {name}" for name, size in layout.mesh.shape.items())
         times = f" times accumulate={accumulate}" if accumulate > 1 else ""
         better = max(parts, rows - rows % parts)
-        # Batches keeps a smaller last batch, which would be refused again.
+        # Batches keeps a smaller last batch, which would not divide either.
         raise ValueError(
             f"the batch has {rows} rows, which {layout.devices} devices ({shape}){times} do not divide; "
             f"give batches of {better} rows, all of them, leaving out the examples that do not fill the last, e.g. "
@@ -139,7 +117,7 @@ def refuse_uneven_batch(layout: Layout, batch: Any, accumulate: int) -> None:
 def _is_float_dtype(dtype: Any) -> bool:
     try:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # not the name of any
+    except TypeError:  # not a dtype
         return False
 
 

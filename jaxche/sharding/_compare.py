@@ -1,4 +1,4 @@
-"""All strategies side by side, and the cheapest that fits."""
+"""The costs of several strategies side by side, and the cheapest that fits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxche.sharding._explain import Explanation
-from jaxche.sharding._sizes import as_bytes, show_bytes
+from jaxche.sharding._explain import Explanation, as_bytes, show_bytes
 from jaxche.sharding._step import sharded_step
 from jaxche.sharding._strategy import (
     Device,
@@ -25,11 +24,11 @@ from jaxche.sharding._strategy import (
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What a step costs under several strategies; ``str()`` and notebooks show it as a table.
+    """The costs of a step under several strategies; ``str()`` and notebooks show it as a table.
 
     Attributes:
       explanations: an :class:`Explanation` for each strategy.
-      memory: bytes a device has, or None if that was not said.
+      memory: bytes of a device's memory, or None.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -46,9 +45,9 @@ class Comparison:
 
     @property
     def cheapest(self) -> ShardingStrategy | None:
-        """Of the strategies that fit, the one that sends least; of equal ones, that which needs least memory.
+        """The strategy that fits and sends least, at equal bytes with the least memory; None if none fits.
 
-        Without a memory everything fits. None if nothing does.
+        Without ``memory`` every strategy fits.
         """
         fitting = [e for e in self.explanations if self.memory is None or e.peak <= self.memory]
         return min(fitting, key=lambda e: (e.sent, e.peak)).strategy if fitting else None
@@ -70,7 +69,7 @@ class Comparison:
 
     def __str__(self) -> str:
         head = _row(_HEAD)
-        sent = head.index(_HEAD[-2]) + len(_HEAD[-2])  # where the last column of what is sent ends
+        sent = head.index(_HEAD[-2]) + len(_HEAD[-2])  # the end of the last column of bytes sent
         lines = [f"bytes a device{'sent a step':>{sent - len('bytes a device')}}", head]
         lines += [_row(self._cells(row)) for row in self.rows]
         return "\n".join([*lines, self._verdict()])
@@ -111,20 +110,20 @@ def compare_strategies(
     accumulate: int = 1,
     compute_dtype: Any = None,
 ) -> Comparison:
-    """What a step costs under several strategies, and which is the cheapest that fits the memory of a device.
+    """Compare the costs of a step under several strategies, and find the cheapest that fits a device's memory.
 
-    Each step is compiled, none is run: nothing is allocated. See :meth:`ShardedStep.explain`.
+    Each step is compiled, not run, so nothing is allocated. See :meth:`ShardedStep.explain`.
 
     Args:
       loss_fn: as for :func:`sharded_step`.
       tx: likewise.
       params: parameters, their ``jax.ShapeDtypeStruct``, or a function that returns them.
       batch: a batch or its shapes.
-      strategies: which; default: those without nodes and, if a node has two devices or more, the hybrid ones. A node
-        is what one process holds; of a single process, half of the devices.
-      devices: on which; default: all.
-      memory: bytes a device has, or text such as ``"16GiB"``.
-      model_state: what the loss function keeps besides, its shapes, or a function that returns it.
+      strategies: the strategies; default: those without nodes and, if a node has two devices or more, the hybrid ones.
+        A node is the devices of one process, or half the devices of a single process.
+      devices: the devices; default: all.
+      memory: bytes of a device's memory, or text such as ``"16GiB"``.
+      model_state: the model state of the loss function, its shapes, or a function that returns it.
       accumulate: micro-batches a batch.
       compute_dtype: dtype in which ``loss_fn`` computes.
 
@@ -143,23 +142,23 @@ def compare_strategies(
       >>> [(row["strategy"], row["fits"]) for row in costs.rows], str(costs.cheapest)
       ([('NoShard()', False), ('FullShard()', True)], 'FullShard()')
     """
-    places = list(jax.devices() if devices is None else devices)
-    chosen = _usual(places) if strategies is None else tuple(strategies)
+    devices = list(jax.devices() if devices is None else devices)
+    chosen = _default_strategies(devices) if strategies is None else tuple(strategies)
     if not chosen:
         raise ValueError(
             f"strategies={strategies!r} has nothing to compare; write strategies=[jaxche.NoShard(), "
             "jaxche.FullShard()], or leave it out for all of them"
         )
     limit = None if memory is None else as_bytes(memory)
-    # All meshes before anything is compiled: what cannot be is refused at once.
+    # All meshes before the first compilation, so that errors come at once.
     steps = [
-        sharded_step(loss_fn, tx, strategy, strategy.mesh(places), accumulate=accumulate, compute_dtype=compute_dtype)
+        sharded_step(loss_fn, tx, strategy, strategy.mesh(devices), accumulate=accumulate, compute_dtype=compute_dtype)
         for strategy in chosen
     ]
     return Comparison(tuple(step.explain(params, batch, model_state) for step in steps), limit)
 
 
-def _usual(devices: list[Device]) -> tuple[ShardingStrategy, ...]:
+def _default_strategies(devices: list[Device]) -> tuple[ShardingStrategy, ...]:
     flat = (NoShard(), ShardGradOp(), FullShard())
     processes = len({device.process_index for device in devices})
     node = len(devices) // (processes if processes > 1 else 2)

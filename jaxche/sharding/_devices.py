@@ -1,4 +1,4 @@
-"""The devices that replicas live on, also where JAX lists only those of this process."""
+"""The devices of replicas, including private ones, which JAX lists in their own process only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxche.sharding._strategy import Device
 
 @dataclass(frozen=True)
 class RemoteDevice:
-    """An accelerator that only the JAX of its own process knows, as all others know it.
+    """A private accelerator of another process, which JAX does not list in this one.
 
     Args:
-      process_index: the process that has it.
-      platform: as JAX names it, e.g. ``"gpu"``.
+      process_index: its process.
+      platform: its platform in JAX, e.g. ``"gpu"``.
       device_kind: e.g. ``"NVIDIA L4"``.
-      id: its number there.
+      id: its id in that process.
 
     Example:
       >>> RemoteDevice(process_index=1, platform="gpu", device_kind="NVIDIA L4", id=0)
@@ -47,12 +47,12 @@ def _local_backends() -> _LocalBackends:
 
 
 def devices() -> list[Device]:
-    """The devices that are replicas by default, of all processes, in the same order everywhere.
+    """The devices of all processes that are replicas by default, in the same order everywhere.
 
-    They are ``jax.devices()``, but for runs in which some processes train on accelerators and others on the CPU, or
-    several on one GPU. There the accelerators are known to JAX in their own process only, and ``jax.devices()`` lists
-    the CPU devices of all. This lists the accelerators of the processes that have some (those of other processes as
-    :class:`~jaxche.sharding.RemoteDevice`) and the CPU devices of the others.
+    They are ``jax.devices()``, except in runs in which some processes train on accelerators and others on the CPU, or
+    several on one GPU. In these JAX lists accelerators in their own process only, and ``jax.devices()`` has the CPU
+    devices of all processes. This function lists the accelerators of the processes that have some (those of other
+    processes as :class:`~jaxche.sharding.RemoteDevice`) and the CPU devices of the others.
 
     Returns:
       Devices, e.g. for ``jaxche.Trainer(replicas=)``.
@@ -66,45 +66,16 @@ def devices() -> list[Device]:
 
 
 def local_devices() -> list[Device]:
-    """Those of :func:`devices` that this process has.
-
-    Returns:
-      Devices.
-
-    Example:
-      >>> import jax
-      >>> local_devices() == jax.local_devices()
-      True
-    """
+    """The devices of :func:`devices` that belong to this process."""
     return [device for device in devices() if device.process_index == jax.process_index()]
 
 
 def is_private(device: Device) -> bool:
-    """Whether no program over it can span processes, because JAX knows it in its own process only.
-
-    Args:
-      device: of :func:`devices`, or any of JAX's.
-
-    Returns:
-      Whether it is an accelerator of a run that keeps them apart.
-
-    Example:
-      >>> is_private(devices()[0])
-      False
-    """
+    """Whether JAX lists a device in its own process only, so that no program over it can span processes."""
     return device in _local_backends().private
 
 
-def know_devices(everywhere: Sequence[Device]) -> None:
-    """Say what :func:`devices` lists from now on; ``jaxche.initialize`` does, where accelerators are kept apart.
-
-    Args:
-      everywhere: the devices of all processes, in the same order on each.
-
-    Example:
-      >>> know_devices(jax.devices())
-      >>> devices() == jax.devices()
-      True
-    """
+def set_devices(everywhere: Sequence[Device]) -> None:
+    """Set the list of :func:`devices`, equal on all processes; ``jaxche.initialize`` does, for private devices."""
     private, backends = frozenset(everywhere) - frozenset(jax.devices()), _local_backends()
     backends.everywhere, backends.private = tuple(everywhere) if private else (), private

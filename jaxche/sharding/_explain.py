@@ -1,9 +1,10 @@
-"""What a sharded step costs: bytes a device keeps and bytes it sends, read from the compiled program."""
+"""The cost of a sharded step: bytes that a device keeps and sends, read from the compiled program."""
 
 from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,38 +13,38 @@ import jax
 import jax.numpy as jnp
 
 from jaxche.averaging import sum_dtype
-from jaxche.sharding._collectives import Collective, collectives
+from jaxche.sharding._hlo import Collective, collectives
 from jaxche.sharding._layout import REPLICA, SHARD, Layout, Leaf
-from jaxche.sharding._program import Program
-from jaxche.sharding._sizes import nbytes, nbytes_per_device, show_bytes
 
 _SHOWN_LEAVES = 12
+_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """What a sharded step costs each device; ``str()`` and notebooks show it as a table.
+    """The cost of a sharded step for each device; ``str()`` and notebooks show it as a table.
 
     Attributes:
       strategy: the strategy.
       axes: devices along each axis of the mesh.
       whole: bytes on one device without sharding: ``params``, ``gradients``, ``opt_state``, ``inputs`` (batch and
         model state).
-      per_device: bytes each device holds of the same, and ``temporaries``: activations, gathered parameters and what
-        else XLA keeps during a step, without the gradients.
+      per_device: bytes of the same on each device, and ``temporaries``: activations, gathered parameters and other
+        arrays that XLA keeps during a step, without the gradients.
       peak: bytes a device needs in all, by ``memory_analysis()``: arguments, results that take no argument's
         buffer, and temporaries.
-      collectives: what the compiled step sends.
+      collectives: the collectives of the compiled step.
       theory: bytes a device sends a step by the strategy's formula, for sliced and whole parameters alike.
-      leaves: what was decided for each parameter.
+      leaves: the layout of each parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from jaxche.sharding import FullShard, sharded_step
       >>> step = sharded_step(
       ...     lambda p, x: jnp.mean((x @ p) ** 2), optax.sgd(0.1), FullShard(), FullShard().mesh(jax.devices()[:2]))
-      >>> told = step.explain(jnp.zeros((8, 4)), jnp.zeros((2, 8)))
-      >>> told.whole["params"], told.per_device["params"]
+      >>> costs = step.explain(jnp.zeros((8, 4)), jnp.zeros((2, 8)))
+      >>> costs.whole["params"], costs.per_device["params"]
       (128, 64)
     """
 
@@ -68,7 +69,7 @@ class Explanation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The table as data: ``what``, ``whole`` and ``per_device`` bytes; ``whole`` is None where it means nothing."""
+        """The table as data: ``what``, ``whole`` and ``per_device`` bytes; ``whole`` is None if not known."""
         rows = [{"what": w, "whole": self.whole.get(w), "per_device": size} for w, size in self.per_device.items()]
         return [*rows, {"what": "peak", "whole": None, "per_device": self.peak}]
 
@@ -117,23 +118,14 @@ class Explanation:
             yield f"  and {len(kept) - _SHOWN_LEAVES} more"
 
 
-def explain(program: Program, batch: Any, model_state: Any, accumulate: int, compute_dtype: Any) -> Explanation:
-    """Compile a step and read what it costs.
-
-    Args:
-      program: its programs.
-      batch: shapes of a batch.
-      model_state: shapes of the model state.
-      accumulate: micro-batches a batch.
-      compute_dtype: as given to the step.
-    """
-    layout = program.layout
-    state = program.abstract(model_state)
-    compiled = program.step.lower(state, batch).compile()
-    memory: Any = compiled.memory_analysis()
-    inputs = (batch, model_state)
+def explain(
+    layout: Layout, compiled: Any, state: Any, inputs: tuple[Any, Any], accumulate: int, compute_dtype: Any
+) -> Explanation:
+    """The cost of a compiled step, from the shapes of its state and of its inputs: batch and model state."""
+    memory = compiled.memory_analysis()
+    batch, model_state = inputs
     whole_on_each = jax.tree.map(lambda _: layout.replicated, model_state)
-    places = (jax.tree.map(lambda _: layout.batch, batch), whole_on_each)
+    shardings = (jax.tree.map(lambda _: layout.batch, batch), whole_on_each)
     whole = {
         "params": nbytes(state.params),
         "gradients": nbytes(layout.shapes),
@@ -144,9 +136,9 @@ def explain(program: Program, batch: Any, model_state: Any, accumulate: int, com
         "params": nbytes_per_device(state.params),
         "gradients": nbytes_per_device(layout.shapes, layout.grads),
         "opt_state": nbytes_per_device(state.opt_state),
-        "inputs": nbytes_per_device(inputs, places),
+        "inputs": nbytes_per_device(inputs, shardings),
     }
-    # XLA frees some gradients before it makes others: together they may be less than their sum.
+    # XLA frees some gradients before it allocates others, so the temporaries may be less than all gradients.
     per_device["temporaries"] = max(memory.temp_size_in_bytes - per_device["gradients"], 0)
     return Explanation(
         strategy=layout.strategy,
@@ -168,25 +160,10 @@ def explain(program: Program, batch: Any, model_state: Any, accumulate: int, com
 def bytes_in_theory(layout: Layout, accumulate: int = 1, compute_dtype: Any = None) -> float:
     r"""Bytes a device sends in a step, by ring algorithms.
 
-    With ``n`` devices along ``shard``, ``R`` along ``replica`` and ``k`` micro-batches, of a leaf of ``P`` bytes:
+    With ``n`` devices along ``shard``, ``R`` along ``replica`` and ``k`` micro-batches, for a leaf of ``P`` bytes:
     :math:`(n-1)/n \cdot P` for each gather and each reduce-scatter (FullShard: ``2k`` and ``k``, ShardGradOp: 1 and
-    ``k``), :math:`2 (R-1)/R \cdot P/n` for summing slices over ``replica``, and :math:`2 (nR-1)/(nR) \cdot P` for
-    a leaf that is whole.
-
-    Args:
-      layout: where everything lives.
-      accumulate: micro-batches a batch.
-      compute_dtype: dtype in which parameters are gathered, or None: their own.
-
-    Returns:
-      Bytes.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxche.sharding import FullShard, Layout, NoShard
-      >>> params, devices = jnp.zeros(1000), jax.devices()[:4]
-      >>> [bytes_in_theory(Layout(s, s.mesh(devices), params)) for s in (FullShard(), NoShard())]
-      [9000.0, 6000.0]
+    ``k``), :math:`2 (R-1)/R \cdot P/n` for the sum of slices over ``replica``, and :math:`2 (nR-1)/(nR) \cdot P` for
+    a leaf that is whole. ``compute_dtype`` is the dtype in which parameters are gathered, if not their own.
     """
     nodes, count = layout.mesh.shape.get(REPLICA, 1), layout.mesh.shape[SHARD]
     total = 0.0
@@ -202,6 +179,40 @@ def bytes_in_theory(layout: Layout, accumulate: int = 1, compute_dtype: Any = No
             gathered = size
         total += (count - 1) / count * (gathered + accumulate * summed) + 2 * (nodes - 1) / nodes * summed / count
     return total
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the arrays or ``jax.ShapeDtypeStruct`` of a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def nbytes_per_device(tree: Any, shardings: Any = None) -> int:
+    """Bytes of a tree on one device, under ``shardings`` (None: whole) or under those of its arrays."""
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: x.sharding, tree)
+
+    def held(x: Any, sharding: Any) -> int:
+        return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(held, tree, shardings)))
+
+
+def as_bytes(size: int | float | str) -> int:
+    """Bytes of a size, a number or text such as ``"16GiB"`` or ``"500 MB"``; ValueError for anything else."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", str(size).strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or not float(match[1]) > 0:
+        raise ValueError(f'memory={size!r} is not a size; write bytes or text such as "16GiB"')
+    return int(float(match[1]) * unit)
+
+
+def show_bytes(size: float) -> str:
+    """A size as text, e.g. ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 _NAMES = {

@@ -1,4 +1,4 @@
-"""Loss and gradient of a batch spread over a mesh, with the collectives the strategy promises."""
+"""The two halves of a step on a mesh: loss and gradient by explicit collectives, the update by those of XLA."""
 
 from __future__ import annotations
 
@@ -7,44 +7,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
+from jaxche.sharding._gather import DeferredTranspose, all_gather, deferred_gradients, gather_twice, reduce_scatter
 from jaxche.sharding._layout import REPLICA, Layout
 from jaxche.sharding._loss import batch_size
-from jaxche.sharding._pullback import Turned, gather_twice, pull_back
-from jaxche.sharding._slices import gather, scatter
 
 
 def value_and_grad(
     call: Callable[..., Any], layout: Layout, *, accumulate: int = 1, compute_dtype: Any = None
 ) -> Callable[..., Any]:
-    r"""Value and gradient of a mean loss, each device with its part of the batch.
+    r"""Value and gradient of a mean loss over a batch that is split over a mesh.
 
     .. math:: g = \frac{1}{W k} \sum_{d=1}^{W} \sum_{j=1}^{k} \nabla f(p; B_{d,j})
 
-    For use inside ``jax.jit(..., compiler_options=layout.compiler_options)``, on global arrays laid out as ``layout``
-    says. Where parameters are sharded they are
-    gathered for the forward pass and again for the backward pass, so that no whole copy lives between; gradients
-    that are sharded are reduce-scattered over ``shard``, then slices are summed over ``replica``; all others are
-    all-reduced. Sums are taken in float32 at least. With micro-batches, all-reduces wait for the last one.
+    For use inside ``jax.jit(..., compiler_options=layout.compiler_options)``, on global arrays laid out as in
+    ``layout``. Sharded parameters are gathered for the forward pass and again for the backward pass; no whole copy is
+    kept in between. Sharded gradients are reduce-scattered over ``shard``, then summed over ``replica``; all others are
+    all-reduced. Sums are in float32 at least. With micro-batches, all-reduces follow the last one.
 
-    If the devices (times ``accumulate``) do not divide the rows of the batch, every device computes the whole
-    batch: slower, the same result. The key given as ``rng`` is then used as it is; otherwise it is folded with the
-    device's number, and with the micro-batch's if there are several.
+    If the devices (times ``accumulate``) do not divide the rows of the batch, every device computes the whole batch:
+    slower, with the same result. ``rng`` is then used unchanged; otherwise the index of the device is folded into it,
+    and that of the micro-batch if there are several.
 
     Args:
       call: ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``, from :func:`as_loss`; the loss
         is a mean over the batch.
-      layout: where everything lives.
+      layout: the layout of parameters and gradients.
       accumulate: micro-batches a batch is cut into, one after the other.
       compute_dtype: dtype in which ``call`` sees float parameters and float arrays of the batch; default: their own.
 
     Returns:
       ``fn(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``: loss and metrics are means
       over the batch, float leaves of the model state means over the devices (variances by the law of total
-      variance), ``grads`` lie as ``layout.grads``.
+      variance), ``grads`` are laid out as ``layout.grads``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -70,7 +69,7 @@ def value_and_grad(
             loss, metrics = jax.tree.map(lambda x: lax.pmean(x / micro, layout.axes), (loss, metrics))
             return (loss, (metrics, _pool(layout, end))), grads
 
-        # check_vma=False: a loss function may carry its own scans, whose zeros know nothing of the mesh.
+        # check_vma=False: the zeros of a scan in a loss function do not vary over the mesh.
         mapped = jax.shard_map(
             part,
             mesh=layout.mesh,
@@ -83,14 +82,55 @@ def value_and_grad(
     return fn
 
 
+def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    """One update by any optax transformation, each device computing its slice of the optimizer state.
+
+    For use inside ``jax.jit``. The transformation sees global arrays, so that its reductions, such as the norm of
+    ``optax.clip_by_global_norm``, count every element once under every strategy: XLA adds the all-reduces over
+    ``shard``, never over ``replica``.
+
+    Args:
+      tx: any ``optax.GradientTransformation``.
+      layout: the layout of parameters, gradients and optimizer state.
+      grads: gradients laid out as ``layout.grads``.
+      opt_state: state of ``tx``, laid out as ``layout.opt_state(tx)``.
+      params: parameters laid out as ``layout.params``.
+      **extra: further arguments of ``tx.update``, such as ``value=loss``.
+
+    Returns:
+      ``(params, opt_state)`` after the update, laid out as before.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxche.sharding import Layout, ShardGradOp, sharded_update
+      >>> tx, p = optax.sgd(0.5, momentum=0.9), jnp.zeros(4)
+      >>> layout = Layout(ShardGradOp(), ShardGradOp().mesh(jax.devices()[:2]), p)
+      >>> step = jax.jit(lambda g, s, p: sharded_update(tx, layout, g, s, p))
+      >>> p, state = step(jnp.arange(4.0), tx.init(p), p)
+      >>> p.tolist(), tuple(p.sharding.spec), tuple(state[0].trace.sharding.spec)
+      ([0.0, -0.5, -1.0, -1.5], (), ('shard',))
+    """
+    grads = lax.with_sharding_constraint(grads, layout.grads)
+    opt_state = lax.with_sharding_constraint(opt_state, layout.opt_state(tx))
+    slices = lax.with_sharding_constraint(params, layout.grads)
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, slices, **extra)
+    # Otherwise XLA would gather the slices of whole parameters before the sum instead of after it.
+    updates = lax.with_sharding_constraint(updates, layout.grads)
+    slices = lax.with_sharding_constraint(optax.apply_updates(slices, updates), layout.grads)
+    opt_state = lax.with_sharding_constraint(opt_state, layout.opt_state(tx))
+    if layout.strategy.shards_state and not layout.strategy.shards_params:
+        slices = _whole(layout, slices)
+    return lax.with_sharding_constraint(slices, layout.params), opt_state
+
+
 def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
-    """Value and gradient of this device's rows; gradients, yet to be turned, of sliced leaves summed over ``shard``."""
+    """Value and gradient of this device's rows; gradients of sliced leaves are reduce-scattered, and deferred."""
     gathers, scatters = layout.strategy.shards_params, layout.strategy.shards_state
 
     def whole(params: Any) -> Any:
-        # Cast before it is gathered, which halves what is sent.
+        # Cast before the gather, which halves the bytes sent.
         cast = jax.tree.map(lambda x: _cast(x, compute_dtype), params)
-        return gather(layout, cast) if gathers else cast
+        return all_gather(layout, cast) if gathers else cast
 
     def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         batch = jax.tree.map(lambda x: _cast(x, compute_dtype), batch)
@@ -102,10 +142,10 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
             loss, pullback, aux = gather_twice(forward, whole, params)
         else:
             loss, pullback, aux = forward(whole(params))
-        grads = pull_back(pullback, jnp.ones_like(loss))
-        # Sums in float32 at least, whatever the dtype computed in.
+        grads = deferred_gradients(pullback, jnp.ones_like(loss))
+        # Sums are in float32 at least, whatever the dtype of the computation.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
-        return (loss, aux), scatter(layout, grads) if scatters else grads
+        return (loss, aux), reduce_scatter(layout, grads) if scatters else grads
 
     return local
 
@@ -118,12 +158,12 @@ def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any,
     parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
 
     def one(carry: Any, turn: Any) -> Any:
-        # Without the barrier the compiler gathers once, before the loop, and keeps whole parameters throughout.
+        # Without the barrier the compiler gathers once, before the loop, and keeps whole parameters through it.
         sums, before = carry
         slices, sums = lax.optimization_barrier((params, sums))
         part, index = turn
         (loss, (metrics, after)), grads = local(slices, before, part, jax.random.fold_in(rng, index))
-        # A scan's carry keeps its dtypes.
+        # The dtypes of a scan's carry must not change.
         after = jax.tree.map(lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), after, before)
         return (jax.tree.map(jnp.add, sums, (grads, (loss, metrics))), after), None
 
@@ -134,7 +174,7 @@ def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any,
 
 
 def _reduce(layout: Layout, grads: Any, parts: int) -> Any:
-    """The mean over all devices, of what is not yet summed over all of them."""
+    """Means over all devices, after the sums over the axes that are not summed yet."""
     leaves, treedef = jax.tree.flatten(grads)
     cut = [leaf.axis is not None for leaf in layout.leaves]
     for axes, chosen in ((layout.axes, False), ((REPLICA,), True)):
@@ -143,12 +183,12 @@ def _reduce(layout: Layout, grads: Any, parts: int) -> Any:
             for i, total in zip(where, lax.psum([leaves[i] for i in where], axes), strict=True):
                 leaves[i] = total
     means = [(g / parts).astype(leaf.dtype) for g, leaf in zip(leaves, layout.leaves, strict=True)]
-    turned = jax.tree.unflatten(treedef, means)
-    return jax.tree.map(lambda x: x.upright(), turned, is_leaf=lambda x: isinstance(x, Turned))
+    deferred = jax.tree.unflatten(treedef, means)
+    return jax.tree.map(lambda x: x.transposed(), deferred, is_leaf=lambda x: isinstance(x, DeferredTranspose))
 
 
 def _pool(layout: Layout, state: Any) -> Any:
-    """Model states of equally many examples each, as one; variances take a second, small all-reduce."""
+    """The model state of all examples, from devices with equally many each; variances take a second all-reduce."""
 
     def mean(tree: Any) -> Any:
         return jax.tree.map(lambda x: lax.pmean(x.astype(sum_dtype(x.dtype)), layout.axes) if is_float(x) else x, tree)
@@ -160,3 +200,11 @@ def _pool(layout: Layout, state: Any) -> Any:
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype)
+
+
+def _whole(layout: Layout, slices: Any) -> Any:
+    """Whole parameters from slices, gathered over ``shard`` alone; XLA's partitioner would also gather across nodes."""
+    specs = layout.grads_specs, layout.params_specs
+    return jax.shard_map(
+        lambda tree: all_gather(layout, tree), mesh=layout.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False
+    )(slices)

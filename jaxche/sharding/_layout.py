@@ -1,4 +1,4 @@
-"""Which slice of which leaf lives where: the decisions of a strategy for one tree of parameters on one mesh."""
+"""The layout of a tree of parameters on a mesh under a strategy: the axis along which each leaf is cut."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REPLICA, SHARD = "replica", "shard"
 
 
 class Leaf(NamedTuple):
-    """What was decided for one leaf.
+    """The layout of one leaf.
 
     Attributes:
       path: its names from the root, e.g. ``("dense", "kernel")``.
       shape: of the whole leaf.
       dtype: its dtype.
-      axis: the axis that is cut over ``shard``, or None: whole on every device.
-      why: the reason if it is whole although others are cut, else empty.
+      axis: the axis that is cut over ``shard``; None if the leaf is whole on every device.
+      why: the reason why it is whole under a strategy that cuts, else empty.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -42,7 +42,7 @@ class Leaf(NamedTuple):
 
 
 class Layout:
-    """Where parameters, gradients, optimizer state and batch live.
+    """Shardings of parameters, gradients, optimizer state and batch.
 
     Args:
       strategy: a strategy, e.g. ``FullShard()``.
@@ -80,22 +80,22 @@ class Layout:
                 f"the mesh has {mesh.shape[SHARD]} devices along {SHARD!r}, {strategy} has intra_node_size={nodes}; "
                 "write mesh = strategy.mesh(devices)"
             )
-        # Explicit axes, jax.make_mesh's default, would demand a sharding of every operation in a loss function.
+        # With explicit axes, jax.make_mesh's default, every operation of a loss function would need a sharding.
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         self.strategy = strategy
         shapes = jax.eval_shape(lambda tree: tree, params)
         self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
         paths, self._treedef = jax.tree.flatten_with_path(self.shapes)
-        self.leaves = tuple(self._decide(path_names(path), leaf.shape, leaf.dtype) for path, leaf in paths)
+        self.leaves = tuple(self._leaf(path_names(path), leaf.shape, leaf.dtype) for path, leaf in paths)
 
     @property
     def devices(self) -> int:
-        """How many devices share a batch: all of the mesh."""
+        """Number of devices of the mesh, over all of which a batch is cut."""
         return self.mesh.size
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh a batch is cut over: all of them."""
+        """The axes of the mesh, over all of which a batch is cut."""
         return self.mesh.axis_names
 
     @property
@@ -105,7 +105,7 @@ class Layout:
 
     @property
     def grads_specs(self) -> Any:
-        """A ``PartitionSpec`` for each gradient; what mirrors the parameters in the optimizer state has the same."""
+        """A ``PartitionSpec`` for each gradient, and for the leaves of the optimizer state that mirror it."""
         return self._specs(self.strategy.shards_state)
 
     @property
@@ -125,15 +125,15 @@ class Layout:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Whole on every device: scalars, model state, metrics."""
+        """The ``NamedSharding`` of scalars, model state and metrics: whole on every device."""
         return NamedSharding(self.mesh, P())
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """Options a program with this layout should be given to ``jax.jit``.
+        """Options of ``jax.jit`` for programs with this layout.
 
-        The CPU compiler drops optimization barriers early and then takes the second gather of a parameter for the
-        first, so that whole parameters would live from the forward to the backward pass. Other compilers keep them.
+        The CPU compiler removes optimization barriers early, and then merges the second gather of a parameter with the
+        first, which keeps whole parameters from the forward to the backward pass. Other compilers do not.
         """
         if self.strategy.shards_params and self.mesh.devices.flat[0].platform == "cpu":
             return {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -142,10 +142,10 @@ class Layout:
     def opt_state(self, tx: Any) -> Any:
         """A ``NamedSharding`` for each leaf of an optimizer's state.
 
-        A leaf mirrors a parameter if its path ends in the parameter's and its shape in the parameter's shape
-        (stacked copies, as L-BFGS keeps them, have axes in front): it is cut as that parameter's gradient is. All
-        else, counters and scalars above all, is whole on every device. The update of any optax transformation is
-        right whatever is decided here, because it is computed on global arrays; only memory depends on it.
+        A leaf mirrors a parameter if its path ends in the parameter's path and its shape in the parameter's shape
+        (stacked copies, as in L-BFGS, have axes in front); it is cut as that parameter's gradient. All other leaves,
+        such as counters, are whole on every device. Updates are computed on global arrays, so they are correct under
+        every layout; only memory depends on it.
 
         Args:
           tx: any ``optax.GradientTransformation``.
@@ -159,10 +159,10 @@ class Layout:
         return treedef.unflatten([self._mirrored(by_path, path_names(path), leaf.shape) for path, leaf in paths])
 
     def splits(self, rows: int) -> bool:
-        """Whether a batch of so many rows divides over the devices."""
+        """Whether the number of devices divides ``rows``."""
         return rows % self.devices == 0
 
-    def _decide(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> Leaf:
+    def _leaf(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> Leaf:
         strategy, count = self.strategy, self.mesh.shape[SHARD]
         if not strategy.shards_state:
             return Leaf(path, shape, dtype, None)
@@ -185,7 +185,7 @@ class Layout:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
     def _mirrored(self, by_path: dict[tuple[str, ...], Leaf], path: tuple[str, ...], shape: tuple[int, ...]) -> P:
-        # The longest ending decides: {"w": ..., "a": {"w": ...}} has two parameters whose names end in w.
+        # The longest ending wins: {"w": ..., "a": {"w": ...}} has two parameters whose paths end in w.
         found = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
         if found is None or found.axis is None or shape[-len(found.shape) :] != found.shape:
             return P()

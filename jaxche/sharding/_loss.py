@@ -1,4 +1,4 @@
-"""What a loss function may look like, and the one form the training code calls."""
+"""Loss functions: the accepted signatures, and the one to which they are adapted."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-# call(params, model_state, batch, rng) -> (loss, (metrics, model_state)): the one form the training code knows.
+# call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); metrics are a dict of scalars.
 Loss: TypeAlias = Callable[..., Any]
 
 
 def as_loss(loss_fn: Callable[..., Any]) -> Loss:
-    """Adapt any accepted loss function.
+    """Adapt a loss function to one signature.
 
-    Accepted are ``loss_fn(params, batch)`` returning ``loss`` or ``(loss, metrics)``; it receives ``rng=`` and
-    ``model_state=`` if it names them, and with the latter returns ``(loss, (metrics, new_model_state))``.
+    ``loss_fn(params, batch)`` returns ``loss`` or ``(loss, metrics)``. It gets ``rng=`` and ``model_state=`` if it has
+    parameters of these names, and with the latter returns ``(loss, (metrics, new_model_state))``.
 
     Args:
       loss_fn: the function.
 
     Returns:
-      The same in one form, ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``: metrics are an
-      empty dict if it has none, the model state is what was given if it keeps none.
+      ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``: without metrics the dict is empty,
+      without model state the given one is returned.
 
     Raises:
       ValueError: not callable, or it does not take ``(params, batch)``.
@@ -81,22 +81,7 @@ def _normalise(result: Any, wants_state: bool, model_state: Any) -> tuple[jax.Ar
 
 
 def batch_size(batch: Any) -> int:
-    """Examples in a batch: the common leading axis of its leaves.
-
-    Args:
-      batch: pytree of arrays.
-
-    Returns:
-      The length of that axis.
-
-    Raises:
-      ValueError: no leaves, a leaf without axes, or leading axes that differ.
-
-    Example:
-      >>> import numpy as np
-      >>> batch_size({"x": np.ones((8, 3)), "y": np.ones(8)})
-      8
-    """
+    """Examples in a batch, the common leading axis of its leaves; ValueError for a batch without one."""
     sizes = {}
     for path, leaf in jax.tree.leaves_with_path(batch):
         shape = jnp.shape(leaf)

@@ -1,25 +1,52 @@
-"""The sharded train step."""
+"""The sharded train step: ``init`` makes a state on the mesh, a call takes one step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxche.sharding._checks import (
-    refuse_bad_arguments,
-    refuse_bad_params,
-    refuse_other_mesh,
-    refuse_other_state,
-    refuse_uneven_batch,
+    check_arguments,
+    check_batch,
+    check_mesh,
+    check_params,
+    check_state,
 )
 from jaxche.sharding._explain import Explanation, explain
+from jaxche.sharding._gradient import sharded_update, value_and_grad
 from jaxche.sharding._layout import Layout
-from jaxche.sharding._loss import as_loss
-from jaxche.sharding._program import Program, ShardedState
+from jaxche.sharding._loss import Loss, as_loss
 from jaxche.sharding._strategy import ShardingStrategy
+
+
+class ShardedState(NamedTuple):
+    """The state of a sharded step: a pytree of global arrays on the mesh.
+
+    Attributes:
+      params: parameters, laid out by the strategy.
+      opt_state: state of the optimizer; leaves that mirror a gradient are cut as it is.
+      model_state: model state of the loss function, whole on every device, or None.
+      index: number of steps so far, ``int32[]``; it is folded into the key given as ``rng=``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxche, optax
+      >>> step = jaxche.sharded_step(
+      ...     lambda p, x: jnp.mean((x * p) ** 2), optax.sgd(0.1), jaxche.FullShard(),
+      ...     jaxche.FullShard().mesh(jax.devices()[:2]))
+      >>> state = step.init(jnp.ones(4))
+      >>> int(state.index), state.params.addressable_shards[0].data.shape
+      (0, (2,))
+    """
+
+    params: Any
+    opt_state: Any
+    model_state: Any
+    index: Any
 
 
 class ShardedStep:
@@ -40,22 +67,22 @@ class ShardedStep:
     """
 
     def __init__(self, loss_fn: Any, tx: Any, strategy: Any, mesh: Any, accumulate: int, compute_dtype: Any, seed: int):
-        refuse_bad_arguments(tx, strategy, accumulate, compute_dtype)
+        check_arguments(tx, strategy, accumulate, compute_dtype)
         self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh
-        Layout(self.strategy, self.mesh, ())  # refuses a mesh of other axes now, not at the first step
+        Layout(self.strategy, self.mesh, ())  # raises for a mesh of other axes now, not at the first step
         self._loss, self._tx, self._seed = as_loss(loss_fn), tx, seed
         self._accumulate, self._compute_dtype = accumulate, compute_dtype
-        self._programs: dict[Any, Program] = {}
-        self._latest: Program | None = None
+        self._programs: dict[Any, _Programs] = {}
+        self._latest: _Programs | None = None
 
     def init(self, params: Any, model_state: Any = None) -> ShardedState:
-        """The state before the first step, made directly in slices.
+        """The state before the first step, computed directly in slices.
 
         Args:
           params: float parameters, or a function without arguments that returns them, such as
             ``lambda: model.init(key, x)["params"]``. The function is compiled so that each device computes its own
-            slices: a model too large for one device can start. Arrays are copied: steps do not touch them.
-          model_state: what the loss function keeps besides, or a function that returns it.
+            slices, also for a model too large for one device. Arrays are copied; steps do not change them.
+          model_state: model state of the loss function, or a function that returns it.
 
         Returns:
           A :class:`ShardedState` of arrays on the mesh.
@@ -65,29 +92,30 @@ class ShardedStep:
         """
         if callable(params):
             return self.lower_init(params, model_state).compile()()
-        program = self._program(params)
-        refuse_other_mesh(program.layout, params, "params")
+        programs = self._programs_for(params)
+        check_mesh(programs.layout, params, "params")
         if callable(model_state):
             model_state = jax.jit(model_state)()
-        params = jax.device_put(params, program.layout.params)
-        return program.begin(params, jax.device_put(model_state, program.layout.replicated))
+        params = jax.device_put(params, programs.layout.params)
+        return programs.init(params, jax.device_put(model_state, programs.layout.replicated))
 
     def lower_init(self, params: Callable[[], Any], model_state: Any = None) -> Any:
         """The program of :meth:`init` for a function, not yet compiled; its ``compile()`` has a ``memory_analysis()``.
 
         Args:
           params: a function without arguments that returns the parameters.
-          model_state: what the loss function keeps besides, or a function that returns it.
+          model_state: model state of the loss function, or a function that returns it.
 
         Returns:
           A ``jax.stages.Lowered``.
         """
-        return self._program(params).lower_init(params, model_state if callable(model_state) else lambda: model_state)
+        make_model_state = model_state if callable(model_state) else lambda: model_state
+        return self._programs_for(params).lower_init(params, make_model_state)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> ShardedState:
-        """The state as shapes, dtypes and shardings: what a checkpoint is restored into.
+        """The state as shapes, dtypes and shardings, the target for restoring a checkpoint.
 
-        A checkpoint holds whole arrays: written under one strategy and number of devices, it opens under another.
+        A checkpoint holds whole arrays: saved under one strategy and number of devices, it is restored under another.
 
         Args:
           params: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
@@ -101,30 +129,30 @@ class ShardedStep:
           >>> import orbax.checkpoint as ocp
           >>> from jaxche.sharding import FullShard, NoShard, sharded_step
           >>> loss_fn, params = lambda p, x: jnp.mean((x * p) ** 2), jnp.arange(8.0)
-          >>> ours = sharded_step(loss_fn, optax.adam(0.1), FullShard(), FullShard().mesh(jax.devices()[:4]))
-          >>> theirs = sharded_step(loss_fn, optax.adam(0.1), NoShard(), NoShard().mesh(jax.devices()[:2]))
+          >>> saved = sharded_step(loss_fn, optax.adam(0.1), FullShard(), FullShard().mesh(jax.devices()[:4]))
+          >>> other = sharded_step(loss_fn, optax.adam(0.1), NoShard(), NoShard().mesh(jax.devices()[:2]))
           >>> with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
-          ...     checkpointer.save(f"{folder}/state", ours.init(params))
+          ...     checkpointer.save(f"{folder}/state", saved.init(params))
           ...     checkpointer.wait_until_finished()
-          ...     state = checkpointer.restore(f"{folder}/state", theirs.abstract_state(params))
+          ...     state = checkpointer.restore(f"{folder}/state", other.abstract_state(params))
           >>> state.params.tolist(), state.params.sharding.mesh.size
           ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 2)
         """
-        return self._program(params).abstract(_shapes(model_state))
+        return self._programs_for(params).abstract_state(_shapes(model_state))
 
     def layout(self, params: Any) -> Layout:
-        """What was decided for each parameter.
+        """The layout of parameters, gradients and optimizer state.
 
         Args:
           params: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
         """
-        return self._program(params).layout
+        return self._programs_for(params).layout
 
     def explain(self, params: Any, batch: Any, model_state: Any = None) -> Explanation:
-        """What a step costs each device: bytes kept, bytes sent, and which parameters stay whole and why.
+        """The cost of a step for each device: bytes kept, bytes sent, and which parameters stay whole and why.
 
-        The step is compiled, not run: nothing is allocated. What XLA keeps besides differs between kinds of devices;
-        on fake CPU devices it is an estimate of what others will need.
+        The step is compiled, not run, so nothing is allocated. Temporaries of XLA differ between kinds of devices;
+        those of fake CPU devices are an estimate for others.
 
         Args:
           params: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
@@ -152,15 +180,18 @@ class ShardedStep:
           >>> costs.per_device["opt_state"], costs.theory
           (2052, 9216.0)
         """
-        program = self._program(params)
-        refuse_uneven_batch(program.layout, batch, self._accumulate)
-        return explain(program, _shapes(batch), _shapes(model_state), self._accumulate, self._compute_dtype)
+        programs = self._programs_for(params)
+        check_batch(programs.layout, batch, self._accumulate)
+        state, batch = programs.abstract_state(_shapes(model_state)), _shapes(batch)
+        compiled = programs.step.lower(state, batch).compile()
+        inputs = batch, state.model_state
+        return explain(programs.layout, compiled, state, inputs, self._accumulate, self._compute_dtype)
 
     def __call__(self, state: ShardedState, batch: Any) -> tuple[ShardedState, dict[str, Any]]:
-        """One step; does not wait for it.
+        """Dispatch one step, without waiting for it.
 
         Args:
-          state: from :meth:`init` or the step before; its buffers are given away.
+          state: from :meth:`init` or the step before; its buffers are donated.
           batch: pytree of arrays with a common leading axis that the devices (times ``accumulate``) divide: NumPy
             arrays of the whole batch, or global arrays as ``jax.make_array_from_process_local_data`` makes them.
 
@@ -170,23 +201,23 @@ class ShardedStep:
         Raises:
           ValueError: a batch that does not divide, or a state of another optimizer, mesh or layout.
         """
-        program = self._latest
-        if program is None or not program.accepts(state):
-            program = self._program(state.params)
-            refuse_other_state(program.layout, state, program.abstract(_shapes(state.model_state)))
-            program.accept(state)
-            self._latest = program
-        refuse_uneven_batch(program.layout, batch, self._accumulate)
-        return program.step(state, jax.device_put(batch, program.layout.batch))
+        programs = self._latest
+        if programs is None or not programs.is_checked(state):
+            programs = self._programs_for(state.params)
+            check_state(programs.layout, state, programs.abstract_state(_shapes(state.model_state)))
+            programs.set_checked(state)
+            self._latest = programs
+        check_batch(programs.layout, batch, self._accumulate)
+        return programs.step(state, jax.device_put(batch, programs.layout.batch))
 
-    def _program(self, params: Any) -> Program:
+    def _programs_for(self, params: Any) -> _Programs:
         shapes = _shapes(params)
         leaves, treedef = jax.tree.flatten(shapes)
         key = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
-            refuse_bad_params(shapes)
+            check_params(shapes)
             layout = Layout(self.strategy, self.mesh, shapes)
-            self._programs[key] = Program(
+            self._programs[key] = _Programs(
                 layout, self._loss, self._tx, self._accumulate, self._compute_dtype, self._seed
             )
         return self._programs[key]
@@ -202,20 +233,20 @@ def sharded_step(
     compute_dtype: Any = None,
     seed: int = 0,
 ) -> ShardedStep:
-    """A train step whose parameters, gradients and optimizer state are sharded as a strategy says.
+    """A train step whose parameters, gradients and optimizer state are sharded by a strategy.
 
-    The result is that of one device on the whole batch, under every strategy.
+    Under every strategy the result is that of one device on the whole batch.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` returning the mean loss over the batch, or ``(loss, metrics)``; gets ``rng=``
         (a key of its own on every device and micro-batch) and ``model_state=`` if it names them, and with the latter
         returns ``(loss, (metrics, new_model_state))``.
-      tx: any ``optax.GradientTransformation``. Global norms are right as they are: clip with
+      tx: any ``optax.GradientTransformation``. Global norms are correct: clip with
         ``optax.chain(optax.clip_by_global_norm(1.0), ...)``.
       strategy: ``FullShard()``, ``ShardGradOp()``, ``NoShard()``, ``HybridShard(n)`` or ``HybridShardGradOp(n)``.
       mesh: from ``strategy.mesh(devices)``; default: of all devices.
-      accumulate: micro-batches a batch is cut into, one after the other; gradients are averaged.
-      compute_dtype: dtype in which ``loss_fn`` sees float parameters and float arrays of the batch, e.g.
+      accumulate: number of micro-batches of a batch, computed one after the other; gradients are averaged.
+      compute_dtype: dtype in which ``loss_fn`` gets float parameters and float arrays of the batch, e.g.
         ``jnp.bfloat16``; parameters, sums of gradients and the optimizer keep theirs.
       seed: of ``rng=``.
 
@@ -223,7 +254,7 @@ def sharded_step(
       A :class:`ShardedStep`.
 
     Raises:
-      ValueError: an argument that cannot be, named with its value.
+      ValueError: an invalid argument, named with its value.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -242,6 +273,69 @@ def sharded_step(
       (3, ['loss'])
     """
     return ShardedStep(loss_fn, tx, strategy, mesh, accumulate, compute_dtype, seed)
+
+
+class _Programs:
+    """The compiled programs of a step for one tree of parameters: ``init`` and ``step``."""
+
+    def __init__(self, layout: Layout, loss: Loss, tx: Any, accumulate: int, compute_dtype: Any, seed: int):
+        self.layout, self._tx, self._seed = layout, tx, seed
+        self._value_and_grad = value_and_grad(loss, layout, accumulate=accumulate, compute_dtype=compute_dtype)
+        whole = layout.replicated
+        self.shardings = ShardedState(layout.params, layout.opt_state(tx), whole, whole)
+        # Copies: jit returns unchanged inputs as the same buffers, which a step then donates.
+        self.init = jax.jit(
+            lambda params, model_state: self._init(*jax.tree.map(jnp.copy, (params, model_state))),
+            out_shardings=self.shardings,
+        )
+        self.step = jax.jit(
+            self._step,
+            in_shardings=(self.shardings, layout.batch),
+            out_shardings=(self.shardings, whole),
+            donate_argnums=0,
+            compiler_options=layout.compiler_options,
+        )
+        self._checked: tuple[Any, list[Any]] | None = None
+
+    def lower_init(self, params: Callable[[], Any], model_state: Callable[[], Any]) -> Any:
+        """The lowered program that computes the first state from functions without arguments."""
+
+        def make() -> ShardedState:
+            return self._init(lax.with_sharding_constraint(params(), self.layout.params), model_state())
+
+        return jax.jit(make, out_shardings=self.shardings).lower()
+
+    def abstract_state(self, model_state: Any) -> ShardedState:
+        """The state as shapes with shardings."""
+        state = jax.eval_shape(self._init, self.layout.shapes, model_state)
+        shardings = self.shardings._replace(model_state=jax.tree.map(lambda _: self.layout.replicated, model_state))
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+    def set_checked(self, state: ShardedState) -> None:
+        """Store the layout of a state that passed the checks."""
+        leaves, treedef = jax.tree.flatten(state)
+        self._checked = treedef, [(x.shape, x.sharding) for x in leaves]
+
+    def is_checked(self, state: ShardedState) -> bool:
+        """Whether a state has the layout of one that passed the checks; the only check of most steps."""
+        if self._checked is None:
+            return False
+        leaves, treedef = jax.tree.flatten(state)
+        known, pairs = self._checked
+        return treedef == known and all(
+            x.shape == shape and getattr(x, "sharding", None) == sharding
+            for x, (shape, sharding) in zip(leaves, pairs, strict=True)
+        )
+
+    def _init(self, params: Any, model_state: Any) -> ShardedState:
+        return ShardedState(params, self._tx.init(params), model_state, jnp.zeros((), jnp.int32))
+
+    def _step(self, state: ShardedState, batch: Any) -> tuple[ShardedState, dict[str, Any]]:
+        rng = jax.random.fold_in(jax.random.key(self._seed), state.index)
+        value, grads = self._value_and_grad(state.params, state.model_state, batch, rng)
+        loss, (metrics, model_state) = value
+        params, opt_state = sharded_update(self._tx, self.layout, grads, state.opt_state, state.params, value=loss)
+        return ShardedState(params, opt_state, model_state, state.index + 1), metrics | {"loss": loss}
 
 
 def _shapes(tree: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Sharding strategies as values: which trees are cut into slices, and over which axes of which mesh."""
+"""Sharding strategies: which trees are cut into slices, and over which axes of a mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import html
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
 
@@ -10,24 +12,28 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxche.drawing import COLOURS, text_on
 from jaxche.sharding._layout import REPLICA, SHARD, Layout
-from jaxche.sharding._picture import strategy_svg
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
+_CELL, _ROW, _GAP, _LEFT = 76, 15, 10, 10
+_KEPT = ("params", "grads", "opt")
+_MOST = 8
+_EMPTY = "#e8e8e8"
 
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """What every strategy has: a mesh, and a place on it for each leaf of a tree of parameters.
+    """Base of the strategies: a mesh, and a sharding on it for each leaf of a tree of parameters.
 
-    A leaf is cut along its largest axis that the devices divide; of equal ones along the first, whose slices lie
-    together in memory. A leaf without such an axis stays whole on every device.
+    A leaf is cut along its largest axis that the number of devices divides, the first of equal ones, whose slices are
+    contiguous in memory. A leaf without such an axis stays whole on every device.
 
     Args:
       min_size: leaves of fewer elements stay whole on every device: gathering them costs more than it saves.
       scanned: names of subtrees whose leaves have a leading axis of layers that a ``lax.scan`` runs over, such as
-        ``("layers",)`` or ``("decoder/layers",)``. That axis is never cut: a scan takes one layer at a time, and a
-        slice of layers would have to be gathered whole for each.
+        ``("layers",)`` or ``("decoder/layers",)``. That axis is never cut: a scan takes one layer at a time, and
+        would have to gather all layers for each.
 
     Raises:
       ValueError: ``min_size`` below 0, or ``scanned`` that is not a tuple of names.
@@ -62,28 +68,28 @@ class ShardingStrategy:
         return self.draw()
 
     def draw(self, mesh: Mesh | None = None) -> str:
-        """What each device keeps, as a picture; a notebook shows a strategy so by itself.
+        """A picture of the slices that each device keeps; notebooks show it as the value of a cell.
 
         Args:
-          mesh: from :meth:`mesh`; default: a few devices that stand for any, without asking JAX for its own.
+          mesh: from :meth:`mesh`; default: a few example devices.
 
         Returns:
           An ``<svg>`` element; in a notebook: ``IPython.display.SVG(strategy.draw(mesh))``.
         """
         if mesh is None:
-            axes = dict(zip(self.axes, self._shape(self._usual), strict=True))
-            return strategy_svg(self, axes, [f"device {i}" for i in range(self._usual)])
+            axes = dict(zip(self.axes, self._shape(self._example_devices), strict=True))
+            return strategy_svg(self, axes, [f"device {i}" for i in range(self._example_devices)])
         return strategy_svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
 
     @property
-    def _usual(self) -> int:
+    def _example_devices(self) -> int:
         return 4
 
     def mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
-        """The mesh the strategy works on.
+        """The mesh of the strategy.
 
         Args:
-          devices: which, in order; devices next to each other share a node. Default: ``jax.devices()``.
+          devices: the devices in order, those of a node next to each other. Default: ``jax.devices()``.
 
         Returns:
           A mesh with the axis ``shard``, of the hybrid strategies ``replica`` and ``shard``; automatic axes.
@@ -98,7 +104,7 @@ class ShardingStrategy:
         return Mesh(flat.reshape(shape), self.axes, axis_types=(AxisType.Auto,) * len(shape))
 
     def shardings(self, params: Any, mesh: Mesh) -> Any:
-        """Where each parameter lives between steps.
+        """The sharding of each parameter between steps.
 
         Args:
           params: pytree of arrays or ``jax.ShapeDtypeStruct``.
@@ -197,7 +203,7 @@ class _Hybrid(ShardingStrategy):
             )
 
     @property
-    def _usual(self) -> int:
+    def _example_devices(self) -> int:
         return 2 * self.intra_node_size
 
     def _shape(self, devices: int) -> tuple[int, ...]:
@@ -249,3 +255,58 @@ class HybridShardGradOp(_Hybrid):
     """
 
     shards_params: ClassVar[bool] = False
+
+
+def strategy_svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:
+    """The devices of a mesh as SVG, a row for each copy of the parameters, with the slices that each device keeps.
+
+    ``axes`` has the number of devices along each axis of the mesh; parameters are cut along the last one.
+    """
+    state = strategy.shards_state
+    cut = {"params": strategy.shards_params, "grads": state, "opt": state}
+    caption = f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}"
+    across = list(axes.values())[-1]
+    down = math.prod(axes.values()) // across
+    columns, rows = min(across, _MOST), min(down, _MOST)
+    height = 22 + 3 * _ROW + _GAP
+    width = max(_LEFT + columns * (_CELL + _GAP) + 130, 7 * len(caption) + 10)
+    bottom = 28 + rows * height
+    below = _ROW if down > rows else 0
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + below - 2}" width="{width}" '
+        'style="max-width:100%" font-family="sans-serif" font-size="11" fill="currentColor" role="img">',
+        f'<text x="0" y="14" font-weight="bold" font-size="12">{html.escape(caption)}</text>',
+    ]
+    for i in range(rows):
+        y = 28 + i * height
+        for j in range(columns):
+            label = html.escape(names[i * across + j])
+            x = _LEFT + j * (_CELL + _GAP)
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{_CELL}" height="{height - _GAP}" rx="4" fill="none" stroke="#888"/>'
+                f'<text x="{x + _CELL / 2}" y="{y + 13}" text-anchor="middle">{label}</text>'
+            )
+            parts += [_bar(name, cut[name], x + 4, y + 19 + k * _ROW, j, across) for k, name in enumerate(_KEPT)]
+        x = _LEFT + columns * (_CELL + _GAP)
+        more = f"and {across - columns} more" if across > columns else ""
+        parts.append(f'<text x="{x}" y="{y + 30}">{more}</text>')
+        if len(axes) > 1:
+            parts.append(f'<text x="{x}" y="{y + 46}">copy {i} of {down}</text>')
+    if below:
+        left = f"{down - rows} more {'copy' if down == rows + 1 else 'copies'}"
+        parts.append(f'<text x="{_LEFT}" y="{bottom + 8}">and {left}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _bar(name: str, sliced: bool, x: float, y: float, device: int, devices: int) -> str:
+    """One bar of a device: coloured whole, or only its slice."""
+    width = _CELL - 8
+    start, part = (width * device / devices, width / devices) if sliced else (0.0, width)
+    # Whole copies all have the same colour.
+    colour = COLOURS[device % len(COLOURS)] if sliced else COLOURS[0]
+    ink = "#000000" if sliced else text_on(colour)
+    return (
+        f'<rect x="{x}" y="{y}" width="{width}" height="{_ROW - 3}" fill="{_EMPTY}"/>'
+        f'<rect x="{x + start:.1f}" y="{y}" width="{part:.1f}" height="{_ROW - 3}" fill="{colour}"/>'
+        f'<text x="{x + width / 2}" y="{y + 10}" text-anchor="middle" font-size="10" fill="{ink}">{name}</text>'
+    )

@@ -19,7 +19,7 @@ from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, refuse_bad_params
+from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_params
 from jaxche.stages import Partitioned
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
@@ -228,7 +228,7 @@ class Trainer:
             another optimizer.
         """
         shapes = jax.eval_shape(params) if callable(params) else params
-        refuse_bad_params(shapes, "trainer.init")
+        check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         if model_state is not None and isinstance(self._engine, StagedEngine):
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")

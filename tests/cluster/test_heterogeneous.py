@@ -77,7 +77,7 @@ def test_several_gpus_of_a_process_meet_on_as_many_cpu_devices(told, monkeypatch
 
 def test_all_know_all(devices, monkeypatch):
     heard = []
-    monkeypatch.setattr(module, "know_devices", heard.extend)
+    monkeypatch.setattr(module, "set_devices", heard.extend)
     there = json.dumps([{"process_index": 1, "platform": "gpu", "device_kind": "L4", "id": 0}])
     register_devices([describe_accelerators(None), there], 0, None)
     assert heard[:-1] == devices

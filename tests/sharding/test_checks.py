@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, refuse_bad_params, sharded_step
+from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, check_params, sharded_step
 
 
 def loss_fn(params, x):
@@ -106,12 +106,12 @@ def test_parameters_without_a_gradient(params, named, devices):
 
 
 def test_float_parameters_of_any_precision_pass():
-    refuse_bad_params({"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64)})
+    check_params({"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64)})
 
 
 def test_the_call_that_is_told_is_the_one_that_was_made():
     with pytest.raises(ValueError, match=r"\['n'\] is int64.*move it into trainer.init\(params, model_state"):
-        refuse_bad_params({"n": np.arange(3)}, "trainer.init")
+        check_params({"n": np.arange(3)}, "trainer.init")
 
 
 def test_a_state_of_another_optimizer(devices):

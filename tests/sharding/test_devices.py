@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import jaxche
-from jaxche.sharding import RemoteDevice, is_private, know_devices, local_devices
+from jaxche.sharding import RemoteDevice, is_private, local_devices, set_devices
 from jaxche.sharding import _devices as module
 
 REMOTE = RemoteDevice(process_index=1, platform="gpu", device_kind="NVIDIA L4", id=0)
@@ -15,7 +15,7 @@ REMOTE = RemoteDevice(process_index=1, platform="gpu", device_kind="NVIDIA L4", 
 def apart(devices, monkeypatch):
     """As on the CPU process 0 of two, the other of which has a GPU."""
     monkeypatch.setattr(module, "_local_backends", functools.cache(module._LocalBackends))
-    know_devices([devices[0], REMOTE])
+    set_devices([devices[0], REMOTE])
 
 
 def test_the_accelerators_of_others_are_among_the_devices(apart, devices):

@@ -5,8 +5,19 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, Layout, NoShard, ShardGradOp, bytes_in_theory
+from jaxche.sharding import (
+    FullShard,
+    HybridShard,
+    HybridShardGradOp,
+    Layout,
+    NoShard,
+    ShardGradOp,
+    as_bytes,
+    nbytes,
+    nbytes_per_device,
+)
 from jaxche.sharding import sharded_step as make_step
+from jaxche.sharding._explain import bytes_in_theory, show_bytes
 
 ALL = [FullShard(), ShardGradOp(), NoShard(), HybridShard(4), HybridShardGradOp(4)]
 # Of even sizes; one is used twice, once transposed.
@@ -172,3 +183,34 @@ def test_theory_counts_whole_leaves_as_all_reduced(devices):
     params = {"w": jnp.zeros((8, 4)), "odd": jnp.zeros(3)}
     layout = Layout(FullShard(), FullShard().mesh(devices[:4]), params)
     assert bytes_in_theory(layout) == 3 * 3 / 4 * 128 + 2 * 3 / 4 * 12
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("16GiB", 16 * 2**30), ("1.5 kb", 1500), ("500", 500), (".5KiB", 512), (7, 7), (2.0, 2), ("3 TB", 3 * 10**12)],
+)
+def test_sizes_as_people_write_them(text, expected):
+    assert as_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 2", "3 PiB", "0", 0, "nan", None])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="is not a size; write bytes"):
+        as_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**40, "3.0 TiB"), (1e16, "9094.9 TiB")]
+)
+def test_sizes_as_tables_print_them(size, shown):
+    assert show_bytes(size) == shown
+
+
+def test_bytes_of_trees(devices):
+    tree = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
+    layout = Layout(FullShard(), FullShard().mesh(devices[:4]), tree)
+    assert nbytes(tree) == 128 + 6
+    assert nbytes_per_device(tree, layout.params) == 32 + 6
+    placed = jax.device_put(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree), layout.params)
+    assert nbytes_per_device(placed) == 32 + 6
+    assert nbytes(placed) == 128 + 6

@@ -1,9 +1,24 @@
-"""Value and gradient over a mesh."""
+"""The two halves of a step on a mesh: value and gradient, and the optimizer's update."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from jaxche.sharding import Layout, as_loss, value_and_grad
+from jaxche.sharding import (
+    FullShard,
+    HybridShardGradOp,
+    Layout,
+    NoShard,
+    ShardGradOp,
+    as_loss,
+    sharded_update,
+    value_and_grad,
+)
+
+PARAMS = {"w": jnp.arange(32.0).reshape(8, 4) / 10, "b": jnp.ones(3)}
+GRADS = jax.tree.map(lambda p: jnp.cos(p), PARAMS)
 
 
 def test_a_ragged_batch_is_computed_whole_by_everybody(name, devices, problem, close):
@@ -21,3 +36,41 @@ def test_a_ragged_batch_is_computed_whole_by_everybody(name, devices, problem, c
     assert float(metrics["drawn"]) == pytest.approx(float(jax.random.uniform(jax.random.key(3))))
     close(grads, theirs)
     assert jax.tree.all(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), grads, layout.grads))
+
+
+@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp(), NoShard(), HybridShardGradOp(2)], ids=str)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+        optax.multi_transform({"a": optax.adam(0.1), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+        optax.lion(0.1),
+        optax.adafactor(0.1, min_dim_size_to_factor=4),
+    ],
+    ids=["clipped", "multi", "lion", "adafactor"],
+)
+def test_any_transformation_gives_what_it_gives_on_one_device(tx, strategy, devices, close):
+    layout = Layout(strategy, strategy.mesh(devices[:4]), PARAMS)
+    step = jax.jit(lambda g, s, p: sharded_update(tx, layout, g, s, p))
+    params, state = step(GRADS, tx.init(PARAMS), PARAMS)
+    params, state = jax.block_until_ready(step(GRADS, state, params))
+    expected, theirs = PARAMS, tx.init(PARAMS)
+    for _ in range(2):
+        updates, theirs = tx.update(GRADS, theirs, expected)
+        expected = optax.apply_updates(expected, updates)
+
+    close((params, state), (expected, theirs))
+    jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding}"), params, layout.params
+    )
+
+
+def test_further_arguments_reach_the_transformation(devices):
+    def update(updates, state, params=None, *, value, **_):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    layout = Layout(ShardGradOp(), ShardGradOp().mesh(devices[:2]), PARAMS)
+    step = jax.jit(lambda g, p, v: sharded_update(tx, layout, g, optax.EmptyState(), p, value=v)[0])
+    got = step(GRADS, PARAMS, 2.0)
+    jax.tree.map(lambda p, g, n: np.testing.assert_allclose(n, p + 2 * g, rtol=1e-6), PARAMS, GRADS, got)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +21,14 @@ def make_step(problem, name, devices, tx=None, loss=None, **knobs):
     )
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "masked_chain"])
-@pytest.mark.parametrize("sizes", ["even", "odd"])
+# The chain holds Adam, and most of what could differ between devices: any world for it, one for the others.
+@pytest.mark.parametrize(
+    ("sizes", "optimizer", "world"),
+    [
+        *((sizes, "masked_chain", world) for sizes in ("even", "odd") for world in (1, 2, 4, 8)),
+        *(("odd", optimizer, 4) for optimizer in ("sgd", "adam")),
+    ],
+)
 def test_twenty_steps_equal_one_device(name, sizes, optimizer, world, devices, problems, close):
     problem = problems[sizes]
     step = make_step(problem, name, devices[:world], problem.optimizers[optimizer]())
@@ -228,8 +234,7 @@ def test_a_batch_may_be_placed_already_and_the_mesh_left_out(devices, problem):
     for given in (batch, jax.device_put(batch, step.layout(problem.params()).batch), jax.device_put(batch, devices[3])):
         state, _ = step(step.init(problem.params()), given)
         ends.append(jax.device_get(state.params))
-    jax.tree.map(np.testing.assert_array_equal, ends[0], ends[1])
-    jax.tree.map(np.testing.assert_array_equal, ends[0], ends[2])
+    chex.assert_trees_all_equal(*ends)
 
 
 def test_one_program_serves_every_step(devices, problem):

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxche
-from jaxche.sharding import FullShard, NoShard, RemoteDevice, know_devices
+from jaxche.sharding import FullShard, NoShard, RemoteDevice, set_devices
 from jaxche.sharding import _devices as sharding_devices
 from jaxche.training._checks import (
     checked_length,
@@ -64,7 +64,7 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
     assert [meets_on_host(backend, same) for backend in ("auto", "device", "host")] == [False, False, True]
     monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
     # Of the same kind, as two processes on one GPU have them.
-    know_devices([devices[0], RemoteDevice(1, "cpu", devices[0].device_kind, 0)])
+    set_devices([devices[0], RemoteDevice(1, "cpu", devices[0].device_kind, 0)])
     places = checked_places(None, NoShard())
     assert len(places) == 2
     assert meets_on_host("auto", places)
@@ -80,7 +80,7 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
 
 def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
     monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
-    know_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
+    set_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
     checked_places(devices[:2], NoShard())
     assert "replicas=jaxche.devices()" in caplog.text
 

@@ -1,4 +1,4 @@
-"""What a compiled program sends, read from its text."""
+"""The collectives of a compiled program, read from its text."""
 
 import jax
 import jax.numpy as jnp

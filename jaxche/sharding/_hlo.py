@@ -1,4 +1,4 @@
-"""What a compiled program sends: its collectives, read from the HLO text."""
+"""The collectives of a compiled program, read from its HLO text."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Collective(NamedTuple):
     Attributes:
       kind: ``"all-gather"``, ``"all-reduce"``, ``"all-to-all"``, ``"collective-permute"`` or ``"reduce-scatter"``.
       nbytes: bytes of its result on one device.
-      groups: the devices that take part together, by their place in the mesh.
-      times: how often it runs in one call of the program: more than once in a loop.
+      groups: groups of devices that take part together, by their index in the mesh.
+      times: number of runs in one call of the program: more than one in a loop.
 
     Example:
       >>> Collective("all-gather", nbytes=1024, groups=((0, 1, 2, 3),)).sent
@@ -57,25 +57,7 @@ class Collective(NamedTuple):
 
 
 def collectives(hlo: str, devices: int) -> list[Collective]:
-    """The collectives of a compiled program.
-
-    Args:
-      hlo: ``compiled.as_text()``.
-      devices: on how many devices it runs.
-
-    Returns:
-      Those of groups of two or more, in the order of the text; of a loop of unknown length, for one turn.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from jaxche.sharding import FullShard
-      >>> mesh = FullShard().mesh(jax.devices()[:4])
-      >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "shard"), mesh=mesh, in_specs=P("shard"), out_specs=P())
-      >>> [found] = collectives(jax.jit(total).lower(jnp.zeros(32)).compile().as_text(), 4)
-      >>> found.kind, found.nbytes, found.sent
-      ('all-reduce', 32, 48.0)
-    """
+    """The collectives over two devices or more in ``compiled.as_text()``; in a loop of unknown length counted once."""
     bodies: dict[str, list[str]] = {}
     entry = lines = None
     for line in hlo.splitlines():
@@ -85,10 +67,10 @@ def collectives(hlo: str, devices: int) -> list[Collective]:
             entry = header[2] if header[1] else entry
         elif lines is not None:
             lines.append(line)
-    return [] if entry is None else _of(entry, bodies, 1, devices)
+    return [] if entry is None else _in_computation(entry, bodies, 1, devices)
 
 
-def _of(name: str, bodies: dict[str, list[str]], times: int, devices: int) -> list[Collective]:
+def _in_computation(name: str, bodies: dict[str, list[str]], times: int, devices: int) -> list[Collective]:
     found = []
     for line in bodies.get(name, ()):
         match = _COLLECTIVE.search(line)
@@ -102,7 +84,7 @@ def _of(name: str, bodies: dict[str, list[str]], times: int, devices: int) -> li
             called += [branch.strip().lstrip("%") for branch in branches.split(",")]
         trips = _TRIPS.search(line)
         for callee in called:
-            found += _of(callee, bodies, times * (int(trips[1]) if trips else 1), devices)
+            found += _in_computation(callee, bodies, times * (int(trips[1]) if trips else 1), devices)
     return found
 
 
@@ -112,7 +94,7 @@ def _nbytes(result: str, started: bool, kind: str) -> int:
         for _, bits, dims in _ARRAY.findall(result)
     ]
     if started and kind == "collective-permute":
-        arrays = arrays[:2]  # then come two counters
+        arrays = arrays[:2]  # two counters follow
     if started and kind != "all-reduce":
         arrays = arrays[len(arrays) // 2 :]  # operands come first
     return sum(arrays)
@@ -121,7 +103,7 @@ def _nbytes(result: str, started: bool, kind: str) -> int:
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     named = _NAMED.search(line)
     if named:
-        return _along(named[1], named[2])
+        return _named_groups(named[1], named[2])
     iota = _IOTA.search(line)
     if iota:
         shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
@@ -133,8 +115,8 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(group) for group in json.loads(listed[1].replace("{", "[").replace("}", "]")))
 
 
-def _along(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along axes of a named mesh; of an axis only a part may be meant: ``'shard':(2)4`` is its middle 4."""
+def _named_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a named mesh; ``'shard':(2)4`` is a part of an axis, its middle 4."""
     parts = {name: (int(before or 1), int(size or 0)) for name, before, size in _PART.findall(axes)}
     shape, chosen = [], []
     for name, length in ((name, int(n)) for name, n in _SIZE.findall(mesh)):

@@ -1,0 +1,210 @@
+"""Whole parameters from slices and slices of gradients: all-gathers and reduce-scatters of trees.
+
+Parameters are gathered twice, for the forward and for the backward pass, so that no whole copy is kept in between.
+Transpositions of gradients are deferred until after the reduce-scatter, when only slices are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from jaxche.sharding._layout import SHARD, Layout, Leaf
+
+# A collective synchronises all devices, however small the array; a bucket of leaves shares one, at the price of two
+# copies. So only small leaves are put into buckets, and a bucket is small against the memory of a device.
+_SMALL_BYTES = 256 * 1024
+_BUCKET_BYTES = 4 * 1024 * 1024
+# Primitives that only rearrange an array. Their result on a gathered parameter is as large as the parameter.
+_REARRANGES = ("convert_element_type", "copy", "reshape", "squeeze", "transpose")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["permutation"])
+@dataclass(frozen=True)
+class DeferredTranspose:
+    """``array.transpose(permutation)``, not computed yet; ``array`` itself without a permutation."""
+
+    array: Any
+    permutation: tuple[int, ...] | None = None
+
+    def axis(self, axis: int) -> int:
+        """The axis of ``array`` that becomes ``axis``."""
+        return axis if self.permutation is None else self.permutation[axis]
+
+    def transposed(self) -> Any:
+        """The transposed array."""
+        return self.array if self.permutation is None else lax.transpose(self.array, self.permutation)
+
+
+def all_gather(layout: Layout, tree: Any) -> Any:
+    """Whole leaves from slices, over the axis ``shard`` of a ``shard_map``."""
+    count = layout.mesh.shape[SHARD]
+
+    def of_bucket(leaves: list[Leaf], slices: list[Any]) -> list[Any]:
+        rows = lax.all_gather(jnp.concatenate([x.ravel() for x in slices]), SHARD)
+        parts = jnp.split(rows, _offsets(slices), axis=1)
+        return [
+            _join(leaf, x.reshape(count, *_slice_shape(leaf, count))) for leaf, x in zip(leaves, parts, strict=True)
+        ]
+
+    def of_leaf(leaf: Leaf, x: Any) -> Any:
+        return lax.all_gather(x, SHARD, axis=_axis(leaf), tiled=True)
+
+    slices, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(_per_bucket(layout.leaves, slices, of_bucket, of_leaf, count))
+
+
+def reduce_scatter(layout: Layout, tree: Any) -> Any:
+    """This device's slices of the sums over ``shard`` of whole leaves, each a :class:`DeferredTranspose`."""
+    count = layout.mesh.shape[SHARD]
+    wholes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, DeferredTranspose))
+    leaves = [
+        leaf if leaf.axis is None else leaf._replace(axis=x.axis(leaf.axis), shape=x.array.shape)
+        for leaf, x in zip(layout.leaves, wholes, strict=True)
+    ]
+
+    def of_bucket(leaves: list[Leaf], arrays: list[Any]) -> list[Any]:
+        rows = [_cut(leaf, x, count).reshape(count, -1) for leaf, x in zip(leaves, arrays, strict=True)]
+        parts = jnp.split(lax.psum_scatter(jnp.concatenate(rows, axis=1), SHARD), _offsets([r[0] for r in rows]))
+        return [x.reshape(_slice_shape(leaf, count)) for leaf, x in zip(leaves, parts, strict=True)]
+
+    def of_leaf(leaf: Leaf, x: Any) -> Any:
+        return lax.psum_scatter(x, SHARD, scatter_dimension=_axis(leaf), tiled=True)
+
+    slices = _per_bucket(leaves, [x.array for x in wholes], of_bucket, of_leaf, 1)
+    return treedef.unflatten([DeferredTranspose(x, whole.permutation) for x, whole in zip(slices, wholes, strict=True)])
+
+
+def gather_twice(forward: Callable[..., Any], gather: Callable[..., Any], params: Any) -> Any:
+    """``forward(gather(params))``, ``(loss, pullback, aux)``, whose pullback gathers the parameters again.
+
+    Residuals that are parameters, or rearranged parameters, are recomputed from the second gather. A policy for
+    ``jax.checkpoint`` could do the same, but it rounds all other residuals to their own precision, which the CPU
+    compiler does not remove.
+    """
+    leaves, treedef = jax.tree.flatten(gather(params))
+    closed, shapes = jax.make_jaxpr(lambda *leaves: forward(treedef.unflatten(leaves)), return_shape=True)(*leaves)
+    # Variable -> the parameter it is a rearrangement of, and the equations in between.
+    made: dict[Any, Any] = {var: (i, ()) for i, var in enumerate(closed.jaxpr.invars)}
+    for equation in closed.jaxpr.eqns:
+        source = equation.invars[0] if equation.invars else None
+        if equation.primitive.name in _REARRANGES and not isinstance(source, Literal) and source in made:
+            i, before = made[source]
+            made[equation.outvars[0]] = i, (*before, equation)
+    structure = jax.tree.structure(shapes)
+    loss, pullback, aux = structure.unflatten(jaxpr_as_fun(closed)(*leaves))
+    _, kept, _ = structure.unflatten(closed.jaxpr.outvars)
+    # The second gather waits for the forward pass; until then only slices are kept.
+    params, loss = lax.optimization_barrier((params, loss))
+    again = jax.tree.leaves(gather(params))
+
+    def remake(var: Any, residual: Any) -> Any:
+        if isinstance(var, Literal) or var not in made:
+            return residual
+        i, equations = made[var]
+        x = again[i]
+        for equation in equations:
+            x = equation.primitive.bind(x, **equation.params)
+        return x
+
+    residuals, outer = jax.tree.flatten(pullback)
+    pairs = zip(jax.tree.leaves(kept), residuals, strict=True)
+    return loss, outer.unflatten([remake(var, residual) for var, residual in pairs]), aux
+
+
+def deferred_gradients(pullback: Callable[..., Any], cotangent: Any) -> Any:
+    """The gradients of a pullback, with a transposition that comes last deferred.
+
+    The gradient of a matrix product ends in one. Before a reduce-scatter it would transpose the whole array, and some
+    compilers would choose a slower product to avoid that.
+    """
+    treedef = None
+
+    def flat(cotangent: Any) -> list[Any]:
+        nonlocal treedef
+        leaves, treedef = jax.tree.flatten(pullback(cotangent)[0])
+        return leaves
+
+    closed = jax.make_jaxpr(flat)(cotangent)
+    last = {
+        equation.outvars[0]: equation.params["permutation"]
+        for equation in closed.jaxpr.eqns
+        if equation.primitive.name == "transpose"
+    }
+    deferred = []
+    for var, x in zip(closed.jaxpr.outvars, jaxpr_as_fun(closed)(cotangent), strict=True):
+        permutation = None if isinstance(var, Literal) else last.get(var)
+        if permutation is None:
+            deferred.append(DeferredTranspose(x))
+        else:  # the compiler removes the transposition and its inverse
+            undo = tuple(int(i) for i in np.argsort(permutation))
+            deferred.append(DeferredTranspose(lax.transpose(x, undo), tuple(permutation)))
+    assert treedef is not None  # make_jaxpr has called flat
+    return treedef.unflatten(deferred)
+
+
+def _per_bucket(leaves: Sequence[Leaf], values: list[Any], of_bucket: Any, of_leaf: Any, parts: int) -> list[Any]:
+    """``of_bucket`` of each bucket of small leaves, and ``of_leaf`` of each other leaf that is cut."""
+    values = list(values)
+    for bucket in _buckets(leaves, values, parts):
+        chosen = [leaves[i] for i in bucket]
+        if len(bucket) == 1:
+            values[bucket[0]] = of_leaf(chosen[0], values[bucket[0]])
+            continue
+        for i, value in zip(bucket, of_bucket(chosen, [values[i] for i in bucket]), strict=True):
+            values[i] = value
+    return values
+
+
+def _buckets(leaves: Sequence[Leaf], values: list[Any], parts: int) -> list[list[int]]:
+    """Indices of the leaves of each collective; ``parts``: number of ``values`` that make up a whole leaf."""
+    buckets: list[list[int]] = []
+    open_buckets: dict[Any, tuple[list[int], int]] = {}
+    for i, (leaf, x) in enumerate(zip(leaves, values, strict=True)):
+        if leaf.axis is None:
+            continue
+        size = parts * x.size * x.dtype.itemsize
+        if size > _SMALL_BYTES:
+            buckets.append([i])
+            continue
+        bucket, used = open_buckets.get(x.dtype, ([], 0))
+        if not bucket or used + size > _BUCKET_BYTES:
+            bucket, used = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        open_buckets[x.dtype] = (bucket, used + size)
+    return buckets
+
+
+def _offsets(arrays: list[Any]) -> list[int]:
+    return list(itertools.accumulate(x.size for x in arrays[:-1]))
+
+
+def _slice_shape(leaf: Leaf, count: int) -> tuple[int, ...]:
+    return tuple(n // count if i == leaf.axis else n for i, n in enumerate(leaf.shape))
+
+
+def _cut(leaf: Leaf, x: Any, count: int) -> Any:
+    """A whole leaf as ``[devices, *slice]``."""
+    axis = _axis(leaf)
+    parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    return jnp.moveaxis(parts, axis, 0)
+
+
+def _join(leaf: Leaf, x: Any) -> Any:
+    """The whole leaf of ``[devices, *slice]``."""
+    return jnp.moveaxis(x, 0, _axis(leaf)).reshape(leaf.shape)
+
+
+def _axis(leaf: Leaf) -> int:
+    assert leaf.axis is not None  # only leaves that are cut are gathered
+    return leaf.axis
