@@ -60,7 +60,7 @@ class Objects:
 
         self._store, self._where, self._run = store, where, run
         is_folder = isinstance(store, obstore.store.LocalStore)
-        self._folder = Folder(store.prefix / run) if is_folder else None
+        self._folder = Folder(self._store.prefix / run) if is_folder else None
 
     def __str__(self) -> str:
         return f"{self._where} (run {self._run})"
