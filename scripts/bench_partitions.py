@@ -1,11 +1,11 @@
-"""What do partitions cost? Pipelines against the schedule's promise, wires against what carries them.
+"""Time of pipelines against theory, and bandwidth of wires against the operations under them.
 
-Two tables. The first: stages whose tasks are padded to a wall time, so that they behave like devices of that speed,
-against (M + S - 1)/M times the work of perfectly split stages, in one process and with a process a stage; with the
-most activations each stage kept, as counted, against the schedule's promise. The second: bandwidth of each wire
-against the bare operation under it, in turn in the same run. DataStore's peer is obstore with the operations that any
-consumer needs: a create-only put of the same bytes, looking until they are there, get, delete; it makes no checksum and
-no arrays.
+The first table has stages whose tasks are padded to a wall time, so that they behave like devices of that speed, in
+one process and with one process a stage. Their time is compared with (M + S - 1)/M times the work of perfectly split
+stages, and the most activations that each stage kept with the peak of the schedule. The second table has the bandwidth
+of each wire and of the bare operation under it, measured in turn in the same run. DataStore is compared with the
+operations of obstore that any consumer needs: a create-only put of the same bytes, polling, get, delete. obstore
+computes no checksum and makes no arrays.
 
     python scripts/bench_partitions.py
     python scripts/bench_partitions.py --only wires --mib 1,16
@@ -29,7 +29,7 @@ PIPELINES = ((2, 4), (2, 16), (3, 8), (4, 8), (4, 16))
 SCHEDULES = ("1f1b", "gpipe")
 WIDTH, ROWS = 32, 4
 WARM, STREAMS, STREAM = 8, 4, 5  # streams to be warm, streams in a turn, round trips in a stream
-LOOK_AGAIN_S = 50e-6  # between two looks of a consumer of bare objects
+POLL_S = 50e-6  # polling interval of a consumer of bare objects
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def run(what: str, args: argparse.Namespace) -> list[Any]:
-    """Start what measures, one process or one a stage, and read what rank 0 wrote."""
+    """Start the measurement, in one process or one a stage, and read the result of rank 0."""
     from jaxche.cluster import launch
 
     name, where = what.split()
@@ -96,7 +96,7 @@ def worker(args: argparse.Namespace) -> int:
 
 
 def timed(action: Callable[[], Any], turns: int) -> float:
-    """Median wall time in ms of something that waits for its own end; once before, to be warm."""
+    """Median wall time in ms of a blocking action, after one call to warm up."""
     times = []
     for _ in range(turns + 1):
         start = time.perf_counter()
@@ -121,14 +121,14 @@ def chain(n_stages: int, rows: int, width: int = WIDTH) -> tuple[Any, Any, Any, 
 
 
 def step(model: Any, params: Any, batch: Any) -> None:
-    """One step, to its end."""
+    """One step, until its results are ready."""
     import jax
 
     jax.block_until_ready(model.value_and_grad(params, batch))
 
 
 def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Paced pipelines, in one process or with this one holding one stage."""
+    """Paced pipelines, in one process or with one stage in this process."""
     import jax
 
     import jaxche
@@ -147,19 +147,19 @@ def pipelines(args: argparse.Namespace) -> list[dict[str, Any]]:
             protocol, paces = jaxche.Pipeline(ROWS, schedule), [pace] * n_stages
             model = jaxche.Partitioned(stages, loss, protocol, local_stages=local, paces=paces)
             took = timed(functools.partial(step, model, params, batch), args.turns)
-            promised = simulate_schedule(BY_NAME[schedule](n_stages, micro_batches), [1] * n_stages, [1] * n_stages)
+            simulation = simulate_schedule(BY_NAME[schedule](n_stages, micro_batches), [1] * n_stages, [1] * n_stages)
             work = micro_batches * sum(pace)
             theory = (micro_batches + n_stages - 1) / micro_batches * work
             peaks = gathered(model.peak_activations)
             row = {"where": "devices" if world == 1 else "processes", "stages": n_stages, "schedule": schedule}
             row |= {"micro_batches": micro_batches, "ms": took, "theory_ms": theory}
-            table.append(row | {"peaks": peaks, "promised": promised.peak})
+            table.append(row | {"peaks": peaks, "expected": simulation.peak})
             model.close()
     return table
 
 
 def gathered(peaks: Any) -> list[int]:
-    """The peaks of all stages, each from the process that has it."""
+    """The peaks of all stages, gathered from their processes."""
     import jax
     import numpy as np
 
@@ -178,10 +178,10 @@ def print_pipelines(rows: list[dict[str, Any]], pace: str) -> None:
     )
     for row in rows:
         peaks = " ".join(map(str, row["peaks"]))
-        told = "as promised" if row["peaks"] == list(row["promised"]) else f"promised {row['promised']}"
+        expected = "as expected" if row["peaks"] == list(row["expected"]) else f"expected {row['expected']}"
         print(
             f"{row['where']:<10}{row['stages']:>3}{row['micro_batches']:>4}  {row['schedule']:<9}"
-            f"{row['theory_ms']:>8.0f} ms{row['ms']:>8.1f} ms{row['ms'] / row['theory_ms']:>7.3f}  {peaks} ({told})"
+            f"{row['theory_ms']:>8.0f} ms{row['ms']:>8.1f} ms{row['ms'] / row['theory_ms']:>7.3f}  {peaks} ({expected})"
         )
 
 
@@ -224,9 +224,9 @@ def within(mib: float, turns: int) -> list[dict[str, Any]]:
 
 
 def store_within(mib: float, turns: int, url: str) -> dict[str, Any]:
-    """DataStore with trees of four arrays against obstore's put, get and delete of objects of the same bytes.
+    """DataStore with trees of four arrays, against put, get and delete of obstore with objects of the same bytes.
 
-    Both ends are in one process, and the peer in one thread: it never has to wait until an object is there.
+    Both ends are in one process, and obstore in one thread, where it never waits for an object.
     """
     import itertools
 
@@ -262,7 +262,7 @@ def store_within(mib: float, turns: int, url: str) -> dict[str, Any]:
 
 
 def store_between(mib: float, turns: int, url: str) -> dict[str, Any]:
-    """The same between two processes, where a consumer of bare objects too has to look until they are there."""
+    """The same between two processes, where the consumer of bare objects polls for them."""
     import itertools
 
     import jax
@@ -293,7 +293,7 @@ def store_between(mib: float, turns: int, url: str) -> dict[str, Any]:
                 store.get(key).bytes()
                 break
             except FileNotFoundError:
-                time.sleep(LOOK_AGAIN_S)
+                time.sleep(POLL_S)
         store.delete(key)
 
     def bare() -> None:
@@ -321,14 +321,14 @@ def four_arrays(mib: float) -> tuple[Any, list[Any], list[Any]]:
 
 
 def bare_store(url: str) -> Any:
-    """The same place without jaxche."""
+    """The obstore store of a URL."""
     from obstore import store
 
     return store.from_url(url) if "://" in url else store.LocalStore(url)
 
 
 def between(mib: float, turns: int) -> list[dict[str, Any]]:
-    """Direct between two processes against what JAX itself has to move arrays between them."""
+    """Direct between two processes, against the transfers of JAX."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -374,7 +374,7 @@ def between(mib: float, turns: int) -> list[dict[str, Any]]:
 
 
 def by_transfer_server(x: Any, me: int, here: Any) -> Callable[[], None]:
-    """There and back by ``jax.experimental.transfer``, where one process offers arrays and the other pulls them."""
+    """A round trip by ``jax.experimental.transfer``: one process offers arrays, the other pulls them."""
     import itertools
 
     import jax
@@ -405,9 +405,9 @@ def by_transfer_server(x: Any, me: int, here: Any) -> Callable[[], None]:
 def in_turn(
     name: str, peer: str, ours: Callable[[], None], bare: Callable[[], None], mib: float, turns: int
 ) -> dict[str, Any]:
-    """MB/s of one wire and of its peer, a few round trips of each in turn: the machine's own speed drifts.
+    """MB/s of one wire and of its peer, a few round trips of each in turn, because the speed of the machine drifts.
 
-    A few in a row, so that what a wire does behind its caller's back, such as deleting, is in its own time.
+    A few in a row, so that background work of a wire, such as deletes, counts as its own time.
     """
     times: dict[str, list[float]] = {"ours": [], "bare": []}
     actions = [("ours", ours), ("bare", bare)]

@@ -59,10 +59,8 @@ class Objects:
         import obstore.store
 
         self._store, self._where, self._run = store, where, run
-        self._folder = None
-        if isinstance(store, obstore.store.LocalStore):
-            assert store.prefix is not None, "the folder is given when the store is opened"
-            self._folder = Folder(store.prefix / run)
+        is_folder = isinstance(store, obstore.store.LocalStore)
+        self._folder = Folder(self._store.prefix / run) if is_folder else None
 
     def __str__(self) -> str:
         return f"{self._where} (run {self._run})"

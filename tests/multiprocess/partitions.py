@@ -1,4 +1,4 @@
-"""What each process of test_partitions does; run by ``jaxche launch``. Each writes one JSON file."""
+"""The program of each process of test_partitions, run by ``jaxche launch``. Each writes one JSON file."""
 
 import json
 import runpy
@@ -24,7 +24,7 @@ STEPS = 2
 
 
 def train(model, protocol, local_stages=None, remat=False):
-    """Gradients at the start and parameters after a few steps, as lists, one entry a stage; and what was told."""
+    """Initial gradients and parameters after a few steps, as lists with one entry a stage; losses and peaks."""
     partitioned = jaxche.Partitioned(
         model.stages,
         model.loss,
@@ -67,7 +67,7 @@ def error_of(action):
 
 
 def faults():
-    """Everything that goes wrong between processes, one after the other."""
+    """All errors between processes, one after the other."""
     me = jax.process_index()
     model = MODELS["plain"](2, False)
 

@@ -1,4 +1,4 @@
-"""What each process of test_data_store does: the same script for all, which differ in the stage they hold."""
+"""The program of each process of test_data_store: the same script, with a different stage."""
 
 import json
 import os
@@ -45,14 +45,14 @@ def make_stages(n_stages):
 
 
 def make_batch(step):
-    """A function of the step, so that a process that comes back reads what it read before."""
+    """A function of the step, so that a restarted process reads the same batches."""
     rng, scale = np.random.default_rng(step), np.float32(os.environ.get("STORE_SCALE", "1"))
     shapes = {"x": (12, 5), "y": (12, 2)}
     return {name: scale * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def dies(wire, step, direction):
-    """Kill this process, as the operating system would, when it has begun to send micro-batch 1 of a step."""
+    """Send SIGKILL to this process after it sent micro-batch 1 of a step."""
     send = wire.send
 
     def sends(tag, tree):

@@ -1,4 +1,4 @@
-"""Stages in real processes that share a store and nothing else; some of them are killed."""
+"""Stages in real processes that share only a store; some of them are killed."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ def start(url, folder, stage, n_stages, options, death=""):
 
 
 def run(url, folder, n_stages=2, options=None, deaths=None):
-    """All stages to the end; those with a death are killed in the middle of a step and started again."""
+    """Run all stages to the end; those in ``deaths`` are killed in the middle of a step and restarted."""
     folder.mkdir()
     deaths = deaths or {}
     first = {s: start(url, folder, s, n_stages, options or {}, deaths.get(s, "")) for s in range(n_stages)}
@@ -98,7 +98,7 @@ def left(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(program):
-    """The same stages in this process, by the same protocol, which nobody disturbs."""
+    """The same stages in this process over the same protocol, without failures."""
 
     @functools.cache
     def train(n_stages):
@@ -108,7 +108,7 @@ def undisturbed(program):
 
 
 def check_repeated(results, undisturbed):
-    """Bit for bit the parameters and losses of the undisturbed run, by whoever was killed and started again."""
+    """Parameters and losses equal those of the run without failures bit for bit."""
     for stage, result in enumerate(results):
         assert result["params"][stage] == undisturbed["params"][stage]
         assert result["losses"] == undisturbed["losses"][result["began"] :]
@@ -200,7 +200,7 @@ def seaweed(tmp_path_factory):
 
 
 def free_port():
-    """A free port whose gRPC twin, 10,000 above, is a port too."""
+    """A free port whose gRPC port, 10,000 above, is valid too."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

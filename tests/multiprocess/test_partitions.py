@@ -1,4 +1,4 @@
-"""Stages in processes of their own: the numbers of one process, and errors that say who is missing."""
+"""Stages in several processes: the results of one process, and errors that name missing processes."""
 
 import json
 import sys

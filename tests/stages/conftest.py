@@ -101,10 +101,9 @@ class Dropout(Plain):
 MODELS = {"plain": Plain, "trees": Trees, "dropout": Dropout}
 
 
-def whole(model, params, batch, micro_batches=1, step=0, seed=0):
-    """Loss and gradients of the whole model; with dropout, of its micro-batches one after the other."""
-
-    def one(params, batch, micro):
+@functools.cache
+def compiled_whole(model, micro_batches, seed):
+    def one(params, batch, step, micro):
         x = batch
         for i, stage in enumerate(model.stages):
             key = jax.random.key(seed)
@@ -113,12 +112,17 @@ def whole(model, params, batch, micro_batches=1, step=0, seed=0):
             x = stage(params[i], x, rng=key) if stage.__code__.co_argcount == 3 else stage(params[i], x)
         return model.loss(x, batch)
 
-    def mean(params):
+    def mean(params, batch, step):
         size = len(batch["x"]) // micro_batches
         cut = jax.tree.map(lambda x: x.reshape(micro_batches, size, *x.shape[1:]), batch)
-        return jax.lax.map(lambda given: one(params, *given), (cut, jnp.arange(micro_batches))).mean()
+        return jax.lax.map(lambda given: one(params, given[0], step, given[1]), (cut, jnp.arange(micro_batches))).mean()
 
-    return jax.jit(jax.value_and_grad(mean))(params)
+    return jax.jit(jax.value_and_grad(mean))
+
+
+def whole(model, params, batch, micro_batches=1, step=0, seed=0):
+    """Loss and gradients of the whole model; with dropout, of its micro-batches one after the other."""
+    return compiled_whole(model, micro_batches, seed)(params, batch, step)
 
 
 @pytest.fixture(autouse=True)

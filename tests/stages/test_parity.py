@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.stages import _runner
 
 # name: (a protocol, micro-batches of a batch of 12). A new protocol joins the tests by a line here.
 PROTOCOLS = {
@@ -17,6 +18,24 @@ PROTOCOLS = {
     "gpipe": (lambda: jaxche.Pipeline(micro_batch_size=3, schedule="gpipe"), 4),
     "store": (lambda: jaxche.DataStore(f"memory://{uuid.uuid4()}", micro_batch_size=3, timeout_s=60), 4),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_programs():
+    """Protocols with micro-batches of one size compile the same programs: compile them once for all tests here."""
+    make, made = _runner.StageProgram, {}
+
+    def cached(stage, loss, seed, device, micro, given):
+        leaves, structure = jax.tree.flatten(given)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (stage.call, stage.index, stage.remat, loss, seed, device, micro, structure, shapes)
+        if key not in made:
+            made[key] = make(stage, loss, seed, device, micro, given)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_runner, "StageProgram", cached)
+        yield
 
 
 def fast(n_stages, uneven, kind, remat):
