@@ -1,5 +1,6 @@
 """Flax models through the doors: batch statistics, dropout, both APIs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,8 +158,7 @@ def test_dropout_belongs_to_the_batch_not_to_the_replica(door, data, devices):
         )
         state, _ = trainer.round(trainer.init(params), data, counts=counts)
         results.append(trainer.params(state))
-    for other in results[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results[0], other)
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
 
 
 @DOORS
@@ -390,6 +390,7 @@ def _folded(key, words):
     return key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("island", [False, True])
 def test_stacked_streams_go_through_checkpoints_and_islands(problem, devices, same, island, tmp_path):
     strategy = jaxche.FullShard(min_size=1) if island else None
