@@ -43,6 +43,7 @@ def protocol(request, tmp_path):
     return jaxche.DataStore(urls[request.param], micro_batch_size=3, timeout_s=60, options=options)
 
 
+@pytest.mark.slow
 def test_steps_through_any_store_go_on_where_they_ended(protocol, make_model, twin, close):
     model, tx = make_model("trees", 2), optax.adam(0.05)
     params, opt_state = model.params, tx.init(model.params)

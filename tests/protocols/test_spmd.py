@@ -77,6 +77,7 @@ def both_ways(stages, loss, params, batch, schedule="1f1b", step=5, **options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n_stages", "schedule", "remat"),
     [

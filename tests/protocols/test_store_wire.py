@@ -161,6 +161,7 @@ def test_only_states_and_marks_are_left_of_a_run(save_every):
     assert losses[0, 1] == losses[1, 1] == losses[2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("after", "save_every"), [(False, 1), (True, 1), (True, 3)])
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_a_process_may_die_at_any_of_its_requests(stage, after, save_every):

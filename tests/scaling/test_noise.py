@@ -180,6 +180,7 @@ def under_jit(noise, grads, sizes, **options):
     return jax.jit(lambda n, g, b: noise_scale.update(n, g, b, **options))(noise, grads, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preconditioned", [False, True])
 @pytest.mark.parametrize("sizes", [(8, 32), (4, 8, 0, 32)])
 @pytest.mark.parametrize("run", [over_shard_map, over_pmap, over_vmap, without_a_mean])

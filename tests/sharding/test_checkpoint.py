@@ -18,6 +18,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["even", "odd"])
 @pytest.mark.parametrize(("before", "after"), MOVES, ids=lambda move: f"{move[0]}-{move[1]}")
 def test_training_goes_on_under_another_layout(before, after, sizes, problems, devices, through_orbax, close, same):

@@ -20,6 +20,7 @@ def make_step(problem, name, devices, tx=None, loss=None, **knobs):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "masked_chain"])
 @pytest.mark.parametrize("sizes", ["even", "odd"])

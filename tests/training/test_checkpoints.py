@@ -553,6 +553,7 @@ def test_a_damaged_record_costs_no_checkpoint(saved, told, caplog, damage):
     assert told(jaxche.History.from_json(record)) == told(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [lambda text: b"", lambda text: b"\0" * len(text), lambda text: text[:-9] + b"\xff"])
 @pytest.mark.parametrize("name", ["run/metadata", "params/_METADATA", "state/_METADATA", "_CHECKPOINT_METADATA"])
 def test_a_damaged_file_of_numbers_costs_its_own_checkpoint_only(saved, told, name, damage):

@@ -104,6 +104,7 @@ def test_statistics_are_pooled_with_the_law_of_total_variance(door, data, device
     np.testing.assert_allclose(result["var"], second - mean**2, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_variances_of_constant_features_stay_right_when_a_round_moves_the_mean_far(devices, close, average, width):

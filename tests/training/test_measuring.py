@@ -127,6 +127,7 @@ def loss(w, batch):
     return jnp.mean(jnp.sum((w - batch) ** 2, axis=(1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "average"), [(1, None), (2, "parameters"), (2, "gradients")])
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, replicas, average, rule):

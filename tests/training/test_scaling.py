@@ -119,6 +119,7 @@ def test_averaged_gradients_equal_the_slow_twin(problem, devices, close, rule, m
     assert bool(trainer.noise(state).preconditioned) == isinstance(rule, jaxche.AdamScale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "merge"),
     [*((rule, "steps") for rule in RULES), (jaxche.AdaScale(), "batch"), (jaxche.LEGWScale(1, 96, 8), "fednova")],
