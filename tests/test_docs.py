@@ -92,11 +92,13 @@ def failed(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_python_blocks_run(page, failed):
     assert page not in failed, failed[page]
 
 
+@pytest.mark.slow
 def test_the_loops_of_the_readme_train(capsys):
     names = {}
     for i, block in enumerate(blocks(README, "python")):

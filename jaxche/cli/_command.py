@@ -1,4 +1,4 @@
-"""A command of ``jaxche``, and the types of its options.
+"""A command of ``jaxche``, the types of its options, and its error line.
 
 Modules of commands are imported for every ``jaxche --help``. They import JAX, and packages that import JAX, inside
 their actions.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
-from jaxche.cli._terminal import print_error
+_CODES = {"bad": "1;31", "good": "32", "strong": "1"}
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,25 @@ def numbers(example: str) -> Callable[[str], tuple[float, ...]]:
     """
     one = number(example, above=True)
     return lambda text: tuple(one(word) for word in text.split(","))
+
+
+def paint(text: str, style: str, stream: TextIO | None = None) -> str:
+    """Colours text for a terminal (``style``: "bad", "good" or "strong"); files, pipes and ``NO_COLOR`` get it plain.
+
+    Example:
+      >>> import io
+      >>> paint("ok", "good", io.StringIO())
+      'ok'
+    """
+    out = sys.stdout if stream is None else stream
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not out.isatty()
+    return text if plain else f"\033[{_CODES[style]}m{text}\033[0m"
+
+
+def print_error(command: str, error: object) -> None:
+    """Prints ``jaxche COMMAND: error: ...`` on standard error."""
+    sys.stderr.write(f"jaxche {command}: {paint('error', 'bad', sys.stderr)}: {error}\n")
+    sys.stderr.flush()
 
 
 def _range(least: float, most: float) -> str:

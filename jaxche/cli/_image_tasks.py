@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,9 +48,10 @@ def mnist(batch_size: int | None, learning_rate: float | None, seed: int) -> Tas
 
 def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
     """1,440 training images and 357 test images of 8x8; about 97 % after eight epochs."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
+    # The file alone: importing sklearn, and with it scipy and pandas, takes longer than an epoch.
+    path = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(path), delimiter=",")
+    images, labels = rows[:, :-1], rows[:, -1]
     x = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
     net = ConvNet((16, 32), (1, 2))
     return _images("digits", net, x, np.asarray(labels), 357, shift=0, epochs=8, rest=(batch_size, learning_rate, seed))

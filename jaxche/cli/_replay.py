@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from jaxche.averaging import path_names
+from jaxche.cli._command import print_error
 from jaxche.cli._processes import barrier, print_once
-from jaxche.cli._run_files import read_params
+from jaxche.cli._result import read_params
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
-from jaxche.cli._terminal import print_error
 from jaxche.distributed import PACE_MS
 from jaxche.reports import History
 from jaxche.sharding import devices

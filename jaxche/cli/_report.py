@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxche.cli._command import Command, directory_path, file_path
-from jaxche.cli._run_files import read_json
+from jaxche.cli._result import Result, read_json, result_rows
 
 if TYPE_CHECKING:
     from jaxche.reports import History
@@ -132,7 +132,6 @@ def _described(result: dict[str, Any], histories: dict[str, History]) -> str:
 
 def _results(result: dict[str, Any]) -> str:
     """The table of results, with a column for each policy."""
-    from jaxche.cli._result import Result, result_rows
     from jaxche.drawing import html_table
 
     rows = result_rows([Result.from_dict(one) for one in result["results"].values()], result["metric"])

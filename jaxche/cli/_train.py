@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxche.cli._command import Command, directory_path, flag, integer, non_default_options, number, numbers
 from jaxche.cli._processes import join, launcher
-from jaxche.cli._run_files import refuse_directory
+from jaxche.cli._result import refuse_directory
 from jaxche.cli._settings import (
     MERGE_RULES,
     POLICIES,

@@ -17,14 +17,22 @@ from typing import Any
 import jax
 
 import jaxche
+from jaxche.cli._command import print_error
 from jaxche.cli._processes import barrier, print_once
 from jaxche.cli._progress import Progress, round_header
 from jaxche.cli._replay import replay
-from jaxche.cli._result import Result, result_from_history, table
-from jaxche.cli._run_files import read_json, refuse_directory, write_atomic, write_policy, write_result
+from jaxche.cli._result import (
+    Result,
+    read_json,
+    refuse_directory,
+    result_from_history,
+    table,
+    write_atomic,
+    write_policy,
+    write_result,
+)
 from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
 from jaxche.cli._tasks import TASKS, Task, load
-from jaxche.cli._terminal import print_error
 from jaxche.cluster import share
 from jaxche.distributed import PACE_MS
 from jaxche.drawing import per_rank

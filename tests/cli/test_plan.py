@@ -59,6 +59,7 @@ def whole_table():
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_every_strategy_and_the_cheapest(whole_table):
     rows = table(whole_table)
     assert list(rows) == NAMES

@@ -78,6 +78,7 @@ def test_more_stages_than_layers_are_refused():
         text_stages(5, 4, seed=0)
 
 
+@pytest.mark.slow
 def test_a_step_says_the_same_loss_under_every_protocol(tmp_path, capsys):
     losses = []
     for words in (

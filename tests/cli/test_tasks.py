@@ -15,6 +15,7 @@ def task(request):
     return load(request.param, batch_size=16)
 
 
+@pytest.mark.slow
 def test_a_task_says_what_it_is(task):
     assert task.name in TASKS
     assert task.epochs >= 1
@@ -34,6 +35,7 @@ def test_the_same_seed_gives_the_same_start(task):
     assert not all(np.array_equal(x, y) for x, y in zip(a, c, strict=True))
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss(task):
     trainer = jaxche.Trainer(task.loss_fn, task.tx, replicas=jax.devices()[:1])
     state = trainer.init(*task.init(0))

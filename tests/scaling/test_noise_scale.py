@@ -185,6 +185,7 @@ def without_a_mean(replicas):
     return jax.jit(lambda *args: jax.tree.map(lambda x: x[0], mapped(*args)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preconditioned", [False, True])
 @pytest.mark.parametrize("sizes", [(8, 32), (4, 8, 0, 32)])
 @pytest.mark.parametrize("run", [over_shard_map, over_pmap, over_vmap, without_a_mean])

@@ -18,6 +18,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow
 # Of odd sizes some leaves are cut and some are not; of even ones all are cut.
 @pytest.mark.parametrize(
     ("sizes", "before", "after"),

@@ -21,6 +21,7 @@ def make_step(problem, name, devices, tx=None, loss=None, **knobs):
     )
 
 
+@pytest.mark.slow
 # The chain holds Adam, and most of what could differ between devices: any world for it, one for the others.
 @pytest.mark.parametrize(
     ("sizes", "optimizer", "world"),

@@ -63,6 +63,7 @@ def protocol(request, tmp_path):
     return jaxche.DataStore(urls[request.param], micro_batch_size=3, timeout_s=60, options=options)
 
 
+@pytest.mark.slow
 def test_steps_through_any_store_go_on_where_they_ended(protocol, make_model, twin, close):
     model, tx = make_model("trees", 2), optax.adam(0.05)
     params, opt_state = model.params, tx.init(model.params)
@@ -307,6 +308,7 @@ def test_only_states_and_marks_are_left_of_a_run(save_every):
     assert losses[0, 1] == losses[1, 1] == losses[2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("after", "save_every"), [(False, 1), (True, 1), (True, 3)])
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_a_process_may_die_at_any_of_its_requests(stage, after, save_every):

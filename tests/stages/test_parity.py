@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_stages", "uneven", "kind", "remat"), CASES)
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_loss_and_gradients_are_those_of_the_whole_model(

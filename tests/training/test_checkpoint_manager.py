@@ -64,6 +64,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:an outer optimizer over only")
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_path, same, told, case, lockstep):
@@ -86,6 +87,7 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
     assert told(record[:middle]) == told(part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 1)], ids=str)
 def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close, lockstep, sizes):
     rng = np.random.default_rng(0)
@@ -118,6 +120,7 @@ def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close
         close(*(jax.device_get(plain(s)[0][:2]) for s in (found, undisturbed)), rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [("uneven", "one"), ("one", "uneven")], ids=" to ".join)
 def test_noise_goes_on_in_islands_of_another_number(devices, tmp_path, same, order):
     rng = np.random.default_rng(0)
@@ -174,6 +177,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
 def test_another_number_of_replicas_goes_on_from_the_merged_state(
@@ -548,6 +552,7 @@ def test_a_damaged_record_costs_no_checkpoint(saved, told, caplog, damage):
     assert told(jaxche.History.from_json(record)) == told(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [lambda text: b"", lambda text: b"\0" * len(text), lambda text: text[:-9] + b"\xff"])
 @pytest.mark.parametrize("name", ["run/metadata", "params/_METADATA", "state/_METADATA", "_CHECKPOINT_METADATA"])
 def test_a_damaged_file_of_numbers_costs_its_own_checkpoint_only(saved, told, name, damage):

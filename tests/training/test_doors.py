@@ -1,5 +1,6 @@
 """Flax models through the doors: batch statistics, dropout, both APIs."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +104,7 @@ def test_statistics_are_pooled_with_the_law_of_total_variance(door, data, device
     np.testing.assert_allclose(result["var"], second - mean**2, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_variances_of_constant_features_stay_right_when_a_round_moves_the_mean_far(devices, close, average, width):
@@ -157,8 +159,7 @@ def test_dropout_belongs_to_the_batch_not_to_the_replica(door, data, devices):
         )
         state, _ = trainer.round(trainer.init(params), data, counts=counts)
         results.append(trainer.params(state))
-    for other in results[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results[0], other)
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
 
 
 @DOORS
@@ -390,6 +391,7 @@ def _folded(key, words):
     return key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("island", [False, True])
 def test_stacked_streams_go_through_checkpoints_and_islands(problem, devices, same, island, tmp_path):
     strategy = jaxche.FullShard(min_size=1) if island else None

@@ -61,6 +61,7 @@ def refused(trainer, batches, **options):
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [5, BATCHES - 1])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_gradient_that_is_nan_is_refused_wherever_it_comes(devices, lockstep, setting, bad):

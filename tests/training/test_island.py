@@ -1,5 +1,6 @@
 """Replicas that are islands: whatever the strategy and the size, they train as replicas of one device do."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +81,7 @@ def test_islands_that_meet_on_one_device_train_as_devices_do(devices, train, as_
     close(islands[1].params, alone[1].params, rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_islands_that_meet_on_one_device_average_gradients(devices, train, as_devices, sizes):
     strategy, (first, second) = ShardGradOp(), sizes
@@ -99,6 +101,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_is_right_on_shards(devices, setting, train, as_devices, sizes):
@@ -189,7 +192,7 @@ def test_parameters_made_on_the_island_are_never_whole(devices):
 
     state = trainer.init(make)
     assert state.locals[0].params["a"].sharding.spec == P(None, None, "shard")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), trainer.params(state), make())
+    chex.assert_trees_all_close(trainer.params(state), make(), rtol=1e-6)
     state, info = trainer.round(state, data)
     assert np.isfinite(info.loss)
 

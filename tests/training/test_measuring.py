@@ -53,6 +53,7 @@ def preconditioner(rule, opt_state):
     return opt_state if isinstance(rule, jaxche.AdamScale) else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_one_replica_equals_the_twin(long, devices, close, rule, later):
     measured = [ALONE, 0, 0, 0, 0, ALONE] if later else [ALONE] * 6  # an eighth of five rounds is enough for one
@@ -78,6 +79,7 @@ def test_one_replica_equals_the_twin(long, devices, close, rule, later):
     assert float(trainer.noise(state).unbias) == pytest.approx(float(noise.unbias), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_averaged_parameters_equal_the_twin(long, devices, close, rule, later):
     rounds, tx = ROUNDS, optax.adam(0.01)
@@ -125,6 +127,7 @@ def loss(w, batch):
     return jnp.mean(jnp.sum((w - batch) ** 2, axis=(1, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "average"), [(1, None), (2, "parameters"), (2, "gradients")])
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, replicas, average, rule):
@@ -150,6 +153,7 @@ def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, repli
     assert measured[1] - plain[1] >= w.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_a_run_goes_on_and_is_replayed_bit_for_bit(long, devices, same, tmp_path, replicas, rule):
@@ -203,6 +207,7 @@ def test_an_island_measures_the_same_steps(long, devices, close):
     close(ends[0], ends[1], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_averaged_gradients_equal_the_twin(long, devices, close, rule, later):
     """Norms of the batches that are measured, the mean of all, and two equations for two unknowns."""

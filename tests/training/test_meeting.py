@@ -1,5 +1,6 @@
 """Where replicas meet: the same numbers on their own devices and on the host's."""
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -25,7 +26,7 @@ def test_the_host_merges_to_the_same_numbers(problem, devices, average):
         assert places == devices[:3]  # wherever they met, they are home again
         used = set(trainer._engine._meeting.mesh.devices.flat)
         assert used == set(devices[:3] if backend == "device" else devices[3:6])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *ends)
+    chex.assert_trees_all_close(*ends, rtol=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 1)], ids=str)
@@ -39,7 +40,7 @@ def test_islands_meet_on_the_host_too(problem, devices, sizes):
         )
         state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 3))
         ends.append(jax.device_get((trainer.params(state), state.opt_state)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), *ends)
+    chex.assert_trees_all_close(*ends, rtol=1e-6, atol=1e-8)
 
 
 def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):

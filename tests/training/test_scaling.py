@@ -105,6 +105,7 @@ def check_told(infos, wanted):
     np.testing.assert_allclose([scaled(info) for info in infos], np.array(wanted, np.float64), rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_averaged_gradients_equal_the_slow_twin(problem, devices, close, rule, monkeypatch):
     monkeypatch.setattr("jaxche.training._scaling._FIRST_ROUNDS", 100)  # the twin measures in every round
@@ -118,6 +119,7 @@ def test_averaged_gradients_equal_the_slow_twin(problem, devices, close, rule, m
     assert bool(trainer.noise(state).preconditioned) == isinstance(rule, jaxche.AdamScale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "merge"),
     [*((rule, "steps") for rule in RULES), (jaxche.AdaScale(), "batch"), (jaxche.LEGWScale(1, 96, 8), "fednova")],

@@ -105,6 +105,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_is_right_on_stages(devices, params, alone, setting, train, trained_alike):
     staged = train(in_stages(), params, [devices[:2], devices[2:4]], **SETTINGS[setting])

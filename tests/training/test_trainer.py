@@ -551,6 +551,7 @@ def test_a_process_that_was_started_with_others_has_to_join_them(problem, monkey
     jaxche.Trainer(problem.loss, optax.sgd(0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [lambda x: x, lambda x: {"x": x}], ids=["array", "dict"])
 @pytest.mark.parametrize(
     "knobs",

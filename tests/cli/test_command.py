@@ -5,7 +5,7 @@ import io
 import pytest
 
 from jaxche.cli import main
-from jaxche.cli._terminal import paint
+from jaxche.cli._command import paint
 
 
 class Terminal(io.StringIO):
