@@ -20,6 +20,7 @@ _MOVED = MappingProxyType(
         "WandbLogger": "jaxche.reports",
         "profile": "jaxche.reports",
         "PaceError": "jaxche.training",
+        "ReplicaState": "jaxche:TrainerState",
         "balance_stages": "jaxche.stages",
         "measure_costs": "jaxche.stages",
         "compare_strategies": "jaxche.sharding",
@@ -29,5 +30,6 @@ _MOVED = MappingProxyType(
 
 def __getattr__(name: str):
     if name in _MOVED:
-        raise ImportError(f"jaxche.{name} has moved; write: from {_MOVED[name]} import {name}")
+        package, _, new = _MOVED[name].partition(":")
+        raise ImportError(f"jaxche.{name} has moved; write: from {package} import {new or name}")
     return _attribute(name)

@@ -46,8 +46,8 @@ from .training import (
     NNXLoss,
     NonFiniteLossError,
     PlanMismatchError,
-    ReplicaState,
     Trainer,
+    TrainerState,
     linen_loss,
 )
 
@@ -77,12 +77,12 @@ __all__ = [
     "Pipeline",
     "PlanMismatchError",
     "RankError",
-    "ReplicaState",
     "RoundInfo",
     "ShardGradOp",
     "ShardedState",
     "SqrtScale",
     "Trainer",
+    "TrainerState",
     "devices",
     "fake_devices",
     "initialize",

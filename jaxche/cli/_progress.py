@@ -14,7 +14,7 @@ from jaxche.cli._result import MAX_RANKS, metric_text, metric_title, percent
 from jaxche.cli._tasks import Task
 from jaxche.drawing import per_rank
 from jaxche.reports import History, RoundInfo
-from jaxche.training import ReplicaState, Trainer
+from jaxche.training import Trainer, TrainerState
 
 _log = logging.getLogger("jaxche")
 
@@ -69,7 +69,7 @@ class Progress:
         barrier("start")
         self._last_time = time.perf_counter()
 
-    def __call__(self, state: ReplicaState, info: RoundInfo) -> None:
+    def __call__(self, state: TrainerState, info: RoundInfo) -> None:
         now = time.perf_counter()
         if self._next_round is None:
             self._epoch = info.epoch
@@ -84,7 +84,7 @@ class Progress:
         if state.epoch > self._epoch:
             self._evaluate(state)
 
-    def finish(self, state: ReplicaState) -> None:
+    def finish(self, state: TrainerState) -> None:
         """Evaluates the final state, unless the last round did."""
         if state.round != self._evaluated_round:
             self._evaluate(state)
@@ -106,7 +106,7 @@ class Progress:
         if self._seconds_path:
             _append(self._seconds_path, _seconds_line(self.seconds[info.round]))
 
-    def _evaluate(self, state: ReplicaState) -> None:
+    def _evaluate(self, state: TrainerState) -> None:
         self._epoch, self._evaluated_round = state.epoch, state.round
         began = time.perf_counter()
         if jax.process_index() == 0:

@@ -38,7 +38,7 @@ from jaxche.distributed import PACE_MS
 from jaxche.drawing import per_rank
 from jaxche.reports import Advice, History
 from jaxche.sharding import devices
-from jaxche.training import Checkpoints, ReplicaState, Trainer
+from jaxche.training import Checkpoints, Trainer, TrainerState
 
 _PROBE_S, _MEASURE_S = 0.7, 2.0
 # The result of a policy in a comparison, written after its other files.
@@ -180,8 +180,8 @@ def _header(task: Task, params: Any, epochs: int, paces: Sequence[float] | None,
 
 
 def _fit(
-    trainer: Trainer, task: Task, state: ReplicaState, epochs: int, checkpoints: Checkpoints | None, folder: Path
-) -> tuple[ReplicaState, Result, History]:
+    trainer: Trainer, task: Task, state: TrainerState, epochs: int, checkpoints: Checkpoints | None, folder: Path
+) -> tuple[TrainerState, Result, History]:
     rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
     _compile_last_batch(trainer, task, state)
     print_once(round_header(trainer.world_size))
@@ -189,14 +189,14 @@ def _fit(
     state, history = trainer.fit(
         state, task.data, epochs, callbacks=[progress], progress=False, checkpoints=checkpoints
     )
-    if state.epoch < epochs or state.owed:  # after Ctrl-C `fit` returns the state that it reached
+    if state.epoch < epochs or state.pending_batches:  # after Ctrl-C `fit` returns the state that it reached
         raise KeyboardInterrupt
     progress.finish(state)
     result = result_from_history(trainer.policy.value, history, rates, progress.seconds, progress.test, progress.curve)
     return state, result, history
 
 
-def _compile_last_batch(trainer: Trainer, task: Task, state: ReplicaState) -> None:
+def _compile_last_batch(trainer: Trainer, task: Task, state: TrainerState) -> None:
     """Compiles the program of a smaller last batch, so that the training time does not include it."""
     last = len(task.data) - 1
     if jax.tree.map(len, task.data[last]) == jax.tree.map(len, task.data[0]):

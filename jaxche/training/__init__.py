@@ -6,7 +6,7 @@ from jaxche.training._fit import fit
 from jaxche.training._flax import NNXLoss, linen_loss
 from jaxche.training._replica import PaceError
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
-from jaxche.training._state import ReplicaState
+from jaxche.training._state import TrainerState
 from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
 
 __all__ = [
@@ -17,8 +17,8 @@ __all__ = [
     "NonFiniteLossError",
     "PaceError",
     "PlanMismatchError",
-    "ReplicaState",
     "Trainer",
+    "TrainerState",
     "fit",
     "linen_loss",
 ]

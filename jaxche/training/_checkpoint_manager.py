@@ -17,7 +17,7 @@ from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._hooks import Hook, Run
-from jaxche.training._state import ReplicaState, Stop
+from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
     FORMAT,
     READABLE,
@@ -125,12 +125,12 @@ class CheckpointManager(Hook):
         if preempted:
             self._manager.wait_until_finished()
 
-    def save(self, state: ReplicaState) -> None:
+    def save(self, state: TrainerState) -> None:
         """Save a state that is not saved yet; returns when the arrays are copied, or written."""
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._started = state.round
-        args, state_dict = self._ocp.args, self._trainer._engine.state_dict(state.locals)
+        args, state_dict = self._ocp.args, self._trainer._engine.state_dict(state.local_states)
         trees = state_dict.trees()
         meta = metadata(state) | {
             "format": FORMAT,
@@ -218,7 +218,7 @@ class CheckpointReader:
         self._ocp, self._folder, self._trainer, self._batches, self._data = ocp, folder, trainer, batches, data
         self._group = trainer._group
 
-    def newest(self, state: ReplicaState) -> ReplicaState:
+    def newest(self, state: TrainerState) -> TrainerState:
         """The newest state that all processes can read, if it is of a later round than the one given; else that.
 
         Raises:
@@ -248,7 +248,7 @@ class CheckpointReader:
         settings = self._ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
         return self._ocp.CheckpointManager(self._folder, options=settings)
 
-    def _restore(self, reader: Any, step: int, state: ReplicaState) -> ReplicaState | None:
+    def _restore(self, reader: Any, step: int, state: TrainerState) -> TrainerState | None:
         """The state of a checkpoint, or None if some process cannot read it."""
         args, error, refused, meta, found = self._ocp.args, None, None, {}, {}
         try:
@@ -280,8 +280,8 @@ class CheckpointReader:
         if self._unreadable(step, error):
             return None
         # From here on all processes compute together.
-        locals_ = self._trainer._engine.comparing(state_dict.load(found, meta["rows"]))
-        return with_metadata(replace(state, locals=locals_), meta)
+        local_states = self._trainer._engine.comparing(state_dict.load(found, meta["rows"]))
+        return with_metadata(replace(state, local_states=local_states), meta)
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
         """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
@@ -305,7 +305,7 @@ class CheckpointReader:
         self._group.raise_everywhere(failed, self._group.process_index, f"checkpoint {step}")
         return True
 
-    def _refuse_other(self, meta: Any, state: ReplicaState) -> None:
+    def _refuse_other(self, meta: Any, state: TrainerState) -> None:
         """Refuse a checkpoint from which this trainer cannot continue."""
         where = f"checkpoints={str(self._folder)!r}"
         own, other = installed_version(), meta["jaxche"]
@@ -339,11 +339,11 @@ class CheckpointReader:
                     "seed, or give another folder"
                 )
 
-    def _state_dict(self, meta: Any, state: ReplicaState) -> StateDict:
+    def _state_dict(self, meta: Any, state: TrainerState) -> StateDict:
         """The state dict of a checkpoint; that of a single replica may have its previous gradient."""
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
         engine = self._trainer._engine
-        return engine.state_dict(engine.comparing(state.locals, compares))
+        return engine.state_dict(engine.comparing(state.local_states, compares))
 
 
 class MetricsLog:

@@ -31,7 +31,14 @@ from jaxche.sharding import (
     is_private,
     local_devices,
 )
-from jaxche.training._placement import Home, Island, OneDevice, Place, devices_by_process, spans_processes
+from jaxche.training._placement import (
+    BatchPlacement,
+    DevicePlacement,
+    Placement,
+    ShardedPlacement,
+    devices_by_process,
+    spans_processes,
+)
 
 _log = logging.getLogger("jaxche")
 
@@ -58,7 +65,7 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
         )
 
 
-def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -> list[Place]:
+def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -> list[Placement]:
     """Where all replicas live: different devices, of one kind in this process, at least one of them here."""
     if not isinstance(strategy, ShardingStrategy):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
@@ -74,7 +81,7 @@ def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -
             "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]; lists of devices are for a model in "
             "stages, loss_fn=jaxche.Partitioned(...)"
         )
-    refuse_foreign_devices(devices)
+    check_local_devices(devices)
     if any(map(is_private, local_devices())) and not any(map(is_private, devices)):
         _log.warning(
             "replicas has CPU devices only, which is what jax.devices() lists here; the accelerators are in "
@@ -83,11 +90,11 @@ def checked_places(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -
     if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
         strategy = _within_node(strategy)
     if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
-        return [OneDevice(device) for device in given]
+        return [DevicePlacement(device) for device in given]
     return _islands([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
 
 
-def refuse_foreign_devices(devices: Sequence[Device]) -> None:
+def check_local_devices(devices: Sequence[Device]) -> None:
     """Refuse devices none of which is in this process, or of which those in this process are of different kinds."""
     here = [d for d in devices if d.process_index == jax.process_index()]
     if not here:
@@ -114,10 +121,10 @@ def _within_node(strategy: Any) -> ShardingStrategy:
     return inside(min_size=strategy.min_size, scanned=strategy.scanned)
 
 
-def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
+def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Placement]:
     for mesh in meshes:
         Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
-    islands: list[Place] = [Island(mesh, strategy) for mesh in meshes]
+    islands: list[Placement] = [ShardedPlacement(mesh, strategy) for mesh in meshes]
     for island in islands:
         if spans_processes(island) and any(map(is_private, island.devices.flat)):
             raise ValueError(
@@ -134,14 +141,14 @@ def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Place]:
     return islands
 
 
-def meets_on_host(backend: str, places: Sequence[Home]) -> bool:
+def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
     """Whether replicas merge on CPU devices; ``"auto"`` decides for what works.
 
     Raises:
       ValueError: their own devices, where no program can reach all of these.
     """
-    devices = [device for place in places for device in place.devices.flat]
-    private = len(places) > 1 and any(map(is_private, devices))
+    devices = [device for placement in placements for device in placement.devices.flat]
+    private = len(placements) > 1 and any(map(is_private, devices))
     if private and backend == "device":
         raise ValueError(
             "backend='device' is one program over all replicas, and in this run each accelerator is known to its own "
@@ -152,7 +159,7 @@ def meets_on_host(backend: str, places: Sequence[Home]) -> bool:
     return backend == "host" or (backend == "auto" and (private or len(kinds) > 1))
 
 
-def refuse_apart() -> None:
+def check_joined() -> None:
     """Refuse a process that was started as one of several and has not joined them: each would train by itself."""
     if NUM_PROCESSES in os.environ:
         name, count = NUM_PROCESSES, os.environ[NUM_PROCESSES]

@@ -203,7 +203,7 @@ class Reader:
                 feed.request(position)
         return feeds
 
-    def anticipate(self, shares: Iterable[Sequence[Key]]) -> None:
+    def prefetch(self, shares: Iterable[Sequence[Key]]) -> None:
         """Read the first batches a next round would need if the counts stayed as they are."""
         shares = [list(share) for share in shares]
         for position in range(self.depth):

@@ -20,12 +20,19 @@ from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
-from jaxche.training._merge import HOST_COLUMNS, Alone, Merge, Merged, Rules
-from jaxche.training._placement import Place, first, is_local, lift, spans_processes, without_replica_axis
-from jaxche.training._programs import Local, LocalPrograms
-from jaxche.training._replica import Outcome, Replica, free_rates
-from jaxche.training._replica_mesh import Meeting
-from jaxche.training._scaling import Scaling, Worth, comparing
+from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
+from jaxche.training._placement import (
+    Placement,
+    add_replica_axis,
+    drop_replica_axis,
+    is_local,
+    spans_processes,
+    without_replica_axis,
+)
+from jaxche.training._programs import LocalPrograms, LocalState
+from jaxche.training._replica import LocalResult, Replica, free_rates
+from jaxche.training._replica_mesh import ReplicaMesh
+from jaxche.training._scaling import MergeScale, Scaling, comparing
 from jaxche.training._state_dict import StateDict
 
 
@@ -41,7 +48,7 @@ class Settings:
       merge: merge rule.
       opt_state: fate of the optimizer states at a merge.
       outer: optax transform on the pseudo-gradient, or None.
-      places: where each replica lives, over all processes.
+      placements: where each replica lives, over all processes.
       seed: seed of ``rng=``.
       paces: pace in ms per replica, or None.
       scaling: scaling of the learning rate, or None.
@@ -55,15 +62,15 @@ class Settings:
     merge: str
     opt_state: str
     outer: optax.GradientTransformation | None
-    places: Sequence[Place]
+    placements: Sequence[Placement]
     seed: int
     paces: Sequence[float | None]
     scaling: Scaling | None
     host: bool
 
-    def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> Rules:
+    def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """What a merge does, with the optimizer and the scaling as they are once the data is known."""
-        return Rules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
+        return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
 class Engine:
@@ -76,17 +83,17 @@ class Engine:
         self._group = settings.group
         self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
         # Of all ranks as the run was started, and which of these take part, in which order.
-        self._all, self._all_paces = list(settings.places), list(settings.paces)
+        self._all, self._all_paces = list(settings.placements), list(settings.paces)
         self.order = list(range(len(self._all)))
-        self._places, self._paces = list(self._all), list(self._all_paces)
-        self.world_size = len(self._places)
-        self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
+        self._placements, self._paces = list(self._all), list(self._all_paces)
+        self.world_size = len(self._placements)
+        self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
         self.metrics: tuple[str, ...] = ()
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
-        self._rules: Rules | None = None
+        self._rules: MergeRules | None = None
         self._shapes: Any = None
-        self._meeting: Any = None
+        self._replica_mesh: Any = None
         self._merge: Any = None
         self._replicas: list[Replica] = []
         self._memory: dict[int, dict[str, int]] = {}
@@ -94,7 +101,7 @@ class Engine:
         self._digest: tuple[Reader, str] | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
-    def place(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[Local, ...]:
+    def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
         """Put the same starting point on every local replica."""
 
         def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
@@ -104,76 +111,81 @@ class Engine:
                 tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
             outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
             scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
-            return lift(Local(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
+            return add_replica_axis(LocalState(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
-        if callable(params) and not self._places[0].makes_pieces:
+        if callable(params) and not self._placements[0].makes_pieces:
             params = params()  # once, lest replicas get different numbers
-        self._lay_out(jax.eval_shape(params) if callable(params) else params)
-        return tuple(Local(**self._places[rank].start(start, params, model_state, opt_state)) for rank in self.ranks)
+        self._set_layout(jax.eval_shape(params) if callable(params) else params)
+        return tuple(
+            LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
+        )
 
-    def _lay_out(self, params: Any) -> None:
+    def _set_layout(self, params: Any) -> None:
         """Decide how parameters of these shapes lie on each replica, and where replicas meet."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
-            self._places = [place.laid_out(shapes) for place in self._places]
-            self._meeting = Meeting(self._group, self._places, self._settings.host)
+            self._placements = [placement.with_layout(shapes) for placement in self._placements]
+            self._replica_mesh = ReplicaMesh(self._group, self._placements, self._settings.host)
 
     @property
-    def homes(self) -> list[tuple[int, ...]]:
+    def processes_of_ranks(self) -> list[tuple[int, ...]]:
         """The processes of each rank, as the run was started."""
-        return [tuple(sorted({device.process_index for device in place.devices.flat})) for place in self._all]
+        return [tuple(sorted({device.process_index for device in placement.devices.flat})) for placement in self._all]
 
-    def arrange(self, order: Sequence[int], locals_: Sequence[Local]) -> None:
+    def arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
         """Go on with these ranks of the start, numbered anew in this order; the steps of replicas stay compiled."""
         replicas = dict(zip((self.order[rank] for rank in self.ranks), self._replicas, strict=False))
         self.order, self.world_size = list(order), len(order)
-        self._places = [self._all[rank] for rank in order]
+        self._placements = [self._all[rank] for rank in order]
         self._paces = [self._all_paces[rank] for rank in order]
-        self.ranks = [rank for rank, place in enumerate(self._places) if is_local(place)]
+        self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
         self._shapes = None
-        self._lay_out(without_replica_axis(locals_[0].params))
+        self._set_layout(without_replica_axis(local_states[0].params))
         self._replicas = [replicas[order[rank]] for rank in self.ranks] if replicas else []
         for rank, replica in zip(self.ranks, self._replicas, strict=False):
             replica.rank = rank
         if replicas:
-            self._merge = self._make_merge(locals_[0])
-            self._warm_up_merge(locals_)
+            self._merge = self._make_merge(local_states[0])
+            self._warm_up_merge(local_states)
 
     def view(self, name: str, trees: Sequence[Any]) -> Any:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
-        return self._meeting.stack([{name: tree} for tree in trees])[name]
+        return self._replica_mesh.stack([{name: tree} for tree in trees])[name]
 
     @property
     def merged_bytes(self) -> int:
         """What each replica puts into a merge, besides a row of numbers."""
         return 0 if self.world_size == 1 else nbytes(self._shapes)
 
-    def state_dict(self, locals_: Sequence[Local]) -> StateDict:
+    def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas as it is saved, and sent to processes that are admitted."""
-        self._lay_out(without_replica_axis(locals_[0].params))
+        self._set_layout(without_replica_axis(local_states[0].params))
         alike = self._settings.average == "gradients" or self._settings.opt_state != "local"
         own = ("model_state",) if alike else ("model_state", "opt_state")
-        return StateDict(self._meeting, own, self.world_size, locals_)
+        return StateDict(self._replica_mesh, own, self.world_size, local_states)
 
-    def comparing(self, locals_: Sequence[Local], compares: bool | None = None) -> tuple[Local, ...]:
+    def comparing(self, local_states: Sequence[LocalState], compares: bool | None = None) -> tuple[LocalState, ...]:
         """The same replicas, in whose noise there is a previous gradient to compare the next one with, or none.
 
         Args:
           locals_: of this process.
           compares: which of both; by default what this engine's steps need, who compare where there is one replica.
         """
-        if self._settings.scaling is None or locals_[0].noise is None:
-            return tuple(locals_)
-        self._lay_out(without_replica_axis(locals_[0].params))
+        if self._settings.scaling is None or local_states[0].noise is None:
+            return tuple(local_states)
+        self._set_layout(without_replica_axis(local_states[0].params))
         compares = self._settings.scaling.solo if compares is None else compares
-        noises = [{"noise": comparing(local.noise, local.params, compares)} for local in locals_]
-        places = [self._places[rank] for rank in self.ranks]
+        noises = [{"noise": comparing(local.noise, local.params, compares)} for local in local_states]
+        placements = [self._placements[rank] for rank in self.ranks]
         return tuple(
-            local._replace(**place.move(noise)) for local, place, noise in zip(locals_, places, noises, strict=True)
+            local._replace(**placement.move(noise))
+            for local, placement, noise in zip(local_states, placements, noises, strict=True)
         )
 
-    def prepare(self, locals_: Sequence[Local], data: Any, plan: RoundPlan, fingerprint: dict[str, str]) -> None:
+    def prepare(
+        self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
+    ) -> None:
         """Compile and warm up everything a round runs, and check that all processes agree; once.
 
         Raises:
@@ -184,14 +196,14 @@ class Engine:
             return
         error, constants, data_seen = None, [], ""
         try:
-            self._lay_out(without_replica_axis(locals_[0].params))
+            self._set_layout(without_replica_axis(local_states[0].params))
             if self._group.num_processes > 1:
                 data_seen = self.data_digest(data)
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
             whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
-            constants = self._build(locals_[0], batch, batch_size(whole))
-            for replica, local in zip(self._replicas, locals_, strict=True):
+            constants = self._build(local_states[0], batch, batch_size(whole))
+            for replica, local in zip(self._replicas, local_states, strict=True):
                 replica.compile(local, batch)
         except Exception as e:
             error = e
@@ -199,27 +211,27 @@ class Engine:
             # Nothing runs before all have compiled: in an island of several processes each step waits for all.
             self._group.raise_everywhere(error, self.ranks[0], "preparation")
             try:
-                for replica, local in zip(self._replicas, locals_, strict=True):
+                for replica, local in zip(self._replicas, local_states, strict=True):
                     replica.warm_up(local, batch)
             except Exception as e:
                 error = e
             self._group.raise_everywhere(error, self.ranks[0], "preparation")
             self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics), "data": data_seen} | self._code
             refuse_differences(self._group, self.fingerprint)
-            refuse_other_values(self._group, {"params": locals_[0].params, "constants of loss_fn": constants})
+            refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
-        here = zip([self.order[rank] for rank in self.ranks], self._memory_here(locals_), strict=False)
+        here = zip([self.order[rank] for rank in self.ranks], self._memory_here(local_states), strict=False)
         self._memory = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
         if self.world_size > 1:
-            self._warm_up_merge(locals_)
+            self._warm_up_merge(local_states)
 
-    def _warm_up_merge(self, locals_: Sequence[Local]) -> None:
-        carries = [r.idle(local).carry for r, local in zip(self._replicas, locals_, strict=True)]
-        self._merge(locals_, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
+    def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
+        carries = [r.idle(local).carry for r, local in zip(self._replicas, local_states, strict=True)]
+        self._merge(local_states, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
-    def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
+    def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         """Make what runs the rounds; returns the arrays that the loss has in it."""
         if (local.noise is None) != (self._settings.scaling is None):
             raise ValueError(
@@ -240,19 +252,25 @@ class Engine:
         asked, solo = self._settings, len(self._all) == 1
         knobs = (asked.loss, self._tx, asked.average, asked.seed, self.metrics, scaling, solo)
         self._replicas = [
-            Replica(self._group, rank, self._places[rank], LocalPrograms(self._places[rank], *knobs), self._paces[rank])
+            Replica(
+                self._group,
+                rank,
+                self._placements[rank],
+                LocalPrograms(self._placements[rank], *knobs),
+                self._paces[rank],
+            )
             for rank in self.ranks
         ]
         self._rules = self._settings.rules(self._tx, scaling)
         self._merge = self._make_merge(local)
         return code.consts
 
-    def _make_merge(self, local: Local) -> Any:
+    def _make_merge(self, local: LocalState) -> Any:
         assert self._rules is not None, "_build comes first"
         if len(self._all) == 1:
-            return Alone(self._group, self._places[0], self._rules.scaling)
+            return SingleReplica(self._group, self._placements[0], self._rules.scaling)
         # Of several, also for one that is left: the programs of its steps are made for it.
-        return self._several(self._meeting, self._rules, local)
+        return self._several(self._replica_mesh, self._rules, local)
 
     def data_digest(self, data: Any) -> str:
         """A short hash of some of the data, or that it varies."""
@@ -270,13 +288,13 @@ class Engine:
 
     def run(
         self,
-        locals_: Sequence[Local],
+        local_states: Sequence[LocalState],
         data: Any,
         plan: RoundPlan,
-        worth: Worth,
+        merge_scale: MergeScale,
         done: Sequence[int] | None = None,
-        limit_ms: float | None = None,
-    ) -> list[Outcome]:
+        time_limit_ms: float | None = None,
+    ) -> list[LocalResult]:
         """Take every local replica through its share of a plan, side by side; errors are part of the outcome.
 
         Args:
@@ -291,37 +309,37 @@ class Engine:
         measured = self._settings.scaling.measured(plan) if self._settings.scaling is not None else plan.counts
         feeds = reader.start([plan.share(rank)[: done[rank]] for rank in self.ranks])
 
-        def run_one(replica: Replica, local: Local, feed: Feed) -> Outcome:
+        def run_one(replica: Replica, local: LocalState, feed: Feed) -> LocalResult:
             if not feed.keys:
                 return replica.idle(local)
             epoch, index = feed.keys[0]
             number = epoch * plan.epoch_size + index
-            own = worth._replace(stride=plan.total / plan.counts[replica.rank])
-            return replica.run(local, feed, number, own, limit_ms, measured[replica.rank])
+            own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
+            return replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
 
         # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts. What
         # fails here fails again in the run, which makes it part of the outcome.
-        for replica, local, feed in zip(self._replicas, locals_, feeds, strict=True):
+        for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
             for key in feed.keys:
                 if key[1] == plan.epoch_size - 1:
                     with contextlib.suppress(Exception):
                         batch = reader.peek(key)
-                        if replica.compile(local, batch) and not spans_processes(replica.place):
+                        if replica.compile(local, batch) and not spans_processes(replica.placement):
                             replica.warm_up(local, batch)
-        return list(self._pool.map(run_one, self._replicas, locals_, feeds))
+        return list(self._pool.map(run_one, self._replicas, local_states, feeds))
 
-    def anticipate(self, data: Any, plan: RoundPlan) -> None:
+    def prefetch(self, data: Any, plan: RoundPlan) -> None:
         """Start to read what the next round will need if nothing changes."""
-        self._read(data).anticipate([plan.share(rank) for rank in self.ranks])
+        self._read(data).prefetch([plan.share(rank) for rank in self.ranks])
 
-    def merge(self, locals_: Sequence[Local], outcomes: Sequence[Outcome], rows: np.ndarray) -> Merged:
+    def merge(self, local_states: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
         """Bring all replicas together."""
-        return self._merge(locals_, [outcome.carry for outcome in outcomes], rows)
+        return self._merge(local_states, [result.carry for result in results], rows)
 
-    def free_run(self, locals_: Sequence[Local], data: Any, seconds: float) -> list[float]:
+    def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica when nobody waits for anybody, all running at once."""
         batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
-        rates = free_rates(self._group, self._replicas, locals_, batches, seconds, self._pool)
+        rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 
     def first_row(self, tree: Any) -> Any:
@@ -334,8 +352,8 @@ class Engine:
         known = {rank: self._memory[one] for rank, one in enumerate(self.order) if one in self._memory}
         return [{"rank": rank} | row for rank, row in known.items()]
 
-    def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
-        return [replica.memory(local) for replica, local in zip(self._replicas, locals_, strict=True)]
+    def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
+        return [replica.memory(local) for replica, local in zip(self._replicas, local_states, strict=True)]
 
     @property
     def compilations(self) -> int:
@@ -343,4 +361,4 @@ class Engine:
         return sum(replica.compilations for replica in self._replicas)
 
 
-_first_row = jax.jit(first)
+_first_row = jax.jit(drop_replica_axis)

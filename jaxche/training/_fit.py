@@ -18,7 +18,7 @@ from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import checked_length
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
-from jaxche.training._state import ReplicaState, Stop
+from jaxche.training._state import Stop, TrainerState
 
 if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer
@@ -31,14 +31,14 @@ _FEW_ROUNDS = 50
 
 def fit(
     trainer: Trainer,
-    state: ReplicaState,
+    state: TrainerState,
     data: Any,
     epochs: int = 1,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     dry_run: bool = False,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
-) -> tuple[ReplicaState, History]:
+) -> tuple[TrainerState, History]:
     """Train for some epochs; called as ``trainer.fit``.
 
     Args:
@@ -90,7 +90,7 @@ def fit(
         run = Run(state, data, size, last_epoch, hooks=(*hooks, bar, LauncherHook(trainer), CallbackHook(callbacks)))
         _train(trainer, run, bar)
     run.history.memory = tuple(trainer.memory)
-    has_momentum = bool(jax.tree.leaves(run.state.locals[0].outer_state))
+    has_momentum = bool(jax.tree.leaves(run.state.local_states[0].outer_state))
     if has_momentum and len(run.history) < _FEW_ROUNDS:
         warnings.warn(
             f"an outer optimizer over only {len(run.history)} rounds: its momentum mostly overshoots; "
@@ -157,7 +157,7 @@ def _stop(run: Run, preempted: bool = False) -> None:
 
 
 def _agreed(
-    group: Group, state: ReplicaState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
+    group: Group, state: TrainerState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
 ) -> tuple[int, int, Checkpoints | None]:
     """The last epoch, the batches in an epoch and the checkpoints, after all processes have agreed on them."""
     error, wanted, last_epoch, size, config = None, {}, 0, 0, None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxche.reports import History
-    from jaxche.training._state import ReplicaState
+    from jaxche.training._state import TrainerState
     from jaxche.training._trainer import Trainer
 
 
@@ -153,7 +153,7 @@ class NNXLoss:
             )
         return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in reached])
 
-    def update(self, trainer: Trainer, state: ReplicaState, history: History) -> None:
+    def update(self, trainer: Trainer, state: TrainerState, history: History) -> None:
         """Give what was learnt to the model, and to the optimizer if there is one, in place as ``nnx.update`` does.
 
         Args:
@@ -167,9 +167,9 @@ class NNXLoss:
         """
         from flax import nnx
 
-        learnt = self.rebuild(trainer.params(state), trainer.model_state(state))
+        update_from_estimates = self.rebuild(trainer.params(state), trainer.model_state(state))
         if self._optimizer is not None:
-            own = [x[0] for x in jax.tree.leaves(state.locals[0].opt_state)]
+            own = [x[0] for x in jax.tree.leaves(state.local_states[0].opt_state)]
             leaves, form = jax.tree.flatten(self._optimizer.opt_state)
             if [x.shape for x in own] != [x.shape for x in leaves]:
                 raise ValueError(
@@ -180,7 +180,7 @@ class NNXLoss:
             rank = trainer.local_ranks[0]
             steps = sum(info.counts[rank] if info.average == "parameters" else 1 for info in history)
             self._optimizer.step[...] += steps
-        nnx.update(self._model, nnx.state(learnt))
+        nnx.update(self._model, nnx.state(update_from_estimates))
 
     def rebuild(self, params: Any, model_state: Any) -> nnx.Module:
         """A model with the given parameters and state.

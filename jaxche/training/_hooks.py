@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from jaxche.distributed import RESTART
 from jaxche.reports import History, RoundInfo
 from jaxche.training._progress import Progress
-from jaxche.training._state import ReplicaState
+from jaxche.training._state import TrainerState
 
 if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer
 
-Callback = Callable[[ReplicaState, RoundInfo], Any]
+Callback = Callable[[TrainerState, RoundInfo], Any]
 
 
 @dataclass
@@ -34,18 +34,18 @@ class Run:
       hooks: in the order in which they are called.
     """
 
-    state: ReplicaState
+    state: TrainerState
     data: Any
     size: int
     last_epoch: int
     history: History = field(default_factory=History)
-    previous: ReplicaState | None = None
+    previous: TrainerState | None = None
     hooks: Sequence[Hook] = ()
 
     @property
     def is_done(self) -> bool:
         """Whether training has reached its last epoch."""
-        return self.state.epoch >= self.last_epoch and not self.state.owed
+        return self.state.epoch >= self.last_epoch and not self.state.pending_batches
 
 
 class Hook:

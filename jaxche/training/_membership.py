@@ -15,7 +15,7 @@ from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError
 from jaxche.reports import History
 from jaxche.training._fingerprint import VARIES
 from jaxche.training._hooks import Run
-from jaxche.training._state import ReplicaState
+from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import metadata, with_metadata
 
 if TYPE_CHECKING:
@@ -74,13 +74,16 @@ class Membership:
         engine, accepted = self._trainer._engine, {}
         for process, request in self._group.candidates().items():
             reason = refusal(engine.fingerprint, request["fingerprint"])
-            if any(process in home and len(home) > 1 for home in engine.homes):
+            if any(
+                process in processes_of_rank and len(processes_of_rank) > 1
+                for processes_of_rank in engine.processes_of_ranks
+            ):
                 reason = "its replica needs other processes too"
             if reason is None:
                 accepted[process] = request["incarnation"]
             else:
                 self._group.refuse(process, request["incarnation"], reason)
-        return (accepted, ranks_of(engine.homes, {*self._group.members, *accepted})) if accepted else None
+        return (accepted, ranks_of(engine.processes_of_ranks, {*self._group.members, *accepted})) if accepted else None
 
     def admit(self, run: Run) -> None:
         """Continue with the processes that :meth:`poll` found, if any; all members call it together."""
@@ -88,7 +91,7 @@ class Membership:
             return
         trainer, engine, (admitted, order) = self._trainer, self._trainer._engine, self._pending
         with self._group.collective():
-            given = jax.block_until_ready(engine.state_dict(run.state.locals).pooled())
+            given = jax.block_until_ready(engine.state_dict(run.state.local_states).pooled())
         for hook in run.hooks:
             hook.on_admission()
         self._group.barrier()  # either all members admit them, or none
@@ -98,7 +101,7 @@ class Membership:
             message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
             data = b"".join(_whole(leaf).tobytes() for leaf in jax.tree.leaves(given))
         self._group.admit(admitted, message, data)
-        engine.arrange(order, state.locals)
+        engine.arrange(order, state.local_states)
         trainer.world_size, self._pending = len(order), None
         run.state, run.previous = state, None
         processes = ", ".join(map(str, admitted))
@@ -117,24 +120,24 @@ class Membership:
         """
         trainer, engine, group, state = self._trainer, self._trainer._engine, self._group, run.state
         own = [engine.order[rank] for rank in engine.ranks]
-        engine.arrange(own, state.locals)
+        engine.arrange(own, state.local_states)
         trainer.world_size = len(own)
         plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)
-        engine.prepare(state.locals, run.data, plan, trainer._settings(state, plan))
+        engine.prepare(state.local_states, run.data, plan, trainer._settings(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"
         _log.warning(text, group.process_index)
         admission = group.request_admission(engine.fingerprint)
         if admission is None:
             raise SystemExit(0)
-        state_dict, message = engine.state_dict(state.locals), admission.message
-        locals_ = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
+        state_dict, message = engine.state_dict(state.local_states), admission.message
+        local_states = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
         group.join(admission)
-        engine.arrange(message["order"], locals_)
+        engine.arrange(message["order"], local_states)
         trainer.world_size = len(message["order"])
         che = trainer._che and replace(
             trainer._che, world_size=trainer.world_size, batch_counts=(), ms_per_batch=(), ms_samples=()
         )
-        run.state = with_metadata(replace(state, locals=locals_, che=che), message["state"])
+        run.state = with_metadata(replace(state, local_states=local_states, che=che), message["state"])
         run.previous, run.history = None, History.from_json(message["history"])
         self._call_hooks(run, shrunk=False)
 
@@ -158,7 +161,7 @@ class Membership:
         for hook in run.hooks:
             hook.on_membership(run, shrunk)
 
-    def _shrink(self, state: ReplicaState, before: ReplicaState | None, error: PeerLostError) -> ReplicaState:
+    def _shrink(self, state: TrainerState, before: TrainerState | None, error: PeerLostError) -> TrainerState:
         """The state from which the remaining processes continue, the same on all of them.
 
         A round is merged by all or by none: a process that finished the merge that failed elsewhere returns to the
@@ -170,7 +173,7 @@ class Membership:
             try:
                 (state, order, lost), before = self._common_state(state, before, error), None
                 self._trainer.world_size = len(order)
-                self._trainer._engine.arrange(order, state.locals)
+                self._trainer._engine.arrange(order, state.local_states)
             except PeerLostError as another:  # another process died meanwhile
                 if another is error or isinstance(another, TakenForDeadError):
                     raise
@@ -181,8 +184,8 @@ class Membership:
             return state
 
     def _common_state(
-        self, state: ReplicaState, before: ReplicaState | None, error: PeerLostError
-    ) -> tuple[ReplicaState, list[int], list[int]]:
+        self, state: TrainerState, before: TrainerState | None, error: PeerLostError
+    ) -> tuple[TrainerState, list[int], list[int]]:
         """The last state of all remaining processes, their ranks, and the processes that were lost."""
         trainer, engine = self._trainer, self._trainer._engine
         lost = self._group.shrink()
@@ -190,7 +193,7 @@ class Membership:
         if state.round > min(reached):
             assert before is not None, "a process that finished a round has the state before it"
             state = before
-        order = ranks_of(engine.homes, self._group.members)
+        order = ranks_of(engine.processes_of_ranks, self._group.members)
         if not lost:
             self._count_false_alarm(state.round, error)
         if not order:
@@ -246,15 +249,17 @@ def refusal(members: Mapping[str, str], candidate: Mapping[str, str]) -> str | N
     return f"it differs in {', '.join(different)}; run the same script and data everywhere" if different else None
 
 
-def ranks_of(homes: Sequence[tuple[int, ...]], processes: Collection[int]) -> list[int]:
+def ranks_of(processes_of_ranks: Sequence[tuple[int, ...]], processes: Collection[int]) -> list[int]:
     """The ranks whose processes are all among these; none if one of these processes would have no replica.
 
     Args:
-      homes: the processes of each rank.
+      processes_of_ranks: the processes of each rank.
       processes: the members.
     """
-    ranks = [rank for rank, home in enumerate(homes) if set(home) <= set(processes)]
-    busy = {process for rank in ranks for process in homes[rank]}
+    ranks = [
+        rank for rank, processes_of_rank in enumerate(processes_of_ranks) if set(processes_of_rank) <= set(processes)
+    ]
+    busy = {process for rank in ranks for process in processes_of_ranks[rank]}
     return ranks if busy == set(processes) else []
 
 

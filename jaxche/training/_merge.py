@@ -25,19 +25,19 @@ from jaxche.averaging import (
     weighted,
 )
 from jaxche.distributed import Group
-from jaxche.training._placement import Place, first, lift, spans_processes
-from jaxche.training._programs import Carry, Local, all_finite, broken, stayed_finite
-from jaxche.training._replica_mesh import AXIS, Meeting
+from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
+from jaxche.training._programs import Carry, LocalState, all_finite, broken, stayed_finite
+from jaxche.training._replica_mesh import AXIS, ReplicaMesh
 from jaxche.training._scaling import Scaled, Scaling
 from jaxche.training._schedule_counts import advanced_by, are_schedules, counts_of, with_counts
 
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
-HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "pending", "plan_high", "plan_low")
+HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "accumulated", "plan_high", "plan_low")
 # What stands in the place of the plan's two halves where the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
 
 
-class Rules(NamedTuple):
+class MergeRules(NamedTuple):
     """What is averaged, and how.
 
     Attributes:
@@ -57,36 +57,36 @@ class Rules(NamedTuple):
     scaling: Scaling | None
 
 
-class Merging:
+class MergeProgram:
     """The body of the merge program, run by each replica for itself.
 
     Args:
-      meeting: the mesh of all replicas.
+      replica_mesh: the mesh of all replicas.
       rules: of the merge.
-      local: one replica's :class:`Local`, for its shapes.
+      local: one replica's :class:`LocalState`, for its shapes.
     """
 
-    def __init__(self, meeting: Meeting, rules: Rules, local: Local):
-        self._meeting, self._rule, self._opt_mode = meeting, rules.merge, rules.opt_state
+    def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
+        self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
         self._outer, self._scaling = rules.outer, rules.scaling
         self._tx: Any = optax.with_extra_args_support(rules.tx)
         self._schedules = are_schedules(local.opt_state)
         # Gradients are cut at least as finely as parameters, so what is summed is cut like them.
         self._cut = {
-            "delta": meeting.specs("grads", local.params),
-            "grads": meeting.specs("grads", local.params),
-            "opt_state": meeting.specs("opt_state", local.opt_state),
+            "delta": replica_mesh.specs("grads", local.params),
+            "grads": replica_mesh.specs("grads", local.params),
+            "opt_state": replica_mesh.specs("opt_state", local.opt_state),
         }
 
     def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Sum over replicas, each device its own pieces: the all-reduce of the round."""
-        if not self._meeting.inner:
+        if not self._replica_mesh.inner:
             return psum_buckets(payload, AXIS)
         cut = {name: self._cut.get(name, P()) for name in payload}
         if "opt_state" in payload:
             specs = jax.tree.leaves(self._cut["opt_state"], is_leaf=lambda x: isinstance(x, P))
             cut["opt_state"] = {i: specs[i] for i in payload["opt_state"]}
-        inner = set(self._meeting.inner)
+        inner = set(self._replica_mesh.inner)
         by_piece = jax.shard_map(
             lambda pieces: psum_buckets(pieces, AXIS),
             in_specs=(cut,),
@@ -100,12 +100,12 @@ class Merging:
         """This replica's rows in an otherwise empty table; the sum over replicas is the whole table."""
         told = jnp.concatenate([not_finite, sums], axis=1)
         rows = jnp.concatenate([host[0], jnp.broadcast_to(told, (host.shape[1], told.shape[1]))], axis=1)
-        table = jnp.zeros((self._meeting.mesh.shape[AXIS], *rows.shape), jnp.float32)
+        table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], *rows.shape), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(rows)
 
     def _statistics(self, end: Any, examples: Any) -> tuple[Any, Any]:
         """Weighted model state, and how to finish once it is summed: variances take a second, small all-reduce."""
-        state = first(end["model_state"])
+        state = drop_replica_axis(end["model_state"])
         leaves, treedef = jax.tree.flatten(state)
         averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
 
@@ -123,7 +123,7 @@ class Merging:
     def parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """Weighted mean of parameters: the merged trees, the table, and what the round tells of itself."""
         sums = measured["sums"]
-        x0, x = first(start["params"]), first(end["params"])
+        x0, x = drop_replica_axis(start["params"]), drop_replica_axis(end["params"])
         count, examples = host[0, 0, 0], sums[0, 0]
         # Not normalised: the sum of the weights travels in the same all-reduce.
         weight = {
@@ -142,18 +142,18 @@ class Merging:
             "table": self._table(host, measured["not_finite"], sums),
         }
         if "counts" in start:
-            begun = first(start["counts"])
-            counted = first(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
+            begun = drop_replica_axis(start["counts"])
+            counted = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
             steps = jnp.stack([new - old for old, new in zip(begun, counted, strict=True)]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
         if self._opt_mode == "average":
-            opt_leaves, opt_def = jax.tree.flatten(first(end["opt_state"]))
+            opt_leaves, opt_def = jax.tree.flatten(drop_replica_axis(end["opt_state"]))
             floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
             payload["opt_state"] = weighted({i: opt_leaves[i] for i in floats}, weight)
         if self._scaling is not None:
-            noise, gains = first(start["noise"]), first(measured["scaled"])
-            seen = first(start["opt_state"]) if self._scaling.preconditioned else None
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), noise, seen, x0, examples)
+            noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
+            seen = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
+            payload["noise"] = self._scaling.payload(drop_replica_axis(measured["tracked"]), noise, seen, x0, examples)
             payload["gains"] = jnp.append(gains, weighted(gains[0], weight))
         total = self._sum(payload)
         # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
@@ -161,29 +161,29 @@ class Merging:
         alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
         mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
-        outer_state = first(start["outer_state"])
+        outer_state = drop_replica_axis(start["outer_state"])
         if self._outer is None:
             params = jax.tree.map(lambda a, g: (a.astype(g.dtype) - g).astype(a.dtype), x0, progress)
         else:
             params, outer_state = outer_step(self._outer, x0, progress, outer_state)
-        merged = {"params": lift(params), "outer_state": lift(outer_state)}
-        merged["model_state"] = lift(finish(total["statistics"], total["examples"]))
+        merged = {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
+        merged["model_state"] = add_replica_axis(finish(total["statistics"], total["examples"]))
         if self._opt_mode == "average":
             for i, s in total["opt_state"].items():
                 opt_leaves[i] = (s / total["weight"]).astype(opt_leaves[i].dtype)
-            merged["opt_state"] = lift(jax.tree.unflatten(opt_def, opt_leaves))
+            merged["opt_state"] = add_replica_axis(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
             fresh = self._tx.init(params)
-            merged["opt_state"], counted = lift(fresh), counts_of(fresh)
+            merged["opt_state"], counted = add_replica_axis(fresh), counts_of(fresh)
         if "counts" in start:
-            merged["counts"] = lift(self._merged_counts(begun, counted, total))
+            merged["counts"] = add_replica_axis(self._merged_counts(begun, counted, total))
         squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
         report = [*measure_drift(*squares), *squares, _stayed_finite(start, merged), jnp.float32(0)]
         if self._scaling is not None:
-            noise = self._scaling.learnt(noise, total["noise"])
+            noise = self._scaling.update_from_estimates(noise, total["noise"])
             # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
-            progress = first(start["progress"]) + alpha * total["gains"][2] / total["weight"]
-            merged |= {"noise": lift(noise), "progress": lift(progress)}
+            progress = drop_replica_axis(start["progress"]) + alpha * total["gains"][2] / total["weight"]
+            merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
             steps = counts.sum()
             report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
             report.append(noise.base_batch_size)
@@ -204,41 +204,45 @@ class Merging:
     def gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """One update on the mean of all gradients, the same everywhere."""
         sums = measured["sums"]
-        params = first(start["params"])
+        params = drop_replica_axis(start["params"])
         statistics, finish = self._statistics(end, sums[0, 0])
         payload = {
-            "grads": first(end["grads"]),
+            "grads": drop_replica_axis(end["grads"]),
             "sums": sums[0],
             "statistics": statistics,
             "table": self._table(host, broken(all_finite(end["grads"])), sums),
         }
         if self._scaling is not None:
-            payload["noise"] = self._scaling.sent(first(measured["tracked"]), None, None, None, sums[0, 0])
+            payload["noise"] = self._scaling.payload(
+                drop_replica_axis(measured["tracked"]), None, None, None, sums[0, 0]
+            )
         total = self._sum(payload)
         examples = total["sums"][0]
         grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)
         loss = total["sums"][1] / examples
-        before, scaled = first(start["opt_state"]), {}
+        before, scaled = drop_replica_axis(start["opt_state"]), {}
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
-            noise = self._scaling.learnt_at_once(first(start["noise"]), total["noise"], exact, before, examples)
-            scaled = self._scaling.arguments(noise, first(start["progress"]), examples)
+            noise = self._scaling.update_from_gradients(
+                drop_replica_axis(start["noise"]), total["noise"], exact, before, examples
+            )
+            scaled = self._scaling.arguments(noise, drop_replica_axis(start["progress"]), examples)
         updates, after = self._tx.update(grads, before, params, value=loss, **scaled)
         batches = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
-        opt_state, pending = advanced_by(batches, before, after, host[0, 0, HOST_COLUMNS.index("pending")])
+        opt_state, accumulated = advanced_by(batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")])
         merged = {
-            "params": lift(optax.apply_updates(params, updates)),
-            "opt_state": lift(opt_state),
-            "model_state": lift(finish(total["statistics"], examples)),
+            "params": add_replica_axis(optax.apply_updates(params, updates)),
+            "opt_state": add_replica_axis(opt_state),
+            "model_state": add_replica_axis(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
         stayed = _stayed_finite(start, merged)
         # A gradient that the optimizer skips, as optax.apply_if_finite does, breaks nothing.
         table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
-        report = jnp.append(jnp.zeros(5, jnp.float32), jnp.stack([stayed, pending.astype(jnp.float32)]))
+        report = jnp.append(jnp.zeros(5, jnp.float32), jnp.stack([stayed, accumulated.astype(jnp.float32)]))
         if scaled:
             progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
-            merged |= {"noise": lift(scaled["noise"]), "progress": lift(progress)}
+            merged |= {"noise": add_replica_axis(scaled["noise"]), "progress": add_replica_axis(progress)}
             told = [scaled["noise"].critical_batch_size, gain, opt_state.factor, progress]
             report = jnp.concatenate([report, jnp.stack([*told, scaled["noise"].base_batch_size])])
         return merged, table, report
@@ -264,13 +268,13 @@ def _fednova_step(counts: Any) -> Any:
 class Merged(NamedTuple):
     """Result of a merge: each local replica's next state and the table every host sees alike."""
 
-    locals: tuple[Local, ...]
+    local_states: tuple[LocalState, ...]
     table: np.ndarray  # [R, len(HOST_COLUMNS) + 3 + metrics]
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
     squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # what the drift is made of
     finite: bool = True  # whether the merge itself made nothing NaN or infinite
-    pending: int = 0  # batches that no update of MultiSteps has counted, where gradients are averaged
+    accumulated: int = 0  # batches that no update of MultiSteps has counted, where gradients are averaged
 
 
 class Merge:
@@ -280,14 +284,14 @@ class Merge:
     merged gradients see whole arrays however they are cut. Only the sum itself runs on pieces.
 
     Args:
-      meeting: the mesh of all replicas and the way there.
+      replica_mesh: the mesh of all replicas and the way there.
       rules: what is averaged, and how.
-      local: one replica's :class:`Local`, for its shapes.
+      local: one replica's :class:`LocalState`, for its shapes.
     """
 
-    def __init__(self, meeting: Meeting, rules: Rules, local: Local):
-        self._meeting, self._compiled = meeting, False
-        within = Merging(meeting, rules, local)
+    def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
+        self._replica_mesh, self._compiled = replica_mesh, False
+        within = MergeProgram(replica_mesh, rules, local)
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
         # Optimizer states that stay with their replica never enter the global program.
         if average == "parameters":
@@ -308,15 +312,15 @@ class Merge:
         specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS))
         mapped = jax.shard_map(
             within.parameters if average == "parameters" else within.gradients,
-            mesh=meeting.mesh,
+            mesh=replica_mesh.mesh,
             in_specs=specs,
             out_specs=(P(AXIS), P(), P()),
             axis_names={AXIS},
             check_vma=False,
         )
         trees = local._asdict() | {"counts": counts_of(local.opt_state)}
-        merged = {name: meeting.shardings(name, trees[name]) for name in made}
-        everywhere = NamedSharding(meeting.mesh, P())
+        merged = {name: replica_mesh.shardings(name, trees[name]) for name in made}
+        everywhere = NamedSharding(replica_mesh.mesh, P())
         # A carry's trees have the shapes of the merged ones and give their buffers to them. Gradient accumulators
         # of low-precision parameters do not: they are float32.
         self._program = jax.jit(
@@ -325,32 +329,32 @@ class Merge:
             out_shardings=(merged, everywhere, everywhere),
         )
 
-    def __call__(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
+    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result.
 
         Args:
-          starts: each local replica's :class:`Local` at the start of the round.
+          starts: each local replica's :class:`LocalState` at the start of the round.
           carries: each local replica's carry at its end.
           rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
         """
         arguments = self.arguments(starts, carries, rows)
-        if self._meeting.group.elastic and not self._compiled:
+        if self._replica_mesh.group.elastic and not self._compiled:
             # So that nobody waits in a collective while others compile: its patience is short there.
             self._program.lower(*arguments).compile()
-            self._meeting.group.barrier()
+            self._replica_mesh.group.barrier()
             self._compiled = True
-        with self._meeting.group.collective():
+        with self._replica_mesh.group.collective():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
-            table, report = one_row_each(np.asarray(table)), np.asarray(report).tolist()
-        parts = self._meeting.unstack(merged)
-        locals_ = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
+            table, report = reduce_rows(np.asarray(table)), np.asarray(report).tolist()
+        parts = self._replica_mesh.unstack(merged)
+        local_states = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
         scaled, squares = Scaled(*report[7:]), tuple(report[2:5])
-        return Merged(locals_, table, (report[0], report[1]), scaled, squares, report[5] == 1, int(report[6]))
+        return Merged(local_states, table, (report[0], report[1]), scaled, squares, report[5] == 1, int(report[6]))
 
-    def arguments(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
+    def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """What the program is called with."""
-        stack = self._meeting.stack
+        stack = self._replica_mesh.stack
         # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
         measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
         common = [{name: getattr(local, name) for name in self._common} for local in starts]
@@ -362,7 +366,7 @@ class Merge:
             stack(common),
             stack([{name: getattr(carry, name) for name in self._sent} for carry in carries]),
             stack(measured),
-            self._meeting.rows(rows),
+            self._replica_mesh.rows(rows),
         )
 
 
@@ -371,14 +375,18 @@ def _present(carry: Carry, *names: str) -> dict[str, Any]:
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
-def _next(carry: Carry, merged: dict[str, Any]) -> Local:
+def _next(carry: Carry, merged: dict[str, Any]) -> LocalState:
     """What a replica goes on with: the merged trees, and its own optimizer state where it keeps that."""
     trees = {"opt_state": carry.opt_state} | merged
     counts = trees.pop("counts", None)
-    return Local(**trees) if counts is None else Local(**trees | {"opt_state": with_counts(trees["opt_state"], counts)})
+    return (
+        LocalState(**trees)
+        if counts is None
+        else LocalState(**trees | {"opt_state": with_counts(trees["opt_state"], counts)})
+    )
 
 
-def one_row_each(table: np.ndarray) -> np.ndarray:
+def reduce_rows(table: np.ndarray) -> np.ndarray:
     """``[R, columns]`` from a row per device: the processes of an island wait for their slowest, and stop together."""
     rows = table.max(axis=1)
     # Processes of one island that planned differently must not look like one that agrees with itself.
@@ -388,41 +396,41 @@ def one_row_each(table: np.ndarray) -> np.ndarray:
     return rows
 
 
-class Alone:
+class SingleReplica:
     """The end of a round of a single replica; called like :class:`Merge`.
 
     Args:
       group: the processes of the run.
-      place: where it lives.
+      placement: where it lives.
       scaling: scaling of the learning rate, or None.
     """
 
-    def __init__(self, group: Group, place: Place, scaling: Scaling | None):
+    def __init__(self, group: Group, placement: Placement, scaling: Scaling | None):
         self._group = group
-        self._spans, self._scaling = spans_processes(place), scaling
+        self._spans, self._scaling = spans_processes(placement), scaling
 
-    def __call__(self, starts: Sequence[Local], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
+    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         (start,), (carry,) = starts, carries
         if self._spans:
-            rows = one_row_each(
+            rows = reduce_rows(
                 np.stack(self._group.all_gather(rows.tolist()), axis=1)
             )  # they stop together, and fail together
-        local = Local(carry.params, carry.opt_state, carry.model_state, start.outer_state)
+        local = LocalState(carry.params, carry.opt_state, carry.model_state, start.outer_state)
         table = np.concatenate([rows, np.asarray(carry.not_finite), np.asarray(carry.sums)], axis=1)
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
         # Without what the next state takes as it is.
         told_of = carry._replace(opt_state=None, model_state=None)
-        noise, progress, told = _told(self._scaling, told_of, start.progress, np.float32(rows[0, 0]))
+        noise, progress, told = _summary(self._scaling, told_of, start.progress, np.float32(rows[0, 0]))
         local = local._replace(noise=noise, progress=progress)
         return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _told(scaling: Scaling, carry: Carry, progress: Any, steps: Any) -> tuple[Any, Any, Any]:
+def _summary(scaling: Scaling, carry: Carry, progress: Any, steps: Any) -> tuple[Any, Any, Any]:
     """Noise and progress after its steps, and what the round tells of its scaling."""
     progress = progress + carry.scaled[:, 0]
-    noise, tracked, params = first((carry.noise, carry.tracked, carry.params))
-    noise = scaling.watched(noise, tracked, carry.sums[0, 0], params)
+    noise, tracked, params = drop_replica_axis((carry.noise, carry.tracked, carry.params))
+    noise = scaling.end_round(noise, tracked, carry.sums[0, 0], params)
     told = [noise.critical_batch_size, *(carry.scaled[0] / steps), progress[0], noise.base_batch_size]
-    return lift(noise), progress, jnp.stack(told)
+    return add_replica_axis(noise), progress, jnp.stack(told)

@@ -32,7 +32,7 @@ from jaxche.sharding import (
 Begin: TypeAlias = Callable[[Any, Any, Any], dict[str, Any]]
 
 
-class Home(Protocol):
+class BatchPlacement(Protocol):
     """What the clock needs to know of a replica's devices.
 
     Attributes:
@@ -46,7 +46,7 @@ class Home(Protocol):
         ...
 
 
-class Place(Home, Protocol):
+class Placement(BatchPlacement, Protocol):
     """What local programs and the merge need to know of a replica's devices.
 
     Trees of arrays have a leading axis of 1, the replica's row of the ``[R, ...]`` view; trees inside programs do not,
@@ -61,11 +61,11 @@ class Place(Home, Protocol):
     compiler_options: Any
     makes_pieces: bool
 
-    def laid_out(self, params: Any) -> Place:
+    def with_layout(self, params: Any) -> Placement:
         """This place, with the layout of parameters of these shapes decided."""
         ...
 
-    def resized(self, width: int) -> Place:
+    def resized(self, width: int) -> Placement:
         """The same devices as rows of ``width``."""
         ...
 
@@ -98,14 +98,14 @@ class Place(Home, Protocol):
         ...
 
 
-def is_local(place: Home) -> bool:
+def is_local(placement: BatchPlacement) -> bool:
     """Whether some of its devices belong to this process."""
-    return any(d.process_index == jax.process_index() for d in place.devices.flat)
+    return any(d.process_index == jax.process_index() for d in placement.devices.flat)
 
 
-def spans_processes(place: Home) -> bool:
+def spans_processes(placement: BatchPlacement) -> bool:
     """Whether several processes drive it together."""
-    return len({d.process_index for d in place.devices.flat}) > 1
+    return len({d.process_index for d in placement.devices.flat}) > 1
 
 
 def devices_by_process() -> dict[int, list[Device]]:
@@ -116,12 +116,12 @@ def devices_by_process() -> dict[int, list[Device]]:
     return found
 
 
-def first(tree: Any) -> Any:
+def drop_replica_axis(tree: Any) -> Any:
     """Drop the leading replica axis inside a compiled program (no copy there)."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def lift(tree: Any) -> Any:
+def add_replica_axis(tree: Any) -> Any:
     """Put the leading replica axis back."""
     return jax.tree.map(lambda x: x[None], tree)
 
@@ -131,17 +131,17 @@ def without_replica_axis(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
-class OneDevice:
+class DevicePlacement:
     """A replica on one device: programs as they are, arrays where they are."""
 
     def __init__(self, device: Device):
         self._device, self.compiler_options, self.makes_pieces = device, None, False
         self.devices = np.array([[device]], dtype=object)
 
-    def laid_out(self, params: Any) -> OneDevice:
+    def with_layout(self, params: Any) -> DevicePlacement:
         return self
 
-    def resized(self, width: int) -> OneDevice:
+    def resized(self, width: int) -> DevicePlacement:
         return self
 
     def specs(self, name: str, tree: Any) -> Any:
@@ -177,7 +177,7 @@ class OneDevice:
 _WHOLE = ("model_state", "progress", "sums", "scaled", "index", "worth", "stride", "counts", "not_finite")
 
 
-class Island:
+class ShardedPlacement:
     """A replica on a mesh.
 
     Args:
@@ -201,10 +201,10 @@ class Island:
         assert self._layout is not None, "laid_out(params) comes first"
         return self._layout
 
-    def laid_out(self, params: Any) -> Island:
-        return Island(self._mesh, self._strategy, params)
+    def with_layout(self, params: Any) -> ShardedPlacement:
+        return ShardedPlacement(self._mesh, self._strategy, params)
 
-    def resized(self, width: int) -> Island:
+    def resized(self, width: int) -> ShardedPlacement:
         """The same devices as rows of ``width``, each row a copy: what is cut is cut into ``width`` pieces."""
         knobs = {"min_size": self._strategy.min_size, "scanned": self._strategy.scanned}
         if isinstance(self._strategy, (FullShard, HybridShard)):
@@ -213,7 +213,7 @@ class Island:
             strategy = HybridShardGradOp(width, **knobs)
         else:
             strategy = NoShard(**knobs)
-        return Island(strategy.mesh(list(self.devices.flat)), strategy, self._decided.shapes)
+        return ShardedPlacement(strategy.mesh(list(self.devices.flat)), strategy, self._decided.shapes)
 
     def specs(self, name: str, tree: Any) -> Any:
         if name == "params":
@@ -269,13 +269,13 @@ class Island:
         """Host arrays here, each process its own part."""
         sharding = NamedSharding(self._decided.mesh, spec)
 
-        def place(x: Any) -> jax.Array:
+        def placement(x: Any) -> jax.Array:
             if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
                 return jax.device_put(x, sharding)
             host = np.asarray(x)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-        return jax.tree.map(place, tree)
+        return jax.tree.map(placement, tree)
 
     def _shardings(self, trees: dict[str, Any]) -> dict[str, Any]:
         """A NamedSharding for every leaf of named trees."""

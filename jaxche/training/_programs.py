@@ -13,8 +13,8 @@ from jax import lax
 
 from jaxche.averaging import add_weighted, is_float, zero_sums
 from jaxche.sharding import Loss, batch_size
-from jaxche.training._placement import Place, first, lift
-from jaxche.training._scaling import Scaling, Worth
+from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis
+from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._schedule_counts import advanced, ahead, are_schedules, counts_of
 
 
@@ -53,7 +53,7 @@ class Steps(NamedTuple):
     plain: Any
 
 
-class Local(NamedTuple):
+class LocalState(NamedTuple):
     """What one replica keeps between rounds. Every leaf has a leading axis of 1: its row of the ``[R, ...]`` view.
 
     ``noise`` and ``progress`` are None unless learning rates are scaled.
@@ -81,7 +81,7 @@ class Constants(NamedTuple):
     stride: Any = None
     # Scaling: how the optimizer sees gradients, what steps are worth, and what was known at the start.
     seen: Any = None
-    worth: Worth | None = None
+    merge_scale: MergeScale | None = None
     progress: Any = None
     noise: Any = None
 
@@ -113,9 +113,9 @@ class Programs(Protocol):
     """What a replica runs: ``begin(local, index, worth) -> (made, carry)`` opens a round, from which steps go on."""
 
     @property
-    def begin(self) -> Callable[[Local, Any, Worth], tuple[Constants, Carry]]: ...
+    def begin(self) -> Callable[[LocalState, Any, MergeScale], tuple[Constants, Carry]]: ...
 
-    def constants(self, local: Local, made: Constants) -> Constants:
+    def constants(self, local: LocalState, made: Constants) -> Constants:
         """What :meth:`begin` made, with what the steps read of the replica's state itself."""
         ...
 
@@ -123,7 +123,7 @@ class Programs(Protocol):
         """The steps for batches of these shapes."""
         ...
 
-    def ended(self, local: Local, carry: Carry) -> Carry:
+    def ended(self, local: LocalState, carry: Carry) -> Carry:
         """The carry at the end of a round that began with ``local``, with ``not_finite`` if a merge cannot see it."""
         ...
 
@@ -139,7 +139,7 @@ class LocalPrograms:
     caller holds stays valid: whatever goes wrong in a round, the last good state is still there.
 
     Args:
-      place: where the replica lives.
+      placement: where the replica lives.
       loss: the loss in its one form.
       tx: optimizer of the local steps.
       average: ``"parameters"``: a step updates the replica's own parameters. ``"gradients"``: a step adds its
@@ -152,7 +152,7 @@ class LocalPrograms:
 
     def __init__(
         self,
-        place: Place,
+        placement: Placement,
         loss: Loss,
         tx: optax.GradientTransformation,
         average: str,
@@ -161,8 +161,8 @@ class LocalPrograms:
         scaling: Scaling | None = None,
         solo: bool = False,
     ):
-        self._place, self._seed, self._solo = place, seed, solo
-        self._objective = place.value_and_grad(loss)
+        self._placement, self._seed, self._solo = placement, seed, solo
+        self._objective = placement.value_and_grad(loss)
         self._tx: Any = optax.with_extra_args_support(tx)
         self._metrics, self._scaling = metrics, scaling
         step = self._local_step if average == "parameters" else self._accumulate
@@ -171,10 +171,10 @@ class LocalPrograms:
         self.begin = jax.jit(self._begin, keep_unused=True)
         self._not_finite, self._finite = jax.jit(self._broken), jax.jit(self._zero, keep_unused=True)
         self._step = jax.jit(
-            step, static_argnames="measures", donate_argnums=1, compiler_options=place.compiler_options
+            step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
 
-    def constants(self, local: Local, made: Constants) -> Constants:
+    def constants(self, local: LocalState, made: Constants) -> Constants:
         if self._average == "gradients":
             made = made._replace(params=local.params)
         if made.stride is not None:
@@ -190,7 +190,7 @@ class LocalPrograms:
         plain = self._step.lower(*_parted(start, carry), batch, measures=False).compile()
         return Steps(step, partial(_unmeasured, plain))
 
-    def ended(self, local: Local, carry: Carry) -> Carry:
+    def ended(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry  # all of it goes into the merge
         before, after = ((x.params, x.opt_state, x.model_state) for x in (local, carry))
@@ -200,24 +200,27 @@ class LocalPrograms:
         return carry if self._average == "gradients" else carry._replace(not_finite=self._finite(carry.sums))
 
     def _zero(self, sums: Any) -> Any:
-        return self._place.constrain({"not_finite": jnp.zeros_like(sums[:, :1])})["not_finite"]
+        return self._placement.constrain({"not_finite": jnp.zeros_like(sums[:, :1])})["not_finite"]
 
     def _broken(self, before: Any, after: Any) -> Any:
-        return self._place.constrain({"not_finite": broken(stayed_finite(before, after))})["not_finite"]
+        return self._placement.constrain({"not_finite": broken(stayed_finite(before, after))})["not_finite"]
 
-    def _begin(self, local: Local, index: Any, worth: Worth) -> tuple[Constants, Carry]:
+    def _begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local)
         made = Constants()
         carry = Carry(copied.model_state, index, jnp.zeros((1, 2 + len(self._metrics)), jnp.float32))
         if self._scaling is not None:
-            noise, params, opt_state = first((local.noise, local.params, local.opt_state))
+            noise, params, opt_state = drop_replica_axis((local.noise, local.params, local.opt_state))
             seen, begun = self._scaling.begin(noise, params, opt_state)
-            made, carry = made._replace(seen=lift(seen), worth=worth), carry._replace(**lift(begun))
+            made, carry = (
+                made._replace(seen=add_replica_axis(seen), merge_scale=merge_scale),
+                carry._replace(**add_replica_axis(begun)),
+            )
         if self._average == "parameters":
             carry = carry._replace(params=copied.params, opt_state=copied.opt_state)
             if not self._solo and any(are_schedules(local.opt_state)):
-                made = made._replace(stride=worth.stride)
+                made = made._replace(stride=merge_scale.stride)
         else:
             carry = carry._replace(grads=zero_sums(local.params))
         return self._constrained(made), self._constrained(carry)
@@ -225,54 +228,60 @@ class LocalPrograms:
     def _constrained(self, trees: Any) -> Any:
         """A carry or constants, kept where the place says."""
         present = {name: tree for name, tree in trees._asdict().items() if tree is not None}
-        return trees._replace(**self._place.constrain(present))
+        return trees._replace(**self._placement.constrain(present))
 
     def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry]:
         """Loss, gradients, examples, and the carry with what every step counts."""
         rng = jax.random.fold_in(jax.random.key(self._seed), carry.index)
-        (loss, (metrics, model_state)), grads = self._objective(params, first(carry.model_state), batch, rng)
+        (loss, (metrics, model_state)), grads = self._objective(
+            params, drop_replica_axis(carry.model_state), batch, rng
+        )
         examples = jnp.float32(batch_size(batch))
         row = jnp.stack([jnp.float32(1), loss, *(metrics[name] for name in self._metrics)]) * examples
-        counted = carry._replace(model_state=lift(model_state), index=carry.index + 1, sums=carry.sums + row[None])
+        counted = carry._replace(
+            model_state=add_replica_axis(model_state), index=carry.index + 1, sums=carry.sums + row[None]
+        )
         return loss, grads, examples, counted
 
     def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
-        params, opt_state, scaled = first(carry.params), first(carry.opt_state), {}
+        params, opt_state, scaled = drop_replica_axis(carry.params), drop_replica_axis(carry.opt_state), {}
         loss, grads, examples, carry = self._value_and_grad(params, carry, batch)
         if self._scaling is not None:
             scaled, carry = self._scale(start, carry, grads, examples, measures)
-        seen = opt_state if start.stride is None else ahead(opt_state, first(start.counts), start.stride)
-        params, updated = self._place.update(self._tx, grads, seen, params, value=loss, **scaled)
+        seen = opt_state if start.stride is None else ahead(opt_state, drop_replica_axis(start.counts), start.stride)
+        params, updated = self._placement.update(self._tx, grads, seen, params, value=loss, **scaled)
         opt_state = updated if start.stride is None else advanced(opt_state, seen, updated)
         if scaled:
-            worth = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
-            carry = carry._replace(scaled=carry.scaled + worth[None])
-        return self._constrained(carry._replace(params=lift(params), opt_state=lift(opt_state))), loss
+            gain = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
+            carry = carry._replace(scaled=carry.scaled + gain[None])
+        return self._constrained(
+            carry._replace(params=add_replica_axis(params), opt_state=add_replica_axis(opt_state))
+        ), loss
 
     def _scale(
         self, start: Constants, carry: Carry, grads: Any, examples: Any, measures: bool
     ) -> tuple[dict[str, Any], Carry]:
         """Arguments of the scaled optimizer in a local step, and the carry with what it keeps of the noise."""
-        scaling, worth, seen = self._scaling, start.worth, first(start.seen)
+        scaling, merge_scale, seen = self._scaling, start.merge_scale, drop_replica_axis(start.seen)
         assert scaling is not None
-        assert worth is not None
-        progress = first(start.progress) + worth.alpha * carry.scaled[0, 0]
-        noise = first((carry if measures and scaling.solo else start).noise)
+        assert merge_scale is not None
+        progress = drop_replica_axis(start.progress) + merge_scale.alpha * carry.scaled[0, 0]
+        noise = drop_replica_axis((carry if measures and scaling.solo else start).noise)
         if measures and scaling.solo:
-            noise, tracked = scaling.watch(noise, first(carry.tracked), grads, examples, seen)
-            carry = carry._replace(noise=lift(noise), tracked=lift(tracked))
+            noise, tracked = scaling.update_from_step(noise, drop_replica_axis(carry.tracked), grads, examples, seen)
+            carry = carry._replace(noise=add_replica_axis(noise), tracked=add_replica_axis(tracked))
         elif measures:
-            tracked = scaling.track(first(carry.tracked), noise, grads, examples, seen)
-            carry = carry._replace(tracked=lift(tracked))
-        return scaling.arguments(noise, progress, examples, worth.replicas), carry
+            tracked = scaling.accumulate(drop_replica_axis(carry.tracked), noise, grads, examples, seen)
+            carry = carry._replace(tracked=add_replica_axis(tracked))
+        return scaling.arguments(noise, progress, examples, merge_scale.replicas), carry
 
     def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
-        loss, grads, examples, carry = self._value_and_grad(first(start.params), carry, batch)
+        loss, grads, examples, carry = self._value_and_grad(drop_replica_axis(start.params), carry, batch)
         if self._scaling is not None and measures:
-            tracked, noise = first(carry.tracked), first(start.noise)
-            tracked = self._scaling.track(tracked, noise, grads, examples, first(start.seen))
-            carry = carry._replace(tracked=lift(tracked))
-        summed = add_weighted(carry.grads, lift(grads), examples)
+            tracked, noise = drop_replica_axis(carry.tracked), drop_replica_axis(start.noise)
+            tracked = self._scaling.accumulate(tracked, noise, grads, examples, drop_replica_axis(start.seen))
+            carry = carry._replace(tracked=add_replica_axis(tracked))
+        summed = add_weighted(carry.grads, add_replica_axis(grads), examples)
         return self._constrained(carry._replace(grads=summed)), loss
 
 

@@ -15,19 +15,19 @@ import numpy as np
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes_per_device
 from jaxche.training._data import Feed
-from jaxche.training._placement import Home, spans_processes
-from jaxche.training._programs import Carry, Constants, Local, Programs, Steps
-from jaxche.training._scaling import Worth
+from jaxche.training._placement import BatchPlacement, spans_processes
+from jaxche.training._programs import Carry, Constants, LocalState, Programs, Steps
+from jaxche.training._scaling import MergeScale
 
 # Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
 # of steps does not put hundreds of batches on the device at once. In short rounds an eighth of the round: a replica
 # that has run out of time cannot take back what is in flight.
 _IN_FLIGHT = 8
 
-_PLAIN = Worth()
+_NO_SCALE = MergeScale()
 
 
-class Outcome(NamedTuple):
+class LocalResult(NamedTuple):
     """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong."""
 
     carry: Carry
@@ -48,26 +48,26 @@ class PaceError(ValueError):
 class Replica:
     """One replica of this process: its place, its compiled steps, its clock."""
 
-    def __init__(self, group: Group, rank: int, place: Home, programs: Programs, pace_ms: float | None):
+    def __init__(self, group: Group, rank: int, placement: BatchPlacement, programs: Programs, pace_ms: float | None):
         self._group = group
-        self.rank, self.place, self._programs, self._pace_ms = rank, place, programs, pace_ms
+        self.rank, self.placement, self._programs, self._pace_ms = rank, placement, programs, pace_ms
         self._executables: dict[Any, Steps] = {}
         self._stand_in: Any = None
         self._unread: Exception | None = None
         self.compilations = 0
 
-    def begin(self, local: Local, index: int, worth: Worth = _PLAIN) -> Carry:
+    def begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> Carry:
         """The carry of a round before its first step."""
-        return self._opened(local, index, worth)[1]
+        return self._opened(local, index, merge_scale)[1]
 
-    def _opened(self, local: Local, index: int, worth: Worth = _PLAIN) -> tuple[Constants, Carry]:
+    def _opened(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
         """What the steps of a round read, and the carry."""
-        made, carry = self._programs.begin(local, np.uint32(index % 2**32), Worth(*map(np.float32, worth)))
+        made, carry = self._programs.begin(local, np.uint32(index % 2**32), MergeScale(*map(np.float32, merge_scale)))
         return self._programs.constants(local, made), carry
 
-    def _executable(self, local: Local, batch: Any, opened: Any = None) -> tuple[Steps, Any]:
+    def _executable(self, local: LocalState, batch: Any, opened: Any = None) -> tuple[Steps, Any]:
         """The steps compiled for a batch of these shapes, and the batch as they take it."""
-        batch = self.place.put(batch)
+        batch = self.placement.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
@@ -77,14 +77,14 @@ class Replica:
             self.compilations += 1
         return self._executables[key], batch
 
-    def compile(self, local: Local, batch: Any) -> bool:
+    def compile(self, local: LocalState, batch: Any) -> bool:
         """Compile for this batch's shapes, without running anything; false if that was done before."""
         before = self.compilations
         self._executable(local, batch)
         self._stand_in = batch
         return self.compilations > before
 
-    def warm_up(self, local: Local, batch: Any) -> None:
+    def warm_up(self, local: LocalState, batch: Any) -> None:
         """Run on a scratch copy until caches are warm; check the pace.
 
         Raises:
@@ -111,14 +111,14 @@ class Replica:
 
     def run(
         self,
-        local: Local,
+        local: LocalState,
         feed: Iterable[Any],
         index: int,
-        worth: Worth = _PLAIN,
-        limit_ms: float | None = None,
+        merge_scale: MergeScale = _NO_SCALE,
+        time_limit_ms: float | None = None,
         measured: int = 0,
-    ) -> Outcome:
-        """Take one step on each batch of ``feed``, or as many as begin within ``limit_ms``, at least one.
+    ) -> LocalResult:
+        """Take one step on each batch of ``feed``, or as many as begin within ``time_limit_ms``, at least one.
 
         The first ``measured`` of them measure their gradients, where learning rates are scaled.
         Where several processes drive this replica, the first of them looks at the clock, and all take the same steps.
@@ -129,13 +129,13 @@ class Replica:
         losses: list[Any] = []
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
         together = None
-        if limit_ms is not None and isinstance(feed, Feed):
-            in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), limit_ms / 1e3
-            if spans_processes(self.place):
-                processes = sorted({device.process_index for device in self.place.devices.flat})
+        if time_limit_ms is not None and isinstance(feed, Feed):
+            in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), time_limit_ms / 1e3
+            if spans_processes(self.placement):
+                processes = sorted({device.process_index for device in self.placement.devices.flat})
                 together = self._group.flag_broadcast(processes, f"rank {self.rank}")
         try:
-            constants, carry = self._opened(local, index, worth)
+            constants, carry = self._opened(local, index, merge_scale)
             start = due = time.perf_counter()
             for batch in self._gapless(feed):
                 late = steps > 0 and time.perf_counter() - start > limit_s
@@ -166,24 +166,24 @@ class Replica:
             carry = self._programs.ended(local, carry)
             if self._unread is not None:
                 raise self._unread
-            return Outcome(carry, steps, wall_ms)
+            return LocalResult(carry, steps, wall_ms)
         except Exception as error:
             return self.idle(local)._replace(error=error)
 
-    def memory(self, local: Local) -> dict[str, int]:
+    def memory(self, local: LocalState) -> dict[str, int]:
         """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
         found = (round_memory(local, steps.measuring, _IN_FLIGHT) for steps in self._executables.values())
         return max(found, key=lambda parts: parts["in all"])
 
-    def idle(self, local: Local) -> Outcome:
+    def idle(self, local: LocalState) -> LocalResult:
         """The outcome of taking no step."""
-        return Outcome(self._programs.idle(self.begin(local, 0)), 0, 0.0)
+        return LocalResult(self._programs.idle(self.begin(local, 0)), 0, 0.0)
 
     def _gapless(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed. Where another process of an island waits in each step, a batch that cannot be read is
         replaced by the one before, and the error kept for the end: it then has its steps, and nobody hangs.
         """
-        if not (spans_processes(self.place) and isinstance(feed, Feed)):
+        if not (spans_processes(self.placement) and isinstance(feed, Feed)):
             yield from feed
             return
         done = 0
@@ -227,7 +227,7 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
 def free_rates(
     group: Group,
     replicas: Sequence[Replica],
-    locals_: Sequence[Local],
+    local_states: Sequence[LocalState],
     batches: Sequence[Any],
     seconds: float,
     pool: Executor,
@@ -237,7 +237,7 @@ def free_rates(
     Args:
       group: the processes of the run.
       replicas: of this process, compiled and warm.
-      locals_: where each starts; they are not changed.
+      local_states: where each starts; they are not changed.
       batches: to take in turn.
       seconds: how long to run.
       pool: with a thread a replica.
@@ -245,8 +245,8 @@ def free_rates(
     # The processes of one island must stop after the same step, so these count steps instead of seconds.
     spanning = {
         replica.rank: (replica, local)
-        for replica, local in zip(replicas, locals_, strict=True)
-        if spans_processes(replica.place)
+        for replica, local in zip(replicas, local_states, strict=True)
+        if spans_processes(replica.placement)
     }
     times = {rank: replica.run(local, batches, 0).wall_ms / len(batches) for rank, (replica, local) in spanning.items()}
     together = group.all_gather(times)  # and all start together
@@ -255,17 +255,19 @@ def free_rates(
         for rank in spanning
     }
 
-    def run_one(replica: Replica, local: Local) -> float:
+    def run_one(replica: Replica, local: LocalState) -> float:
         until = time.perf_counter() + seconds
         feed: Iterable[Any] = itertools.cycle(batches)
         if replica.rank in agreed:
             feed = itertools.islice(feed, agreed[replica.rank])
         else:
             feed = itertools.takewhile(lambda _: time.perf_counter() < until, feed)
-        outcome = replica.run(local, feed, 0)
-        if outcome.error:
-            raise outcome.error
-        return outcome.steps / outcome.wall_ms * 1e3
+        result = replica.run(local, feed, 0)
+        if result.error:
+            raise result.error
+        return result.steps / result.wall_ms * 1e3
 
-    rates = {replica.rank: rate for replica, rate in zip(replicas, pool.map(run_one, replicas, locals_), strict=True)}
+    rates = {
+        replica.rank: rate for replica, rate in zip(replicas, pool.map(run_one, replicas, local_states), strict=True)
+    }
     return {int(rank): rate for part in group.all_gather(rates) for rank, rate in part.items()}

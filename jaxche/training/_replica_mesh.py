@@ -13,14 +13,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.distributed import Group
-from jaxche.training._placement import OneDevice, Place, is_local
+from jaxche.training._placement import DevicePlacement, Placement, is_local
 
 AXIS = "replica"
 # Within a replica: what is sharded is cut along the second axis, the first holds copies.
 _INNER = ("copy", "shard")
 
 
-class Meeting:
+class ReplicaMesh:
     """All replicas as one mesh, the replicas along its axis ``replica``.
 
     Replicas that are devices make a mesh of that axis alone. Islands of one shape bring all their devices, so that each
@@ -30,26 +30,28 @@ class Meeting:
 
     Args:
       group: the processes of the run.
-      places: where each replica lives, laid out, over all processes.
+      placements: where each replica lives, laid out, over all processes.
       host: meet on CPU devices: pieces are copied there and back, and no program spans accelerators.
 
     Raises:
       ValueError: a process with fewer CPU devices than pieces to meet.
     """
 
-    def __init__(self, group: Group, places: Sequence[Place], host: bool = False):
+    def __init__(self, group: Group, placements: Sequence[Placement], host: bool = False):
         self.group = group
-        self._here = [place for place in places if is_local(place)]
-        width = math.gcd(*(place.devices.shape[1] for place in places))
-        self._direct = len({place.devices.shape for place in places}) == 1
-        self._views = self._here if self._direct else [place.resized(width) for place in self._here]
-        rows = [place.devices if self._direct else place.devices.reshape(-1, width)[:1] for place in places]
+        self._here = [placement for placement in placements if is_local(placement)]
+        width = math.gcd(*(placement.devices.shape[1] for placement in placements))
+        self._direct = len({placement.devices.shape for placement in placements}) == 1
+        self._views = self._here if self._direct else [placement.resized(width) for placement in self._here]
+        rows = [
+            placement.devices if self._direct else placement.devices.reshape(-1, width)[:1] for placement in placements
+        ]
         homes = _own(rows)
         if host:
             rows = _on_host(rows)
         rows = [group.connected(row) for row in rows]
         # An island's specs name the axes within it, also where it meets on one device.
-        plain = all(isinstance(place, OneDevice) for place in places)
+        plain = all(isinstance(placement, DevicePlacement) for placement in placements)
         grid = np.array([row[0, 0] for row in rows]) if plain else np.stack(rows)
         names = (AXIS,) if plain else (AXIS, *_INNER)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
@@ -103,7 +105,7 @@ class Meeting:
             for part, view, row in zip(parts, self._views, self._rows, strict=True):
                 pieces = [[_moved(shards[d], home) for d, home in zip(*row, strict=True)] for shards in by_device]
                 part[name] = view.assemble(name, tree, pieces)
-        return parts if self._direct else [place.move(p) for place, p in zip(self._here, parts, strict=True)]
+        return parts if self._direct else [placement.move(p) for placement, p in zip(self._here, parts, strict=True)]
 
     def once(self, name: str, tree: Any) -> Any:
         """One row of the ``[R, ...]`` view of this name, whose rows are equal; each device keeps its own piece."""

@@ -13,8 +13,8 @@ from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, Verdict, clamp_counts,
 from jaxche.distributed import Group
 from jaxche.reports import RoundInfo
 from jaxche.training._merge import DIFFERS, HOST_COLUMNS, Merged
-from jaxche.training._replica import Outcome
-from jaxche.training._state import ReplicaState
+from jaxche.training._replica import LocalResult
+from jaxche.training._state import TrainerState
 
 
 class PlanMismatchError(RuntimeError):
@@ -62,7 +62,7 @@ _LEAST_PATIENCE_MS = 200.0
 
 
 def next_plan(
-    state: ReplicaState,
+    state: TrainerState,
     size: int,
     policy: ApplyPolicy,
     world_size: int,
@@ -80,8 +80,8 @@ def next_plan(
       alone: steps of a single replica.
     """
     lead = state.che.max_batch_diff if state.che else None
-    if state.owed:
-        epoch, start, stop = state.owed[0]
+    if state.pending_batches:
+        epoch, start, stop = state.pending_batches[0]
         wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
         return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
     if state.che is None:
@@ -100,8 +100,8 @@ def next_plan(
     )
 
 
-def forced_plan(
-    state: ReplicaState, size: int, policy: ApplyPolicy, world_size: int, counts: Sequence[int]
+def plan_of_counts(
+    state: TrainerState, size: int, policy: ApplyPolicy, world_size: int, counts: Sequence[int]
 ) -> RoundPlan:
     """A round of counts given from outside, e.g. recorded ones; cut only where the epoch ends.
 
@@ -113,12 +113,12 @@ def forced_plan(
             f"counts={tuple(counts)} has {len(counts)} entries for {world_size} replicas; "
             "give each its number of steps, at least one in all"
         )
-    epoch, start, stop = (state.owed or ((state.epoch, state.cursor, size),))[0]
-    left = sum(counts) if policy is ApplyPolicy.ASYNC and not state.owed else stop - start
+    epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
+    left = sum(counts) if policy is ApplyPolicy.ASYNC and not state.pending_batches else stop - start
     return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
 
 
-def limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
+def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
     """When a replica stops short of its plan: it holds up the others by the length of one round, not more."""
     if che is None or not all(che.ms_per_batch):
         return None
@@ -131,23 +131,23 @@ _NOT_FINITE, _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(
 
 
 def host_row(
-    plan: RoundPlan, rank: int, outcome: Outcome, last_sync_ms: float, stop: int, pending: int = 0
+    plan: RoundPlan, rank: int, result: LocalResult, last_sync_ms: float, stop: int, accumulated: int = 0
 ) -> list[float]:
     """What a replica adds to the table from the host's side, in the order of ``HOST_COLUMNS``."""
-    failed = outcome.error is not None
+    failed = result.error is not None
     # The count weighs what is merged; where a step failed nothing is.
     return [
-        plan.counts[rank] if failed else outcome.steps,
-        outcome.wall_ms,
+        plan.counts[rank] if failed else result.steps,
+        result.wall_ms,
         last_sync_ms,
         failed,
         stop,
-        pending,
+        accumulated,
         *plan.digest_halves(),
     ]
 
 
-class Table:
+class RoundStatistics:
     """Named reads of the merged table; what does not depend on the host that reads it."""
 
     def __init__(self, numbers: np.ndarray, metrics: Sequence[str]):
@@ -198,13 +198,13 @@ class Table:
         means = self._numbers[:, _METRICS:].sum(axis=0) / self.examples.sum()
         return dict(zip(self._metrics, means.tolist(), strict=True))
 
-    def refuse_bad(
+    def check(
         self,
         group: Group,
-        state: ReplicaState,
+        state: TrainerState,
         plan: RoundPlan,
         ranks: Sequence[int],
-        outcomes: Sequence[Outcome],
+        results: Sequence[LocalResult],
         finite: bool,
     ) -> None:
         """Raise, on every host alike, if this round must not count; ``finite`` is the flag of the merge.
@@ -216,7 +216,7 @@ class Table:
           NonFiniteLossError: a loss, a replica's state or gradients, or what was merged is NaN or infinite.
         """
         if self._host("failed").any():
-            errors = [(outcome.error, rank) for rank, outcome in zip(ranks, outcomes, strict=True) if outcome.error]
+            errors = [(result.error, rank) for rank, result in zip(ranks, results, strict=True) if result.error]
             group.raise_everywhere(*(errors[0] if errors else (None, ranks[0])), f"round {plan.round}")
         digests = [tuple(row) for row in self._numbers[:, [_COLUMN["plan_high"], _COLUMN["plan_low"]]]]
         if len(set(digests)) > 1 or DIFFERS in digests:
@@ -237,7 +237,7 @@ class Table:
         if not finite:
             self._refuse_numbers(state, plan, None, "the merged parameters or optimizer state became NaN or infinite")
 
-    def _refuse_numbers(self, state: ReplicaState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
+    def _refuse_numbers(self, state: TrainerState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
         ranks = range(len(plan.counts)) if rank is None else [rank]
         batches = tuple(batch for r in ranks for batch in plan.share(r)[: self.counts[r]])
         raise NonFiniteLossError(
@@ -272,15 +272,15 @@ def _ranges(numbers: Sequence[int]) -> str:
     return " and ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
 
 
-def learn(
-    state: ReplicaState,
+def advance(
+    state: TrainerState,
     plan: RoundPlan,
     merged: Merged,
-    table: Table,
+    table: RoundStatistics,
     policy: ApplyPolicy,
     rule: str | None,
     sync_ms: float,
-) -> tuple[ReplicaState, RoundInfo]:
+) -> tuple[TrainerState, RoundInfo]:
     """The state after a round and its record.
 
     All that decides the next plan is a function of the plan and the table, so that all hosts go on alike.
@@ -336,10 +336,10 @@ def learn(
         alpha=alpha,
         **merged.scaled._asdict(),
     )
-    epoch, cursor = (state.epoch, state.cursor) if state.owed else plan.end
+    epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end
     after = replace(
         state,
-        locals=merged.locals,
+        local_states=merged.local_states,
         che=che,
         correction=correction,
         round=plan.round + 1,
@@ -347,19 +347,19 @@ def learn(
         cursor=cursor,
         examples=state.examples + info.examples,
         sync_ms=sync_ms,
-        owed=_owed(state.owed, plan, counts),
-        pending=merged.pending,
+        pending_batches=_pending_batches(state.pending_batches, plan, counts),
+        accumulated=merged.accumulated,
     )
     return after, info
 
 
-def _owed(
-    owed: tuple[tuple[int, int, int], ...], plan: RoundPlan, counts: tuple[int, ...]
+def _pending_batches(
+    pending_batches: tuple[tuple[int, int, int], ...], plan: RoundPlan, counts: tuple[int, ...]
 ) -> tuple[tuple[int, int, int], ...]:
     """What is owed after a round of this plan in which so many steps were taken."""
     after = []
-    if owed:
-        (epoch, _, stop), *others = owed
+    if pending_batches:
+        (epoch, _, stop), *others = pending_batches
         start = plan.start + plan.total
         after = [*([(epoch, start, stop)] if start < stop else []), *others]
     for rank, done in enumerate(counts):

@@ -25,7 +25,7 @@ _FIRST_ROUNDS = 8
 _SMALL = 2**15  # numbers: for less than that, an operation of its own costs more than the copy into a vector
 
 
-class Worth(NamedTuple):
+class MergeScale(NamedTuple):
     """What the local steps of a planned round are worth once merged; arrays to the compiled step.
 
     Attributes:
@@ -112,7 +112,7 @@ class Scaling:
         return scale_learning_rate(tx, self.rule)
 
     def start(self, params: Any) -> dict[str, Any]:
-        """The entries of a ``Local`` before the first round."""
+        """The entries of a ``LocalState`` before the first round."""
         noise = noise_scale.init(params, base_batch_size=self.base_batch_size, differenced=self.solo)
         return {"noise": noise, "progress": jnp.zeros((), jnp.float32)}
 
@@ -135,7 +135,7 @@ class Scaling:
             return seen, steps | {"noise": replace(noise, previous=None), "tracked": tracked}
         return seen, steps | {"tracked": {"sums": zero, "grads": zero_sums(self._join(params))}}
 
-    def track(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
+    def accumulate(self, tracked: Any, noise: Any, grads: Any, examples: Any, seen: Any) -> Any:
         """Add one batch to what the estimate is made of.
 
         Args:
@@ -152,7 +152,7 @@ class Scaling:
         total = add_weighted(tracked["grads"], grads, examples)
         return {"sums": jax.tree.map(jnp.add, tracked["sums"], sums), "grads": total}
 
-    def watch(self, noise: Any, tracked: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
+    def update_from_step(self, noise: Any, tracked: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
         """The single replica's noise scale after a step that was measured, and what is tracked."""
         grads = self._join(grads)
         whole = replace(self._of(grads, self._based(noise)), previous=tracked["previous"])
@@ -160,7 +160,7 @@ class Scaling:
         tracked = {"previous": after.previous, "examples": tracked["examples"] + examples}
         return replace(after, previous=None, groups=noise.groups), tracked
 
-    def watched(self, noise: Any, tracked: Any, examples: Any, params: Any) -> Any:
+    def end_round(self, noise: Any, tracked: Any, examples: Any, params: Any) -> Any:
         """The single replica's noise scale after a round of so many examples.
 
         Those it took without measuring let the averages fade, but change nothing that is read of them: that can wait
@@ -175,7 +175,7 @@ class Scaling:
         scale = examples * jnp.asarray(replicas, jnp.float32) / noise.base_batch_size
         return {"scale": scale, "noise": noise, "progress": progress}
 
-    def sent(self, tracked: Any, noise: Any, opt_state: Any, params: Any, examples: Any) -> Any:
+    def payload(self, tracked: Any, noise: Any, opt_state: Any, params: Any, examples: Any) -> Any:
         """What a replica puts into the all-reduce for the estimate: a few numbers, nothing model-sized.
 
         Where parameters are averaged, its own estimates and the examples it took without measuring. Where gradients
@@ -190,12 +190,12 @@ class Scaling:
         own = noise_scale.local_estimates(self._of(mean, noise), tracked["sums"], mean, opt_state=seen)
         return own, examples - measured
 
-    def learnt(self, noise: Any, total: Any) -> Any:
+    def update_from_estimates(self, noise: Any, total: Any) -> Any:
         """The next noise scale of averaged parameters, from what everybody sent."""
         estimates, skipped = total
         return noise_scale.update_from_estimates(noise_scale.skip(self._based(noise), skipped), estimates)
 
-    def learnt_at_once(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any, examples: Any) -> Any:
+    def update_from_gradients(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any, examples: Any) -> Any:
         """The next noise scale of averaged gradients, from everybody's sums, the mean gradient and its examples."""
         unseen = jnp.where(total.contributors > 0, jnp.float32(0), examples)
         noise = noise_scale.skip(self._based(noise), unseen)

@@ -76,27 +76,27 @@ def advanced(before: Any, seen: Any, after: Any) -> Any:
     return with_counts(after, [own + new - old if scheduled else new for own, old, new, scheduled in found])
 
 
-def advanced_by(batches: Any, before: Any, after: Any, pending: Any) -> tuple[Any, Any]:
+def advanced_by(batches: Any, before: Any, after: Any, accumulated: Any) -> tuple[Any, Any]:
     """The state after one update on the gradients of several batches, and the batches that wait for ``MultiSteps``.
 
     Args:
       batches: of all replicas in the round.
       before: the state before the update.
       after: what the update made of it.
-      pending: batches of earlier rounds that no update of ``MultiSteps`` has counted; 0 where there is none.
+      accumulated: batches of earlier rounds that no update of ``MultiSteps`` has counted; 0 where there is none.
     """
-    batches, accumulated = jnp.asarray(batches).astype(jnp.int32), jnp.int32(0)
-    pending = jnp.asarray(pending).astype(jnp.int32)
+    batches, accumulated = (jnp.asarray(n).astype(jnp.int32) for n in (batches, accumulated))
+    per_step = jnp.int32(0)
     if (old := _accumulation(before)) is not None and (new := _accumulation(after)) is not None:
         updates, n_steps = new.gradient_step - old.gradient_step, old.mini_step + 1
         # A mini-step that MultiSteps skips counts for nothing.
-        pending = pending + jnp.where((updates > 0) | (new.mini_step != old.mini_step), batches, 0)
-        accumulated = pending // n_steps
-        pending = pending - updates * n_steps * accumulated
-    worth = {"update": batches, "accumulated": accumulated}
+        accumulated = accumulated + jnp.where((updates > 0) | (new.mini_step != old.mini_step), batches, 0)
+        per_step = accumulated // n_steps
+        accumulated = accumulated - updates * n_steps * per_step
+    worth = {"update": batches, "accumulated": per_step}
     found = zip(counts_of(before), counts_of(after), _kinds(before), strict=True)
     counts = [a + (b - a) * worth[kind].astype(a.dtype) if kind else b for a, b, kind in found]
-    return with_counts(after, counts), pending
+    return with_counts(after, counts), accumulated
 
 
 def _is_count(leaf: Any) -> bool:

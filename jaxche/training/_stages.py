@@ -18,14 +18,22 @@ from jaxche.averaging import add_weighted, measure_drift, zero_sums
 from jaxche.distributed import Group
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
-from jaxche.training._checks import refuse_foreign_devices
+from jaxche.training._checks import check_local_devices
 from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import digest, update_digest
-from jaxche.training._merge import Merge, Merged, Rules
-from jaxche.training._placement import Begin, OneDevice, devices_by_process, first, is_local, lift, without_replica_axis
-from jaxche.training._programs import Carry, Constants, Local, Steps, stayed_finite
+from jaxche.training._merge import Merge, Merged, MergeRules
+from jaxche.training._placement import (
+    Begin,
+    DevicePlacement,
+    add_replica_axis,
+    devices_by_process,
+    drop_replica_axis,
+    is_local,
+    without_replica_axis,
+)
+from jaxche.training._programs import Carry, Constants, LocalState, Steps, stayed_finite
 from jaxche.training._replica import Replica
-from jaxche.training._replica_mesh import Meeting
+from jaxche.training._replica_mesh import ReplicaMesh
 from jaxche.training._schedule_counts import advanced, ahead, are_schedules, counts_of
 
 
@@ -38,7 +46,7 @@ class Stages:
     """
 
     def __init__(self, model: Partitioned, devices: Sequence[Device]):
-        self.model, self.by_stage = model, [OneDevice(device) for device in devices]
+        self.model, self.by_stage = model, [DevicePlacement(device) for device in devices]
         self.devices = np.array([list(devices)], dtype=object)
         self.makes_pieces = False
 
@@ -47,9 +55,9 @@ class Stages:
         assert model_state is None, "stages have none"
         reached = (None,) * len(self.by_stage) if opt_state is None else opt_state
         given = zip(self.by_stage, params, reached, strict=True)
-        made = [place.start(begin, tree, None, own) for place, tree, own in given]
+        made = [placement.start(begin, tree, None, own) for placement, tree, own in given]
         names = ("params", "opt_state", "outer_state")
-        return Local(**{name: tuple(one[name] for one in made) for name in names}, model_state=None)._asdict()
+        return LocalState(**{name: tuple(one[name] for one in made) for name in names}, model_state=None)._asdict()
 
     def put(self, batch: Any) -> Any:
         return self.by_stage[0].put(batch)
@@ -61,7 +69,7 @@ class StagedPrograms:
     A step is driven from the host: the pipeline's gradients, then an update of each stage where it lives.
 
     Args:
-      place: where the replica lives.
+      placement: where the replica lives.
       tx: optimizer of the local steps, applied to each stage by itself.
       average: ``"parameters"`` or ``"gradients"``.
       seed: added to the model's own, of the keys of stages that name ``rng``.
@@ -71,11 +79,11 @@ class StagedPrograms:
     """
 
     def __init__(
-        self, place: Stages, tx: optax.GradientTransformation, average: str, seed: int, examples: int, solo: bool
+        self, placement: Stages, tx: optax.GradientTransformation, average: str, seed: int, examples: int, solo: bool
     ):
-        self._model, self._average, self._examples, self._solo = place.model, average, examples, solo
-        self._devices = [device for (device,) in (one.devices[0] for one in place.by_stage)]
-        self._seed = place.model.seed + seed
+        self._model, self._average, self._examples, self._solo = placement.model, average, examples, solo
+        self._devices = [device for (device,) in (one.devices[0] for one in placement.by_stage)]
+        self._seed = placement.model.seed + seed
         self._tx: Any = optax.with_extra_args_support(tx)
         self._by_size: dict[int | None, Partitioned] = {}
         # keep_unused: the arguments also say on which device the zeros are made.
@@ -85,19 +93,19 @@ class StagedPrograms:
         self._count = jax.jit(_counted, donate_argnums=0)
         self._stayed_finite = jax.jit(stayed_finite)
 
-    def constants(self, local: Local, made: Constants) -> Constants:
+    def constants(self, local: LocalState, made: Constants) -> Constants:
         if self._average == "gradients":
             return made._replace(params=local.params)
         return made if made.stride is None else made._replace(counts=tuple(map(counts_of, local.opt_state)))
 
-    def begin(self, local: Local, index: Any, worth: Any) -> tuple[Constants, Carry]:
+    def begin(self, local: LocalState, index: Any, merge_scale: Any) -> tuple[Constants, Carry]:
         """The state a round works on, a copy: the one it starts from stays valid."""
         follows = self._average == "parameters" and not self._solo and any(are_schedules(local.opt_state))
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
         trees: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        return Constants(stride=worth.stride if follows else None), Carry(None, int(index), sums, **trees)
+        return Constants(stride=merge_scale.stride if follows else None), Carry(None, int(index), sums, **trees)
 
     def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
         examples = batch_size(batch)
@@ -106,7 +114,7 @@ class StagedPrograms:
         step = functools.partial(self._step, model, np.float32(examples))
         return Steps(step, step)
 
-    def ended(self, local: Local, carry: Carry) -> Carry:
+    def ended(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry
         stages = zip(local.params, local.opt_state, carry.params, carry.opt_state, strict=True)
@@ -157,11 +165,11 @@ class StagedPrograms:
         return {"grads": zero_sums(params)}
 
     def _updated(self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any) -> tuple[Any, Any]:
-        grads, opt_state, params, begun = first((grads, opt_state, params, begun))
+        grads, opt_state, params, begun = drop_replica_axis((grads, opt_state, params, begun))
         seen = opt_state if begun is None else ahead(opt_state, begun, stride)
         updates, updated = self._tx.update(grads, seen, params, value=loss)
         opt_state = updated if begun is None else advanced(opt_state, seen, updated)
-        return lift((optax.apply_updates(params, updates), opt_state))
+        return add_replica_axis((optax.apply_updates(params, updates), opt_state))
 
 
 def _counted(sums: Any, loss: Any, examples: Any) -> Any:
@@ -219,7 +227,7 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
                 f"replicas has one on {devices}, devices of several processes; give each replica devices of one "
                 "process. One model over processes trains with jaxche.Partitioned(..., local_stages=).step"
             )
-    refuse_foreign_devices(list(itertools.chain(*given)))
+    check_local_devices(list(itertools.chain(*given)))
     return [Stages(model, devices) for devices in given]
 
 
@@ -247,19 +255,22 @@ def _default_replicas(n_stages: int) -> list[list[Any]]:
     return replicas
 
 
-class StageMeetings:
+class StageMeshes:
     """A meeting a stage: the devices that hold it in each replica, and nothing is gathered on any of them.
 
     Args:
       group: the processes of the run.
-      places: where each replica lives, over all processes.
+      placements: where each replica lives, over all processes.
       host: meet on CPU devices.
     """
 
-    def __init__(self, group: Group, places: Sequence[Stages], host: bool):
-        n_stages = places[0].devices.size
-        self.by_stage = [Meeting(group, [place.by_stage[stage] for place in places], host) for stage in range(n_stages)]
-        self.homes = [place.devices[0] for place in places if is_local(place)]
+    def __init__(self, group: Group, placements: Sequence[Stages], host: bool):
+        n_stages = placements[0].devices.size
+        self.by_stage = [
+            ReplicaMesh(group, [placement.by_stage[stage] for placement in placements], host)
+            for stage in range(n_stages)
+        ]
+        self.processes_of_ranks = [placement.devices[0] for placement in placements if is_local(placement)]
 
     def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The ``[R, ...]`` views of named trees, given one dict per local replica: a tuple with each stage's."""
@@ -268,30 +279,34 @@ class StageMeetings:
             if name not in _BY_STAGE:
                 return trees[0][name]
             by_stage = zip(self.by_stage, *(tree[name] for tree in trees), strict=True)
-            return tuple(meeting.stack([{name: one} for one in stages])[name] for meeting, *stages in by_stage)
+            return tuple(
+                replica_mesh.stack([{name: one} for one in stages])[name] for replica_mesh, *stages in by_stage
+            )
 
         return {name: view(name) for name in trees[0]}
 
     def unstack(self, named: dict[str, Any]) -> list[dict[str, Any]]:
         """One dict of named trees per local replica from their views."""
         by_stage = [
-            meeting.unstack({name: tree[stage] for name, tree in named.items()})
-            for stage, meeting in enumerate(self.by_stage)
+            replica_mesh.unstack({name: tree[stage] for name, tree in named.items()})
+            for stage, replica_mesh in enumerate(self.by_stage)
         ]
         return [{name: tuple(part[name] for part in parts) for name in named} for parts in zip(*by_stage, strict=True)]
 
     def once(self, name: str, tree: Any) -> Any:
         """Of each stage one row of its view, whose rows are equal."""
-        return tuple(meeting.once(name, one) for meeting, one in zip(self.by_stage, tree, strict=True))
+        return tuple(replica_mesh.once(name, one) for replica_mesh, one in zip(self.by_stage, tree, strict=True))
 
     def everywhere(self, name: str, tree: Any, like: Any) -> Any:
         """The views whose rows are all the given ones."""
         stages = zip(self.by_stage, tree, like, strict=True)
-        return tuple(meeting.everywhere(name, one, alike) for meeting, one, alike in stages)
+        return tuple(replica_mesh.everywhere(name, one, alike) for replica_mesh, one, alike in stages)
 
     def saved_as(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
         """How a checkpoint's tree of this name is to be read, see :meth:`Meeting.saved_as`."""
-        return tuple(meeting.saved_as(name, one, rows, own) for meeting, one in zip(self.by_stage, tree, strict=True))
+        return tuple(
+            replica_mesh.saved_as(name, one, rows, own) for replica_mesh, one in zip(self.by_stage, tree, strict=True)
+        )
 
 
 class StageMerge:
@@ -300,19 +315,19 @@ class StageMerge:
     Args:
       meetings: where each stage meets.
       rules: what is averaged, and how.
-      local: one replica's :class:`Local`, for its shapes.
+      local: one replica's :class:`LocalState`, for its shapes.
     """
 
-    def __init__(self, meetings: StageMeetings, rules: Rules, local: Local):
-        self._homes = meetings.homes
+    def __init__(self, stage_meshes: StageMeshes, rules: MergeRules, local: LocalState):
+        self._homes = stage_meshes.processes_of_ranks
         # A stage without parameters has nothing to merge.
         self._merges = {
-            s: Merge(meeting, rules, _stage_of(local, s))
-            for s, meeting in enumerate(meetings.by_stage)
+            s: Merge(replica_mesh, rules, _stage_of(local, s))
+            for s, replica_mesh in enumerate(stage_meshes.by_stage)
             if jax.tree.leaves(local.params[s])
         }
 
-    def __call__(self, starts: Sequence[Local], carries: Sequence[Any], rows: np.ndarray) -> Merged:
+    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result; see :class:`Merge`."""
         merged = {
             s: merge(
@@ -322,19 +337,24 @@ class StageMerge:
             )
             for s, merge in self._merges.items()
         }
-        locals_ = []
-        for place, start in enumerate(starts):
-            stages = [merged[s].locals[place] if s in merged else _stage_of(start, s) for s in range(len(start.params))]
+        local_states = []
+        for placement, start in enumerate(starts):
+            stages = [
+                merged[s].local_states[placement] if s in merged else _stage_of(start, s)
+                for s in range(len(start.params))
+            ]
             by_name = {name: tuple(getattr(stage, name) for stage in stages) for name in _BY_STAGE}
-            locals_.append(start._replace(**by_name))
+            local_states.append(start._replace(**by_name))
         squares = np.sum([one.squares for one in merged.values()], axis=0)
         rel, direction = measure_drift(*squares.tolist())
         table = np.max([one.table for one in merged.values()], axis=0)  # alike but for what became of each stage
-        finite, pending = all(one.finite for one in merged.values()), next(iter(merged.values())).pending
-        return Merged(tuple(locals_), table, (float(rel), float(direction)), finite=finite, pending=pending)
+        finite, accumulated = all(one.finite for one in merged.values()), next(iter(merged.values())).accumulated
+        return Merged(
+            tuple(local_states), table, (float(rel), float(direction)), finite=finite, accumulated=accumulated
+        )
 
 
-def _stage_of(local: Local, stage: int) -> Local:
+def _stage_of(local: LocalState, stage: int) -> LocalState:
     return local._replace(**{name: getattr(local, name)[stage] for name in _BY_STAGE})
 
 
@@ -351,31 +371,31 @@ class StagedEngine(Engine):
 
     _several = StageMerge
 
-    def _lay_out(self, params: Any) -> None:
-        check_stage_params(params, self._places[0].devices.size)
+    def _set_layout(self, params: Any) -> None:
+        check_stage_params(params, self._placements[0].devices.size)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), tuple(params))
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
-            places: Any = self._places
-            self._meeting = StageMeetings(self._group, places, self._settings.host)
+            placements: Any = self._placements
+            self._replica_mesh = StageMeshes(self._group, placements, self._settings.host)
 
-    def _build(self, local: Local, batch: Any, examples: int) -> Sequence[Any]:
+    def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         shared = (self._tx, self._settings.average, self._settings.seed, examples, len(self._all) == 1)
-        places: Any = self._places
+        placements: Any = self._placements
         self._replicas = [
-            Replica(self._group, rank, places[rank], StagedPrograms(places[rank], *shared), self._paces[rank])
+            Replica(self._group, rank, placements[rank], StagedPrograms(placements[rank], *shared), self._paces[rank])
             for rank in self.ranks
         ]
         one = without_replica_axis(local.params)
         code_of_tx = digest([update_digest(self._settings.tx, params) for params in one])
-        model = places[self.ranks[0]].model
+        model = placements[self.ranks[0]].model
         code = model.trace(one, batch)
         self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
         self._rules = self._settings.rules(self._tx, None)
         self._merge = self._make_merge(local)
         return code.consts
 
-    def _memory_here(self, locals_: Sequence[Local]) -> list[dict[str, int]]:
+    def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
         """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""
         return []
 

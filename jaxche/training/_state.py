@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from jaxche.cadence import DivergenceCorrection, ElChe
-from jaxche.training._programs import Local
+from jaxche.training._programs import LocalState
 
 
 @dataclass(frozen=True)
-class ReplicaState:
+class TrainerState:
     """All replicas between two rounds. A value: a round returns the next one and leaves this one valid.
 
     ``params``, ``opt_state`` and ``model_state`` are the pmapped-replica view: every leaf ``[R, ...]``, one row per
@@ -22,17 +22,18 @@ class ReplicaState:
     ``params`` are equal; the rows of ``opt_state`` are each replica's own.
 
     Attributes:
-      locals: the rows that live in this process.
+      local_states: the rows that live in this process.
       che: the cadence, or None when nothing is measured (one replica, or policy ``sync``).
       correction: divergence correction (policy ``async``).
       round: number of rounds done.
       epoch: epoch of the next batch.
-      cursor: index of the next batch in its epoch. ``(epoch, cursor, owed, seed)`` is the whole place in the data.
+      cursor: index of the next batch in its epoch. ``(epoch, cursor, pending_batches, seed)`` is the whole position in
+        the data.
       examples: trained on so far, by all replicas.
       sync_ms: what the last merge cost this process, beyond waiting.
-      owed: batches before the cursor that nobody has trained on, because a replica ran out of time: ``(epoch, start,
-        stop)``. They come first in the next rounds.
-      pending: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated and not applied.
+      pending_batches: batches before the cursor that no replica has trained on, because one ran out of time:
+        ``(epoch, start, stop)``. The next rounds train on them first.
+      accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated and not applied.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -43,7 +44,7 @@ class ReplicaState:
       (0, True)
     """
 
-    locals: tuple[Local, ...]
+    local_states: tuple[LocalState, ...]
     che: ElChe | None
     correction: DivergenceCorrection
     round: int = 0
@@ -51,30 +52,30 @@ class ReplicaState:
     cursor: int = 0
     examples: int = 0
     sync_ms: float = 0.0
-    owed: tuple[tuple[int, int, int], ...] = ()
-    pending: int = 0
+    pending_batches: tuple[tuple[int, int, int], ...] = ()
+    accumulated: int = 0
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property
     def params(self) -> Any:
-        return self._view("params", [local.params for local in self.locals])
+        return self._view("params", [local.params for local in self.local_states])
 
     @property
     def opt_state(self) -> Any:
-        return self._view("opt_state", [local.opt_state for local in self.locals])
+        return self._view("opt_state", [local.opt_state for local in self.local_states])
 
     @property
     def model_state(self) -> Any:
-        return self._view("model_state", [local.model_state for local in self.locals])
+        return self._view("model_state", [local.model_state for local in self.local_states])
 
     @property
     def outer_state(self) -> Any:
-        return self._view("outer_state", [local.outer_state for local in self.locals])
+        return self._view("outer_state", [local.outer_state for local in self.local_states])
 
     def __repr__(self) -> str:
-        count = sum(x.size for x in jax.tree.leaves(self.locals[0].params))
+        count = sum(x.size for x in jax.tree.leaves(self.local_states[0].params))
         place = f"round={self.round}, epoch={self.epoch}, cursor={self.cursor}"
-        return f"ReplicaState({place}, parameters={count:,}, local_replicas={len(self.locals)}, che={self.che})"
+        return f"TrainerState({place}, parameters={count:,}, local_replicas={len(self.local_states)}, che={self.che})"
 
 
 class Stop(IntEnum):

@@ -14,35 +14,45 @@ from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
 from jaxche.cadence import DivergenceCorrection, ElChe
-from jaxche.training._programs import Local
-from jaxche.training._replica_mesh import Meeting
-from jaxche.training._state import ReplicaState
+from jaxche.training._programs import LocalState
+from jaxche.training._replica_mesh import ReplicaMesh
+from jaxche.training._state import TrainerState
 
 # The format of checkpoints, and those that can be read. Orbax joins the names of a path by dots. Format 2 did not
 # escape dots in names, so two arrays could get one name.
 FORMAT = 3
 READABLE = (2, 3)
 # Fields of the state that are JSON.
-_FIELDS = ("round", "epoch", "cursor", "examples", "owed", "sync_ms", "pending")
+_FIELDS = {
+    "round": "round",
+    "epoch": "epoch",
+    "cursor": "cursor",
+    "examples": "examples",
+    "pending_batches": "owed",
+    "sync_ms": "sync_ms",
+    "accumulated": "accumulated",
+}
 
 
 class StateDict:
     """Converts the state of all replicas to one tree of each name, and back.
 
     Args:
-      meeting: of all replicas.
+      replica_mesh: of all replicas.
       own: names of the trees that differ between replicas; all others are equal after a merge.
       world_size: number of replicas.
-      locals_: the replicas of this process.
+      local_states: the replicas of this process.
     """
 
-    def __init__(self, meeting: Meeting, own: Sequence[str], world_size: int, locals_: Sequence[Local]):
-        self._meeting, self._own, self._world_size, self._locals = meeting, own, world_size, locals_
+    def __init__(
+        self, replica_mesh: ReplicaMesh, own: Sequence[str], world_size: int, local_states: Sequence[LocalState]
+    ):
+        self._replica_mesh, self._own, self._world_size, self._locals = replica_mesh, own, world_size, local_states
 
     def trees(self) -> dict[str, Any]:
         """The named trees: ``[R, ...]`` if they differ between replicas, else those of one replica."""
-        views = self._meeting.stack([_present(local) for local in self._locals])
-        return {name: x if name in self._own else self._meeting.once(name, x) for name, x in views.items()}
+        views = self._replica_mesh.stack([_present(local) for local in self._locals])
+        return {name: x if name in self._own else self._replica_mesh.once(name, x) for name, x in views.items()}
 
     def pooled(self) -> dict[str, Any]:
         """The trees of a replica that is admitted; :meth:`load` takes them with no rows."""
@@ -56,11 +66,11 @@ class StateDict:
     def abstract_trees(self, rows: dict[str, int]) -> dict[str, Any]:
         """Shapes and shardings to restore a checkpoint whose trees have these numbers of rows."""
         return {
-            name: self._meeting.saved_as(name, tree, rows.get(name), self._keeps(name, rows))
+            name: self._replica_mesh.saved_as(name, tree, rows.get(name), self._keeps(name, rows))
             for name, tree in _present(self._locals[0]).items()
         }
 
-    def load(self, saved: dict[str, Any], rows: dict[str, int]) -> tuple[Local, ...]:
+    def load(self, saved: dict[str, Any], rows: dict[str, int]) -> tuple[LocalState, ...]:
         """The replicas of this process with the saved trees.
 
         With another number of replicas each gets the mean of the saved rows: of moments and of the counts of their
@@ -70,9 +80,9 @@ class StateDict:
         for name, tree in saved.items():
             if not self._keeps(name, rows):
                 one = _pooled(name, tree) if name in rows else tree
-                tree = self._meeting.everywhere(name, one, like[name])
+                tree = self._replica_mesh.everywhere(name, one, like[name])
             views[name] = tree
-        parts = self._meeting.unstack(views)
+        parts = self._replica_mesh.unstack(views)
         return tuple(local._replace(**part) for local, part in zip(self._locals, parts, strict=True))
 
     def _keeps(self, name: str, rows: dict[str, int]) -> bool:
@@ -113,15 +123,15 @@ def leaf_shapes(trees: Mapping[str, Any], format: int) -> dict[str, str]:
     }
 
 
-def metadata(state: ReplicaState) -> dict[str, Any]:
+def metadata(state: TrainerState) -> dict[str, Any]:
     """The fields of a state that are not arrays, as JSON."""
-    return {name: getattr(state, name) for name in _FIELDS} | {
+    return {saved: getattr(state, name) for name, saved in _FIELDS.items()} | {
         "che": state.che and state.che.to_dict(),
         "correction": asdict(state.correction),
     }
 
 
-def with_metadata(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState:
+def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState:
     """The state with saved :func:`metadata`; measurements of another number of replicas are discarded."""
     che, correction = state.che, state.correction
     if che is not None and saved["che"] is not None:
@@ -131,8 +141,8 @@ def with_metadata(state: ReplicaState, saved: Mapping[str, Any]) -> ReplicaState
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
         correction = DivergenceCorrection.from_dict(saved["correction"])
-    # Earlier versions did not save ``pending``.
-    fields = {name: _tuples(saved[name]) for name in _FIELDS if name in saved}
+    # Earlier versions did not save ``accumulated``.
+    fields = {name: _tuples(saved[key]) for name, key in _FIELDS.items() if key in saved}
     return replace(state, che=che, correction=correction, **fields)
 
 
@@ -169,7 +179,7 @@ def _names(path: Any, separator: str, format: int) -> tuple[str, ...]:
     return names if format == 2 else tuple(escape_name(name, separator) for name in names)
 
 
-def _present(local: Local) -> dict[str, Any]:
+def _present(local: LocalState) -> dict[str, Any]:
     return {name: tree for name, tree in local._asdict().items() if jax.tree.leaves(tree)}
 
 

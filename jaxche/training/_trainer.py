@@ -23,15 +23,15 @@ from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_pa
 from jaxche.stages import Partitioned
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
+    check_joined,
     check_opt_state,
     check_rules,
     check_unscaled,
     checked_length,
     checked_paces,
-    checked_places,
     checked_scaling,
-    meets_on_host,
-    refuse_apart,
+    make_placements,
+    merges_on_host,
     rule_text,
 )
 from jaxche.training._engine import Engine, Settings
@@ -39,10 +39,18 @@ from jaxche.training._fingerprint import brief
 from jaxche.training._fit import fit
 from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
-from jaxche.training._round import SOLO_ROUND, Table, forced_plan, host_row, learn, limit_ms, next_plan
-from jaxche.training._scaling import Scaling, Worth
+from jaxche.training._round import (
+    SOLO_ROUND,
+    RoundStatistics,
+    advance,
+    host_row,
+    next_plan,
+    plan_of_counts,
+    time_limit_ms,
+)
+from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
-from jaxche.training._state import ReplicaState, Stop
+from jaxche.training._state import Stop, TrainerState
 
 # The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
@@ -158,7 +166,7 @@ class Trainer:
         scaling: ScalingRule | None = None,
         base_batch_size: float | None = None,
     ):
-        refuse_apart()
+        check_joined()
         self._group = group = process_group()
         self.policy = ApplyPolicy(policy)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
@@ -166,10 +174,10 @@ class Trainer:
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
         if staged:
-            places = checked_stages(loss_fn, replicas, strategy, scaling)
+            placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
-            places = checked_places(replicas, strategy or NoShard())
-        self.world_size = len(places)
+            placements = make_placements(replicas, strategy or NoShard())
+        self.world_size = len(placements)
         if che is not None and che.world_size != self.world_size:
             raise ValueError(
                 f"che is for world_size={che.world_size}, but there are {self.world_size} replicas; "
@@ -185,11 +193,11 @@ class Trainer:
         scaled = None
         if scaling is not None:
             meets = (self.world_size == 1, self.policy is ApplyPolicy.SYNC)
-            whole = not any(place.makes_pieces for place in places)
+            whole = not any(placement.makes_pieces for placement in placements)
             scaled = Scaling(scaling, base_batch_size, average, *meets, joined=whole)
-        host = meets_on_host(backend, places)
+        host = merges_on_host(backend, placements)
         loss: Any = loss_fn if staged else as_loss(loss_fn)
-        settings = Settings(group, loss, tx, average, merge, opt_state, outer, places, seed, paces, scaled, host)
+        settings = Settings(group, loss, tx, average, merge, opt_state, outer, placements, seed, paces, scaled, host)
         self._engine = (StagedEngine if staged else Engine)(settings)
         self._fingerprint = {
             "policy": self.policy.value,
@@ -207,9 +215,9 @@ class Trainer:
         self._stop = Stop.NO
         self._membership = Membership(self, group) if isinstance(group, ElasticGroup) else None
         self._solo_steps = SOLO_ROUND
-        self.last_good_state: ReplicaState | None = None
+        self.last_good_state: TrainerState | None = None
 
-    def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> ReplicaState:
+    def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
         """Put one set of parameters on every replica.
 
         Args:
@@ -234,24 +242,24 @@ class Trainer:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:
             check_opt_state(self._tx, shapes, opt_state, staged=isinstance(self._engine, StagedEngine))
-        locals_ = self._engine.place(params, model_state, opt_state)
-        return ReplicaState(locals_, self._che, DivergenceCorrection(), _view=self._engine.view)
+        local_states = self._engine.placement(params, model_state, opt_state)
+        return TrainerState(local_states, self._che, DivergenceCorrection(), _view=self._engine.view)
 
-    def params(self, state: ReplicaState) -> Any:
+    def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return self._engine.first_row(state.locals[0].params)
+        return self._engine.first_row(state.local_states[0].params)
 
-    def model_state(self, state: ReplicaState) -> Any:
+    def model_state(self, state: TrainerState) -> Any:
         """The merged model state, one plain pytree."""
-        return self._engine.first_row(state.locals[0].model_state)
+        return self._engine.first_row(state.local_states[0].model_state)
 
-    def noise(self, state: ReplicaState) -> noise_scale.NoiseScale | None:
+    def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
-        return self._engine.first_row(state.locals[0].noise)
+        return self._engine.first_row(state.local_states[0].noise)
 
     def round(
-        self, state: ReplicaState, data: Any, counts: Sequence[int] | None = None
-    ) -> tuple[ReplicaState, RoundInfo]:
+        self, state: TrainerState, data: Any, counts: Sequence[int] | None = None
+    ) -> tuple[TrainerState, RoundInfo]:
         """One round: everybody's local steps, one merge.
 
         The state passed in stays valid. In a run of many processes all of them must call this together.
@@ -283,14 +291,14 @@ class Trainer:
 
     def fit(
         self,
-        state: ReplicaState,
+        state: TrainerState,
         data: Any,
         epochs: int = 1,
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         dry_run: bool = False,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
-    ) -> tuple[ReplicaState, History]:
+    ) -> tuple[TrainerState, History]:
         """Train for some epochs; :func:`jaxche.training.fit` tells more of the arguments.
 
         Args:
@@ -307,7 +315,7 @@ class Trainer:
         """
         return fit(self, state, data, epochs, callbacks, progress, dry_run, checkpoints)
 
-    def replay(self, state: ReplicaState, data: Any, history: Iterable[RoundInfo]) -> tuple[ReplicaState, History]:
+    def replay(self, state: TrainerState, data: Any, history: Iterable[RoundInfo]) -> tuple[TrainerState, History]:
         """Run recorded rounds again: the same batches on the same replicas, whatever time they take now.
 
         On the same devices the result is the recorded run's, bit for bit.
@@ -332,7 +340,7 @@ class Trainer:
                     f"elastic one's may, is replayed up to there: history[:{number}]"
                 )
         for info in history:
-            epoch, start, _ = (state.owed or ((state.epoch, state.cursor, 0),))[0]
+            epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
                 raise ValueError(
                     f"history has round {info.round} at batch {info.cursor} of epoch {info.epoch}, but the state is at "
@@ -353,7 +361,7 @@ class Trainer:
         if self._membership:
             self._membership.reset()
 
-    def measure_rates(self, state: ReplicaState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
+    def measure_rates(self, state: TrainerState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
         """Batches per second of every replica, all running at once and nobody waiting: the bound of any cadence.
 
         Args:
@@ -365,8 +373,8 @@ class Trainer:
           One rate per replica, in batches a second.
         """
         plan = self._plan(state, checked_length(data))
-        self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
-        return tuple(self._engine.free_run(state.locals, data, seconds))
+        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        return tuple(self._engine.free_run(state.local_states, data, seconds))
 
     @property
     def memory(self) -> list[dict[str, int]]:
@@ -389,13 +397,13 @@ class Trainer:
         return self._engine.compilations
 
     def _plan(
-        self, state: ReplicaState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
+        self, state: TrainerState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
     ) -> RoundPlan:
         where = (state, size, self.policy, self.world_size)
-        return next_plan(*where, last_epoch, self._solo_steps) if counts is None else forced_plan(*where, counts)
+        return next_plan(*where, last_epoch, self._solo_steps) if counts is None else plan_of_counts(*where, counts)
 
-    def _settings(self, state: ReplicaState, plan: RoundPlan) -> dict[str, str]:
-        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.locals[0])]
+    def _settings(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
         return self._fingerprint | {
             "jax": jax.__version__,
             "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
@@ -405,40 +413,40 @@ class Trainer:
     @hang_timeout()
     def _round(
         self,
-        state: ReplicaState,
+        state: TrainerState,
         data: Any,
         counts: Sequence[int] | None = None,
         last_epoch: int | None = None,
         ahead: bool = False,
         done: Sequence[int] | None = None,
-    ) -> tuple[ReplicaState, RoundInfo]:
+    ) -> tuple[TrainerState, RoundInfo]:
         plan = self._plan(state, checked_length(data), counts, last_epoch)
-        self._engine.prepare(state.locals, data, plan, self._settings(state, plan))
+        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         clock = time.perf_counter()
         weights, alpha = merge_weights(self.merge, plan.counts)
-        worth = Worth(effective_replicas(weights, plan.counts, alpha), alpha)
-        limit = limit_ms(state.che, plan) if counts is None else None
-        outcomes = self._engine.run(state.locals, data, plan, worth, done, limit)
+        merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
+        limit = time_limit_ms(state.che, plan) if counts is None else None
+        results = self._engine.run(state.local_states, data, plan, merge_scale, done, limit)
         epoch, cursor = plan.end
-        if ahead and not state.owed and (last_epoch is None or epoch < last_epoch):
+        if ahead and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
-            self._engine.anticipate(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
+            self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
         stop = self._stop
         rows = np.array(
             [
-                host_row(plan, rank, outcome, state.sync_ms, stop, state.pending)
-                for rank, outcome in zip(self._engine.ranks, outcomes, strict=True)
+                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated)
+                for rank, result in zip(self._engine.ranks, results, strict=True)
             ]
         )
         if self._membership:
             self._membership.poll()
-        merged = self._engine.merge(state.locals, outcomes, rows)
+        merged = self._engine.merge(state.local_states, results, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
-        table = Table(merged.table, self._engine.metrics)
-        table.refuse_bad(self._group, state, plan, self._engine.ranks, outcomes, merged.finite)
+        table = RoundStatistics(merged.table, self._engine.metrics)
+        table.check(self._group, state, plan, self._engine.ranks, results, merged.finite)
         if self._stop == stop:  # only now all have heard of it; a signal may have asked for more meanwhile
             self._stop = Stop.NO
         # Replicas start a round together, so what the slowest did not take was the merge.
         sync_ms = max(0.0, elapsed_ms - max(table.wall_ms)) if self.world_size > 1 else 0.0
         rule = self.merge if self.average == "parameters" else None
-        return learn(state, plan, merged, table, self.policy, rule, sync_ms)
+        return advance(state, plan, merged, table, self.policy, rule, sync_ms)

@@ -280,7 +280,7 @@ def islands(problem, groups, host):
         "told": told,
         "rates": len(rates),
         "torn": torn,
-        "cut": len({str(shard.index) for shard in state.locals[0].params["w"].global_shards}),
+        "cut": len({str(shard.index) for shard in state.local_states[0].params["w"].global_shards}),
     }
 
 
@@ -302,7 +302,7 @@ def late(problem):
 
 
 def _mesh_of(state):
-    return jax.tree.leaves(state.locals[0].params)[0].sharding.mesh
+    return jax.tree.leaves(state.local_states[0].params)[0].sharding.mesh
 
 
 # Two pipelines of two stages, in this order of processes.

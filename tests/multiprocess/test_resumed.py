@@ -151,7 +151,7 @@ def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stan
         state, _ = first.round(state, problem.data, counts=counts)
     other = second.init(problem.params)
     place = {name: getattr(state, name) for name in ("round", "epoch", "cursor")}
-    other = dataclasses.replace(other, locals=(state.locals[0], state.locals[2]), **place)
+    other = dataclasses.replace(other, local_states=(state.local_states[0], state.local_states[2]), **place)
     for _, _, _, counts, loss in rounds[4:]:
         other, info = second.round(other, problem.data, counts=counts)
         assert info.loss == pytest.approx(loss, rel=1e-5)

@@ -80,8 +80,8 @@ def test_the_same_replicas_go_on_bit_for_bit(problem, model_state, devices, tmp_
     assert left.round == len(part) == middle
     resumed, record = run(checkpoints=tmp_path)
     same(plain(state)[0], plain(resumed)[0])
-    if resumed.locals[0].noise is not None:
-        same([local.noise for local in state.locals], [local.noise for local in resumed.locals])
+    if resumed.local_states[0].noise is not None:
+        same([local.noise for local in state.local_states], [local.noise for local in resumed.local_states])
     assert plain(resumed)[1] == plain(state)[1]
     assert told(untimed(record)) == told(untimed(history))
     assert told(record[:middle]) == told(part)
@@ -111,7 +111,7 @@ def test_islands_go_on_bit_for_bit_and_as_devices(devices, tmp_path, same, close
     half, _ = run([stop_after(2)], checkpoints=tmp_path)
     resumed, _ = run(checkpoints=tmp_path)
     same(plain(state)[0], plain(resumed)[0])
-    cut = resumed.locals[0].opt_state[0].mu["w"]
+    cut = resumed.local_states[0].opt_state[0].mu["w"]
     assert cut.addressable_shards[0].data.size * sizes[0] == cut.size
     for other in ({"replicas": wide}, {"replicas": single}, {"replicas": devices[:2], "strategy": None}):
         found, record = run([stop_after(3)], checkpoints=jaxche.Checkpoints(_copy(tmp_path, half.round)), **other)
@@ -215,20 +215,20 @@ def test_another_number_of_replicas_goes_on_from_the_merged_state(
         if local.noise is None:
             return local
         # The averages go on. Of an earlier gradient nothing is known, as in a trainer that has just begun.
-        assert bool(left.locals[0].noise.has_previous[0]) == (before == 1)
+        assert bool(left.local_states[0].noise.has_previous[0]) == (before == 1)
         averages = ("sqr_sum", "var_sum", "unbias", "base_batch_size", "biased", "preconditioned")
-        averages = {name: getattr(left.locals[0].noise, name) for name in averages}
+        averages = {name: getattr(left.local_states[0].noise, name) for name in averages}
         assert averages["unbias"] > 0
-        progress = put(left.locals[0].progress, local.progress)
+        progress = put(left.local_states[0].progress, local.progress)
         known = put(averages, {name: getattr(local.noise, name) for name in averages})
         return local._replace(noise=replace(local.noise, **known), progress=progress)
 
-    locals_ = tuple(map(begun, by_hand.locals))
-    by_hand = replace(by_hand, locals=locals_, round=2, epoch=left.epoch, cursor=left.cursor)
+    local_states = tuple(map(begun, by_hand.local_states))
+    by_hand = replace(by_hand, local_states=local_states, round=2, epoch=left.epoch, cursor=left.cursor)
     wanted, _ = second.round(by_hand, problem.data, counts=last.counts)
     close(*(jax.device_get((state.params, state.opt_state)) for state in (found, wanted)))
-    if found.locals[0].noise is not None:
-        close(*(jax.device_get([(x.noise, x.progress) for x in state.locals]) for state in (found, wanted)))
+    if found.local_states[0].noise is not None:
+        close(*(jax.device_get([(x.noise, x.progress) for x in state.local_states]) for state in (found, wanted)))
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ import jaxche
 from jaxche.sharding import FullShard, NoShard, RemoteDevice, set_devices
 from jaxche.sharding import _devices as sharding_devices
 from jaxche.training._checks import (
+    check_joined,
+    check_local_devices,
     checked_length,
     checked_paces,
-    checked_places,
-    meets_on_host,
+    make_placements,
+    merges_on_host,
     one_of,
-    refuse_apart,
-    refuse_foreign_devices,
 )
 
 
@@ -27,13 +27,13 @@ def gpu(kind, process=0):
 def test_good_arguments_pass(devices, monkeypatch):
     monkeypatch.delenv("JAXCHE_PACE_MS", raising=False)
     one_of("merge", "steps", ("steps", "batch"))
-    assert [p.devices.item() for p in checked_places(None, NoShard())] == list(jax.devices())
-    assert [p.devices.item() for p in checked_places(devices[2:4], NoShard())] == devices[2:4]
+    assert [p.devices.item() for p in make_placements(None, NoShard())] == list(jax.devices())
+    assert [p.devices.item() for p in make_placements(devices[2:4], NoShard())] == devices[2:4]
     assert checked_paces(None, 2) == [None, None]
     assert checked_paces(20, 2) == [20, 20]
     assert checked_paces((20, 50), 2) == [20, 50]
     assert checked_length([1, 2]) == 2
-    refuse_foreign_devices([gpu("A"), gpu("B", process=1), gpu("A")])
+    check_local_devices([gpu("A"), gpu("B", process=1), gpu("A")])
 
 
 def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
@@ -46,12 +46,12 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
     ("call", "named"),
     [
         (lambda d: one_of("merge", "mean", ("steps", "batch")), "'steps', 'batch'"),
-        (lambda d: checked_places([d[0], d[0]], NoShard()), "different devices"),
+        (lambda d: make_placements([d[0], d[0]], NoShard()), "different devices"),
         (lambda d: checked_paces((1, 0), 2), "positive"),
         (lambda d: checked_paces(float("inf"), 2), "positive"),
         (lambda d: checked_length(3), "len"),
-        (lambda d: refuse_foreign_devices([gpu("A", process=1)]), "no device of this process"),
-        (lambda d: refuse_foreign_devices([gpu("B"), gpu("A"), gpu("B")]), r"kinds \(A, B\).*per kind.*launch -n 3"),
+        (lambda d: check_local_devices([gpu("A", process=1)]), "no device of this process"),
+        (lambda d: check_local_devices([gpu("B"), gpu("A"), gpu("B")]), r"kinds \(A, B\).*per kind.*launch -n 3"),
     ],
 )
 def test_bad_ones_are_named(devices, call, named):
@@ -60,28 +60,28 @@ def test_bad_ones_are_named(devices, call, named):
 
 
 def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(devices, monkeypatch):
-    same = checked_places(devices[:2], NoShard())
-    assert [meets_on_host(backend, same) for backend in ("auto", "device", "host")] == [False, False, True]
+    same = make_placements(devices[:2], NoShard())
+    assert [merges_on_host(backend, same) for backend in ("auto", "device", "host")] == [False, False, True]
     monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
     # Of the same kind, as two processes on one GPU have them.
     set_devices([devices[0], RemoteDevice(1, "cpu", devices[0].device_kind, 0)])
-    places = checked_places(None, NoShard())
-    assert len(places) == 2
-    assert meets_on_host("auto", places)
-    assert meets_on_host("host", places)
+    placements = make_placements(None, NoShard())
+    assert len(placements) == 2
+    assert merges_on_host("auto", placements)
+    assert merges_on_host("host", placements)
     with pytest.raises(ValueError, match=r"backend='device' is one program.*write backend='host'"):
-        meets_on_host("device", places)
+        merges_on_host("device", placements)
     strategy = FullShard()
     with pytest.raises(ValueError, match=r"no program can span the accelerators.*islands of its own"):
-        checked_places([strategy.mesh(jaxche.devices())], strategy)
-    assert not meets_on_host("device", places[1:])  # a single one meets nobody
-    assert not meets_on_host("device", same)
+        make_placements([strategy.mesh(jaxche.devices())], strategy)
+    assert not merges_on_host("device", placements[1:])  # a single one meets nobody
+    assert not merges_on_host("device", same)
 
 
 def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
     monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
     set_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
-    checked_places(devices[:2], NoShard())
+    make_placements(devices[:2], NoShard())
     assert "replicas=jaxche.devices()" in caplog.text
 
 
@@ -105,7 +105,7 @@ def test_processes_that_were_started_together_do_not_train_apart(environ, said, 
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     if not said:
-        return refuse_apart()
+        return check_joined()
     with pytest.raises(ValueError, match=f"{said}, but has not joined.*JAXCHE_NUM_PROCESSES=1 to train alone"):
-        refuse_apart()
+        check_joined()
     return None

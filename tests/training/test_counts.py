@@ -105,7 +105,7 @@ def test_updates_on_accumulated_averages_count_all_batches_since_the_one_before(
         if n % k == 0:  # a mean of k rounds, at the rate of the batches before it
             moved -= rate(seen)
             assert schedule_counts(state.opt_state) == [[batches // k] * 2] * 2
-            assert state.pending == batches % k
+            assert state.accumulated == batches % k
         assert float(trainer.params(state)) == pytest.approx(moved, rel=1e-6)
 
 
@@ -116,7 +116,7 @@ def test_batches_that_wait_for_an_update_are_saved(devices, tmp_path):
 
     first = trainer()
     half, _ = first.fit(start(first), DATA, progress=False, checkpoints=tmp_path, callbacks=[lambda *_: True])
-    assert half.pending == 8
+    assert half.accumulated == 8
     second = trainer()
     seen = []
     second.fit(
@@ -124,7 +124,7 @@ def test_batches_that_wait_for_an_update_are_saved(devices, tmp_path):
         DATA,
         progress=False,
         checkpoints=tmp_path,
-        callbacks=[lambda state, info: seen.append((state.round, state.pending)) or True],
+        callbacks=[lambda state, info: seen.append((state.round, state.accumulated)) or True],
     )
     assert seen == [(2, 8 + second_round(tmp_path))]
 
@@ -135,15 +135,15 @@ def second_round(folder):
 
 
 @pytest.mark.parametrize(
-    ("mini_step", "updates", "pending"),
+    ("mini_step", "updates", "accumulated"),
     [(1, 0, 9), (0, 0, 4)],  # one more mini-step; one that MultiSteps skipped
 )
-def test_a_mini_step_that_is_skipped_counts_for_nothing(mini_step, updates, pending):
+def test_a_mini_step_that_is_skipped_counts_for_nothing(mini_step, updates, accumulated):
     def state(mini, made):
         return optax.MultiStepsState(jnp.int32(mini), jnp.int32(made), (optax.ScaleByScheduleState(jnp.int32(0)),), ())
 
     after, left = advanced_by(5, state(0, 0), state(mini_step, updates), 4)
-    assert (int(after.inner_opt_state[0].count), int(left)) == (0, pending)
+    assert (int(after.inner_opt_state[0].count), int(left)) == (0, accumulated)
 
 
 def test_the_rates_within_a_round_are_those_of_the_batches_so_far(devices):
@@ -268,7 +268,7 @@ def test_a_reset_forgets_moments_and_not_the_schedule(devices):
 def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices):
     trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2])
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 5))
-    state_dict = trainer._engine.state_dict(state.locals)
+    state_dict = trainer._engine.state_dict(state.local_states)
     assert int(state_dict.pooled()["opt_state"][0].count) == 3
 
 
@@ -278,6 +278,6 @@ def test_counts_by_hand():
     assert [int(n) for n in counts_of(ahead(state, [jnp.int32(5), jnp.int32(18)], 2.5))] == [7, 23]
     seen, after = (with_counts(state, list(map(jnp.int32, counts))) for counts in ((7, 23), (8, 24)))
     assert [int(n) for n in counts_of(advanced(state, seen, after))] == [8, 21]
-    after, pending = advanced_by(5, state, with_counts(state, list(map(jnp.int32, (8, 21)))), 0)
-    assert ([int(n) for n in counts_of(after)], int(pending)) == ([8, 25], 0)
+    after, accumulated = advanced_by(5, state, with_counts(state, list(map(jnp.int32, (8, 21)))), 0)
+    assert ([int(n) for n in counts_of(after)], int(accumulated)) == ([8, 25], 0)
     assert counts_of({"key": jax.random.key(0), "n": jnp.uint32(3), "x": jnp.zeros(()), "i": jnp.arange(2)}) == []

@@ -84,7 +84,7 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
     assert sorted(data.reads) == [0, *range(8)]  # the first one twice: is it the same?
     assert threading.current_thread().name not in data.threads
     assert len(data.threads) == 1
-    reader.anticipate([[(0, 8), (0, 9)], [(0, 10)]])
+    reader.prefetch([[(0, 8), (0, 9)], [(0, 10)]])
     assert reader.peek((0, 10)) == 10
     feeds = reader.start([[(0, 9)]])  # the plan changed: one batch read for nothing, none twice
     assert list(feeds[0]) == [9]

@@ -53,17 +53,17 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("lengths", [(8, 12, 16), (8, 7, 8)])
-def test_an_epoch_of_another_length_is_refused_before_its_first_step(problem, devices, place, lengths):
+def test_an_epoch_of_another_length_is_refused_before_its_first_step(problem, devices, placement, lengths):
     data = Growing(problem.data, lengths)
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[place](devices))
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[placement](devices))
     with pytest.raises(ValueError, match=rf"data\.epoch\(1\) has {lengths[1]} batches, and len\(data\) is 8") as caught:
         trainer.fit(trainer.init(problem.params), data, epochs=3, progress=False)
     assert "trainer.fit(state, data.epoch(1))" in str(caught.value)
     assert 1 not in {e for e, _ in data.reads}
     state = trainer.last_good_state
-    assert (state.epoch, state.cursor) == (1, 0) or (place == "async" and state.epoch == 0)
+    assert (state.epoch, state.cursor) == (1, 0) or (placement == "async" and state.epoch == 0)
     # The line to write trains them all.
     state = trainer.init(problem.params)
     for e in range(3):
@@ -127,12 +127,12 @@ def with_positions(data):
     return [batch | {"position": np.arange(8), "weight": np.ones(8, np.float32)} for batch in data]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("dressed", [False, True])
-def test_the_next_batch_of_an_iterator_is_refused_before_anything_is_compiled(problem, devices, place, dressed):
+def test_the_next_batch_of_an_iterator_is_refused_before_anything_is_compiled(problem, devices, placement, dressed):
     batches = [problem.data[i] for i in range(12)]
     data = Stream(with_positions(batches) if dressed else batches)
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[place](devices))
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[placement](devices))
     with pytest.raises(ValueError, match=r"data\[0\] is not the same.*of its iterator source.*data = list\(iterator\)"):
         trainer.fit(trainer.init(problem.params), data, progress=False)
     assert set(data.asked) <= {0, 1, 6, 11}

@@ -117,7 +117,7 @@ def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices, train):
     strategy = FullShard()
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
     _, state, _ = train(meshes, ROUNDS[:1], strategy=strategy)
-    params, adam = state.locals[1].params, state.locals[1].opt_state[0]
+    params, adam = state.local_states[1].params, state.local_states[1].opt_state[0]
     for tree in (params, adam.mu, adam.nu):
         assert tree["a"].sharding.spec == P(None, None, "shard")
         assert tree["a"].sharding.device_set == set(devices[4:])
@@ -126,7 +126,7 @@ def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices, train):
     assert view.shape == (2, 8, 12)
     assert view.sharding.spec == P("replica", None, "shard")
     pieces = {s.device: s.data.unsafe_buffer_pointer() for s in view.addressable_shards}
-    for local in state.locals:
+    for local in state.local_states:
         for shard in local.params["a"].addressable_shards:
             assert shard.data.unsafe_buffer_pointer() == pieces[shard.device]
 
@@ -136,8 +136,8 @@ def test_the_merge_sends_pieces_between_islands_only(devices, train):
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
     trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy)
     engine = trainer._engine
-    carries = [r.idle(local).carry for r, local in zip(engine._replicas, state.locals, strict=True)]
-    arguments = engine._merge.arguments(state.locals, carries, np.zeros((2, 7), np.float32))
+    carries = [r.idle(local).carry for r, local in zip(engine._replicas, state.local_states, strict=True)]
+    arguments = engine._merge.arguments(state.local_states, carries, np.zeros((2, 7), np.float32))
     text = engine._merge._program.lower(*arguments).compile().as_text()
     found = collectives(text, 8)
     within, across = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -179,7 +179,7 @@ def test_a_process_is_an_island_by_default(devices, train, as_devices):
     island = train(None, ((3,), (2,)), strategy=FullShard())
     assert island[0].world_size == 1
     as_devices(island, train(devices[:1], ((3,), (2,))))
-    assert len(island[1].locals[0].params["a"].sharding.device_set) == 8
+    assert len(island[1].local_states[0].params["a"].sharding.device_set) == 8
 
 
 def test_parameters_made_on_the_island_are_never_whole(devices):
@@ -191,7 +191,7 @@ def test_parameters_made_on_the_island_are_never_whole(devices):
         return {name: jax.random.normal(jax.random.key(0), np.shape(x)) for name, x in params.items()}
 
     state = trainer.init(make)
-    assert state.locals[0].params["a"].sharding.spec == P(None, None, "shard")
+    assert state.local_states[0].params["a"].sharding.spec == P(None, None, "shard")
     chex.assert_trees_all_close(trainer.params(state), make(), rtol=1e-6)
     state, info = trainer.round(state, data)
     assert np.isfinite(info.loss)
@@ -225,6 +225,8 @@ def test_what_gradients_are_divided_by_is_cut_like_them(problem, devices):
     )
     state = trainer.init(problem.params)
     trainer.round(state, problem.data)
-    seen = trainer._engine._replicas[0]._opened(state.locals[0], 0)[0].seen
-    for factor, params in zip(jax.tree.leaves(seen.factors), jax.tree.leaves(state.locals[0].params), strict=True):
+    seen = trainer._engine._replicas[0]._opened(state.local_states[0], 0)[0].seen
+    for factor, params in zip(
+        jax.tree.leaves(seen.factors), jax.tree.leaves(state.local_states[0].params), strict=True
+    ):
         assert factor.sharding.shard_shape(factor.shape) == params.sharding.shard_shape(params.shape) != params.shape

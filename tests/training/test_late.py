@@ -42,7 +42,7 @@ def test_a_replica_out_of_time_stops_early_and_its_batches_come_next(problem, sl
     assert first.planned == (6, 6)
     assert first.counts[0] == 6
     assert 1 <= first.counts[1] < 6  # 0.23 s for steps of 60 ms
-    assert state.owed == ((0, 6 + first.counts[1], 12),)
+    assert state.pending_batches == ((0, 6 + first.counts[1], 12),)
     assert (state.epoch, state.cursor) == (1, 0)
     # The next plan follows at once, and is of what is owed.
     assert state.che.batch_counts[0] > state.che.batch_counts[1]
@@ -66,7 +66,7 @@ def test_every_batch_of_every_epoch_is_trained_on_once(problem, slowed, same, to
     assert any(info.counts != info.planned for info in history)
     assert sorted(read(history)) == [(e, i) for e in range(2) for i in range(12)]
     assert set(reads.reads) == set(read(history))
-    assert (state.epoch, state.owed) == (2, ())
+    assert (state.epoch, state.pending_batches) == (2, ())
     # The record runs again bit for bit, on replicas of any speed.
     history.to_json(tmp_path / "history.jsonl")
     record = jaxche.History.from_json(Path(tmp_path / "history.jsonl"))
@@ -85,12 +85,12 @@ def test_what_is_owed_outlives_a_restart(problem, slowed, same, told, tmp_path):
         return info.counts != info.planned
 
     left, part = trainer.fit(start, problem.data, 1, callbacks=[stop], progress=False, checkpoints=tmp_path)
-    assert left.owed
+    assert left.pending_batches
     other, begin = slowed(pace_ms=None)
     state, history = other.fit(begin, problem.data, 1, progress=False, checkpoints=tmp_path)
     assert told(history[: len(part)]) == told(part)
     assert sorted(read(history)) == [(0, i) for i in range(12)]
-    assert (state.epoch, state.owed) == (1, ())
+    assert (state.epoch, state.pending_batches) == (1, ())
     again, _ = other.replay(begin, problem.data, history)
     same(jax.device_get(again.params), jax.device_get(state.params))
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
-from jaxche.training import ReplicaState
+from jaxche.training import TrainerState
 from jaxche.training._merge import HOST_COLUMNS, Merged
-from jaxche.training._round import Table, learn
+from jaxche.training._round import RoundStatistics, advance
 
 
 def state(che, **fields):
-    return ReplicaState(locals=(), che=che, correction=DivergenceCorrection(), **fields)
+    return TrainerState(local_states=(), che=che, correction=DivergenceCorrection(), **fields)
 
 
 def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 0.5)):
@@ -21,12 +21,12 @@ def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 
         host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": n, "wall_ms": w, "last_sync_ms": last_sync}
         rows.append([*host.values(), 0.0, n * b, n * b * 0.5])
     table = np.array(rows)
-    return Merged(("after",), table, drift), Table(table, ())
+    return Merged(("after",), table, drift), RoundStatistics(table, ())
 
 
 def after(che, counts, wall, policy=ApplyPolicy.CADENCE, rule="steps", start=0, planned=None, **options):
     plan = RoundPlan(round=3, epoch=1, start=start, counts=planned or counts, epoch_size=100)
-    return learn(state(che, round=3, epoch=1), plan, *merged(counts, wall, **options), policy, rule, 7.0)
+    return advance(state(che, round=3, epoch=1), plan, *merged(counts, wall, **options), policy, rule, 7.0)
 
 
 def test_a_whole_round_teaches_speeds_and_overhead():
@@ -35,7 +35,7 @@ def test_a_whole_round_teaches_speeds_and_overhead():
     assert next_state.che == che.report_timing((100.0, 250.0), (10, 10), 20.0)
     assert (next_state.round, next_state.epoch, next_state.cursor) == (4, 1, 20)
     assert next_state.sync_ms == info.sync_ms == 7.0  # this process's own; it reaches the others in the next merge
-    assert next_state.locals == ("after",)
+    assert next_state.local_states == ("after",)
     assert (info.weights, info.examples, info.anchor) == ((0.5, 0.5), 160, 10)
 
 
@@ -58,7 +58,7 @@ def test_a_replica_that_ran_out_of_time_is_slow_at_once():
     next_state, info = after(che, counts, wall, planned=(10, 10))
     assert next_state.che.ms_per_batch == (10.0, 60.0)
     assert next_state.che.batch_counts == (60, 10)
-    assert next_state.owed == ((1, 14, 20),)
+    assert next_state.pending_batches == ((1, 14, 20),)
     assert (info.planned, info.counts) == ((10, 10), counts)
     # One that did all that was planned may have met a hiccup only.
     assert after(che, (10, 10), (100.0, 600.0))[0].che.ms_per_batch == (10.0, 10.0)
@@ -80,7 +80,7 @@ def test_only_async_corrects_divergence():
     for policy, verdict, anchor in [(ApplyPolicy.CADENCE, "calm", 10), (ApplyPolicy.ASYNC, "nudge", 5)]:
         before = dataclasses.replace(state(ElChe(2, anchor=10)), correction=alarmed)
         plan = RoundPlan(round=0, epoch=0, start=0, counts=(10, 10), epoch_size=100)
-        next_state, info = learn(before, plan, *merged((10, 10), (500.0, 500.0)), policy, "steps", 1.0)
+        next_state, info = advance(before, plan, *merged((10, 10), (500.0, 500.0)), policy, "steps", 1.0)
         assert (info.verdict, next_state.che.anchor) == (verdict, anchor)
 
 
@@ -100,9 +100,11 @@ def test_one_replica_has_no_cadence():
 
 
 def test_what_is_owed_is_done_in_the_order_of_the_data_and_the_state_stays_where_it_was():
-    before = state(ElChe(2, anchor=4), round=3, epoch=1, cursor=60, examples=40, owed=((0, 30, 40), (0, 50, 51)))
+    before = state(
+        ElChe(2, anchor=4), round=3, epoch=1, cursor=60, examples=40, pending_batches=((0, 30, 40), (0, 50, 51))
+    )
     plan = RoundPlan(round=3, epoch=0, start=30, counts=(4, 2), epoch_size=100)
-    next_state, info = learn(before, plan, *merged((2, 1), (9.0, 9.0)), ApplyPolicy.CADENCE, "steps", 1.0)
-    assert next_state.owed == ((0, 32, 34), (0, 35, 36), (0, 36, 40), (0, 50, 51))
+    next_state, info = advance(before, plan, *merged((2, 1), (9.0, 9.0)), ApplyPolicy.CADENCE, "steps", 1.0)
+    assert next_state.pending_batches == ((0, 32, 34), (0, 35, 36), (0, 36, 40), (0, 50, 51))
     assert (next_state.epoch, next_state.cursor) == (1, 60)
     assert (info.examples, next_state.examples) == (24, 64)

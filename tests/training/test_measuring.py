@@ -142,7 +142,7 @@ def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, repli
         costs = [step.cost_analysis() for step in (steps.measuring, getattr(steps.plain, "args", [steps.plain])[0])]
         work[scaling] = [(cost["flops"], cost["bytes accessed"]) for cost in costs]
         if scaling is not None and replicas == 2:
-            carry = trainer._engine._replicas[0].run(state.locals[0], data, 0, measured=5).carry
+            carry = trainer._engine._replicas[0].run(state.local_states[0], data, 0, measured=5).carry
             sums = carry.tracked if average == "gradients" else carry.tracked["sums"]
             assert float(sums.contributors[0]) == 5
     (plain, _), (measured, later) = work[None], work[rule]
@@ -173,13 +173,13 @@ def test_a_run_goes_on_and_is_replayed_bit_for_bit(long, devices, same, tmp_path
     for other in (resumed, again):
         assert other.round == whole.round
         same((other.params, other.opt_state), (whole.params, whole.opt_state))
-        same([local.noise for local in other.locals], [local.noise for local in whole.locals])
+        same([local.noise for local in other.local_states], [local.noise for local in whole.local_states])
 
 
 def test_one_device_goes_on_as_an_island_and_an_island_as_one_device(long, devices, close, tmp_path):
-    places = [(devices[0], None), (jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard())]
+    placements = [(devices[0], None), (jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard())]
     ends = []
-    for number, order in enumerate((places[:1], places, places[::-1])):
+    for number, order in enumerate((placements[:1], placements, placements[::-1])):
         for epochs, (replica, strategy) in zip((3,) if len(order) == 1 else (1, 3), order, strict=True):
             arguments = {
                 "replicas": [replica],
@@ -211,9 +211,9 @@ def test_an_island_measures_the_same_steps(long, devices, close):
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_averaged_gradients_equal_the_twin(long, devices, close, rule, later):
     """Norms of the batches that are measured, the mean of all, and two equations for two unknowns."""
-    learnt = optax.adam(0.01)
-    trainer = jaxche.Trainer(long.loss, learnt, average="gradients", replicas=devices[:2], scaling=rule)
-    params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(learnt, rule)
+    update_from_estimates = optax.adam(0.01)
+    trainer = jaxche.Trainer(long.loss, update_from_estimates, average="gradients", replicas=devices[:2], scaling=rule)
+    params, tx = jax.tree.map(jnp.asarray, long.params), scale_learning_rate(update_from_estimates, rule)
     opt_state, wanted = tx.init(params), []
     state, averages = trainer.init(long.params), np.zeros(3)
     for number, counts in enumerate(ROUNDS):
@@ -281,12 +281,12 @@ def test_small_arrays_looked_at_as_one_tell_the_same(solo, close, monkeypatch):
         tracked, noise = begun["tracked"], begun.get("noise", noise)
         for grads in batches[6:]:
             if solo:
-                noise, tracked = scaling.watch(noise, tracked, grads, 8, seen)
+                noise, tracked = scaling.update_from_step(noise, tracked, grads, 8, seen)
             else:
-                tracked = scaling.track(tracked, noise, grads, jnp.float32(8), seen)
+                tracked = scaling.accumulate(tracked, noise, grads, jnp.float32(8), seen)
         if not solo:
-            sent = scaling.sent(tracked, noise, opt_state, params, jnp.float32(32))
-            noise = jax.jit(scaling.learnt)(noise, sent)
+            sent = scaling.payload(tracked, noise, opt_state, params, jnp.float32(32))
+            noise = jax.jit(scaling.update_from_estimates)(noise, sent)
         assert bool(noise.preconditioned)
         assert len(jax.tree.leaves(tracked["previous" if solo else "grads"])) == (2 if joined else 4)
         told.append([noise.sqr_sum, noise.var_sum, noise.unbias])
@@ -305,7 +305,7 @@ def test_batches_that_stand_for_others_leave_the_estimate_unbiased():
         for n in counts:
             own = [noise_scale.local_sums(noise, g, 8) for g in grads[start : start + min(n, TOGETHER)]]
             tracked = jax.tree.map(lambda *x: sum(x), *own)
-            total.append(scaling.sent(tracked, None, None, None, jnp.float32(8 * n)) if stands else tracked)
+            total.append(scaling.payload(tracked, None, None, None, jnp.float32(8 * n)) if stands else tracked)
             start += n
         after = noise_scale.update_from_sums(noise, jax.tree.map(lambda *x: sum(x), *total), grads.mean(0))
         return jnp.stack([after.sqr_sum[0], after.var_sum[0]]) / after.unbias

@@ -9,8 +9,8 @@ import pytest
 import jaxche
 from jaxche.distributed import Group
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training._placement import OneDevice
-from jaxche.training._replica_mesh import Meeting
+from jaxche.training._placement import DevicePlacement
+from jaxche.training._replica_mesh import ReplicaMesh
 
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
@@ -22,9 +22,9 @@ def test_the_host_merges_to_the_same_numbers(problem, devices, average):
         for counts in ((1, 2, 3), (2, 0, 1)):
             state, info = trainer.round(state, problem.data, counts=counts)
         ends.append((jax.device_get(trainer.params(state)), info.loss))
-        places = [next(iter(local.params["w"].devices())) for local in state.locals]
-        assert places == devices[:3]  # wherever they met, they are home again
-        used = set(trainer._engine._meeting.mesh.devices.flat)
+        placements = [next(iter(local.params["w"].devices())) for local in state.local_states]
+        assert placements == devices[:3]  # wherever they met, they are home again
+        used = set(trainer._engine._replica_mesh.mesh.devices.flat)
         assert used == set(devices[:3] if backend == "device" else devices[3:6])
     chex.assert_trees_all_close(*ends, rtol=1e-6)
 
@@ -46,12 +46,12 @@ def test_islands_meet_on_the_host_too(problem, devices, sizes):
 def test_too_few_cpu_devices_for_the_pieces_are_told(devices, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
     with pytest.raises(ValueError, match=r"process 0 has 1 of them for its 2 devices.*jax_num_cpu_devices', 2"):
-        Meeting(Group(), [OneDevice(d) for d in devices[:2]], host=True)
+        ReplicaMesh(Group(), [DevicePlacement(d) for d in devices[:2]], host=True)
 
 
 @pytest.mark.parametrize(("sizes", "width"), [((2, 4), 2), ((1, 1), 1), ((3, 2), 1)], ids=str)
 def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(devices, sizes, width):
-    assert Meeting(Group(), [OneDevice(d) for d in devices[:2]]).mesh.shape == {"replica": 2}
+    assert ReplicaMesh(Group(), [DevicePlacement(d) for d in devices[:2]]).mesh.shape == {"replica": 2}
     strategy = FullShard()
     trainer = jaxche.Trainer(
         lambda p, b: (p * b).mean(),
@@ -60,5 +60,5 @@ def test_replicas_of_one_device_make_a_mesh_of_one_axis_and_islands_of_three(dev
         replicas=[strategy.mesh(devices[: sizes[0]]), strategy.mesh(devices[sizes[0] : sum(sizes)])],
     )
     state = trainer.init(np.arange(12, dtype=np.float32))
-    assert trainer._engine._meeting.mesh.shape == {"replica": 2, "copy": 1, "shard": width}
+    assert trainer._engine._replica_mesh.mesh.shape == {"replica": 2, "copy": 1, "shard": width}
     assert np.asarray(state.params).tolist() == [list(range(12))] * 2

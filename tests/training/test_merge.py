@@ -10,8 +10,8 @@ import jaxche
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
 from jaxche.training import PlanMismatchError
-from jaxche.training._merge import HOST_COLUMNS, one_row_each
-from jaxche.training._round import Table
+from jaxche.training._merge import HOST_COLUMNS, reduce_rows
+from jaxche.training._round import RoundStatistics
 
 
 @pytest.mark.parametrize("scaling", [None, jaxche.AdaScale(), jaxche.AdamScale()])
@@ -21,8 +21,8 @@ def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.idle(local).carry for r, local in zip(replicas, state.locals, strict=True)]
-    arguments = merge.arguments(state.locals, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
+    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
+    arguments = merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
     text = merge._program.lower(*arguments).as_text()
     assert text.count("stablehlo.all_reduce") == 1
     assert "all_gather" not in text
@@ -114,20 +114,20 @@ def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_fin
     start = trainer.init(problem.params, model_state)
     wanted, _ = trainer.round(start, problem.data, counts=(2, 0))
     engine, merge = trainer._engine, trainer._engine._merge
-    carries = [r.idle(local).carry for r, local in zip(engine._replicas, start.locals, strict=True)]
+    carries = [r.idle(local).carry for r, local in zip(engine._replicas, start.local_states, strict=True)]
     rows = np.zeros((2, len(HOST_COLUMNS)), np.float32)
     rows[0, 0] = 2
     # As the end of a round: the first replica where it is after two steps, the second nowhere.
     names = ("params", "opt_state", "model_state")
     nowhere = jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, carries[1])
-    ends = [wanted.locals[0]._asdict(), nowhere._asdict()]
+    ends = [wanted.local_states[0]._asdict(), nowhere._asdict()]
     carries = [carry._replace(**{name: end[name] for name in names}) for carry, end in zip(carries, ends, strict=True)]
     sums = jax.device_put(carries[0].sums.at[0, 0].set(16.0), devices[0]), jnp.zeros_like(carries[1].sums)
     carries = [carry._replace(sums=own) for carry, own in zip(carries, sums, strict=True)]
     reached = jax.tree.map(np.array, ends[0])
-    merged = merge(start.locals, carries, rows)
+    merged = merge(start.local_states, carries, rows)
     for name in names:
-        for row in merged.locals:
+        for row in merged.local_states:
             for x, y in zip(jax.tree.leaves(getattr(row, name)), jax.tree.leaves(reached[name]), strict=True):
                 if x.dtype == np.float32:
                     np.testing.assert_allclose(x, y, rtol=1e-6)
@@ -145,9 +145,9 @@ def test_variances_take_a_second_all_reduce_and_nothing_else_does(problem, devic
     state = trainer.init(problem.params, model_state)
     trainer.round(state, problem.data, counts=(1, 1))
     merge, replicas = trainer._engine._merge, trainer._engine._replicas
-    carries = [r.idle(local).carry for r, local in zip(replicas, state.locals, strict=True)]
+    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
     text = merge._program.lower(
-        *merge.arguments(state.locals, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
+        *merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
     ).as_text()
     assert text.count("stablehlo.all_reduce") == 1 + paired
 
@@ -159,9 +159,9 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table = np.zeros((2, 2, len(HOST_COLUMNS) + 3), np.float32)
     table[:, :, [HOST_COLUMNS.index("plan_high"), HOST_COLUMNS.index("plan_low")]] = plan.digest_halves()
     table[0, :, HOST_COLUMNS.index("wall_ms")] = 10, 30
-    rows = one_row_each(table)
+    rows = reduce_rows(table)
     assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
-    Table(rows, ()).refuse_bad(Group(), None, plan, (), (), True)
+    RoundStatistics(rows, ()).check(Group(), None, plan, (), (), True)
     table[1, 1, HOST_COLUMNS.index(name)] -= 1
     with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):
-        Table(one_row_each(table), ()).refuse_bad(Group(), None, plan, (), (), True)
+        RoundStatistics(reduce_rows(table), ()).check(Group(), None, plan, (), (), True)

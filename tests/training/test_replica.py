@@ -11,8 +11,8 @@ import pytest
 from jaxche.distributed import Group
 from jaxche.sharding import as_loss
 from jaxche.training import PaceError
-from jaxche.training._placement import OneDevice, first, lift
-from jaxche.training._programs import Local, LocalPrograms
+from jaxche.training._placement import DevicePlacement, add_replica_axis, drop_replica_axis
+from jaxche.training._programs import LocalPrograms, LocalState
 from jaxche.training._replica import Replica
 
 
@@ -20,33 +20,35 @@ from jaxche.training._replica import Replica
 def make(devices):
     def build(average="parameters", pace_ms=None, loss=lambda w, b: jnp.mean((w - b) ** 2)):
         tx = optax.sgd(0.1)
-        place = OneDevice(devices[3])
-        programs = LocalPrograms(place, as_loss(loss), tx, average, 0, ())
-        local = jax.device_put(lift(Local(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3])
-        return Replica(Group(), 3, place, programs, pace_ms), local
+        placement = DevicePlacement(devices[3])
+        programs = LocalPrograms(placement, as_loss(loss), tx, average, 0, ())
+        local = jax.device_put(
+            add_replica_axis(LocalState(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3]
+        )
+        return Replica(Group(), 3, placement, programs, pace_ms), local
 
     return build
 
 
 def test_lift_and_first_undo_each_other():
     tree = {"a": jnp.arange(3), "k": jax.random.key(1)}
-    assert jax.tree.map(jnp.shape, lift(tree)) == {"a": (1, 3), "k": (1,)}
-    assert jax.tree.map(jnp.shape, first(lift(tree))) == {"a": (3,), "k": ()}
+    assert jax.tree.map(jnp.shape, add_replica_axis(tree)) == {"a": (1, 3), "k": (1,)}
+    assert jax.tree.map(jnp.shape, drop_replica_axis(add_replica_axis(tree))) == {"a": (3,), "k": ()}
 
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_steps_stay_on_their_device_and_leave_the_start_alone(make, devices, average):
     replica, local = make(average)
-    outcome = replica.run(local, [np.ones(4, np.float32)] * 3, 0)
-    assert outcome.error is None
-    assert outcome.steps == 3
-    assert {x.device for x in jax.tree.leaves(outcome.carry)} == {devices[3]}
+    result = replica.run(local, [np.ones(4, np.float32)] * 3, 0)
+    assert result.error is None
+    assert result.steps == 3
+    assert {x.device for x in jax.tree.leaves(result.carry)} == {devices[3]}
     assert float(local.params[0]) == 0.0
     if average == "parameters":
-        assert float(outcome.carry.params[0]) == pytest.approx(1 - 0.8**3)
+        assert float(result.carry.params[0]) == pytest.approx(1 - 0.8**3)
     else:
-        assert float(outcome.carry.grads[0]) == pytest.approx(3 * 4 * -2.0)  # weighted by examples
-    assert outcome.carry.sums[0, 0] == 12
+        assert float(result.carry.grads[0]) == pytest.approx(3 * 4 * -2.0)  # weighted by examples
+    assert result.carry.sums[0, 0] == 12
 
 
 def test_the_clock_waits_for_the_last_step(make):
@@ -62,10 +64,10 @@ def test_the_clock_waits_for_the_last_step(make):
     batch = np.ones(256, np.float32)
     replica.warm_up(local, batch)
     start = time.perf_counter()
-    outcome = replica.run(local, [batch] * 4, 0)
-    jax.block_until_ready(outcome.carry)
+    result = replica.run(local, [batch] * 4, 0)
+    jax.block_until_ready(result.carry)
     elapsed = (time.perf_counter() - start) * 1e3
-    assert outcome.wall_ms == pytest.approx(elapsed, rel=0.2, abs=5)
+    assert result.wall_ms == pytest.approx(elapsed, rel=0.2, abs=5)
 
 
 def test_an_error_becomes_part_of_the_outcome(make):
@@ -74,9 +76,9 @@ def test_an_error_becomes_part_of_the_outcome(make):
         raise OSError("gone")
 
     replica, local = make()
-    outcome = replica.run(local, batches(), 0)
-    assert isinstance(outcome.error, OSError)
-    assert float(outcome.carry.params[0]) == 0.0  # as if no step had been taken
+    result = replica.run(local, batches(), 0)
+    assert isinstance(result.error, OSError)
+    assert float(result.carry.params[0]) == 0.0  # as if no step had been taken
 
 
 def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monkeypatch):
@@ -89,9 +91,9 @@ def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monk
         return opened(*args)
 
     monkeypatch.setattr(replica, "_opened", full_once)
-    outcome = replica.run(local, [np.ones(2, np.float32)], 0)
-    assert isinstance(outcome.error, MemoryError)
-    assert outcome.steps == 0
+    result = replica.run(local, [np.ones(2, np.float32)], 0)
+    assert isinstance(result.error, MemoryError)
+    assert result.steps == 0
 
 
 def test_compiling_again_copies_nothing(make, monkeypatch):

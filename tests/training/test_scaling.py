@@ -205,9 +205,9 @@ def test_going_on_from_a_small_last_batch_keeps_the_base(make_problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.01), replicas=devices[:1])
     state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(2,))
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.01), replicas=devices[:1], scaling=jaxche.LinearScale())
-    place = {name: getattr(state, name) for name in ("epoch", "cursor", "round")}
+    placement = {name: getattr(state, name) for name in ("epoch", "cursor", "round")}
     fresh = trainer.init(problem.params)
-    fresh = type(fresh)(fresh.locals, fresh.che, fresh.correction, **place)
+    fresh = type(fresh)(fresh.local_states, fresh.che, fresh.correction, **placement)
     state, info = trainer.round(fresh, problem.data, counts=(1,))
     assert info.lr_factor == pytest.approx(0.5)
     assert float(trainer.noise(state).base_batch_size) == 8

@@ -85,7 +85,7 @@ def test_pipelines_train_as_devices_do(devices, params, alone, name, train, trai
     staged = train(in_stages(PROTOCOLS[name]), params, [devices[:2], devices[2:4]])
     trained_alike(staged, alone())
     trainer, state, _ = staged
-    for rank, local in enumerate(state.locals):
+    for rank, local in enumerate(state.local_states):
         for stage, (tree, adam) in enumerate(zip(local.params, local.opt_state, strict=True)):
             assert all(leaf.devices() == {devices[2 * rank + stage]} for leaf in jax.tree.leaves((tree, adam)))
     # The moments are each replica's own, row by row those of the replicas of one device.
@@ -157,8 +157,8 @@ def test_a_round_leaves_its_state_valid_and_repeats_bit_for_bit(devices, data, p
 
 def test_stages_without_parameters_are_carried_along(devices, params, train, trained_alike):
     model = in_stages(stages=(hidden, lambda nothing, x: x, output))
-    places = [devices[:3], devices[3:6]]
-    staged = train(model, [params[0], {}, params[1]], places, ROUNDS[:2])
+    placements = [devices[:3], devices[3:6]]
+    staged = train(model, [params[0], {}, params[1]], placements, ROUNDS[:2])
     trained_alike(staged, train(whole, params, devices[:2], ROUNDS[:2]))
     assert staged[0].params(staged[1])[1] == {}
 

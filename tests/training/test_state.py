@@ -22,7 +22,7 @@ def test_views_cover_every_part(problem, devices):
         for leaf in leaves:
             assert leaf.shape[0] == 3
             assert leaf.sharding.spec == jax.sharding.PartitionSpec("replica")
-    assert len(state.locals) == 3
+    assert len(state.local_states) == 3
 
 
 def test_period_and_waits_follow_from_the_walls(problem, devices):

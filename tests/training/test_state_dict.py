@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from jaxche.cadence import DivergenceCorrection, ElChe
-from jaxche.training._state import ReplicaState
+from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import metadata, with_metadata
 
 
 def state(che, **more):
-    return ReplicaState((), che, DivergenceCorrection(), **more)
+    return TrainerState((), che, DivergenceCorrection(), **more)
 
 
 @pytest.fixture
@@ -23,7 +23,14 @@ def saved():
     correction = DivergenceCorrection()
     for drift in (0.1, 0.11, 0.12):
         correction, che, _ = correction.apply(che, che, drift)
-    place = {"round": 7, "epoch": 2, "cursor": 5, "examples": 640, "sync_ms": 3.5, "owed": ((1, 8, 9), (2, 1, 3))}
+    place = {
+        "round": 7,
+        "epoch": 2,
+        "cursor": 5,
+        "examples": 640,
+        "sync_ms": 3.5,
+        "pending_batches": ((1, 8, 9), (2, 1, 3)),
+    }
     left = replace(state(che, **place), correction=correction)
     return left, json.loads(json.dumps(metadata(left)))
 
@@ -41,7 +48,7 @@ def test_others_begin_at_its_anchor_within_their_limits_and_measure_anew(saved, 
     assert left.che.anchor == 30
     after = with_metadata(state(ElChe(3, low, tuner="steady", max_anchor=high)), found)
     assert (after.che.anchor, after.che.batch_counts, after.che.is_calibrated) == (anchor, (anchor,) * 3, False)
-    assert (after.round, after.epoch, after.cursor, after.owed) == (7, 2, 5, left.owed)
+    assert (after.round, after.epoch, after.cursor, after.pending_batches) == (7, 2, 5, left.pending_batches)
     assert after.correction == left.correction
 
 

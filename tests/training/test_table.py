@@ -9,27 +9,27 @@ from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group, RankError
 from jaxche.training import NonFiniteLossError, PlanMismatchError
 from jaxche.training import _round as module
-from jaxche.training._replica import Outcome
-from jaxche.training._round import Table, host_row
+from jaxche.training._replica import LocalResult
+from jaxche.training._round import RoundStatistics, host_row
 
 PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
 
 
 def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
     """Two replicas with 16 and 8 examples and one metric; other fields are ``name=(rank, value)``."""
-    rows = [host_row(plan, r, Outcome({}, 0, 10.0 * (r + 1)), 3.0 + r, False) for r, plan in enumerate(plans)]
+    rows = [host_row(plan, r, LocalResult({}, 0, 10.0 * (r + 1)), 3.0 + r, False) for r, plan in enumerate(plans)]
     sums = [[0.0, 16.0, losses[0], 4.0], [0.0, 8.0, losses[1], 8.0]]
     numbers = np.float32([row + s for row, s in zip(rows, sums, strict=True)])
     for name, (rank, value) in host.items():
         numbers[rank, module._COLUMN.get(name, module._NOT_FINITE)] = value
-    return Table(numbers, ("mae",))
+    return RoundStatistics(numbers, ("mae",))
 
 
-DONE = (Outcome({}, 2, 1.0), Outcome({}, 1, 1.0))
+DONE = (LocalResult({}, 2, 1.0), LocalResult({}, 1, 1.0))
 
 
-def refuse(t, outcomes=DONE, ranks=(0, 1), merged=True):
-    t.refuse_bad(Group(), "state", PLAN, ranks, outcomes, merged)
+def refuse(t, results=DONE, ranks=(0, 1), merged=True):
+    t.check(Group(), "state", PLAN, ranks, results, merged)
 
 
 def test_reads():
@@ -54,7 +54,7 @@ def test_rows_of_which_all_differ_within_agree_with_nobody_either():
     numbers = table()._numbers
     numbers[:, [module._COLUMN["plan_high"], module._COLUMN["plan_low"]]] = module.DIFFERS
     with pytest.raises(PlanMismatchError, match=r"ranks \[0, 1\]"):
-        refuse(Table(numbers, ("mae",)))
+        refuse(RoundStatistics(numbers, ("mae",)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -80,7 +80,7 @@ def test_a_merge_that_is_not_finite_names_all_batches():
     counts = table(count=(0, 2.0))._numbers
     counts[1, module._COLUMN["count"]] = 1
     with pytest.raises(NonFiniteLossError, match="the merged parameters") as caught:
-        refuse(Table(counts, ("mae",)), merged=False)
+        refuse(RoundStatistics(counts, ("mae",)), merged=False)
     assert caught.value.rank is None
     assert caught.value.batches == ((0, 0), (0, 1), (0, 2))
 
@@ -91,13 +91,13 @@ def test_batches_are_listed_as_ranges():
 
 
 def test_the_local_error_wins():
-    outcomes = (Outcome({}, 0, 0.0), Outcome({}, 0, 0.0, OSError("disk")))
+    results = (LocalResult({}, 0, 0.0), LocalResult({}, 0, 0.0, OSError("disk")))
     with pytest.raises(OSError, match="disk"):
-        refuse(table(failed=(1, 1.0)), outcomes)
+        refuse(table(failed=(1, 1.0)), results)
 
 
 def test_an_error_of_another_process_is_told(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
     monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 2"):
-        refuse(table(failed=(1, 1.0)), outcomes=(Outcome({}, 2, 1.0),), ranks=(0,))
+        refuse(table(failed=(1, 1.0)), results=(LocalResult({}, 2, 1.0),), ranks=(0,))

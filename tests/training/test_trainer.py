@@ -269,7 +269,7 @@ def test_the_replica_view_has_a_row_per_replica_and_costs_no_copy(problem, devic
     assert view.shape == (4, 5, 2)
     assert view.sharding.spec == jax.sharding.PartitionSpec("replica")
     mine = {s.device: s.data.unsafe_buffer_pointer() for s in view.addressable_shards}
-    held = {local.params["w"].device: local.params["w"].unsafe_buffer_pointer() for local in state.locals}
+    held = {local.params["w"].device: local.params["w"].unsafe_buffer_pointer() for local in state.local_states}
     assert mine == held
     assert state.opt_state[0].count.tolist() == [1, 2, 3, 4]  # integers are each replica's own
 
@@ -516,8 +516,10 @@ def test_replicas_go_on_from_an_optimizer_state(problem, devices, close, scaling
     grads = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), problem.params)
     _, reached = tx.update(grads, tx.init(problem.params), problem.params)
     strategy = jaxche.FullShard(min_size=1)
-    places = [strategy.mesh(devices[:2])] if island else devices[:2]
-    trainer = jaxche.Trainer(problem.loss, tx, replicas=places, strategy=strategy if island else None, scaling=scaling)
+    placements = [strategy.mesh(devices[:2])] if island else devices[:2]
+    trainer = jaxche.Trainer(
+        problem.loss, tx, replicas=placements, strategy=strategy if island else None, scaling=scaling
+    )
     found = trainer.init(problem.params, opt_state=reached).opt_state
     inner = found if scaling is None else found.inner_state
     for rows, one in zip(jax.tree.leaves(inner), jax.tree.leaves(reached), strict=True):
