@@ -1,7 +1,7 @@
 """Data flows one way: a module imports only from earlier layers, through their package's ``__init__``."""
 
 import ast
-import importlib
+import importlib.util
 import itertools
 import subprocess
 import sys
@@ -144,3 +144,13 @@ def test_a_module_has_no_state(path):
             mutable |= {_name(target) for target in (node.targets if isinstance(node, ast.Assign) else [node.target])}
     changed = mutable & set(_changed_names(tree)) - _ALLOWED.get(path.name, set())
     assert not changed, f"{path.name} changes {changed} of its module"
+
+
+def test_contributing_lists_every_module():
+    path = ROOT.parent / "scripts" / "house.py"
+    spec = importlib.util.spec_from_file_location("house", path)
+    house = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(house)
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf8")
+    assert house.table(ORDER) in page, "write: python scripts/house.py --write"
+    assert house.layers() == ORDER

@@ -1,0 +1,54 @@
+"""Print the table of modules that CONTRIBUTING.md has: a line for each, from the first sentence of its docstring.
+
+.venv/bin/python scripts/house.py            # print it
+.venv/bin/python scripts/house.py --write    # put it into CONTRIBUTING.md
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "CONTRIBUTING.md"
+BEGIN, END = "<!-- modules: scripts/house.py --write -->", "<!-- end of modules -->"
+
+
+def sentence(path):
+    """The first sentence of a module's docstring, on one line."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or "").split())
+    found = re.split(r"(?<=\.)\s|$", re.sub(r"^Layer \d+, \w[\w ]*: ", "", text), maxsplit=1)[0].rstrip(".")
+    return (found[:1].upper() + found[1:]).replace("``", "`").replace("|", "\\|")
+
+
+def table(order):
+    """The table, packages in the order of their layers."""
+    lines = ["| module | what lives there |", "|---|---|"]
+    for package in order:
+        folder = ROOT / "jaxche" / package
+        lines.append(f"| **`{package}`** | **{sentence(folder / '__init__.py')}** |")
+        lines += [
+            f"| `{path.stem}` | {sentence(path)} |" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"
+        ]
+    return "\n".join(lines)
+
+
+def layers():
+    """The packages as tests/test_layers.py orders them."""
+    tree = ast.parse((ROOT / "tests" / "test_layers.py").read_text(encoding="utf8"))
+    [order] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ORDER"
+    ]
+    return order
+
+
+if __name__ == "__main__":
+    found = table(layers())
+    if "--write" in sys.argv:
+        page = PAGE.read_text(encoding="utf8")
+        before, rest = page.split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{rest.split(END)[1]}", encoding="utf8")
+    else:
+        print(found)
