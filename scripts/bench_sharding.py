@@ -76,7 +76,7 @@ class Problem:
         import jax
         import optax
 
-        from jaxche.cli._text_task import Transformer, text
+        from jaxche.cli._tasks import Transformer, text
 
         # The data of the text task, the model at the given size.
         task = text(args.batch_size, None, 0)

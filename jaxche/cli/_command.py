@@ -1,7 +1,6 @@
-"""A command of ``jaxche``, the types of its options, and its error line.
+"""A command of ``jaxche``, the types of its options, its error line, and the launcher of its process.
 
-Modules of commands are imported for every ``jaxche --help``. They import JAX, and packages that import JAX, inside
-their actions.
+Every ``jaxche --help`` imports the modules of all commands, so they import JAX inside their actions.
 """
 
 from __future__ import annotations
@@ -12,38 +11,28 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from jaxche.cluster import ClusterInfo
 
 _CODES = {"bad": "1;31", "good": "32", "strong": "1"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Args:
-      name: the word after ``jaxche``.
-      summary: one line without a full stop.
-      epilog: end of ``--help``: examples, then exit codes.
-      add_arguments: adds the options to a parser.
-      action: takes the parsed arguments and returns the exit code.
-      usage: first line of ``--help``.
-      usage_errors: exceptions for invalid arguments; they become one line on standard error and exit code 2.
-
-    Example:
-      >>> greet = Command("greet", "say hello", "", lambda p: p.add_argument("name"), lambda args: print(args.name))
-      >>> parser = argparse.ArgumentParser()
-      >>> greet.register(parser.add_subparsers())
-      >>> parser.parse_args(["greet", "Ada"]).command_object is greet
-      True
-    """
+    """One command and its parser."""
 
     name: str
+    # One line without a full stop.
     summary: str
+    # The end of ``--help``: examples, then exit codes.
     epilog: str
     add_arguments: Callable[[argparse.ArgumentParser], object]
+    # Returns the exit code.
     action: Callable[[argparse.Namespace], int]
     usage: str = "%(prog)s [options]"
+    # Exceptions for invalid arguments: one line on standard error, and exit code 2.
     usage_errors: tuple[type[Exception], ...] = (ValueError, ImportError)
 
     def register(self, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,12 +60,7 @@ class Command:
 def non_default_options(
     add_arguments: Callable[[argparse.ArgumentParser], object], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The options of ``add_arguments`` whose values in ``args`` differ from their defaults.
-
-    Example:
-      >>> non_default_options(lambda p: p.add_argument("--rows", default=3), argparse.Namespace(rows=4, words=[]))
-      {'rows': 4}
-    """
+    """The options of ``add_arguments`` whose values in ``args`` differ from their defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     defaults = vars(parser.parse_args([]))
@@ -84,12 +68,7 @@ def non_default_options(
 
 
 def flag(name: str) -> str:
-    """The flag of an option on the command line.
-
-    Example:
-      >>> flag("batch_size"), flag("processes")
-      ('--batch-size', '-n')
-    """
+    """The flag of an option on the command line."""
     return "-n" if name == "processes" else "--" + name.replace("_", "-")
 
 
@@ -104,12 +83,7 @@ def file_path(text: str) -> str:
 
 
 def integer(example: str, least: int = 1, most: float = math.inf) -> Callable[[str], int]:
-    """A parser of integers from ``least`` to ``most``; errors show ``example``.
-
-    Example:
-      >>> integer("--epochs 3")("5")
-      5
-    """
+    """A parser of integers from ``least`` to ``most``; errors show ``example``."""
 
     def parse(text: str) -> int:
         try:
@@ -140,24 +114,13 @@ def number(example: str, least: float = 0.0, most: float = math.inf, above: bool
 
 
 def numbers(example: str) -> Callable[[str], tuple[float, ...]]:
-    """A parser of positive numbers separated by commas.
-
-    Example:
-      >>> numbers("--ratios 1,2.5")("1,2.5")
-      (1.0, 2.5)
-    """
+    """A parser of positive numbers separated by commas."""
     one = number(example, above=True)
     return lambda text: tuple(one(word) for word in text.split(","))
 
 
 def paint(text: str, style: str, stream: TextIO | None = None) -> str:
-    """Colours text for a terminal (``style``: "bad", "good" or "strong"); files, pipes and ``NO_COLOR`` get it plain.
-
-    Example:
-      >>> import io
-      >>> paint("ok", "good", io.StringIO())
-      'ok'
-    """
+    """Colours text for a terminal by its ``style``: "bad", "good" or "strong"."""
     out = sys.stdout if stream is None else stream
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not out.isatty()
     return text if plain else f"\033[{_CODES[style]}m{text}\033[0m"
@@ -167,6 +130,26 @@ def print_error(command: str, error: object) -> None:
     """Prints ``jaxche COMMAND: error: ...`` on standard error."""
     sys.stderr.write(f"jaxche {command}: {paint('error', 'bad', sys.stderr)}: {error}\n")
     sys.stderr.flush()
+
+
+def launcher() -> str:
+    """The launcher of this process, or "none".
+
+    Unlike ``initialize`` this accepts GPUs of several kinds: each process that is started from here may take one.
+    """
+    from jaxche.cluster import detect
+
+    return detect(None, None, None, os.environ).launcher
+
+
+def join(timeout_s: float = 300.0) -> ClusterInfo:
+    """Joins the run, if there is one."""
+    from jaxche.cluster import initialize
+
+    try:
+        return initialize(timeout_s=timeout_s)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _range(least: float, most: float) -> str:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxche.cli import _doctor_checks as checks
-from jaxche.cli._command import Command, directory_path, integer, number, paint
+from jaxche.cli._command import Command, directory_path, integer, join, launcher, number, paint
 from jaxche.cli._doctor_checks import Finding
-from jaxche.cli._processes import join, launcher
 
 if TYPE_CHECKING:
     from jaxche.cluster import ClusterInfo

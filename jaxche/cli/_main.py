@@ -1,4 +1,4 @@
-"""The entry point: one parser with a subparser for each command."""
+"""The entry point: one parser with a subparser for each command, and shell completion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxche.cli import _completion, _doctor, _launch, _plan, _report, _simulate, _train
+from jaxche.cli import _doctor, _launch, _plan, _report, _simulate, _train
+from jaxche.cli._command import Command, directory_path, file_path
 
 _OVERVIEW = """\
 jaxche trains one Flax model on whatever mix of devices you have, as fast as all of them together.
@@ -32,6 +33,17 @@ exit codes:
   jaxche launch returns the codes of its processes; see jaxche launch --help
 
 tab completion: eval "$(jaxche completion bash)"
+"""
+
+_COMPLETION_EPILOG = """\
+examples:
+  eval "$(jaxche completion bash)"                      in this shell; put the line into ~/.bashrc
+  jaxche completion zsh > ~/.zsh/completions/_jaxche    a folder of $fpath, before compinit
+  jaxche completion tcsh > ~/.jaxche.csh                and source it
+
+exit codes:
+  0     printed
+  2     invalid arguments
 """
 
 
@@ -75,6 +87,30 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(prog="jaxche", title="commands", metavar="COMMAND")
-    for module in (_train, _report, _launch, _doctor, _simulate, _plan, _completion):
+    for module in (_train, _report, _launch, _doctor, _simulate, _plan):
         module.COMMAND.register(commands)
+    _COMPLETION.register(commands)
     return parser
+
+
+def _print_completion(args: argparse.Namespace) -> int:
+    import shtab
+
+    parser = make_parser()
+    kinds = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
+    for command in next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)).values():
+        for action in command._actions:
+            if action.type in kinds:
+                vars(action).update(complete=kinds[action.type])
+    print(shtab.complete(parser, shell=args.shell))
+    return 0
+
+
+_COMPLETION = Command(
+    "completion",
+    "print a script that completes commands and options in a shell",
+    _COMPLETION_EPILOG,
+    lambda parser: parser.add_argument("shell", choices=("bash", "zsh", "tcsh")),
+    _print_completion,
+    usage="%(prog)s SHELL",
+)

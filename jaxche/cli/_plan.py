@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from jaxche.cli._command import Command, flag, integer, non_default_options
-from jaxche.cli._tasks import TASKS, load
+from jaxche.cli._settings import TASKS
 
 _EPILOG = """\
 examples:
@@ -44,6 +44,7 @@ def _run(args: argparse.Namespace) -> int:
     devices = _devices(args.devices)
     import jax.numpy as jnp
 
+    from jaxche.cli._tasks import load
     from jaxche.sharding import (
         FullShard,
         HybridShard,

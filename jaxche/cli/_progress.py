@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import jax
+from jax.experimental import multihost_utils
 
-from jaxche.cli._processes import barrier, print_once
 from jaxche.cli._result import MAX_RANKS, metric_text, metric_title, percent
 from jaxche.cli._tasks import Task
 from jaxche.drawing import per_rank
@@ -20,6 +20,18 @@ _log = logging.getLogger("jaxche")
 
 # Seconds between two printed rounds. A round of `sync` is one batch, so fewer of them are printed.
 _SYNC_GAP_S, _GAP_S = 1.0, 0.1
+
+
+def barrier(name: str) -> None:
+    """Waits until all processes have called this."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def print_once(text: str) -> None:
+    """Prints a line on process 0."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 def round_header(world_size: int) -> str:
@@ -37,21 +49,9 @@ def round_line(info: RoundInfo) -> str:
 
 
 class Progress:
-    """Callback of ``trainer.fit``.
+    """Callback of ``trainer.fit``; rank 0 evaluates while the other ranks wait at a barrier.
 
-    Rank 0 evaluates while the other ranks wait at a barrier.
-
-    Args:
-      trainer: runs the rounds.
-      task: evaluates.
-      epochs: total number of epochs.
-      folder: directory of ``history.jsonl``, to which each round is appended.
-      resumable: whether to save the training time in ``seconds.txt`` for a later start.
-
-    Attributes:
-      seconds: training time of each round by its number, without evaluation; on rank 0 also of earlier starts.
-      test: test metrics of the last evaluation, on rank 0.
-      curve: test metrics of each epoch since this start, with ``epoch`` and ``seconds``.
+    With ``resumable`` it saves the training time in ``seconds.txt`` for a later start.
     """
 
     def __init__(self, trainer: Trainer, task: Task, epochs: int, folder: Path, resumable: bool):
@@ -61,9 +61,11 @@ class Progress:
         self._seconds_path = folder / "seconds.txt" if resumable else None
         self._epoch, self._next_round, self._last_print = 0, None, float("-inf")
         self._evaluated_round: int | None = None
+        # Training time by the number of the round, without evaluation; on rank 0 also of earlier starts.
         self.seconds: dict[int, float] = {}
         if self._seconds_path and jax.process_index() == 0:
             self.seconds = _read_seconds(self._seconds_path)
+        # Test metrics of the last evaluation, and of each epoch since this start, on rank 0.
         self.test: dict[str, float] = {}
         self.curve: list[dict[str, float]] = []
         barrier("start")

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxche.averaging import path_names
 from jaxche.cli._command import print_error
-from jaxche.cli._processes import barrier, print_once
+from jaxche.cli._progress import barrier, print_once
 from jaxche.cli._result import read_params
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
@@ -30,11 +30,7 @@ _DROPPED = {"pace": None, "checkpoint_every": None, "max_restarts": 0, "hang_tim
 
 
 def recorded_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments and the number of processes of the run in ``args.replay``.
-
-    Raises:
-      ValueError: the directory has no single finished run.
-    """
+    """The arguments and the number of processes of the run in ``args.replay``."""
     folder = Path(args.replay)
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf8"))
@@ -66,11 +62,7 @@ def _refuse_changed_ranks(folder: Path) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
-    """Repeats the recorded rounds, on replicas of any speed.
-
-    Raises:
-      SystemExit: code 1 on rank 0, if the parameters differ from the recorded ones.
-    """
+    """Repeats the recorded rounds, on replicas of any speed."""
     folder = Path(args.replay)
     os.environ.pop(PACE_MS, None)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)

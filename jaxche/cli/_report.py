@@ -71,11 +71,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def page(folder: Path) -> str:
-    """The HTML page of a run.
-
-    Raises:
-      ValueError: the directory has no run.
-    """
+    """The HTML page of a run."""
     result = read_json(folder / "result.json") or {}
     histories = _histories(folder, list(result.get("results", ())))
     name = html.escape(folder.resolve().name)

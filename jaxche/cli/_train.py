@@ -9,20 +9,30 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxche.cli._command import Command, directory_path, flag, integer, non_default_options, number, numbers
-from jaxche.cli._processes import join, launcher
+from jaxche.cli._command import (
+    Command,
+    directory_path,
+    flag,
+    integer,
+    join,
+    launcher,
+    non_default_options,
+    number,
+    numbers,
+)
 from jaxche.cli._result import refuse_directory
 from jaxche.cli._settings import (
     MERGE_RULES,
     POLICIES,
     SCALING_RULES,
+    TASKS,
     cadence,
     pace_argument,
     policies,
+    require,
     trainer_options,
 )
 from jaxche.cli._stages import check_stages, run_stages
-from jaxche.cli._tasks import TASKS, require
 
 _DEFAULT_PROCESSES = 2
 

@@ -18,8 +18,7 @@ import jax
 
 import jaxche
 from jaxche.cli._command import print_error
-from jaxche.cli._processes import barrier, print_once
-from jaxche.cli._progress import Progress, round_header
+from jaxche.cli._progress import Progress, barrier, print_once, round_header
 from jaxche.cli._replay import replay
 from jaxche.cli._result import (
     Result,
@@ -31,8 +30,8 @@ from jaxche.cli._result import (
     write_policy,
     write_result,
 )
-from jaxche.cli._settings import auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
-from jaxche.cli._tasks import TASKS, Task, load
+from jaxche.cli._settings import TASKS, auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
+from jaxche.cli._tasks import Task, load
 from jaxche.cluster import share
 from jaxche.distributed import PACE_MS
 from jaxche.drawing import per_rank
@@ -77,11 +76,7 @@ def work(args: argparse.Namespace, name: str) -> int:
 
 
 def train(args: argparse.Namespace, folder: Path) -> None:
-    """Trains with each policy and writes the files of the run.
-
-    Raises:
-      Exception: any error of the trainer, and ``UsageError``.
-    """
+    """Trains with each policy and writes the files of the run."""
     if args.replay:
         replay(args)
         return

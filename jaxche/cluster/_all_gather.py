@@ -13,26 +13,10 @@ from jaxche.cluster._output import format_ranks
 def share(
     name: str, process_id: int, num_processes: int, text: str, timeout_s: float, client: Any = None, late: bool = False
 ) -> list[str]:
-    """Gathers one text of each process on all processes; each calls it once per name.
+    """Gathers one text of each process on all processes, in their order; each process calls it once per name.
 
-    Args:
-      name: key of this all-gather; a new one each time.
-      process_id: of this process.
-      num_processes: how many processes take part.
-      text: of this process.
-      timeout_s: seconds to wait for the others.
-      client: of JAX's coordination service; default: that of the run that this process joined.
-      late: whether this process replaces one that has taken part: it reads the texts of the others and does not wait.
-
-    Returns:
-      The texts in the order of the processes; only ``text`` if this process has joined no run.
-
-    Raises:
-      TimeoutError: if a process is missing; names it.
-
-    Example:
-      >>> share("hosts", 0, 1, "node1", timeout_s=60)
-      ['node1']
+    A replacement process (``late``) reads the texts of the others and does not wait. Outside of a run the only text is
+    ``text``.
     """
     client = client or _jax_distributed.global_state.client
     if client is None:

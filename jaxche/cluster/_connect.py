@@ -40,11 +40,7 @@ def resolve_scheduler(found: Detected, timeout_s: float) -> Detected:
 
 
 def local_device_ids(found: Detected) -> list[int] | None:
-    """The GPU of this process, if a scheduler numbers the processes of a machine; None for all visible GPUs.
-
-    Raises:
-      ValueError: the machine has fewer GPUs than processes.
-    """
+    """The GPU of this process, if a scheduler numbers the processes of a machine; None for all visible GPUs."""
     if found.local_id is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
@@ -62,12 +58,7 @@ def local_device_ids(found: Detected) -> list[int] | None:
 
 
 def connect(found: Detected, local_ids: Sequence[int] | None, timeout_s: float, deadline: float) -> None:
-    """Joins the run before ``deadline`` (on the monotonic clock); ``timeout_s`` is for messages.
-
-    Raises:
-      ValueError: process 0 cannot open its port.
-      TimeoutError: process 0 does not answer.
-    """
+    """Joins the run before ``deadline`` (on the monotonic clock); ``timeout_s`` is for messages."""
     assert found.address is not None
     assert found.process_id is not None
     host, _, port = found.address.rpartition(":")

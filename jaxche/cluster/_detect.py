@@ -42,25 +42,7 @@ def detect(
     process_id: int | None,
     environ: Mapping[str, str],
 ) -> Detected:
-    """Detects the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes.
-
-    Args:
-      coordinator_address: host and port of process 0, or None.
-      num_processes: number of processes of the run, or None.
-      process_id: number of this process, or None.
-      environ: environment variables. Without ``JAXCHE_PROCESS_ID`` the number comes from Slurm, MPI or an indexed
-        Kubernetes job.
-
-    Returns:
-      The launcher ("none" for a single process) and its values.
-
-    Raises:
-      ValueError: if only some of the three values are given, or one is invalid.
-
-    Example:
-      >>> detect(None, None, None, {})
-      Detected(launcher='none', address=None, num_processes=1, process_id=0, local_id=None)
-    """
+    """Detects the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes."""
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in arguments):
         return _explicit("arguments", dict(zip(_ARGUMENTS, arguments, strict=True)), _CALL)

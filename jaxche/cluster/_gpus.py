@@ -26,12 +26,7 @@ def count_gpus() -> int:
 
 
 def gpu_ids(environ: Mapping[str, str]) -> list[str]:
-    """The visible GPUs as entries of ``CUDA_VISIBLE_DEVICES``.
-
-    Example:
-      >>> gpu_ids({"CUDA_VISIBLE_DEVICES": "0,2"})
-      ['0', '2']
-    """
+    """The visible GPUs as entries of ``CUDA_VISIBLE_DEVICES``."""
     visible = _visible(environ)
     return [uuid for uuid, _ in parse_listing(_nvidia_smi())] if visible is None else visible
 
@@ -40,11 +35,6 @@ def visible_gpus(environ: Mapping[str, str], listing: str | None = None) -> list
     """UUID and kind of each GPU that these variables make visible; ("", "GPU") if the driver does not list it.
 
     ``listing`` is the output of ``nvidia-smi -L``; default: run it, else read ``/proc/driver/nvidia``.
-
-    Example:
-      >>> listing = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)"
-      >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "1,GPU-aa"}, listing)
-      [('GPU-bb', 'NVIDIA L4'), ('GPU-aa', 'NVIDIA H100')]
     """
     visible = _visible(environ)
     if visible == []:
@@ -54,12 +44,7 @@ def visible_gpus(environ: Mapping[str, str], listing: str | None = None) -> list
 
 
 def parse_listing(listing: str) -> list[tuple[str, str]]:
-    """UUID and kind of each GPU in the output of ``nvidia-smi -L``; with MIG of each partition.
-
-    Example:
-      >>> parse_listing("GPU 0: NVIDIA H100 (UUID: GPU-aa)\\nGPU 1: NVIDIA L4 (UUID: GPU-bb)")
-      [('GPU-aa', 'NVIDIA H100'), ('GPU-bb', 'NVIDIA L4')]
-    """
+    """UUID and kind of each GPU in the output of ``nvidia-smi -L``; with MIG of each partition."""
     found: list[tuple[str, str]] = []
     whole, model = False, ""
     line = r"^\s*(GPU|MIG)\s+([^\n]*?)\s*\(UUID: ([^)\s]+)\)"
@@ -76,15 +61,7 @@ def parse_listing(listing: str) -> list[tuple[str, str]]:
 
 
 def has_cuda() -> bool:
-    """Whether the CUDA plugin of JAX is installed.
-
-    Returns:
-      True if it is.
-
-    Example:
-      >>> has_cuda() in (True, False)
-      True
-    """
+    """Whether the CUDA plugin of JAX is installed."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 

@@ -42,15 +42,7 @@ def this_process(num_processes: int, kind: str, gpus: Sequence[str] = ()) -> Pro
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal in all processes of a run; of Python the minor version.
-
-    Returns:
-      Versions by name of the package, and of "python".
-
-    Example:
-      >>> sorted(versions())
-      ['flax', 'jax', 'jaxche', 'jaxlib', 'optax', 'python']
-    """
+    """The versions that must be equal in all processes of a run; of Python the minor version."""
     found = {package: importlib.metadata.version(package) for package in _PACKAGES}
     # Not from the metadata: a checkout on PYTHONPATH has none, or that of another version.
     found["jaxche"] = sys.modules[__name__.partition(".")[0]].__version__
@@ -62,10 +54,6 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
     """UUID and kind of each GPU that JAX will use, without starting JAX; else ("", platform), by default "cpu".
 
     ``local_ids`` are the numbers of the GPUs that JAX takes, or None for all.
-
-    Example:
-      >>> visible_devices({"JAX_PLATFORMS": "cpu"})
-      [('', 'cpu')]
     """
     wanted = environ.get("JAX_PLATFORMS", "").split(",")[0].strip().lower()
     if wanted not in _CUDA:
@@ -82,11 +70,7 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
 def handshake(
     client: Any, process_id: int, mine: ProcessInfo, timeout_s: float, late: bool = False
 ) -> list[ProcessInfo]:
-    """Gathers the values of all processes; ``late`` as in :func:`share`.
-
-    Raises:
-      TimeoutError: names the processes that did not answer.
-    """
+    """Gathers the values of all processes; ``late`` as in :func:`share`."""
     text = json.dumps(dataclasses.asdict(mine))
     try:
         texts = share("handshake", process_id, mine.num_processes, text, timeout_s, client, late)
@@ -98,14 +82,7 @@ def handshake(
 
 
 def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
-    """Refuses different versions or numbers of processes.
-
-    Raises:
-      RuntimeError: has a table of the processes that differ.
-
-    Example:
-      >>> refuse_mismatch([ProcessInfo("a", "cpu", 2, {"jax": "1"}), ProcessInfo("b", "cpu", 2, {"jax": "1"})])
-    """
+    """Refuses different versions or numbers of processes."""
     worlds = [str(process.num_processes) for process in processes]
     if len(set(worlds)) > 1:
         raise RuntimeError(
@@ -129,12 +106,7 @@ def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
 
 
 def cache_folder(folder: str, kind: str) -> str:
-    """The compilation cache of one device kind, inside the configured directory.
-
-    Example:
-      >>> cache_folder("/cache", "NVIDIA H100 80GB HBM3")
-      '/cache/nvidia-h100-80gb-hbm3'
-    """
+    """The compilation cache of one device kind, inside the configured directory."""
     name = "".join(letter if letter.isalnum() else "-" for letter in kind.lower())
     # The URL of an object store has slashes on every system.
     return f"{folder}/{name}" if "://" in folder else os.path.join(folder, name)

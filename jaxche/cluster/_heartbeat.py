@@ -10,13 +10,8 @@ from pathlib import Path
 class Heartbeats:
     """Watches the heartbeat file of each rank.
 
-    A rank that hangs stops the others at the next merge, so the timeout applies to the last heartbeat of any rank. In
-    an elastic run waiting ranks touch their files too, so a single rank can be found that hangs.
-
-    Args:
-      paths: one file a rank; they may not exist yet.
-      timeout_s: seconds without any heartbeat that are a hang; they include start and compilation.
-      rank_timeout_s: seconds without a heartbeat of one rank while others have heartbeats; None: no limit.
+    A rank that hangs stops the others at the next merge, so ``timeout_s`` applies to the last heartbeat of any rank. In
+    an elastic run waiting ranks touch their files too, so ``rank_timeout_s`` applies to each rank.
     """
 
     def __init__(self, paths: list[Path], timeout_s: float, rank_timeout_s: float | None = None) -> None:

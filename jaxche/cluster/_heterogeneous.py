@@ -27,13 +27,7 @@ _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYT
 
 
 def why_heterogeneous(processes: Sequence[ProcessInfo]) -> str | None:
-    """The reason why no backend can span the accelerators of all processes, or None.
-
-    Example:
-      >>> gpu, cpu = ProcessInfo("a", "NVIDIA L4", 2, {}, ["GPU-aa"]), ProcessInfo("b", "cpu", 2, {})
-      >>> why_heterogeneous([gpu, cpu]), why_heterogeneous([gpu, gpu]), why_heterogeneous([cpu, cpu])
-      ('some processes train on the CPU', 'processes share a GPU', None)
-    """
+    """The reason why no backend can span the accelerators of all processes, or None."""
     on_cpu = {process.kind == "cpu" for process in processes}
     if len(on_cpu) == 2:
         return "some processes train on the CPU"

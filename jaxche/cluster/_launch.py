@@ -131,13 +131,6 @@ def next_specs(
 
     ``failed`` is the rank that failed first, or None after a hang. With ``survivors`` it is removed if it is
     ``blamed``, the one that failed first before.
-
-    Example:
-      >>> one, two = WorkerSpec(Placement(core=0)), WorkerSpec(Placement(core=1))
-      >>> next_specs([one, two], 1, None, True) == ([one, two], two)
-      True
-      >>> next_specs([one, two], 1, two, True) == ([one], None)
-      True
     """
     if failed is None:
         return list(specs), None

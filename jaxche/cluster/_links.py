@@ -30,22 +30,7 @@ class Clock(NamedTuple):
 
 
 def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any], repeats: int = 7) -> list[AllReduce]:
-    """Times all-reduces over devices of all processes; every process must call it.
-
-    Args:
-      sizes: bytes a device.
-      devices: of all processes, e.g. ``jax.devices()``.
-      repeats: timed runs of each size, after two warm-up runs.
-
-    Returns:
-      The median of each size, on this process.
-
-    Example:
-      >>> import jax
-      >>> [link] = measure_all_reduce([4096], jax.devices()[:2], repeats=1)
-      >>> link.size, link.ms > 0
-      (4096, True)
-    """
+    """Times all-reduces over devices of all processes; every process must call it."""
     mesh = jax.make_mesh((len(devices),), ("replica",), axis_types=(AxisType.Auto,), devices=tuple(devices))
     split = NamedSharding(mesh, PartitionSpec("replica"))
     add = jax.jit(
@@ -79,18 +64,6 @@ def clocks(process_id: int, num_processes: int, timeout_s: float) -> list[Clock]
 
     Each process in turn sends requests over the coordination service, and process 0 answers with its time. The error is
     half the round trip; the request with the smallest error counts.
-
-    Args:
-      process_id: of this process.
-      num_processes: number of processes.
-      timeout_s: seconds to wait for an answer; the wait for the turn of a process is this times its number.
-
-    Returns:
-      One clock a process, on process 0; None elsewhere.
-
-    Example:
-      >>> clocks(process_id=0, num_processes=1, timeout_s=60)
-      [Clock(ahead_ms=0.0, error_ms=0.0)]
     """
     client: Any = _jax_distributed.global_state.client
     wait_ms = max(1, int(1e3 * timeout_s))

@@ -42,8 +42,7 @@ class LinePrinter:
 class OutputReader(threading.Thread):
     """A thread that reads the pipe of a rank and prints its lines to ``stream`` (None: drops them).
 
-    Attributes:
-      last: the last ``keep`` lines.
+    ``last`` has the last ``keep`` lines.
     """
 
     def __init__(self, pipe: IO[bytes], rank: int, printer: LinePrinter, stream: TextIO | None, keep: int = 20) -> None:
@@ -85,12 +84,7 @@ class OutputReader(threading.Thread):
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """The first twelve of many numbers as text.
-
-    Example:
-      >>> format_ranks(range(14))
-      '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more'
-    """
+    """The first twelve of many numbers as text."""
     shown = ", ".join(map(str, ranks[:_LISTED]))
     return shown + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
 
@@ -112,11 +106,7 @@ class EventLog:
 
 @contextlib.contextmanager
 def event_log(path: str | os.PathLike[str] | None) -> Iterator[EventLog]:
-    """Opens an event log for appending; None writes no file.
-
-    Raises:
-      ValueError: the file is not writable.
-    """
+    """Opens an event log for appending; None writes no file."""
     if path is None:
         yield EventLog(None)
         return

@@ -36,15 +36,7 @@ _SHARED_CPU = Placement(platform="cpu", shared_cpu=True)
 
 
 def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 0) -> list[Placement]:
-    """Assigns each rank a GPU, or a core without GPUs; the last ``on_cpu`` ranks share the CPU.
-
-    Raises:
-      ValueError: there are GPUs, but too few, or ``on_cpu`` without accelerators.
-
-    Example:
-      >>> [str(placement) for placement in assign_placements(3, {"CUDA_VISIBLE_DEVICES": "1,3"}, on_cpu=1)]
-      ['GPU 1', 'GPU 3', 'CPU']
-    """
+    """Assigns each rank a GPU, or a core without GPUs; the last ``on_cpu`` ranks share the CPU."""
     wanted = [word.strip().lower() for word in environ.get("JAX_PLATFORMS", "").split(",") if word.strip()]
     if wanted and not {"cuda", "gpu"} & set(wanted):
         if wanted[0] != "cpu":
@@ -86,11 +78,6 @@ def rank_environment(
 
     ``coordinator`` is ``host:port`` of rank 0; ``pace_ms`` is the wall time in ms to which the trainer pads each local
     step.
-
-    Example:
-      >>> env = rank_environment({}, 1, 2, "127.0.0.1:1234", Placement(gpu="GPU-aa"), pace_ms=20)
-      >>> env["JAXCHE_PACE_MS"]
-      '20'
     """
     variables = dict(base)
     variables[COORDINATOR] = coordinator

@@ -146,15 +146,7 @@ def emit(
 
 
 def parse_nodes(text: str) -> tuple[Nodes, ...]:
-    """Parses ``COUNT[xGPUS[:KIND]]``, separated by commas.
-
-    Raises:
-      ValueError: shows the format.
-
-    Example:
-      >>> parse_nodes("2x8:h100,4")
-      (Nodes(count=2, gpus=8, kind='h100'), Nodes(count=4, gpus=0, kind=None))
-    """
+    """Parses ``COUNT[xGPUS[:KIND]]``, separated by commas."""
     groups = []
     for word in text.split(","):
         match = _GROUP.fullmatch(word.strip())

@@ -56,15 +56,10 @@ class LaunchContext:
 
 
 class WorkerGroup:
-    """The ranks of one start; each leads a process group, which includes its children.
-
-    Args:
-      context: shared with other starts.
-      restart: number of earlier starts.
-      replacements: how many dead ranks may be replaced while the others continue.
-    """
+    """The ranks of one start; each leads a process group, which includes its children."""
 
     def __init__(self, context: LaunchContext, restart: int, replacements: int = 0) -> None:
+        # The number of earlier starts, and how many dead ranks may be replaced while the others continue.
         self._context, self._restart, self._replacements = context, restart, replacements
         self._starts: list[tuple[Sequence[str], Mapping[str, str], Placement]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -77,11 +72,7 @@ class WorkerGroup:
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def start(self, command: Sequence[str], env: Mapping[str, str], placement: Placement) -> None:
-        """Starts the next rank.
-
-        Raises:
-          ValueError: the program does not exist.
-        """
+        """Starts the next rank."""
         rank = len(self._ranks)
         self._starts.append((command, env, placement))
         child, readers = self._spawn(rank, self._restart)

@@ -39,12 +39,6 @@ def with_flags(current: str, flags: Mapping[str, str]) -> str:
     """Appends ``--name=value`` to the value of ``XLA_FLAGS`` for each flag that it does not set.
 
     The name of a file of flags, which does not begin with a dash, is returned unchanged.
-
-    Example:
-      >>> with_flags("--xla_gpu_shard_autotuning=true", {"xla_gpu_shard_autotuning": "false"})
-      '--xla_gpu_shard_autotuning=true'
-      >>> with_flags("", {"xla_cpu_multi_thread_eigen": "false"})
-      '--xla_cpu_multi_thread_eigen=false'
     """
     words = current.split()
     if words and not words[0].startswith("-"):

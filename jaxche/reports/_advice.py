@@ -1,4 +1,4 @@
-"""Advice on the batch: which one reaches a target soonest, as throughput times statistical efficiency."""
+"""Advice on the batch size: goodput is throughput times statistical efficiency."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from jaxche.scaling import effective_replicas
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to spend a round.
+    """The counts of a round and their estimated goodput.
 
     Attributes:
-      counts: local steps per replica between two merges; 0 for one left out.
-      batch: examples that an update is worth: those of the round when gradients are averaged, else one local batch
-        times the merge's effective replicas.
-      ms: length of the round.
+      counts: local steps of each replica between two merges; 0 for an excluded replica.
+      batch: effective batch size of an update: the examples of the round with averaged gradients, else one local
+        batch times the effective replicas of the merge.
+      ms: duration of the round.
       examples_per_second: throughput.
-      efficiency: what an example is worth against one in a base batch.
+      efficiency: statistical efficiency, the progress per example relative to the base batch.
       goodput: throughput times efficiency.
+
+    Example:
+      >>> choice = Choice((4, 2), batch=192, ms=45.0, examples_per_second=4267.0, efficiency=0.86, goodput=3670.0)
+      >>> choice.counts
+      (4, 2)
     """
 
     counts: tuple[int, ...]
@@ -40,15 +45,15 @@ class Choice:
 
 @dataclass(frozen=True, repr=False)
 class Advice:
-    """What :func:`~jaxche.reports.advise` found; shows itself as a table.
+    """The result of :func:`~jaxche.reports.advise`; its ``repr`` is a table.
 
     Attributes:
-      average: what is averaged, ``"gradients"`` or ``"parameters"``.
+      average: ``"gradients"`` or ``"parameters"``.
       noise: critical batch size in examples.
-      base_batch_size: examples in the batch the learning rate was tuned for.
-      now: the counts of the run.
-      best: the shortest round whose goodput lies within 1 % of the largest.
-      choices: everything compared, by replicas and counts.
+      base_batch_size: batch size for which the learning rate was tuned.
+      now: the current counts.
+      best: the shortest round with a goodput within 1 % of the largest.
+      choices: all candidates, by replicas and counts.
 
     Example:
       >>> from jaxche.reports import advise
@@ -67,12 +72,12 @@ class Advice:
 
     @property
     def speedup(self) -> float:
-        """How many times as soon as now the best choice reaches a target."""
+        """Goodput of the best choice relative to the current one."""
         return self.best.goodput / self.now.goodput
 
     @property
     def line(self) -> str:
-        """The trainer's arguments for the best choice; empty where nothing is to be changed."""
+        """The arguments of the trainer for the best choice; empty if the current counts are the best."""
         ranks = [rank for rank, n in enumerate(self.best.counts) if n]
         if self.best.counts == self.now.counts:
             return ""
@@ -87,7 +92,7 @@ class Advice:
 
     @property
     def summary(self) -> str:
-        """One sentence."""
+        """The advice in one sentence."""
         text = f"gradient noise scale {_short(self.noise)} examples: "
         if len(self.best.counts) == 1:
             return (
@@ -101,7 +106,11 @@ class Advice:
         return text + f"should reach a target {self.speedup:.2f} times as soon as {per_rank(self.now.counts)}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """A readable part of the choices as flat dicts: counts that double, the best of fewer replicas, now, best."""
+        """A selection of the choices as flat dicts.
+
+        The counts of all replicas, doubled from row to row, the best choice for each smaller number of replicas, the
+        current choice and the best one.
+        """
         whole = max(_used(choice) for choice in self.choices)
         shown, least = [], 0
         for choice in self.choices:
@@ -117,7 +126,7 @@ class Advice:
         return [asdict(choice) | {"note": notes.get(choice.counts, "")} for choice in ordered]
 
     def table(self) -> str:
-        """The rows as text, what to write, and what is not in them."""
+        """The summary, the rows, the arguments for the trainer and the limits of the estimate as text."""
         return "\n".join([self.summary, aligned(self._cells()), *self._remarks()])
 
     def __repr__(self) -> str:
@@ -150,8 +159,8 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# Rounds that speeds are read from, and the part of the best goodput that a shorter round may lack: less than the model
-# knows, and a shorter round drifts less.
+# The number of last rounds for speeds, and the relative loss of goodput that is accepted for a shorter round, which
+# drifts less. The model is less accurate than that.
 _RECENT, _CLOSE = 50, 0.01
 
 
@@ -167,40 +176,43 @@ def advise(
     now: Sequence[int] = (),
     max_anchor: int = 200,
 ) -> Advice:
-    r"""Which counts make the most progress a second, at the present noise and speeds.
+    r"""Finds the counts with the largest goodput at the current noise and speeds.
 
     .. math:: \mathrm{goodput} = \frac{\sum n_i b}{\max_i n_i t_i + C} \cdot E, \qquad
               E(b') = \frac{\mathrm{gain}(b' / b_0)}{b' / b_0} = \frac{B + b_0}{B + b'}
 
     with the noise scale :math:`B = \operatorname{tr}\Sigma / \|G\|^2` in examples, the base batch :math:`b_0` and the
-    batch :math:`b'` that an update is worth. Averaging gradients, :math:`b' = \sum n_i b`: a longer round pays for the
-    merge less often and wastes more of the larger batch, so there is a best one. Averaging parameters,
-    :math:`b' = m_{eff} b`, which hardly depends on the length of the round, in which :math:`\alpha \sum w_i n_i` such
-    updates are made: longer rounds only gain, ever less; what they lose by drift is not in this model. Therefore the
-    shortest round within 1 % of the best is advised. Counts follow the speeds as :class:`~jaxche.ElChe` sets them, and
-    the fastest replicas alone are tried too, with the same merge cost (none for one replica, whose updates are each of
-    one batch).
+    effective batch :math:`b'` of an update.
 
-    It holds for now: noise usually grows as training goes on, and with it the best batch; and it expects a learning
-    rate that follows the batch by ``AdaScale`` or ``AdamScale``.
+    With averaged gradients :math:`b' = \sum n_i b`. A longer round merges less often, but its larger batch is less
+    efficient, so one length is optimal. With averaged parameters :math:`b' = m_{eff} b`, and a round makes
+    :math:`\alpha \sum w_i n_i` such updates. This batch hardly depends on the length of the round, so the goodput grows
+    with the length, by less and less. The model does not include the loss from drift, so the result is the shortest
+    round within 1 % of the best.
+
+    The candidates are the counts that :class:`~jaxche.ElChe` sets for these speeds, for all replicas and for the
+    fastest ones alone, with the same merge cost. A single replica has no merge cost, and updates of one batch.
+
+    The advice is for the current state of training: noise usually grows during training, and the best batch with it.
+    It assumes a learning rate that ``AdaScale`` or ``AdamScale`` scales with the batch.
 
     Args:
       noise: critical batch size in examples.
-      base_batch_size: examples in the batch the learning rate was tuned for.
+      base_batch_size: batch size for which the learning rate was tuned.
       batch_size: examples in one local batch.
-      ms_per_batch: ms a local batch of each replica, ``[R]``.
-      sync_ms: ms a merge costs beyond waiting.
+      ms_per_batch: time of a local batch of each replica in ms, ``[R]``.
+      sync_ms: cost of a merge without waits in ms.
       average: ``"gradients"`` or ``"parameters"``.
       merge: merge rule of parameters.
-      now: the counts to compare with; by default one step each.
-      max_anchor: the most steps of the slowest replica to consider. Of a single replica: the largest multiple of its
-        batch, taken to cost time in proportion.
+      now: the current counts; default: one step each.
+      max_anchor: largest number of steps of the slowest replica. For a single replica: the largest multiple of its
+        batch; its time is assumed to be proportional.
 
     Returns:
       An :class:`Advice`.
 
     Raises:
-      ValueError: noise, sizes or times that are not finite and positive.
+      ValueError: a noise, size or time is not finite or is negative, or an option is unknown.
 
     References:
       Qiao et al., *Pollux*, OSDI 2021 (goodput, statistical efficiency). McCandlish et al., *An empirical model of
@@ -234,7 +246,7 @@ def advise(
     times = [float(t) for t in ms_per_batch]
     if not times or len(now) not in (0, len(times)):
         raise ValueError(
-            f"ms_per_batch={ms_per_batch!r} and now={now!r} have an entry a replica; write e.g. "
+            f"ms_per_batch={ms_per_batch!r} and now={now!r} need one entry for each replica; write e.g. "
             "ms_per_batch=[20.0, 50.0], now=(5, 2)"
         )
     numbers = {"base_batch_size": base_batch_size, "batch_size": batch_size, "max_anchor": max_anchor}
@@ -267,19 +279,18 @@ def advise(
 
 
 def advise_from(history: Sequence[RoundInfo], max_anchor: int = 200) -> Advice:
-    """Advice from what a run recorded; called as ``history.advice()``."""
+    """Advice from the noise, speeds and merge costs of a history."""
     known = [info for info in history if not math.isnan(info.noise)]
     if not known:
         raise ValueError(
-            "the history knows no gradient noise; train with a scaling rule, which measures it: "
-            "jaxche.Trainer(..., scaling=jaxche.AdaScale()), two batches a replica and round at least where "
-            "parameters are averaged"
+            "the history has no gradient noise; a scaling rule measures it: jaxche.Trainer(..., "
+            "scaling=jaxche.AdaScale()). With averaged parameters each replica needs two or more batches a round"
         )
     last = known[-1]
     if math.isinf(last.noise):
         raise ValueError(
-            f"the noise of round {last.round} is {last.noise}: no gradient has shown above it yet, so any batch seems "
-            "too small; train more rounds and ask again"
+            f"the noise of round {last.round} is {last.noise}: the gradient is still below its noise; "
+            "train more rounds first"
         )
     recent = history[-_RECENT:]
     world = len(last.counts)
@@ -287,7 +298,7 @@ def advise_from(history: Sequence[RoundInfo], max_anchor: int = 200) -> Advice:
     if not all(speeds):
         raise ValueError(
             f"rank {next(r for r, s in enumerate(speeds) if not s)} took no step in the last {len(recent)} rounds, so "
-            "its speed is unknown; train with it, or without it from the start: replicas=devices[:1]"
+            "its speed is unknown; train with it, or exclude it from the run: replicas=devices[:1]"
         )
     return advise(
         noise=last.noise,
@@ -304,7 +315,7 @@ def advise_from(history: Sequence[RoundInfo], max_anchor: int = 200) -> Advice:
 
 
 def _candidates(times: Sequence[float], max_anchor: int) -> list[tuple[int, ...]]:
-    """Counts of the fastest 1, 2, 4, ... and of all replicas, at every anchor, those of ElChe; none twice."""
+    """The counts of ElChe at every anchor for the fastest 1, 2, 4, ... replicas and for all, without duplicates."""
     world = len(times)
     if world == 1:
         return [(k,) for k in range(1, max_anchor + 1)]

@@ -1,4 +1,4 @@
-"""Callbacks of fit that show or log rounds: a live plot, TensorBoard, Weights & Biases, the profiler."""
+"""Callbacks of ``fit``: a live plot, TensorBoard, Weights & Biases, and the profiler."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxche.reports._round_info import RoundInfo
 
 
 class LivePlot:
-    """A callback that redraws the picture of a run in a notebook while it trains.
+    """A callback that updates the plot of a run in a notebook during training.
 
-    Drawing takes about half a second, in which nobody trains and no round is on the clock.
+    An update takes about half a second. Training waits, and the times of rounds exclude it.
 
     Args:
-      every_s: seconds from one drawing to the next.
+      every_s: seconds between updates.
 
     Raises:
-      ImportError: IPython is not installed; the message says what to do then.
-      ValueError: ``every_s`` that is not above 0.
+      ImportError: IPython is not installed.
+      ValueError: ``every_s`` is not positive.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -55,13 +55,13 @@ class LivePlot:
         self._history = History()
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Takes a round; draws when it is time."""
+        """Adds a round, and draws at most every ``every_s`` seconds."""
         self._history.append(info)
         if time.perf_counter() - self._drawn >= self._every_s:
             self.draw()
 
     def draw(self) -> None:
-        """Draw what there is now, in the place of the last picture."""
+        """Draws all rounds, in place of the last plot."""
         figure = self._history.plot()
         if self._handle is None:
             self._handle = self._display(figure, display_id=True)
@@ -74,15 +74,7 @@ _RANKS = 16
 
 
 def scalars(info: RoundInfo) -> dict[str, float]:
-    """A round as named numbers, those that are not finite left out.
-
-    Args:
-      info: the round.
-
-    Returns:
-      What loggers write: ``loss``, the loss function's metrics, and what the round cost, as ``round/...``; steps and
-      waits of each rank, of up to sixteen.
-    """
+    """The finite numbers of a round by name: loss, metrics and costs, and steps and waits of up to 16 ranks."""
     found = {"loss": info.loss, **info.metrics}
     names = ("efficiency", "sync_ms", "period_ms", "drift", "drift_dir", "anchor", "examples")
     found |= {f"round/{name}": getattr(info, name) for name in names}
@@ -95,13 +87,13 @@ def scalars(info: RoundInfo) -> dict[str, float]:
 
 
 class TensorBoardLogger:
-    """A callback that writes every round for TensorBoard, on rank 0.
+    """A callback that logs every round to TensorBoard, on rank 0.
 
-    The step is the number of examples trained on, so that runs of different batches can be compared; times of day are
-    written too.
+    The step is the number of training examples, so that runs with different batch sizes can be compared. Events also
+    have their wall time.
 
     Args:
-      folder: for the event files; ``tensorboard --logdir`` reads them.
+      folder: directory of the event files, for ``tensorboard --logdir``.
 
     Raises:
       ImportError: tensorboardX is missing: ``pip install 'jaxche[tensorboard]'``.
@@ -127,7 +119,7 @@ class TensorBoardLogger:
         self._writer = SummaryWriter(str(folder)) if jax.process_index() == 0 else None
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Takes a round."""
+        """Logs a round."""
         if self._writer is not None:
             for name, value in scalars(info).items():
                 self._writer.add_scalar(name, value, state.examples)
@@ -135,7 +127,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A callback that writes every round to Weights & Biases, on rank 0.
+    """A callback that logs every round to Weights & Biases, on rank 0.
 
     Args:
       options: for ``wandb.init``, e.g. ``project="digits"`` or ``mode="offline"``.
@@ -165,28 +157,28 @@ class WandbLogger:
         self._run = wandb.init(**options) if jax.process_index() == 0 else None
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Takes a round."""
+        """Logs a round."""
         if self._run is not None:
             line = scalars(info) | {"round": info.round, "epoch": info.epoch}
-            # Otherwise a line waits for the next one, and the last is lost with the process.
+            # Otherwise wandb holds a line until the next one, and loses the last line when the process ends.
             self._run.log(line, step=state.examples, commit=True)
 
 
 class profile:
-    """A callback that records some rounds as a Perfetto trace: what each device did, microsecond by microsecond.
+    """A callback that records a Perfetto trace of some rounds, with the operations of each device.
 
-    The first rounds compile and find the cadence, so later ones tell more. Every process writes the trace of its own
-    devices into a folder of its own. Where training may end before the last of the rounds, or fail, train inside
-    ``with jaxche.reports.profile(...) as recorder:``, which ends the recording too.
+    The first rounds compile and adapt the cadence, so record later ones. Each process writes the trace of its devices
+    to its own subdirectory. If training may end or fail before the last of these rounds, train inside
+    ``with jaxche.reports.profile(...) as recorder:``, which stops the recording.
 
     Args:
-      folder: for the trace; open ``perfetto_trace.json.gz`` in it at https://ui.perfetto.dev, or point ``tensorboard
-        --logdir`` with its profile plugin at the folder.
-      rounds: the rounds to record, one after another, e.g. ``range(5, 8)``; from 1, because a callback first hears of
-        round 0 when it is over.
+      folder: directory of the trace. Open its ``perfetto_trace.json.gz`` at https://ui.perfetto.dev, or the directory
+        with ``tensorboard --logdir`` and the profile plugin.
+      rounds: consecutive rounds to record, e.g. ``range(5, 8)``. Round 0 cannot be recorded, because the first call of
+        a callback is at its end.
 
     Raises:
-      ValueError: rounds that are not one after another, or round 0.
+      ValueError: the rounds are not consecutive, or include round 0.
 
     Example:
       >>> import tempfile
@@ -210,11 +202,11 @@ class profile:
 
     @property
     def path(self) -> Path | None:
-        """The trace, or None as long as there is none."""
+        """The file of the trace, or None before it is written."""
         return max(self._folder.glob("**/perfetto_trace.json.gz"), default=None)
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Starts before the first of the rounds and stops after the last."""
+        """Starts the trace before the first of the rounds and stops it after the last."""
         if not self._recording and self._first - 1 <= info.round < self._last:
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
             self._recording = True

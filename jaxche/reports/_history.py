@@ -1,4 +1,4 @@
-"""The record of a run: a table, a file, a picture."""
+"""The history of a run: a table, a file, a plot."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _log = logging.getLogger("jaxche")
 
 
 class History(list[RoundInfo]):
-    """The rounds of a run, a list of :class:`RoundInfo` that can show, save and draw itself.
+    """The rounds of a run: a list of :class:`RoundInfo` with tables, plots and files.
 
-    A slice of it is a history too: ``history[:20].plot()`` draws how the run began.
+    A slice is a history too: ``history[:20].plot()`` draws the first rounds.
 
     Args:
       rounds: the rounds, in order.
-      memory: bytes a device needs for a round, a dict a replica, see :attr:`Trainer.memory`.
+      memory: bytes that a device needs for a round, one dict for each replica; see :attr:`Trainer.memory`.
 
     Example:
       >>> history = History()
@@ -43,18 +43,18 @@ class History(list[RoundInfo]):
 
     @property
     def efficiency(self) -> float:
-        """Batches done over what the replicas' speeds in these rounds would allow without waiting or merging."""
+        """Number of batches relative to a run of the same duration without waits and merges."""
         return efficiency_of(self)
 
     @property
     def last_ranks(self) -> History:
-        """The rounds since the number of ranks changed last, as in an elastic run; all where it did not."""
+        """The rounds since the last change of the number of ranks in an elastic run, else all rounds."""
         changed = [i for i, info in enumerate(self) if len(info.counts) != len(self[-1].counts)]
         return self[changed[-1] + 1 :] if changed else self
 
     @property
     def seconds(self) -> float:
-        """Time spent in rounds."""
+        """Total duration of the rounds."""
         return sum(info.period_ms for info in self) / 1e3
 
     @property
@@ -63,7 +63,7 @@ class History(list[RoundInfo]):
         return is_scaled(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dict of plain values per round, e.g. for ``pandas.DataFrame``."""
+        """One flat dict for each round, e.g. for ``pandas.DataFrame``."""
         keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
         if self.scaled:
             keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
@@ -76,7 +76,7 @@ class History(list[RoundInfo]):
         """The last rounds as text.
 
         Args:
-          rows: at most so many of them.
+          rows: maximum number of rounds.
         """
         shown = self.rows()[-rows:]
         if not shown:
@@ -88,7 +88,7 @@ class History(list[RoundInfo]):
         return self.table()
 
     def _repr_html_(self) -> str:
-        """The last rounds on the clock, and the same as a table."""
+        """The last rounds as a timeline and as a table."""
         shown = self.rows()[-20:]
         if not shown:
             return "<p>no rounds yet</p>"
@@ -97,10 +97,10 @@ class History(list[RoundInfo]):
         return rounds_svg(self[-ROUNDS_DRAWN:], note) + html_table(list(shown[0]), cells)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The whole record as JSON lines, one round a line; nan becomes null, the infinities "inf" and "-inf".
+        """Converts the history to JSON lines, one for each round; nan becomes null, infinities "inf" and "-inf".
 
         Args:
-          path: file to write, or None for only the text.
+          path: output file; None writes no file.
 
         Returns:
           The text.
@@ -112,18 +112,18 @@ class History(list[RoundInfo]):
 
     @classmethod
     def from_json(cls, source: str | Path, skip_damaged: bool = False) -> History:
-        """Read what :meth:`to_json` wrote.
+        """Reads the JSON lines of :meth:`to_json`.
 
         Args:
-          source: a ``Path`` to the file, or the text itself.
-          skip_damaged: leave out lines that cannot be read, with a warning that says how many they are. A last line
-            that a process began and did not finish is left out in silence.
+          source: a ``Path`` to the file, or its text as a string.
+          skip_damaged: whether to skip damaged lines, with a warning that has their number. An incomplete last line
+            is skipped without a warning.
 
         Returns:
-          The history; ``trainer.replay(state, data, history)`` runs it again.
+          The history; ``trainer.replay(state, data, history)`` repeats the run.
 
         Raises:
-          ValueError: text that is not such a record.
+          ValueError: a line is damaged.
         """
         record = read_record(source.read_bytes() if isinstance(source, Path) else source.encode())
         name = str(source) if isinstance(source, Path) else "the text"
@@ -131,46 +131,47 @@ class History(list[RoundInfo]):
             warn_of_damage(name, record)
         elif bad := sorted({*record.damaged, *record.unfinished}):
             raise ValueError(
-                f"line {bad[0]} of {name} is not a round of a jaxche history; to leave out what cannot be read write "
+                f"line {bad[0]} of {name} is not a round of a jaxche history; to skip damaged lines write "
                 "History.from_json(source, skip_damaged=True)"
             )
         return cls(record.rounds)
 
     def advice(self, max_anchor: int = 200) -> Advice:
-        """Which counts would reach a target soonest, by the noise, the speeds and the merge cost of this run since the
-        number of ranks changed last.
+        """Finds the counts with the largest goodput, from the noise, speeds and merge costs of :attr:`last_ranks`.
 
-        :func:`jaxche.reports.advise` has the equations and what they leave out.
+        :func:`jaxche.reports.advise` has the equations and their limits.
 
         Args:
-          max_anchor: the most steps of the slowest replica between two merges to consider.
+          max_anchor: largest number of steps of the slowest replica between two merges.
 
         Returns:
-          An :class:`~jaxche.reports.Advice`, which shows itself as a table.
+          An :class:`~jaxche.reports.Advice`; its ``repr`` is a table.
 
         Raises:
-          ValueError: a history without noise (trained without ``scaling=``), noise that is infinite, or a replica
-            that took no step.
+          ValueError: the history has no noise (a run without ``scaling=``), the noise is infinite, or a replica took
+            no step.
         """
         return advise_from(self.last_ranks, max_anchor)
 
     def plot(self) -> Any:
-        """Draw the run, since the number of ranks changed last: the last rounds on the clock (compute, wait and merge
-        of each rank), counts and anchor, efficiency, drift, the loss per examples and per second, the gradient noise if
-        learning rates were scaled, and the memory if it is known.
+        """Plots :attr:`last_ranks`.
+
+        The panels are a timeline of the last rounds (compute, wait and merge of each rank), counts and anchor,
+        efficiency, drift, the loss by examples and by time, the gradient noise of a run with scaled learning rates, and
+        the memory, if it was measured.
 
         Returns:
-          A matplotlib ``Figure``, as wide as a notebook.
+          A matplotlib ``Figure`` with the width of a notebook.
 
         Raises:
           ImportError: matplotlib is missing: ``pip install 'jaxche[plot]'``.
-          ValueError: nothing to draw yet.
+          ValueError: the history has no rounds.
         """
         return draw(self.last_ranks, self.memory)
 
 
 class ReadRecord(NamedTuple):
-    """The rounds of a record, the numbers of damaged lines, and that of a last line that was begun only."""
+    """The rounds of a file, the numbers of damaged lines, and the number of an incomplete last line."""
 
     rounds: list[RoundInfo]
     damaged: list[int]
@@ -178,18 +179,7 @@ class ReadRecord(NamedTuple):
 
 
 def read_record(data: bytes) -> ReadRecord:
-    """Read a record line by line, so that a damaged line costs no other.
-
-    Args:
-      data: what :meth:`History.to_json` wrote, as bytes.
-
-    Returns:
-      The rounds, and the numbers of the lines that cannot be read.
-
-    Example:
-      >>> read_record(b"not a round\\n").damaged
-      [1]
-    """
+    """Reads the lines of :meth:`History.to_json`; a damaged line does not affect the others."""
     types = {f.name: str(f.type) for f in fields(RoundInfo)}
     *lines, rest = data.split(b"\n")
     found = ReadRecord([], [], [])
@@ -203,15 +193,7 @@ def read_record(data: bytes) -> ReadRecord:
 
 
 def warn_of_damage(name: str, record: ReadRecord) -> None:
-    """Log how many lines of a record were lost.
-
-    Args:
-      name: of the file.
-      record: from :func:`read_record`.
-
-    Example:
-      >>> warn_of_damage("history.jsonl", read_record(b""))  # no line is damaged
-    """
+    """Logs the number of damaged lines in the file ``name``."""
     if lost := len(record.damaged):
         lines = "1 damaged line is" if lost == 1 else f"{lost} damaged lines are"
         _log.warning("%s: %s left out of the record (the first is line %s)", name, lines, record.damaged[0])
@@ -234,14 +216,14 @@ def _plain(value: Any) -> Any:
 
 
 def _round_info(values: Any, types: dict[str, str]) -> RoundInfo:
-    """A round from the JSON values of its line."""
+    """A round from the JSON object of its line."""
     if not isinstance(values, dict) or set(values) != set(types) or not isinstance(values["round"], int):
         raise ValueError("not a round")
     return RoundInfo(**{name: _read(types[name], value) for name, value in values.items()})
 
 
 def _read(kind: str, value: Any) -> Any:
-    """A field of this type from what ``_plain`` made of it."""
+    """The inverse of ``_plain`` for a field of this type."""
     if isinstance(value, dict):
         return {k: _read("float", v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The picture of a run: the cadence, where the time went, what was learnt, what it needed."""
+"""The plot of a run: cadence, time, loss and memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jaxche.cadence import Verdict
 from jaxche.drawing import COLOURS, MERGE, WAIT, figure_of, label_outside, logarithmic, ranks_to_show, text_on
 from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled
 
-# Rounds whose bars are wide enough to be read side by side.
+# More rounds make the bars too narrow for their labels.
 ROUNDS_DRAWN = 8
 
 
 def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
-    """A figure of these rounds; panels without data are left out."""
+    """A figure of these rounds, without panels that have no data."""
     if not rounds:
         raise ValueError("the history has no rounds; train first: state, history = trainer.fit(state, data)")
     run = _Run(rounds, memory)
@@ -36,7 +36,7 @@ def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
 
 
 class _Run:
-    """The rounds, and the columns of them that several panels need."""
+    """The rounds, and the arrays that several panels use."""
 
     def __init__(self, infos: Sequence[RoundInfo], memory: Sequence[dict[str, int]]):
         self.infos, self.memory = infos, memory
@@ -51,7 +51,7 @@ class _Run:
 
 
 def _rounds(axes: Any, run: _Run) -> None:
-    """The last rounds on the clock: what each rank did, and when."""
+    """A timeline of the last rounds."""
     shown = run.infos[-ROUNDS_DRAWN:]
     ends = run.seconds[-len(shown) :] * 1e3
     width = ends[-1] - (ends[0] - shown[0].period_ms)
@@ -146,7 +146,7 @@ def _loss(axes: Any, x: np.ndarray, run: _Run) -> None:
     axes.plot(x, loss, color=COLOURS[0], lw=1, alpha=0.35)
     axes.plot(x, _smooth(loss), color=COLOURS[0], lw=1.8)
     finite = loss[np.isfinite(loss)]
-    # Over two orders of magnitude only a logarithm shows the end.
+    # A linear axis does not show the end of a larger range.
     if finite.size and finite.min() > 0 and finite.max() / finite.min() > 100:
         logarithmic(axes.yaxis)
     elif finite.size and finite.min() > 0:
@@ -205,7 +205,7 @@ def _memory_names(run: _Run) -> list[str]:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A running mean over a thirtieth of the run, of what has been seen so far."""
+    """A trailing mean over a thirtieth of the run."""
     window = max(1, len(values) // 30)
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)

@@ -1,4 +1,4 @@
-"""What a round tells of itself, and its picture as lanes."""
+"""The measurements of a round, and its timeline."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from jaxche.scaling import effective_replicas
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """One round, as every host saw it.
+    """One round, with equal values on all processes.
 
     Attributes:
-      round: its number, from 0.
+      round: number of the round, from 0.
       epoch: epoch of its first batch.
       cursor: index of its first batch in that epoch.
-      counts: local steps per replica.
-      planned: those it was to take; a replica that takes twice the planned time stops earlier.
-      weights: merge weight per replica (share of the examples when gradients are averaged).
-      wall_ms: time each replica took for its steps.
-      sync_ms: cost of the merge beyond waiting for the slowest.
-      loss: mean loss over the round's examples.
-      metrics: means of the loss function's metrics over the round's examples.
-      drift: weighted root-mean-square distance of the replicas from their mean, relative to the mean's norm.
-      drift_dir: the same relative to the merged progress: 0 when all moved alike.
-      losses: mean loss per replica (nan for one without steps).
-      examples: examples trained on.
-      anchor: planned steps of the slowest replica, of those that had any.
-      verdict: what the divergence guard said: calm, suppress or nudge.
-      stop: 1 if some process asked to stop after this round, 2 if one is being preempted, else 0.
-      noise: critical batch size in examples, where noise and signal of the gradient are equal (nan until it is
-        known, and when learning rates are not scaled).
-      gain: steps on the base batch that a step of this round was worth: the one update when gradients are averaged,
-        else the mean over local steps.
-      lr_factor: factor on the learning rate, likewise.
-      progress: steps on the base batch that all steps so far were worth (nan when learning rates are not scaled).
-      base_batch_size: examples in the batch the learning rate was tuned for (nan when it is not scaled).
-      average: what was averaged, parameters or gradients.
-      merge: the rule that weighed parameters (empty when gradients are averaged).
+      counts: local steps of each replica.
+      planned: planned steps of each replica; a replica that takes twice the planned time stops earlier.
+      weights: merge weight of each replica (with averaged gradients its share of the examples).
+      wall_ms: duration of the steps of each replica.
+      sync_ms: cost of the merge, without the wait for the slowest replica.
+      loss: mean loss over the examples of the round.
+      metrics: means of the metrics of the loss function over the examples of the round.
+      drift: weighted root-mean-square distance of the replicas from their mean, relative to the norm of the mean.
+      drift_dir: the same distance relative to the merged progress; 0 if all replicas moved alike.
+      losses: mean loss of each replica (nan for a replica without steps).
+      examples: number of training examples.
+      anchor: planned steps of the slowest replica with steps.
+      verdict: result of the divergence guard: calm, suppress or nudge.
+      stop: 1 if a process requested a stop after this round, 2 if a process is preempted, else 0.
+      noise: critical batch size in examples, at which noise and signal of the gradient are equal (nan before the first
+        estimate, and without scaled learning rates).
+      gain: progress of a step in steps on the base batch: of the update with averaged gradients, else the mean over
+        local steps.
+      lr_factor: factor on the learning rate, of the same step or steps.
+      progress: total progress so far in steps on the base batch (nan without scaled learning rates).
+      base_batch_size: batch size for which the learning rate was tuned (nan without scaled learning rates).
+      average: "parameters" or "gradients".
+      merge: merge rule of the parameters (empty with averaged gradients).
       alpha: step length of the merge.
 
     Example:
@@ -81,27 +81,28 @@ class RoundInfo:
 
     @property
     def effective_batch(self) -> float:
-        """Examples that an update was worth: the round's when gradients are averaged, else those of one local batch
-        times the merge's :func:`~jaxche.scaling.effective_replicas`."""
+        """Effective batch size of an update: the examples of the round with averaged gradients, else those of one local
+        batch times the :func:`~jaxche.scaling.effective_replicas` of the merge."""
         if self.average == "gradients":
             return float(self.examples)
         return self.examples / sum(self.counts) * effective_replicas(self.weights, self.counts, self.alpha)
 
     @property
     def period_ms(self) -> float:
-        """Length of the round: the slowest replica's steps and the merge."""
+        """Duration of the round: the steps of the slowest replica and the merge."""
         return max(self.wall_ms) + self.sync_ms
 
     @property
     def wait_ms(self) -> tuple[float, ...]:
-        """Time each replica waited for the slowest."""
+        """Wait of each replica for the slowest."""
         return tuple(max(self.wall_ms) - wall for wall in self.wall_ms)
 
     @property
     def efficiency(self) -> float:
-        r"""Share of the replicas' summed speed that the round used: :math:`\sum n_i / [(\max t_i n_i + C) \sum v]`.
+        r"""Share of the summed speeds of the replicas that the round used.
 
-        Speeds are the round's own; a benchmark must measure them free-running instead.
+        :math:`\sum n_i / [(\max t_i n_i + C) \sum v]`, with the speeds in this round. A benchmark measures the speeds
+        without merges.
         """
         speed = sum(n / wall for n, wall in zip(self.counts, self.wall_ms, strict=True) if wall > 0)
         return sum(self.counts) / (self.period_ms * speed) if speed and self.period_ms else 1.0
@@ -112,15 +113,7 @@ class RoundInfo:
 
 
 def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:
-    """Rounds in a row as lanes: what each rank did, and when.
-
-    Args:
-      rounds: one or more.
-      caption: a line above.
-
-    Returns:
-      An ``<svg>`` element.
-    """
+    """A timeline of rounds as an ``<svg>`` element, with a lane for each rank."""
     steps = [max(sum(info.counts[rank] for info in rounds), 1) for rank in range(len(rounds[0].counts))]
     shown = ranks_to_show([sum(info.wall_ms[rank] for info in rounds) / n for rank, n in enumerate(steps)])
     bars: list[list[Bar]] = [[] for _ in shown]
@@ -142,7 +135,7 @@ def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:
 
 
 def efficiency_of(rounds: Sequence[RoundInfo]) -> float:
-    """Batches done over what the replicas' speeds in these rounds would allow without waiting or merging."""
+    """Number of batches relative to a run of the same duration without waits and merges."""
     possible = sum(
         info.period_ms * sum(n / wall for n, wall in zip(info.counts, info.wall_ms, strict=True) if wall > 0)
         for info in rounds
@@ -151,5 +144,5 @@ def efficiency_of(rounds: Sequence[RoundInfo]) -> float:
 
 
 def is_scaled(rounds: Sequence[RoundInfo]) -> bool:
-    """Whether learning rates were scaled in these rounds."""
+    """Whether these rounds scaled learning rates."""
     return any(math.isfinite(info.progress) for info in rounds)

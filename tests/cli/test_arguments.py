@@ -194,7 +194,7 @@ def test_an_existing_run_is_not_overwritten(capsys, launched, tmp_path):
 
 
 def test_a_missing_package_is_named_with_what_to_install(capsys, launched, monkeypatch):
-    monkeypatch.setattr("jaxche.cli._tasks._is_installed", lambda package: package != "mlxtend")
+    monkeypatch.setattr("jaxche.cli._settings._is_installed", lambda package: package != "mlxtend")
     assert main(["train"]) == 2
     assert "mlxtend; write: pip install 'jaxche[examples]'" in capsys.readouterr().err
     assert main(["train", "--task", "text"]) is None  # started

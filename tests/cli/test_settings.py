@@ -35,6 +35,8 @@ def test_ratios_are_relative_to_the_fastest():
     assert auto_paces([3.0, 3.0], (2, 4)) == (20.0, 40.0)
     assert auto_paces([3.0, 3.0], (2.5, 1)) == (50.0, 20.0)
     assert default_ratios(3) == (1.0, 1.75, 2.5)
+    assert default_ratios(1) == (1.0,)
+    assert default_ratios(4) == (1.0, 1.5, 2.0, 2.5)
 
 
 def test_a_ratio_a_replica():

@@ -7,7 +7,7 @@ import pytest
 from jaxche.cli import main
 from jaxche.cli._main import make_parser
 from jaxche.cli._stages import train
-from jaxche.cli._text_task import text_stages
+from jaxche.cli._tasks import text_stages
 from jaxche.cluster import ClusterInfo
 
 

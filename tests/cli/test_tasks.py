@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.cli._image_tasks import split
-from jaxche.cli._tasks import TASKS, load
+from jaxche.cli._settings import TASKS
+from jaxche.cli._tasks import load, split
 
 
 @pytest.fixture(scope="module", params=["digits", "mnist", "text"])

@@ -17,5 +17,9 @@ def test_who_does_not_speak_is_named(service):
         share("hosts", 1, 3, "n1", 0.1, deaf)
 
 
+def test_a_process_outside_of_a_run_has_its_own_text():
+    assert share("hosts", 0, 1, "node1", timeout_s=60) == ["node1"]
+
+
 def test_names_do_not_mix(service):
     assert share("hosts", 0, 1, "n0", 1.0, service("hosts/of", {0: "other"})) == ["n0"]
