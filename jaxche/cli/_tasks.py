@@ -71,9 +71,8 @@ def mnist(batch_size: int | None, learning_rate: float | None, seed: int) -> Tas
     images, labels = mnist_data()
     x = (images / 255.0).astype(np.float32).reshape(-1, 28, 28, 1)
     net = ConvNet((16, 32, 32), (2, 2, 1))
-    return _images(
-        "mnist", net, x, np.asarray(labels), 1000, shift=1, epochs=10, rest=(batch_size, learning_rate, seed)
-    )
+    data, test = _image_data(x, np.asarray(labels), 1000, batch_size, seed)
+    return _image_task("mnist", net, data, test, learning_rate, shift=1, epochs=10)
 
 
 def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Task:
@@ -84,7 +83,8 @@ def digits(batch_size: int | None, learning_rate: float | None, seed: int) -> Ta
     images, labels = rows[:, :-1], rows[:, -1]
     x = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
     net = ConvNet((16, 32), (1, 2))
-    return _images("digits", net, x, np.asarray(labels), 357, shift=0, epochs=8, rest=(batch_size, learning_rate, seed))
+    data, test = _image_data(x, np.asarray(labels), 357, batch_size, seed)
+    return _image_task("digits", net, data, test, learning_rate, shift=0, epochs=8)
 
 
 def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
@@ -97,20 +97,23 @@ def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
-def _images(
-    name: str,
-    net: ConvNet,
-    x: np.ndarray,
-    labels: np.ndarray,
-    held_out: int,
-    shift: int,
-    epochs: int,
-    rest: tuple[int | None, float | None, int],
-) -> Task:
-    batch_size, learning_rate, seed = rest
+def _image_data(
+    x: np.ndarray, labels: np.ndarray, held_out: int, batch_size: int | None, seed: int
+) -> tuple[Batches, dict[str, np.ndarray]]:
     train, test = split(labels, held_out)
     y = labels.astype(np.int32)
+    return Batches({"x": x[train], "y": y[train]}, batch_size or 32, seed), {"x": x[test], "y": y[test]}
 
+
+def _image_task(
+    name: str,
+    net: ConvNet,
+    data: Batches,
+    test: dict[str, np.ndarray],
+    learning_rate: float | None,
+    shift: int,
+    epochs: int,
+) -> Task:
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> Any:
         moved = _shifted(batch["x"], shift, jax.random.fold_in(rng, 0)) if shift else batch["x"]
         logits: Any = net.apply({"params": params}, moved, train=True, rngs={"dropout": jax.random.fold_in(rng, 1)})
@@ -121,25 +124,24 @@ def _images(
     start = jax.jit(lambda key, x: net.init(key, x, train=False))
 
     def init(seed: int) -> tuple[Any, Any]:
-        return start(jax.random.key(seed), x[:1])["params"], None
+        return start(jax.random.key(seed), test["x"][:1])["params"], None
 
     @jax.jit
     def chunk(params: Any, x: jax.Array, y: jax.Array) -> Any:
         logits: Any = net.apply({"params": params}, x, train=False)
         return (logits.argmax(-1) == y).sum(), optax.softmax_cross_entropy_with_integer_labels(logits, y).sum()
 
-    held = {"x": x[test], "y": y[test]}
-
     def evaluate(params: Any, model_state: Any) -> dict[str, float]:
-        starts = range(0, held_out, _IMAGE_CHUNK)
-        sums = [chunk(params, held["x"][i : i + _IMAGE_CHUNK], held["y"][i : i + _IMAGE_CHUNK]) for i in starts]
+        count = len(test["y"])
+        parts = [slice(i, i + _IMAGE_CHUNK) for i in range(0, count, _IMAGE_CHUNK)]
+        sums = [chunk(params, test["x"][part], test["y"][part]) for part in parts]
         right, loss = np.sum(np.array(sums, np.float64), axis=0)
-        return {"accuracy": float(right) / held_out, "loss": float(loss) / held_out}
+        return {"accuracy": float(right) / count, "loss": float(loss) / count}
 
     return Task(
         name=name,
-        data=Batches({"x": x[train], "y": y[train]}, batch_size or 32, seed),
-        test=held,
+        data=data,
+        test=test,
         init=init,
         loss_fn=loss_fn,
         evaluate=evaluate,

@@ -11,19 +11,25 @@ from jaxche.cluster._output import format_ranks
 
 
 def share(
-    name: str, process_id: int, num_processes: int, text: str, timeout_s: float, client: Any = None, late: bool = False
+    name: str,
+    process_id: int,
+    num_processes: int,
+    text: str,
+    timeout_s: float,
+    client: Any = None,
+    replacement: bool = False,
 ) -> list[str]:
     """Gathers one text of each process on all processes, in their order; each process calls it once per name.
 
-    A replacement process (``late``) reads the texts of the others and does not wait. Outside of a run the only text is
-    ``text``.
+    A ``replacement`` of a dead process reads the texts of the others and does not wait. Outside of a run the only text
+    is ``text``.
     """
     client = client or _jax_distributed.global_state.client
     if client is None:
         return [text]
     key, wait_ms = f"jaxche/share/{name}", max(1, int(1e3 * timeout_s))
     deadline = time.monotonic() + timeout_s
-    if late:
+    if replacement:
         return [value for _, value in sorted((_values(client, key) | {process_id: text}).items())]
     client.key_value_set(f"{key}/{process_id}", text)
     try:

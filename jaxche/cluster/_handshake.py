@@ -36,7 +36,7 @@ class ProcessInfo:
     gpus: Sequence[str] = ()  # UUIDs, "" if unknown
 
 
-def this_process(num_processes: int, kind: str, gpus: Sequence[str] = ()) -> ProcessInfo:
+def local_process_info(num_processes: int, kind: str, gpus: Sequence[str] = ()) -> ProcessInfo:
     """The values of this process."""
     return ProcessInfo(socket.gethostname(), kind, num_processes, versions(), gpus)
 
@@ -68,12 +68,12 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
 
 
 def handshake(
-    client: Any, process_id: int, mine: ProcessInfo, timeout_s: float, late: bool = False
+    client: Any, process_id: int, mine: ProcessInfo, timeout_s: float, replacement: bool = False
 ) -> list[ProcessInfo]:
-    """Gathers the values of all processes; ``late`` as in :func:`share`."""
+    """Gathers the values of all processes; ``replacement`` as in :func:`share`."""
     text = json.dumps(dataclasses.asdict(mine))
     try:
-        texts = share("handshake", process_id, mine.num_processes, text, timeout_s, client, late)
+        texts = share("handshake", process_id, mine.num_processes, text, timeout_s, client, replacement)
     except TimeoutError as error:
         raise TimeoutError(
             f"{error}. Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"

@@ -26,7 +26,7 @@ _MEMORY_FRACTION = 0.75
 _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 
 
-def why_heterogeneous(processes: Sequence[ProcessInfo]) -> str | None:
+def heterogeneity_reason(processes: Sequence[ProcessInfo]) -> str | None:
     """The reason why no backend can span the accelerators of all processes, or None."""
     on_cpu = {process.kind == "cpu" for process in processes}
     if len(on_cpu) == 2:

@@ -23,12 +23,12 @@ from jax._src import xla_bridge as _xla_bridge
 from jaxche.cluster._all_gather import share
 from jaxche.cluster._connect import ELASTIC, connect, local_device_ids, resolve_scheduler
 from jaxche.cluster._detect import detect
-from jaxche.cluster._handshake import cache_folder, handshake, refuse_mismatch, this_process, visible_devices
+from jaxche.cluster._handshake import cache_folder, handshake, local_process_info, refuse_mismatch, visible_devices
 from jaxche.cluster._heterogeneous import (
     configure_platforms,
     describe_accelerators,
+    heterogeneity_reason,
     register_devices,
-    why_heterogeneous,
 )
 from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
 from jaxche.distributed import ElasticGroup, process_group
@@ -166,32 +166,32 @@ def initialize(
     _exit_on_sigterm_as_process_1()
     connect(found, local_ids, timeout_s, deadline)
     group = process_group()
-    late = False
+    replacement = False
     if isinstance(group, ElasticGroup):
         atexit.register(group.leave)
-        late = group.incarnation > 1
+        replacement = group.incarnation > 1
     # Registered last, so that it runs first at exit.
     _exit_at_once_after_exception()
     state = _jax_distributed.global_state
     assert state.client is not None
     left_s = max(_MIN_HANDSHAKE_S, deadline - time.monotonic())
-    mine = this_process(state.num_processes, kind, [uuid for uuid, _ in seen])
-    processes = handshake(state.client, state.process_id, mine, left_s, late=late)
+    mine = local_process_info(state.num_processes, kind, [uuid for uuid, _ in seen])
+    processes = handshake(state.client, state.process_id, mine, left_s, replacement=replacement)
     try:
         refuse_mismatch(processes)
     except RuntimeError:
         # All processes raise, so shut down together: if one exits first, the others lose their error message.
         jax.distributed.shutdown()
         raise
-    if late and isinstance(group, ElasticGroup):
+    if replacement and isinstance(group, ElasticGroup):
         group.enter_standby()
     _configure_mixed_kinds([process.kind for process in processes], kind)
-    why = why_heterogeneous(processes)
+    why = heterogeneity_reason(processes)
     if why is not None:
         platform = configure_platforms(processes, mine, _environ())
         _log.info("%s: replicas merge on the CPU devices of their processes", why)
-        mine_text = describe_accelerators(platform)
-        texts = share("devices", state.process_id, state.num_processes, mine_text, timeout_s, late=late)
+        text = describe_accelerators(platform)
+        texts = share("devices", state.process_id, state.num_processes, text, timeout_s, replacement=replacement)
         register_devices(texts, state.process_id, platform)
     group.launcher = found.launcher
     joined = _cluster_info(state.process_id, state.num_processes, found.launcher)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxche.drawing import aligned, html_table
 from jaxche.reports._advice import Advice, advise_from
-from jaxche.reports._picture import ROUNDS_DRAWN, draw
+from jaxche.reports._plot import ROUNDS_DRAWN, draw
 from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, rounds_svg
 
 _log = logging.getLogger("jaxche")

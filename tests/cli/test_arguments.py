@@ -1,4 +1,4 @@
-"""Words on the command line: what is understood, what is refused and how."""
+"""Arguments of the command line."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ def launched(monkeypatch):
     return calls
 
 
-def test_without_arguments_it_says_where_to_start(capsys):
+def test_no_arguments_print_an_overview(capsys):
     assert main([]) == 0
     assert "jaxche train" in capsys.readouterr().out
 
@@ -47,7 +47,7 @@ LIGHT += [["completion", "bash"], ["simulate", "--ms", "20,50", "--rounds", "3",
 
 
 @pytest.mark.parametrize("words", LIGHT, ids=" ".join)
-def test_words_that_compute_nothing_import_no_jax(words):
+def test_help_imports_no_jax(words):
     program = (
         "import sys\n"
         "from jaxche.cli import main\n"
@@ -68,7 +68,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("jaxche 0.")
 
 
-def test_every_command_is_named_where_it_lives():
+def test_package_docstring_lists_every_command():
     offered = next(a.choices for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
     assert sorted(offered) == sorted(COMMANDS)
     assert set(re.findall(r"\w+", jaxche.cli.__doc__)) >= set(COMMANDS)
@@ -102,7 +102,7 @@ def test_help_fits_100_columns(command, capsys, monkeypatch):
         (["--task", "cifar"], "invalid choice"),
     ],
 )
-def test_a_bad_word_is_refused_with_the_one_to_write(words, message, capsys):
+def test_invalid_values(words, message, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", *words])
     assert stop.value.code == 2
@@ -120,20 +120,20 @@ def test_a_bad_word_is_refused_with_the_one_to_write(words, message, capsys):
         (["--average", "gradients", "--opt-state", "reset"], "--opt-state acts on averaged parameters"),
     ],
 )
-def test_words_that_contradict_are_refused_before_any_process(words, message, capsys, launched):
+def test_exclusive_options(words, message, capsys, launched):
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
     assert not launched
 
 
-def test_gpus_of_several_kinds_get_a_process_each(launched, monkeypatch):
+def test_one_process_for_each_gpu_kind(launched, monkeypatch):
     monkeypatch.setattr("jaxche.cluster._initialize.visible_devices", lambda *_: [("", "H100"), ("", "L4")])
     main(["train", "--task", "digits"])
     assert launched[0][1] == 2
 
 
 @pytest.mark.parametrize("words", [["--checkpoint-every", "2"], ["--max-restarts", "2"]])
-def test_processes_of_a_scheduler_need_one_name_to_save_under(words, monkeypatch, capsys):
+def test_a_scheduler_requires_a_name_for_checkpoints(words, monkeypatch, capsys):
     for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
 
@@ -157,7 +157,7 @@ def record(folder, **arguments):
     (folder / "history.jsonl").write_text("")
 
 
-def test_a_replay_neither_starts_again_nor_saves(launched, tmp_path, monkeypatch):
+def test_a_replay_does_not_restart_or_save(launched, tmp_path, monkeypatch):
     more = {}
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **given: more.update(given))
     record(
@@ -170,7 +170,7 @@ def test_a_replay_neither_starts_again_nor_saves(launched, tmp_path, monkeypatch
     assert more["max_restarts"] == 0
 
 
-def test_a_run_without_its_rounds_is_not_replayed(launched, tmp_path, capsys):
+def test_a_replay_requires_a_history(launched, tmp_path, capsys):
     record(tmp_path / "old")
     (tmp_path / "old" / "history.jsonl").unlink()
     assert main(["train", "--replay", "old"]) == 2
@@ -179,7 +179,7 @@ def test_a_run_without_its_rounds_is_not_replayed(launched, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["--epochs", "2"], ["--task", "text", "--protocol", "pipeline"], ["--dry-run"]])
-def test_a_replay_takes_no_other_words(words, launched, tmp_path, capsys):
+def test_a_replay_takes_no_other_options(words, launched, tmp_path, capsys):
     record(tmp_path / "old")
     assert main(["train", "--replay", "old", *words]) == 2
     assert f"leave {', '.join(w for w in words if w.startswith('--'))} out" in capsys.readouterr().err
@@ -193,7 +193,7 @@ def test_an_existing_run_is_not_overwritten(capsys, launched, tmp_path):
     assert not launched
 
 
-def test_a_missing_package_is_named_with_what_to_install(capsys, launched, monkeypatch):
+def test_missing_package(capsys, launched, monkeypatch):
     monkeypatch.setattr("jaxche.cli._settings._is_installed", lambda package: package != "mlxtend")
     assert main(["train"]) == 2
     assert "mlxtend; write: pip install 'jaxche[examples]'" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_a_missing_package_is_named_with_what_to_install(capsys, launched, monke
     assert launched
 
 
-def test_the_parent_hands_its_words_on(launched):
+def test_options_of_the_processes(launched):
     main(["train", "--task", "digits", "--ratios", "1,2,4"])
     command, processes = launched[0]
     assert processes == 3
@@ -217,7 +217,7 @@ def test_processes(monkeypatch):
     assert _processes(parse("--pace", "10,20,30")) == (3, None)
 
 
-def test_gpus_are_used_only_when_jax_can(monkeypatch, capsys):
+def test_gpus_require_jax_with_cuda(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -227,6 +227,6 @@ def test_gpus_are_used_only_when_jax_can(monkeypatch, capsys):
     assert _processes(parse()) == (4, None)
 
 
-def test_as_a_module():
+def test_python_m_jaxche():
     done = subprocess.run([sys.executable, "-m", "jaxche", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("jaxche ")

@@ -36,13 +36,13 @@ def test_options_as_words():
     assert numbers("--ratios 1,2.5")("1,2.5") == (1.0, 2.5)
 
 
-def test_errors_have_one_form(capsys):
+def test_error_format(capsys):
     assert main(["simulate", "--ms", "20"]) == 2
     assert capsys.readouterr().err.startswith("jaxche simulate: error: a simulation needs two or more ranks")
 
 
 @pytest.mark.parametrize("command", ["train", "report", "launch", "doctor", "simulate", "plan", "completion"])
-def test_every_command_has_examples_and_tells_its_exit_codes(command, capsys):
+def test_help_has_examples_and_exit_codes(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = capsys.readouterr().out

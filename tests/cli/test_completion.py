@@ -1,4 +1,4 @@
-"""What a shell completes, asked of a real bash."""
+"""Shell completion, run by bash."""
 
 import shutil
 import subprocess
@@ -31,14 +31,14 @@ def complete(tmp_path, capsys):
     return ask
 
 
-def test_commands_options_and_values(complete):
+def test_completion_of_commands_options_and_values(complete):
     assert {"train", "report", "launch", "doctor", "simulate", "plan"} <= complete("jaxche", "")
     assert complete("jaxche", "tr") == {"train"}
     assert {"--policy", "--protocol"} <= complete("jaxche", "train", "--p")
     assert complete("jaxche", "train", "--policy", "") == {"sync", "cadence", "async"}
 
 
-def test_folders_are_offered_where_a_folder_is_meant(complete, tmp_path):
+def test_completion_of_directories(complete, tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "notes.txt").touch()
     assert complete("jaxche", "report", "") >= {"runs"}
@@ -51,12 +51,12 @@ def test_folders_are_offered_where_a_folder_is_meant(complete, tmp_path):
 @pytest.mark.parametrize(
     ("command", "option"), [("report", "--out"), ("simulate", "--plot"), ("launch", "--events"), ("launch", "-n")]
 )
-def test_files_are_offered_where_a_file_is_meant(complete, command, option, tmp_path):
+def test_completion_of_files(complete, command, option, tmp_path):
     (tmp_path / "notes.txt").touch()
     assert ("notes.txt" in complete("jaxche", command, option, "n")) == (option != "-n")
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])
-def test_other_shells_get_theirs(shell, capsys):
+def test_other_shells(shell, capsys):
     assert main(["completion", shell]) == 0
     assert "jaxche" in capsys.readouterr().out

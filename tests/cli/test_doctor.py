@@ -1,4 +1,4 @@
-"""`jaxche doctor` in one process: what is wrong is named with the line to write, and decides the exit code."""
+"""`jaxche doctor` in one process."""
 
 import importlib.metadata
 import socket
@@ -33,7 +33,7 @@ def test_a_healthy_machine(capsys, tmp_path):
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_a_problem_says_what_to_write_and_ends_with_1(capsys, monkeypatch):
+def test_problem_with_fix_and_exit_code(capsys, monkeypatch):
     long = "a line " * 30
     monkeypatch.setattr(_doctor_checks, "ports", lambda: Finding("ports", long, "a line in /etc/hosts"))
     assert main(["doctor"]) == 1
@@ -44,13 +44,13 @@ def test_a_problem_says_what_to_write_and_ends_with_1(capsys, monkeypatch):
     assert lines[-1] == "1 problem(s). Next: a line in /etc/hosts"
 
 
-def test_a_run_that_cannot_be_joined_is_a_problem(capsys, monkeypatch):
+def test_failure_to_join(capsys, monkeypatch):
     monkeypatch.setenv("JAXCHE_COORDINATOR", "127.0.0.1:1")
     assert main(["doctor"]) == 1
     assert "JAXCHE_COORDINATOR='127.0.0.1:1' without JAXCHE_NUM_PROCESSES" in capsys.readouterr().err
 
 
-def test_gpus_of_several_kinds_are_no_reason_to_refuse(monkeypatch, capsys):
+def test_gpus_of_several_kinds(monkeypatch, capsys):
     monkeypatch.setattr("jaxche.cluster._initialize.visible_devices", lambda *_: [("", "H100"), ("", "L4")])
     monkeypatch.setattr(_doctor, "_examine", lambda store, launcher: [Finding("launcher", launcher)])
     assert main(["doctor"]) == 0
@@ -61,7 +61,7 @@ def test_gpus_of_several_kinds_are_no_reason_to_refuse(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_gpus_that_jax_does_not_use(monkeypatch):
+def test_unused_gpus(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: False)
@@ -74,7 +74,7 @@ def test_gpus_that_jax_does_not_use(monkeypatch):
     assert not _doctor_checks.devices().fix
 
 
-def test_a_plugin_of_another_version(monkeypatch):
+def test_plugin_version(monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.1.0" if name == "jax-cuda12-plugin" else real(name)
@@ -84,7 +84,7 @@ def test_a_plugin_of_another_version(monkeypatch):
     assert found.fix == f"pip install 'jax[cuda12]=={real('jax')}'"
 
 
-def test_proxies_are_named_without_their_passwords():
+def test_proxies_without_passwords():
     found = _doctor_checks.proxies({"HTTPS_PROXY": "http://me:secret@proxy:3128"})
     assert found.text.startswith("HTTPS_PROXY: jaxche.initialize() bypasses them")
     assert "secret" not in found.text
@@ -95,7 +95,7 @@ def test_variables():
     assert found.text == "NCCL_ALGO=Ring  XLA_FLAGS=--a=1"
 
 
-def test_a_name_that_does_not_resolve(monkeypatch):
+def test_unresolved_host_name(monkeypatch):
     def unknown(host):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -105,7 +105,7 @@ def test_a_name_that_does_not_resolve(monkeypatch):
     assert "/etc/hosts" in found.fix
 
 
-def test_a_device_that_computes_something_else(monkeypatch):
+def test_wrong_gradient(monkeypatch):
     monkeypatch.setattr(jax, "grad", lambda f: f)
     monkeypatch.setattr("jax.numpy.tanh", lambda x: 0 * x)
     found = _doctor_checks.compilation()
@@ -113,7 +113,7 @@ def test_a_device_that_computes_something_else(monkeypatch):
     assert found.fix
 
 
-def test_a_cache_that_cannot_be_written(tmp_path):
+def test_unwritable_cache(tmp_path):
     before = jax.config.values["jax_compilation_cache_dir"]
     (tmp_path / "file").touch()
     try:
@@ -128,13 +128,13 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["nonsense://bucket", "/proc/nowhere/store"])
-def test_a_store_that_cannot_be_used(url):
+def test_invalid_store(url):
     found = _doctor_checks.store(url)
     assert f"{url}: opening failed" in found.text
     assert found.fix == "check the URL and credentials"
 
 
-def test_a_store_that_forgets_and_one_without_conditional_writes(tmp_path, monkeypatch):
+def test_store_with_wrong_bytes_or_without_conditional_writes(tmp_path, monkeypatch):
     import obstore
 
     put = obstore.put
@@ -147,7 +147,7 @@ def test_a_store_that_forgets_and_one_without_conditional_writes(tmp_path, monke
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
-def test_a_store_that_cannot_be_read_is_left_empty(tmp_path, monkeypatch):
+def test_unreadable_store_is_cleaned_up(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError("no right to read")
 
@@ -156,7 +156,7 @@ def test_a_store_that_cannot_be_read_is_left_empty(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_devices_that_do_not_start_end_it_in_the_given_time():
+def test_timeout_of_devices():
     program = """
 import time
 import jaxche.sharding

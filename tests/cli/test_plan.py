@@ -70,7 +70,7 @@ def test_every_strategy_and_the_cheapest(whole_table):
     assert rows["FullShard()"].params < rows["NoShard()"].params / 4
 
 
-def test_a_memory_decides(capsys, whole_table):
+def test_cheapest_strategy_within_the_memory(capsys, whole_table):
     sizes = sorted(row.needed for row in table(whole_table).values())
     between = (sizes[0] + sizes[-1]) // 2
     code, out, _ = plan(capsys, "--memory", str(between))
@@ -83,14 +83,14 @@ def test_a_memory_decides(capsys, whole_table):
     assert fitting[named] == min(fitting.values())
 
 
-def test_nothing_fits(capsys):
+def test_no_strategy_fits(capsys):
     code, out, _ = plan(capsys, "--memory", "10KiB")
     assert code == 1
     assert "\nnothing fits 10.0 KiB; " in out
     assert not any(row.fits for row in table(out).values())
 
 
-def test_details_of_what_is_asked_for(capsys, whole_table):
+def test_details(capsys, whole_table):
     words = ["--devices", "2", "--accumulate", "2", "--compute-dtype", "bfloat16", "--details"]
     code, out, _ = plan(capsys, *words)
     assert code == 0
@@ -112,7 +112,7 @@ def test_details_of_what_is_asked_for(capsys, whole_table):
         (["--batch-size", "60"], "60 rows, which 8 devices"),
     ],
 )
-def test_what_cannot_be_is_refused(words, message, capsys):
+def test_invalid_arguments(words, message, capsys):
     code, _, err = plan(capsys, *words)
     assert code == 2
     assert message in err
@@ -121,14 +121,14 @@ def test_what_cannot_be_is_refused(words, message, capsys):
 @pytest.mark.parametrize(
     "words", [["--devices", "0"], ["--task", "none"], ["--compute-dtype", "int8"], ["--intra-node-size", "1"]]
 )
-def test_what_cannot_be_read_is_refused(words):
+def test_unparsable_arguments(words):
     with pytest.raises(SystemExit) as stop:
         main(["plan", *words])
     assert stop.value.code == 2
 
 
 @pytest.mark.parametrize(("memory", "code"), [("1GiB", 0), ("1KiB", 1)])
-def test_it_fits_100_columns_and_says_what_to_do_next(memory, code, capsys, devices):
+def test_width_and_next_command(memory, code, capsys, devices):
     assert main([*SMALL, "--memory", memory]) == code
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 100 for line in lines)
@@ -137,7 +137,7 @@ def test_it_fits_100_columns_and_says_what_to_do_next(memory, code, capsys, devi
     assert ("--accumulate 2" in following) == (code == 1)
 
 
-def test_a_memory_that_is_no_size_is_refused(capsys):
+def test_invalid_memory(capsys):
     assert main([*SMALL, "--memory", "much"]) == 2
     assert capsys.readouterr().err.startswith("jaxche plan: error: ")
 
@@ -156,7 +156,7 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_an_odd_number_of_devices_has_no_nodes_unless_they_are_asked_for(devices, asked, capsys):
+def test_nodes_of_an_odd_number_of_devices(devices, asked, capsys):
     assert plan(capsys, "--devices", str(devices), "--batch-size", "3")[0] == 0
     assert len(asked[0]) == 3
 
@@ -182,7 +182,7 @@ def test_the_suggested_line_runs(asked, capsys):
         ("--intra-node-size 2 --details", "--intra-node-size 2 --accumulate 2 --details"),
     ],
 )
-def test_more_micro_batches_are_suggested_while_they_divide_the_batch(words, then):
+def test_suggested_micro_batches(words, then):
     args = make_parser().parse_args(["plan", *words.split(), "--memory", "1KiB"])
     said = shlex.split(_smaller(args))[2:]
     again = make_parser().parse_args(["plan", *said])

@@ -65,7 +65,7 @@ def record(folder):
     return [info.round for info in History.from_json(folder / "history.jsonl")]
 
 
-def test_each_round_is_on_file_when_it_is_over_and_can_be_reported(tmp_path):
+def test_each_round_is_saved_and_can_be_reported(tmp_path):
     Start(tmp_path, resumable=False).rounds(0, 1, 2)
     assert record(tmp_path) == [0, 1, 2]
     with (tmp_path / "history.jsonl").open("a") as file:
@@ -75,7 +75,7 @@ def test_each_round_is_on_file_when_it_is_over_and_can_be_reported(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"history.jsonl", "report.html"}
 
 
-def test_rounds_that_are_made_again_are_there_once(tmp_path):
+def test_repeated_rounds_are_saved_once(tmp_path):
     first = Start(tmp_path)
     first.rounds(0, 1, 2, 3)
     with (tmp_path / "history.jsonl").open("a") as file:
@@ -93,7 +93,7 @@ def test_rounds_that_are_made_again_are_there_once(tmp_path):
     assert record(tmp_path) == [0]
 
 
-def test_the_last_state_is_evaluated_once_whatever_the_start_had_to_do(tmp_path):
+def test_the_final_state_is_evaluated_once(tmp_path):
     start = Start(tmp_path)
     start.rounds(0, 1, 2, 3)
     start.progress.finish(start.state(4))
@@ -108,7 +108,7 @@ def test_the_last_state_is_evaluated_once_whatever_the_start_had_to_do(tmp_path)
     assert later.progress.curve[0]["seconds"] == sum(later.progress.seconds.values()) > 0
 
 
-def test_numbers_are_of_all_starts():
+def test_result_covers_all_starts():
     history = History(infos(0, 1, 2, 3))
     result = result_from_history("cadence", history, (50.0, 20.0), {0: 0.3, 1: 0.3, 2: 0.2, 3: 0.2}, {"accuracy": 0.9})
     assert result.seconds == pytest.approx(1.0)
@@ -120,7 +120,7 @@ def test_numbers_are_of_all_starts():
     assert result_from_history("cadence", history, (50.0, 20.0), {3: 0.2}, {}).seconds == pytest.approx(3 * 0.21 + 0.2)
 
 
-def test_with_another_number_of_ranks_the_rounds_since_then_count(tmp_path):
+def test_result_covers_rounds_with_the_final_ranks(tmp_path):
     alone = {"counts": (7,), "planned": (7,), "weights": (1.0,), "wall_ms": (140.0,), "losses": (1.0,)}
     history = History([*infos(0, 1), *infos(2, **alone), *infos(3, 4)])
     assert [info.round for info in history.last_ranks] == [3, 4]
@@ -132,13 +132,13 @@ def test_with_another_number_of_ranks_the_rounds_since_then_count(tmp_path):
     assert main(["report", str(tmp_path)]) == 0
 
 
-def test_a_later_start_writes_over_what_is_there(tmp_path):
+def test_a_later_start_overwrites_files(tmp_path):
     for value in (1.0, 2.0):
         write_policy(tmp_path, History(infos(0)), {"w": value})
     assert read_params(tmp_path / "params")["w"] == 2.0
 
 
-def test_a_policy_that_is_done_is_known_by_the_file_that_is_written_last(tmp_path):
+def test_done_file_marks_a_finished_policy(tmp_path):
     assert _earlier_result(tmp_path, "sync") is None
     result = result_from_history("sync", History(infos(0)), (50.0, 20.0), {0: 0.3}, {"accuracy": 0.9})
     write_atomic(tmp_path / _DONE, json.dumps(result.to_dict()))
@@ -146,7 +146,7 @@ def test_a_policy_that_is_done_is_known_by_the_file_that_is_written_last(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [_DONE]
 
 
-def test_damage_of_record_and_clock_costs_only_what_is_damaged(tmp_path, caplog):
+def test_damaged_lines_are_skipped(tmp_path, caplog):
     first = Start(tmp_path)
     first.rounds(0, 1, 2, 3)
     for name in ("history.jsonl", "seconds.txt"):
@@ -163,7 +163,7 @@ def test_damage_of_record_and_clock_costs_only_what_is_damaged(tmp_path, caplog)
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 40, b'{"results": ', b"7", b"\xff{}"])
-def test_a_damaged_result_is_left_out(tmp_path, caplog, text):
+def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
     Start(tmp_path, resumable=False).rounds(0, 1)
     for name in ("result.json", _DONE):
         (tmp_path / name).write_bytes(text)

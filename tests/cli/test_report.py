@@ -1,4 +1,4 @@
-"""`jaxche report`: one file with everything in it."""
+"""`jaxche report`."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def read(path):
     return text, page
 
 
-def test_the_next_line_can_be_pasted(tmp_path, capsys, history):
+def test_next_command(tmp_path, capsys, history):
     folder = tmp_path / "my runs" / "it's"
     folder.mkdir(parents=True)
     history().to_json(folder / "history.jsonl")
@@ -78,7 +78,7 @@ def test_the_next_line_can_be_pasted(tmp_path, capsys, history):
     assert words == ["jaxche", "report", str(folder), "--open"]
 
 
-def test_a_run_becomes_one_file(tmp_path, capsys, history):
+def test_report_is_one_file(tmp_path, capsys, history):
     history().to_json(tmp_path / "history.jsonl")
     (tmp_path / "result.json").write_text(json.dumps(result("cadence")))
     assert main(["report", str(tmp_path)]) == 0
@@ -94,7 +94,7 @@ def test_a_run_becomes_one_file(tmp_path, capsys, history):
     assert any("Memory of a device" in line for line in drawn)
 
 
-def test_the_rounds_are_a_table_whatever_the_metrics_are_called(tmp_path, history):
+def test_table_of_rounds_with_any_metric_names(tmp_path, history):
     rounds = [replace(info, metrics={"top  5": 0.5, "loss of x": 0.25}) for info in history(2)]
     History(rounds).to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
@@ -104,7 +104,7 @@ def test_the_rounds_are_a_table_whatever_the_metrics_are_called(tmp_path, histor
     assert text.count("<td>0.5</td><td>0.25</td></tr>") == 2
 
 
-def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path, history):
+def test_compared_policies_in_order(tmp_path, history):
     for policy in ("sync", "cadence"):
         (tmp_path / policy).mkdir()
         history().to_json(tmp_path / policy / "history.jsonl")
@@ -117,21 +117,21 @@ def test_policies_that_were_compared_are_on_one_page_in_their_order(tmp_path, hi
     assert "<th>sync</th><th>cadence</th><th>cadence / sync</th>" in text
 
 
-def test_a_run_that_was_cut_off_is_reported(tmp_path, history):
+def test_report_of_an_unfinished_run(tmp_path, history):
     history(2).to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
     assert "2 rounds" in read(tmp_path / "report.html")[0]
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_no_run_is_said(tmp_path, capsys, content):
+def test_directory_without_a_run(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "history.jsonl").write_text(content)
     assert main(["report", str(tmp_path)]) == 2
     assert "it has no history.jsonl with a round" in capsys.readouterr().err
 
 
-def test_whatever_a_run_is_called_it_is_text(tmp_path, history):
+def test_names_are_escaped(tmp_path, history):
     name = "a&b <script>alert(1)<"
     for policy in ("sync", name):
         (tmp_path / name / policy).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Lines and tables, from numbers."""
+"""Lines and tables of results."""
 
 import pytest
 
@@ -62,19 +62,19 @@ def test_policies_side_by_side_with_ratios_to_the_first():
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_one_replica_has_nothing_to_wait_for():
+def test_one_replica_has_no_wait():
     text = table([result(ranks=1)], "accuracy")
     assert "wait" not in text
     assert "their sum" not in text
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 64])
-def test_lines_fit(world, info):
+def test_width_of_lines(world, info):
     assert len(round_line(info(world, steps=200))) <= 100
     assert len(round_header(world)) == len(round_line(info(world)))
     assert all(len(line) <= 100 for line in table([result(ranks=world)], "accuracy").splitlines())
 
 
-def test_many_ranks_are_a_range(info):
+def test_many_ranks_are_shown_as_a_range(info):
     assert " 10:10:10:10 " in round_line(info(4))
     assert " 10..10 " in round_line(info(5))

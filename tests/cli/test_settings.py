@@ -16,7 +16,7 @@ def parse(*words):
     return make_parser().parse_args(["train", *words])
 
 
-def test_values_of_options_are_those_of_the_packages():
+def test_option_values_match_the_packages():
     """`--help` lists them without importing these packages."""
     assert tuple(policy.value for policy in ApplyPolicy) == _settings.POLICIES
     assert _settings.MERGE_RULES == MERGE_RULES
@@ -25,7 +25,7 @@ def test_values_of_options_are_those_of_the_packages():
         assert callable(getattr(jaxche, name)().lr_factor)
 
 
-def test_the_base_leaves_room_above_the_slowest_step():
+def test_base_pace_exceeds_the_slowest_step():
     assert auto_paces([3.0, 4.0], (1, 2.5)) == (20.0, 50.0)
     assert auto_paces([15.5, 16.0], (1, 2.5)) == (21.0, 52.5)
     assert auto_paces([40.0], (1,)) == (52.0,)
@@ -39,16 +39,16 @@ def test_ratios_are_relative_to_the_fastest():
     assert default_ratios(4) == (1.0, 1.5, 2.0, 2.5)
 
 
-def test_a_ratio_a_replica():
+def test_number_of_ratios():
     with pytest.raises(ValueError, match=r"--ratios has 2 value\(s\) for 3 replicas; write --ratios 1,1\.75,2\.5"):
         auto_paces([3.0] * 3, (1, 2))
 
 
-def test_paces_the_computation_keeps_are_accepted():
+def test_paces_longer_than_a_step():
     check_paces((20.0, 50.0), (3.0, 49.0))
 
 
-def test_paces_it_cannot_keep_are_refused_with_those_it_can():
+def test_paces_shorter_than_a_step():
     with pytest.raises(ValueError, match=r"rank 1 is to take 2 ms a step, but a step takes 3\.1 ms here; .* 20,5"):
         check_paces((20.0, 2.0), (3.0, 3.1))
     with pytest.raises(ValueError, match="for 3 replicas"):

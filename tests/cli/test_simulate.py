@@ -7,7 +7,7 @@ import pytest
 from jaxche.cli import main
 
 
-def test_a_table_that_fits(capsys):
+def test_table_width(capsys):
     assert main(["simulate", "--ms", "20,50", "--rounds", "20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 ranks, 20 to 50 ms a batch, 8 ms a merge"
@@ -23,7 +23,7 @@ def test_ten_thousand_ranks(capsys):
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_both_tuners_and_their_pictures(capsys, tmp_path):
+def test_both_tuners_and_their_plots(capsys, tmp_path):
     words = ["--slowdown", "0@5x2", "--rounds", "10", "--tuner", "both", "--plot", str(tmp_path / "fleet.png")]
     assert main(["simulate", *words]) == 0
     out = capsys.readouterr().out
@@ -49,14 +49,14 @@ def test_the_same_seed_gives_the_same_fleet(capsys):
         (["--rounds", "2", "--plot", "x.nothing"], "--plot x.nothing"),
     ],
 )
-def test_what_cannot_be_is_refused(words, message, capsys, monkeypatch, tmp_path):
+def test_invalid_arguments(words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["simulate", *words]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--slowdown", "0@1"], ["--ms", "20,50", "--ranks", "3"], ["--jitter", "2"]])
-def test_what_cannot_be_read_is_refused(words):
+def test_unparsable_arguments(words):
     with pytest.raises(SystemExit) as stop:
         main(["simulate", *words])
     assert stop.value.code == 2

@@ -1,4 +1,4 @@
-"""`jaxche train --protocol`: what is refused, and a step under each protocol."""
+"""`jaxche train --protocol`."""
 
 import jax
 import numpy as np
@@ -79,7 +79,7 @@ def test_more_stages_than_layers_are_refused():
 
 
 @pytest.mark.slow
-def test_a_step_says_the_same_loss_under_every_protocol(tmp_path, capsys):
+def test_equal_loss_under_every_protocol(tmp_path, capsys):
     losses = []
     for words in (
         "--protocol direct",
@@ -95,13 +95,13 @@ def test_a_step_says_the_same_loss_under_every_protocol(tmp_path, capsys):
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_variables_that_are_half_given_are_one_line(monkeypatch, capsys):
+def test_incomplete_variables(monkeypatch, capsys):
     monkeypatch.setenv("JAXCHE_PROCESS_ID", "0")
     assert main(["train", "--task", "text", "--protocol", "store", "--store", "memory://x"]) == 2
     assert "JAXCHE_PROCESS_ID=0 without JAXCHE_COORDINATOR and JAXCHE_NUM_PROCESSES" in capsys.readouterr().err
 
 
-def test_under_slurm_each_task_is_a_stage_and_starts_none(monkeypatch):
+def test_slurm_tasks_are_stages(monkeypatch):
     for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr("jaxche.cluster.initialize", lambda **_: ClusterInfo(1, 2, "slurm"))
@@ -114,7 +114,7 @@ def test_under_slurm_each_task_is_a_stage_and_starts_none(monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", ["pipeline", "direct"])
-def test_processes_of_other_versions_are_one_line(protocol, monkeypatch, capsys):
+def test_version_mismatch(protocol, monkeypatch, capsys):
     def refuse(**_):
         raise RuntimeError("the processes run other versions")
 

@@ -1,4 +1,4 @@
-"""Tasks: real data, split once and for all, and models that learn."""
+"""Data and models of the tasks."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ def task(request):
 
 
 @pytest.mark.slow
-def test_a_task_says_what_it_is(task):
+def test_task_attributes(task):
     assert task.name in TASKS
     assert task.epochs >= 1
     assert task.metric in task.evaluate(*task.init(0))
@@ -71,7 +71,7 @@ def test_a_split_is_disjoint_stratified_and_always_the_same(test):
     assert np.array_equal(held, split(labels, test)[1])
 
 
-def test_batch_size_and_learning_rate_are_heard():
+def test_batch_size_and_learning_rate():
     task = load("digits", batch_size=10, learning_rate=0.5)
     assert len(task.data[0]["x"]) == 10
     params = {"w": np.ones(2, np.float32)}

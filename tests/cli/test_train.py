@@ -1,4 +1,4 @@
-"""`jaxche train` in this process: what it refuses, and what it starts."""
+"""`jaxche train` in this process."""
 
 import os
 
@@ -14,19 +14,19 @@ def refused(words, capsys):
     return err
 
 
-def test_what_is_no_run_is_not_replayed(tmp_path, capsys):
+def test_replay_of_a_directory_without_a_run(tmp_path, capsys):
     assert main(["train", "--replay", str(tmp_path / "other")]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert f"--replay {tmp_path / 'other'}: there is no result.json" in err
 
 
-def test_a_replay_has_the_processes_it_had(capsys):
+def test_replay_with_the_recorded_processes(capsys):
     assert "--replay runs with what was recorded; leave --task, -n out" in refused(["--replay", "x", "-n", "3"], capsys)
 
 
 @pytest.mark.parametrize("more", [[], ["-n", "1"], ["--checkpoint-every", "1", "--name", "mine"]])
-def test_a_folder_that_takes_no_files_is_found_before_anything_starts(more, tmp_path, monkeypatch, capsys):
+def test_unwritable_output_directory(more, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr("jaxche.cluster.launch", lambda *_, **__: pytest.fail("it started"))
     monkeypatch.setattr("jaxche.cli._worker.work", lambda *_: pytest.fail("it started"))
@@ -43,7 +43,7 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_starts(more, tmp_
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_no_end_of_a_run(monkeypatch, tmp_path, capsys):
+def test_ctrl_c_writes_no_result(monkeypatch, tmp_path, capsys):
     def interrupt(self, state, info):
         raise KeyboardInterrupt
 
@@ -59,7 +59,7 @@ def test_ctrl_c_is_no_end_of_a_run(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "mine" / "result.json").exists()
 
 
-def test_a_hang_is_watched_by_who_starts_the_processes_or_by_themselves(monkeypatch):
+def test_hang_timeout_of_launcher_or_process(monkeypatch):
     started = {}
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr("jaxche.cluster.launch", lambda *words, **how: started.update(how) or 124)

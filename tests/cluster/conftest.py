@@ -1,4 +1,4 @@
-"""The service where the processes of a run meet, played in one process."""
+"""A coordination service in one process."""
 
 import pytest
 

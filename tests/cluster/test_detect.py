@@ -1,4 +1,4 @@
-"""Who started the process: arguments, then `jaxche launch`, then a scheduler, then nobody."""
+"""Detection of the launcher."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a notebook in a pod
     ],
 )
-def test_one_process_under_a_scheduler_is_on_its_own(environ):
+def test_one_process_under_a_scheduler(environ):
     assert detect(None, None, None, environ) == Detected("none", None, 1, 0)
 
 
@@ -50,7 +50,7 @@ def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
     assert detect(None, None, None, KUBERNETES) == Detected("k8s")
 
 
-def test_open_mpi_without_an_address_is_refused_rather_than_trained_twice():
+def test_open_mpi_without_an_address():
     with pytest.raises(ValueError, match=r"mpirun -n 2 -x JAXCHE_COORDINATOR="):
         detect(None, None, None, {"OMPI_COMM_WORLD_SIZE": "2"})
 
@@ -97,7 +97,7 @@ def test_wrong_variables_are_named():
         ({"PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, 0),
     ],
 )
-def test_the_scheduler_numbers_processes_that_were_told_the_rest(scheduler, local_id):
+def test_process_numbers_from_the_scheduler(scheduler, local_id):
     told = {"JAXCHE_COORDINATOR": "h:1", "JAXCHE_NUM_PROCESSES": "2"}
     assert detect(None, None, None, told | scheduler) == Detected("jaxche", "h:1", 2, 1, local_id)
     # The number of `jaxche launch` counts, also inside a job of one task.

@@ -1,4 +1,4 @@
-"""Fake devices, and what is said where it is too late for them."""
+"""Fake devices."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_in_a_fresh_process():
     assert done.returncode == 0, done.stderr
 
 
-def test_too_late_is_said_with_what_to_do(devices):
+def test_error_after_jax_has_started(devices):
     with pytest.raises(RuntimeError, match=r"started with 8 cpu device.*restart the kernel.*fake_devices\(2\) before"):
         jaxche.fake_devices(2)
 

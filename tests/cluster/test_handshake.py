@@ -1,4 +1,4 @@
-"""What processes tell each other on joining: who differs is named, and nobody waits for ever."""
+"""The handshake of processes."""
 
 import json
 
@@ -9,8 +9,8 @@ from jaxche.cluster._handshake import (
     ProcessInfo,
     cache_folder,
     handshake,
+    local_process_info,
     refuse_mismatch,
-    this_process,
     versions,
     visible_devices,
 )
@@ -22,7 +22,7 @@ def members(*changes, world=None):
     ]
 
 
-def test_the_table_shows_who_differs_from_the_most():
+def test_table_of_differences_from_the_majority():
     with pytest.raises(RuntimeError) as refused:
         refuse_mismatch(members({}, {"jax": "3"}, {}))
     lines = str(refused.value).splitlines()
@@ -32,40 +32,40 @@ def test_the_table_shows_who_differs_from_the_most():
     assert "flax" not in str(refused.value)
 
 
-def test_a_tie_is_measured_against_process_0_and_many_are_counted():
+def test_process_0_decides_a_tie():
     with pytest.raises(RuntimeError, match="There write: pip install jax==1"):
         refuse_mismatch(members({}, {"jax": "3"}))
     with pytest.raises(RuntimeError, match=r"20 of 50 .*(.*\n)+  and 8 more\n.*start them with Python 3.11"):
         refuse_mismatch(members(*[{"python": "3.11"}] * 30, *[{"python": "3.12"}] * 20))
 
 
-def test_a_package_that_is_missing_differs():
+def test_missing_package_is_a_mismatch():
     odd = ProcessInfo("n1", "cpu", 2, {"jax": "1"})
     with pytest.raises(RuntimeError, match=r"1 +n1 +none"):
         refuse_mismatch([*members({}, world=2), odd])
 
 
-def test_all_are_heard_in_order(service):
-    mine = this_process(11, "cpu")
+def test_handshake_keeps_the_order(service):
+    mine = local_process_info(11, "cpu")
     texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10)) if i != 3}
     heard = handshake(service("handshake", texts), 3, mine, 1.0)
     assert [member.host for member in heard] == ["n0", "n1", "n2", mine.host, *(f"n{i}" for i in range(4, 11))]
 
 
-def test_a_process_that_says_nothing_is_named(service):
-    deaf = service("handshake", {}, RuntimeError("DEADLINE_EXCEEDED"))
+def test_handshake_timeout_names_processes(service):
+    silent = service("handshake", {}, RuntimeError("DEADLINE_EXCEEDED"))
     with pytest.raises(
         TimeoutError, match=r"process 0, 2 joined, but sent nothing for 'handshake' within 0 s.*jaxche.initialize\(\)"
     ):
-        handshake(deaf, 1, this_process(3, "cpu"), 0.01)
+        handshake(silent, 1, local_process_info(3, "cpu"), 0.01)
 
 
-def test_a_service_that_breaks_is_not_called_a_time_out(service):
+def test_other_errors_are_no_timeout(service):
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        handshake(service("handshake", {}, RuntimeError("UNAVAILABLE")), 1, this_process(3, "cpu"), 60.0)
+        handshake(service("handshake", {}, RuntimeError("UNAVAILABLE")), 1, local_process_info(3, "cpu"), 60.0)
 
 
-def test_devices_seen(monkeypatch):
+def test_visible_devices(monkeypatch):
     gpus = [("GPU-aa", "H100"), ("GPU-bb", "L4")]
     monkeypatch.setattr(module, "has_cuda", lambda: True)
     monkeypatch.setattr(module, "visible_gpus", lambda environ: gpus)
@@ -80,11 +80,11 @@ def test_devices_seen(monkeypatch):
     assert visible_devices({}) == [("", "cpu")]
 
 
-def test_a_cache_in_a_bucket():
+def test_cache_in_an_object_store():
     assert cache_folder("gs://bucket/cache", "NVIDIA L4") == "gs://bucket/cache/nvidia-l4"
 
 
-def test_the_version_is_that_of_the_code_that_runs():
+def test_version_of_the_imported_code():
     import jaxche
 
     assert versions()["jaxche"] == jaxche.__version__

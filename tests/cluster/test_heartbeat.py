@@ -1,4 +1,4 @@
-"""A run moves while any of its ranks does."""
+"""Heartbeats of ranks."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_silence_counts_from_the_start_and_from_the_last_beat_of_any(tmp_path, clock):
+def test_timeout_since_start_or_last_heartbeat(tmp_path, clock):
     paths = [tmp_path / "0", tmp_path / "1"]
     beats = Heartbeats(paths, timeout_s=10.0)
     clock[0] += 9
@@ -34,13 +34,13 @@ def test_silence_counts_from_the_start_and_from_the_last_beat_of_any(tmp_path, c
     assert beats.silence() == "rank 0 10 s ago, rank 1 15 s ago"
 
 
-def test_a_start_that_never_beats_is_a_hang(tmp_path, clock):
+def test_no_heartbeat_is_a_hang(tmp_path, clock):
     beats = Heartbeats([tmp_path / "0"], timeout_s=10.0)
     clock[0] += 10
     assert beats.silence() == "rank 0 never"
 
 
-def test_a_rank_that_is_silent_alone_hangs_once_it_was_heard_of(tmp_path, clock):
+def test_timeout_of_one_rank(tmp_path, clock):
     paths = [tmp_path / name for name in "012"]
     beats = Heartbeats(paths, timeout_s=1e9, rank_timeout_s=10.0)
     for _ in range(3):  # the last never speaks: it may still compile

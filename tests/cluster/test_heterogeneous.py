@@ -1,4 +1,4 @@
-"""Runs whose accelerators are each known to one process: when, and what JAX is told before it starts."""
+"""Runs on heterogeneous platforms."""
 
 import json
 
@@ -10,8 +10,8 @@ from jaxche.cluster._handshake import ProcessInfo
 from jaxche.cluster._heterogeneous import (
     configure_platforms,
     describe_accelerators,
+    heterogeneity_reason,
     register_devices,
-    why_heterogeneous,
 )
 
 
@@ -25,18 +25,18 @@ UNLISTED = member("GPU", "")
 
 @pytest.fixture
 def told(monkeypatch):
-    """What JAX is told."""
+    """The configuration of JAX."""
     values = {}
     monkeypatch.setattr(jax.config, "update", values.__setitem__)
     return values
 
 
-def test_when():
-    assert why_heterogeneous([CPU, CPU]) is None
-    assert why_heterogeneous([H100, L4]) is None
-    assert why_heterogeneous([UNLISTED, UNLISTED]) is None  # who knows
-    assert why_heterogeneous([L4, CPU, CPU]) == "some processes train on the CPU"
-    assert why_heterogeneous([H100, L4, L4_TOO]) == "processes share a GPU"
+def test_heterogeneity_reason():
+    assert heterogeneity_reason([CPU, CPU]) is None
+    assert heterogeneity_reason([H100, L4]) is None
+    assert heterogeneity_reason([UNLISTED, UNLISTED]) is None  # unknown
+    assert heterogeneity_reason([L4, CPU, CPU]) == "some processes train on the CPU"
+    assert heterogeneity_reason([H100, L4, L4_TOO]) == "processes share a GPU"
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,12 @@ def test_accelerators_are_a_second_platform_of_their_process(told, wanted, platf
     assert told == {"jax_platforms": platforms, "jax_pjrt_client_create_options": {"num_nodes": 1}}
 
 
-def test_a_process_without_does_not_start_them(told):
+def test_a_process_on_the_cpu_starts_no_accelerators(told):
     assert configure_platforms([L4, CPU], CPU, {"JAX_PLATFORMS": "cpu,cuda"}) is None
     assert told == {"jax_platforms": "cpu"}
 
 
-def test_processes_on_one_gpu_share_its_memory_unless_told_how(told):
+def test_processes_on_one_gpu_share_its_memory(told):
     configure_platforms([L4, L4_TOO], L4, {})
     assert told["jax_pjrt_client_create_options"] == {"num_nodes": 1, "memory_fraction": 0.375}
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
@@ -67,7 +67,7 @@ def test_other_options_stay(told, monkeypatch, given):
     assert told["jax_pjrt_client_create_options"] == {"a": "1", "num_nodes": 1}
 
 
-def test_several_gpus_of_a_process_meet_on_as_many_cpu_devices(told, monkeypatch):
+def test_one_cpu_device_for_each_gpu(told, monkeypatch):
     several = member("L4", "GPU-b", "GPU-c")
     set_so_far = {"jax_pjrt_client_create_options": None, "jax_num_cpu_devices": -1}
     monkeypatch.setattr(type(jax.config), "values", set_so_far)
@@ -75,7 +75,7 @@ def test_several_gpus_of_a_process_meet_on_as_many_cpu_devices(told, monkeypatch
     assert told["jax_num_cpu_devices"] == 2
 
 
-def test_all_know_all(devices, monkeypatch):
+def test_devices_of_all_processes(devices, monkeypatch):
     heard = []
     monkeypatch.setattr(module, "set_devices", heard.extend)
     there = json.dumps([{"process_index": 1, "platform": "gpu", "device_kind": "L4", "id": 0}])

@@ -1,4 +1,4 @@
-"""initialize() in one process; that several find each other is in tests/multiprocess."""
+"""initialize() in one process; tests/multiprocess has several."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ def _idle_backend(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
 
-def test_alone_it_does_nothing_even_after_jax_has_started():
+def test_single_process():
     jax.devices()
     flags = os.environ.get("XLA_FLAGS")
     assert initialize() == ALONE
@@ -38,20 +38,20 @@ def test_alone_it_does_nothing_even_after_jax_has_started():
     assert not jax.distributed.is_initialized()
 
 
-def test_after_the_backend_it_says_which_line_to_move():
+def test_error_after_the_backend_has_started():
     jax.devices()
     with pytest.raises(RuntimeError, match=r"Move the line `jaxche.initialize\(\)` up"):
         initialize("127.0.0.1:1", 2, 1)
 
 
-def test_half_given_and_nonsense_are_refused():
+def test_invalid_arguments():
     with pytest.raises(ValueError, match="give all three or none"):
         initialize(num_processes=2)
     with pytest.raises(ValueError, match="timeout_s=0"):
         initialize(timeout_s=0)
 
 
-def test_an_unreachable_coordinator_is_named_within_the_time_out(monkeypatch):
+def test_unreachable_coordinator(monkeypatch):
     _idle_backend(monkeypatch)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # never listens
@@ -62,7 +62,7 @@ def test_an_unreachable_coordinator_is_named_within_the_time_out(monkeypatch):
         assert time.monotonic() - start < 3
 
 
-def test_a_taken_port_is_named_before_jaxlib_crashes_on_it(monkeypatch):
+def test_port_in_use(monkeypatch):
     _idle_backend(monkeypatch)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -75,7 +75,7 @@ def test_a_taken_port_is_named_before_jaxlib_crashes_on_it(monkeypatch):
     ("host", "alone"),
     [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("node1", False), ("10.0.0.1", False)],
 )
-def test_a_coordinator_on_the_loopback_listens_there_alone(monkeypatch, host, alone):
+def test_loopback_coordinator(monkeypatch, host, alone):
     calls, address = [], f"{host}:1234"
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append(kwargs))
@@ -139,7 +139,7 @@ def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypat
         initialize("h:1", 3, 1)
 
 
-def test_mixed_kinds_get_their_flag_and_a_cache_each(join, tmp_path):
+def test_flag_and_caches_of_mixed_kinds(join, tmp_path):
     join(_member("NVIDIA H100"), JAX_PLATFORMS="cpu")
     before = jax.config.values["jax_compilation_cache_dir"]
     try:
@@ -151,7 +151,7 @@ def test_mixed_kinds_get_their_flag_and_a_cache_each(join, tmp_path):
     assert "--xla_gpu_shard_autotuning=false" in os.environ["XLA_FLAGS"].split()
 
 
-def test_two_processes_on_one_gpu_keep_it_apart(monkeypatch, join):
+def test_two_processes_on_one_gpu(monkeypatch, join):
     join(_member("NVIDIA L4", gpus=["GPU-aa"]), CUDA_VISIBLE_DEVICES="0")
     monkeypatch.setattr(module, "_environ", lambda: {"CUDA_VISIBLE_DEVICES": "0"})
     monkeypatch.setattr(handshake_module, "has_cuda", lambda: True)
@@ -172,7 +172,7 @@ def test_two_processes_on_one_gpu_keep_it_apart(monkeypatch, join):
         ({"world": 3}, "num_processes=3 on process 0; num_processes=2 on process 1"),
     ],
 )
-def test_other_versions_and_worlds_are_refused_before_the_backend_starts(join, other, message):
+def test_mismatch_before_the_backend_starts(join, other, message):
     calls = join(_member(**other), JAX_PLATFORMS="cpu")
     with pytest.raises(RuntimeError, match=message):
         initialize(timeout_s=10)
@@ -195,7 +195,7 @@ def test_gpus_of_several_kinds_in_one_process_are_refused(monkeypatch):
     [(1, "0,1", [1]), (1, "1", [0]), (1, "", [1]), (None, "0,1", None)],
     ids=["one of two", "bound by the scheduler", "no GPUs", "nobody numbered them"],
 )
-def test_each_process_of_a_machine_takes_its_gpu(monkeypatch, local_id, visible, ids):
+def test_one_gpu_for_each_local_process(monkeypatch, local_id, visible, ids):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert connecting.local_device_ids(Detected("slurm", "h:1", 4, 3, local_id)) == ids
@@ -203,7 +203,7 @@ def test_each_process_of_a_machine_takes_its_gpu(monkeypatch, local_id, visible,
     assert connecting.local_device_ids(Detected("slurm", "h:1", 4, 3, local_id)) is None
 
 
-def test_more_processes_than_gpus_on_a_machine_are_refused(monkeypatch):
+def test_more_processes_than_gpus(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(

@@ -6,7 +6,7 @@ from jaxche.cluster._placement import Placement
 ZERO, ONE, TWO = (WorkerSpec(Placement(core=core), pace) for core, pace in ((0, 20.0), (0, 20.0), (1, 50.0)))
 
 
-def test_a_berth_is_given_up_only_after_two_failures_in_a_row():
+def test_removal_after_two_failures_in_a_row():
     specs = [ZERO, ONE, TWO]
     specs, blamed = next_specs(specs, 1, None, survivors=True)
     assert len(specs) == 3
@@ -20,10 +20,10 @@ def test_a_berth_is_given_up_only_after_two_failures_in_a_row():
     assert blamed is None
 
 
-def test_the_last_process_and_a_run_without_survivors_keep_their_berths():
+def test_no_removal_of_the_last_process_or_without_survivors():
     assert next_specs([ONE], 0, ONE, survivors=True)[0] == [ONE]
     assert next_specs([ZERO, ONE], 0, ZERO, survivors=False)[0] == [ZERO, ONE]
 
 
-def test_a_hang_blames_nobody():
+def test_a_hang_removes_no_rank():
     assert next_specs([ZERO, TWO], None, TWO, survivors=True) == ([ZERO, TWO], None)

@@ -1,4 +1,4 @@
-"""What launch() and `jaxche launch` refuse, and the command they make. Nothing is started here."""
+"""Arguments of launch() and `jaxche launch`; no test starts a process."""
 
 import sys
 
@@ -107,7 +107,7 @@ def test_options_reach_the_launch(monkeypatch):
         (["-n", "2", "--survivors", "--max-restarts", "1", __file__], "write --max-restarts 3 --survivors"),
     ],
 )
-def test_a_wrong_command_line_says_so_and_ends_with_2(words, message, capsys):
+def test_invalid_command_line_exits_with_2(words, message, capsys):
     args = _parse(*words)
     assert args.command_object.run(args) == 2
     assert message in capsys.readouterr().err
@@ -125,14 +125,14 @@ def test_a_wrong_command_line_says_so_and_ends_with_2(words, message, capsys):
         (["--pace", "20,inf"], "write --pace 20,50"),
     ],
 )
-def test_a_wrong_word_is_refused_with_the_one_for_a_shell(words, write, capsys):
+def test_errors_name_flags(words, write, capsys):
     with pytest.raises(SystemExit) as stop:
         _parse(*words, __file__)
     assert stop.value.code == 2
     assert write in capsys.readouterr().err
 
 
-def test_one_a_gpu_and_some_on_the_cpu(monkeypatch):
+def test_default_processes_with_on_cpu(monkeypatch):
     seen = {}
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)

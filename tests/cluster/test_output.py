@@ -1,4 +1,4 @@
-"""Lines come out whole, with their rank, however the bytes arrive; events are appended, also to a full disk."""
+"""Output lines of ranks, and the event log."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def test_a_narrow_or_closed_terminal_does_not_stop_the_reader():
     printer.print(closed, 0, "dropped")
 
 
-def test_events_are_appended_as_they_happen(tmp_path):
+def test_events_are_appended(tmp_path):
     path = tmp_path / "events"
     for number in (1, 2):
         with event_log(path) as log:
@@ -58,7 +58,7 @@ def test_events_are_appended_as_they_happen(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists(FULL), reason=f"needs {FULL}")
-def test_a_full_disk_is_told_once_and_ends_nothing(capsys):
+def test_a_full_disk_is_reported_once(capsys):
     command = [sys.executable, "-c", "pass"]
     assert launch(command, 2, env={"JAX_PLATFORMS": "cpu"}, events=FULL) == 0
     err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""GPUs, cores and variables of each rank, composed without starting anything."""
+"""GPUs, cores and variables of each rank."""
 
 import os
 
@@ -17,7 +17,7 @@ GPU 1: NVIDIA L4 (UUID: GPU-b)
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_gpus_are_read_from_the_variable_and_else_from_nvidia_smi(monkeypatch):
+def test_gpus_from_variable_or_nvidia_smi(monkeypatch):
     assert gpu_ids({"CUDA_VISIBLE_DEVICES": "2, GPU-x,-1,3"}) == ["2", "GPU-x"]
     assert gpu_ids(NO_GPU) == []
     a100 = "NVIDIA A100 80GB PCIe"
@@ -30,7 +30,7 @@ def test_gpus_are_read_from_the_variable_and_else_from_nvidia_smi(monkeypatch):
     assert count_gpus() == 0
 
 
-def test_gpus_are_named_as_far_as_they_are_visible():
+def test_visible_gpus():
     plain = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA L4 (UUID: GPU-bb)\n"
     h100, l4 = ("GPU-aa", "NVIDIA H100"), ("GPU-bb", "NVIDIA L4")
     assert visible_gpus({}, plain) == [h100, l4]
@@ -53,7 +53,7 @@ def test_each_rank_gets_a_gpu_and_too_few_are_refused():
 @pytest.mark.parametrize(
     "environ", [NO_GPU, NO_GPU | {"JAX_PLATFORMS": "cpu,cuda"}, {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}]
 )
-def test_cores_go_round(environ, monkeypatch):
+def test_cores_are_reused(environ, monkeypatch):
     monkeypatch.setattr("jaxche.cluster._placement._cores", lambda: [4, 7])
     assert [place.core for place in assign_placements(3, environ)] == [4, 7, 4]
 

@@ -1,4 +1,4 @@
-"""The small process that outlives a launcher, with a launcher that really is killed."""
+"""The reaper, with a launcher that is killed."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ while :; do sleep 0.05; done
 
 @pytest.fixture
 def start():
-    """Starts processes, each the leader of a group, and ends what is left of them."""
+    """Starts processes, each the leader of a group, and ends them."""
     env, started = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, []
 
     def starting(*command, **options):
@@ -49,7 +49,7 @@ def until_ready(process):
     assert process.stdout.readline() == "ready\n"
 
 
-def test_a_rank_that_is_gone_takes_no_time_from_those_that_still_write(start, tmp_path):
+def test_dead_ranks_do_not_shorten_the_grace_of_others(start, tmp_path):
     gone = start("true")
     gone.wait()
     saves, other = start("sh", "-c", SAVES, cwd=tmp_path), start("sleep", "100")
@@ -63,7 +63,7 @@ def test_a_rank_that_is_gone_takes_no_time_from_those_that_still_write(start, tm
     assert (tmp_path / "checkpoint").exists()
 
 
-def test_one_that_stays_is_killed_after_the_grace(start):
+def test_kill_after_the_grace(start):
     stays = start("sh", "-c", "trap '' TERM; echo ready; sleep 100")
     until_ready(stays)
     launcher = start(sys.executable, "-c", LAUNCHER, "1", str(stays.pid))

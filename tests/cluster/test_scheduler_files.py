@@ -1,4 +1,4 @@
-"""Files for clusters: parsed by what will parse them, and run with the schedulers' programs played by shell scripts."""
+"""Files for clusters, run with shell scripts in place of the programs of the schedulers."""
 
 import contextlib
 import os
@@ -48,25 +48,25 @@ def test_nodes():
 
 
 @pytest.mark.parametrize("nodes", ["", "0", "x8", "2x0", "2x8:", "2,", "h100"])
-def test_machines_that_make_no_sense_are_refused(nodes):
+def test_invalid_nodes(nodes):
     with pytest.raises(ValueError, match=r"--nodes .* is invalid.*Write: --nodes"):
         parse_nodes(nodes)
 
 
-def test_a_jobset_needs_an_image_and_only_a_jobset_takes_one():
+def test_image_is_for_jobsets():
     with pytest.raises(ValueError, match="needs the container image"):
         emit("jobset", COMMAND, "2")
     with pytest.raises(ValueError, match="the others take none"):
         emit("slurm", COMMAND, "2", image="me/train:1")
 
 
-def test_only_what_it_can_write_is_asked_of_it():
+def test_unknown_scheduler_or_empty_command():
     with pytest.raises(ValueError, match="--emit pbs: there are slurm, jobset and mpirun"):
         emit("pbs", COMMAND, "2")
 
 
 @pytest.mark.parametrize(("scheduler", "image"), [("slurm", None), ("mpirun", None), ("jobset", "me/train:1")])
-def test_words_stay_words(scheduler, image):
+def test_quoting(scheduler, image):
     def written(made_by, name):
         return emit(scheduler, COMMAND, "2", image=image, made_by=made_by, name=name)
 
@@ -80,7 +80,7 @@ def test_words_stay_words(scheduler, image):
 
 
 @pytest.mark.parametrize(("scheduler", "image"), [("slurm", None), ("mpirun", None), ("jobset", "me/train:1")])
-def test_processes_are_told_how_long_a_round_may_take(scheduler, image, tmp_path):
+def test_hang_timeout_variable(scheduler, image, tmp_path):
     plain = emit(scheduler, COMMAND, "2", image=image)
     text = emit(scheduler, COMMAND, "2", image=image, hang_timeout_s=90.5)
     assert "HANG_TIMEOUT" not in plain
@@ -96,19 +96,19 @@ def test_processes_are_told_how_long_a_round_may_take(scheduler, image, tmp_path
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
-def test_a_time_for_a_round_that_makes_no_sense_is_refused(seconds):
+def test_invalid_hang_timeout(seconds):
     with pytest.raises(ValueError, match=r"hang_timeout_s=.* must be positive seconds. Write: hang_timeout_s=600"):
         emit("slurm", COMMAND, "2", hang_timeout_s=seconds)
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
 @pytest.mark.parametrize("nodes", ["4", "2x8", "2x8:h100,4x1:l4"])
-def test_the_shell_reads_it(scheduler, nodes):
+def test_shell_syntax(scheduler, nodes):
     text = emit(scheduler, COMMAND, nodes)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_slurm_asks_for_one_process_a_gpu():
+def test_slurm_requests_one_process_per_gpu():
     lines = emit("slurm", COMMAND, "2x8:h100").splitlines()
     assert lines[0] == "#!/bin/bash"
     assert "#SBATCH --nodes=2 --ntasks-per-node=8 --gres=gpu:h100:8" in lines
@@ -127,7 +127,7 @@ SCONTROL = 'if [ "$1" = show ]; then echo h1; echo h2; else echo "scontrol $*"; 
 @pytest.mark.parametrize(
     ("code", "max_restarts", "requeued"), [(0, 9, False), (2, 9, False), (143, 0, True), (1, 1, True), (1, 0, False)]
 )
-def test_slurm_goes_back_into_the_queue(tmp_path, code, max_restarts, requeued):
+def test_slurm_requeues(tmp_path, code, max_restarts, requeued):
     text = emit("slurm", COMMAND, "2x8:h100,4x1:l4", max_restarts)
     done = run(text, tmp_path, SLURM | {"CODE": str(code)}, srun=SRUN, scontrol=SCONTROL)
     assert done.returncode == code
@@ -137,7 +137,7 @@ def test_slurm_goes_back_into_the_queue(tmp_path, code, max_restarts, requeued):
     assert ("scontrol requeue 70001" in done.stdout) == requeued
 
 
-def test_slurm_counts_failures_and_not_the_times_that_were_up(tmp_path):
+def test_slurm_counts_failures_only(tmp_path):
     text = emit("slurm", COMMAND, "2", max_restarts=2)
     again = []
     for number, code in enumerate((143, 1, 143, 143, 137, 143, 1)):
@@ -149,7 +149,7 @@ def test_slurm_counts_failures_and_not_the_times_that_were_up(tmp_path):
     assert not list(tmp_path.glob(".jaxche*"))
 
 
-def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
+def test_mpirun_arguments_and_restarts(tmp_path):
     mpirun = 'echo "$JAXCHE_COORDINATOR $JAXCHE_NUM_PROCESSES $JAXCHE_RESTART"; printf "<%s>" "$@"; exit $CODE'
     text = emit("mpirun", COMMAND, "1x8:h100,2x1:l4", max_restarts=1)
     done = run(text, tmp_path, {"HOSTS": "a,b,c", "CODE": "9"}, mpirun=mpirun)
@@ -168,7 +168,7 @@ def test_mpirun_gets_hosts_slots_and_variables_and_starts_again(tmp_path):
 
 @pytest.fixture
 def started():
-    """Starts scripts; one that a test gives up on is told to stop, and what it started ends by itself."""
+    """Starts scripts, and stops them at the end of a test."""
     scripts = []
 
     def start(*arguments, **options):
@@ -194,7 +194,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_mpirun_is_told_to_stop_and_not_started_again(tmp_path, started):
+def test_sigterm_stops_mpirun_without_a_restart(tmp_path, started):
     # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
     mpirun = f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; for i in {{1..1500}}; do sleep 0.02; done'
     (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1", max_restarts=3))
@@ -232,7 +232,7 @@ sys.exit(143)
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
-def test_open_mpi_leaves_all_ranks_the_time_for_a_checkpoint(tmp_path, started, monkeypatch):
+def test_open_mpi_waits_for_checkpoints(tmp_path, started, monkeypatch):
     monkeypatch.setattr("jaxche.cluster._scheduler_files._KILL_S", 1)
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "script").write_text(emit("mpirun", [sys.executable, "rank.py"], "1x2", max_restarts=3))
@@ -307,14 +307,14 @@ def test_a_volume_is_a_claim_and_a_path(volume):
     ("scheduler", "line"),
     [("slurm", "-le {} ] && again=yes"), ("mpirun", "JAXCHE_RESTART <= {};"), ("jobset", "maxRestarts: {}}}")],
 )
-def test_a_file_starts_again_unless_it_is_told_not_to(scheduler, line, capsys):
+def test_default_and_explicit_restarts(scheduler, line, capsys):
     words = ["launch", "--emit", scheduler, "--nodes", "2", *(["--image", "me/train"] if scheduler == "jobset" else [])]
     for more, restarts in (([], 3), (["--max-restarts", "0"], 0)):
         assert main([*words, *more, "train.py"]) == 0
         assert line.format(restarts) in capsys.readouterr().out
 
 
-def test_the_script_in_the_repository_is_what_is_printed(capsys):
+def test_the_script_in_the_repository_is_current(capsys):
     there = (ROOT / "scripts" / "slurm" / "train.sbatch").read_text(encoding="utf8")
     command = "jaxche train --task digits --name digits --checkpoint-every 10"
     made_by = f"jaxche launch --emit slurm --nodes 2 --max-restarts 3 -- {command}"
@@ -339,7 +339,7 @@ def test_the_script_in_the_repository_is_what_is_printed(capsys):
         ["--no-prefix"],
     ],
 )
-def test_what_a_file_cannot_hold_is_refused(words, capsys):
+def test_local_options_are_refused(words, capsys):
     assert main(["launch", "--emit", "slurm", "--nodes", "2", *words, "train.py"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -356,12 +356,12 @@ def test_what_a_file_cannot_hold_is_refused(words, capsys):
         (["--volume", "training:/kept", "train.py"], "--nodes, --image and --volume are for a cluster"),
     ],
 )
-def test_a_wrong_command_line_says_so(words, message, capsys):
+def test_invalid_command_line(words, message, capsys):
     assert main(["launch", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_script_need_not_be_here(capsys):
+def test_the_script_may_be_missing_here(capsys):
     assert main(["launch", "--emit", "slurm", "--nodes", "2x8", "-m", "my_package.train", "--lr", "1"]) == 0
     out = capsys.readouterr().out
     assert "--label python -m my_package.train --lr 1\n" in out

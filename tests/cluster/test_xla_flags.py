@@ -1,4 +1,4 @@
-"""XLA flags are added, never replaced, and only where jaxlib knows them."""
+"""XLA flags."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from jaxche.cluster import _xla_flags
 from jaxche.cluster._xla_flags import MIXED_FLAGS, PROCESS_FLAGS, with_flags
 
 
-def test_the_users_flags_win():
+def test_user_flags_take_precedence():
     mine = "--xla_cpu_collective_timeout_seconds=9"
     flags = with_flags(f"--a=1 {mine}", PROCESS_FLAGS).split()
     assert flags[:2] == ["--a=1", mine]
@@ -14,16 +14,16 @@ def test_the_users_flags_win():
     assert with_flags(" ".join(flags), PROCESS_FLAGS).split() == flags
 
 
-def test_a_file_of_flags_is_left_alone():
+def test_a_flag_file_is_unchanged():
     assert with_flags("/home/me/flags.txt", PROCESS_FLAGS) == "/home/me/flags.txt"
 
 
 @pytest.mark.parametrize("name", [*PROCESS_FLAGS, *MIXED_FLAGS, "xla_cpu_multi_thread_eigen"])
-def test_the_installed_jaxlib_knows_the_flag(name, monkeypatch):
+def test_the_installed_jaxlib_supports_the_flag(name, monkeypatch):
     monkeypatch.setattr(_xla_flags, "_CHECKED_JAXLIB", (0, 0))
     assert with_flags("", {name: "1"}) == f"--{name}=1"
 
 
-def test_a_later_jaxlib_that_dropped_a_flag_does_not_get_it(monkeypatch):
+def test_flags_that_a_later_jaxlib_removed(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0.0")
     assert with_flags("", {"xla_flag_of_the_past": "1"}) == ""

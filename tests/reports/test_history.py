@@ -1,4 +1,4 @@
-"""The record of a run: reads back what it wrote, and is legible."""
+"""The history of a run."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 from jaxche.reports import History
 
 
-def test_efficiency_is_batches_over_what_the_speeds_allow(round_info):
+def test_efficiency(round_info):
     assert round_info(sync_ms=0.0).efficiency == pytest.approx(1.0)
     assert round_info().efficiency == pytest.approx(200 / 210)
     slow = round_info(counts=(1, 1), wall_ms=(20.0, 50.0), sync_ms=0.0)
@@ -28,19 +28,19 @@ def test_idle_replicas_have_no_speed(round_info):
 
 
 @pytest.mark.parametrize(("worlds", "last"), [((3, 3, 2, 2), 2), ((2, 3, 2), 1), ((2, 2, 2), 3), ((), 0)])
-def test_what_is_read_of_ranks_is_of_those_that_train_now(worlds, last, round_info):
+def test_rounds_with_the_final_ranks(worlds, last, round_info):
     history = History([round_info(counts=(4,) * world, round=r) for r, world in enumerate(worlds)], [{"rank": 0}])
     assert [info.round for info in history.last_ranks] == list(range(len(worlds)))[len(worlds) - last :]
     assert history.last_ranks.memory == history.memory
 
 
-def test_the_effective_batch_is_that_of_the_effective_replicas(round_info):
+def test_effective_batch(round_info):
     """Of (10, 4) steps weighed by their number: (sum of n^2 / 14)^2 over (sum of n^3 / 14^2), batches of 32."""
     assert round_info().effective_batch == pytest.approx(32 * (116 / 14) / (1064 / 196))
     assert round_info(average="gradients").effective_batch == 32 * 14
 
 
-def test_json_reads_back_equal(tmp_path: Path, told, round_info):
+def test_json_round_trip(tmp_path: Path, told, round_info):
     history = History([round_info(), round_info(round=1, loss=0.25)])
     path = tmp_path / "history.jsonl"
     text = history.to_json(path)
@@ -50,7 +50,7 @@ def test_json_reads_back_equal(tmp_path: Path, told, round_info):
     assert told(History.from_json(text)) == told(history)
 
 
-def test_numbers_json_cannot_say_survive(told, round_info):
+def test_json_of_nan_and_infinity(told, round_info):
     odd = replace(
         round_info(losses=(1.0, math.nan)), noise=math.inf, loss=-math.inf, metrics={"a": math.inf, "b": math.nan}
     )
@@ -65,12 +65,12 @@ def test_numbers_json_cannot_say_survive(told, round_info):
     assert told(History.from_json(History([whole]).to_json())) == told([whole])
 
 
-def test_a_foreign_file_is_refused():
+def test_invalid_file():
     with pytest.raises(ValueError, match="line 1"):
         History.from_json('{"step": 3}\n')
 
 
-def test_tables_name_every_column(round_info):
+def test_table_header(round_info):
     history = History([round_info(round=r) for r in range(30)])
     lines = history.table(rows=5).splitlines()
     assert len(lines) == 6
@@ -84,7 +84,7 @@ def test_tables_name_every_column(round_info):
     assert "no rounds yet" in History()._repr_html_()
 
 
-def test_names_of_metrics_are_text_in_a_notebook(round_info):
+def test_metric_names_are_escaped(round_info):
     names = {"<script>alert(1)</script>": 0.5, "top & 5": 0.25}
     history = History([replace(round_info(), metrics=names)])
     page = f"<div>{history._repr_html_()}</div>"
@@ -93,7 +93,7 @@ def test_names_of_metrics_are_text_in_a_notebook(round_info):
     assert "<script" not in page
 
 
-def test_damaged_lines_are_refused_by_number_or_left_out(tmp_path, told, round_info, caplog):
+def test_damaged_lines(tmp_path, told, round_info, caplog):
     history, path = History([round_info(round=r) for r in range(3)]), tmp_path / "history.jsonl"
     first, second, third = history.to_json().encode().splitlines(keepends=True)
     path.write_bytes(first + b"\0" * 9 + b"\n" + second[:50] + b"\n" + third + first[:20])

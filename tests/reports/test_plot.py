@@ -1,4 +1,4 @@
-"""The picture holds what it promises."""
+"""The plot of a run."""
 
 import math
 from xml.etree import ElementTree
@@ -43,7 +43,7 @@ def test_every_panel_has_a_title_and_units(world, tmp_path, history):
     figure.savefig(tmp_path / "history.png")
 
 
-def test_rounds_lie_on_the_clock(history):
+def test_timeline_of_rounds(history):
     axes = panels(history(2, rounds=3).plot())["rounds"]
     bars = [bar for bar in axes.patches if bar.get_width() > 0 and hasattr(bar, "get_y")]
     work = sorted((bar.get_x(), bar.get_width()) for bar in bars if math.isclose(bar.get_width(), 0.1))
@@ -54,37 +54,37 @@ def test_rounds_lie_on_the_clock(history):
     assert all(bar.get_hatch() for bar in waits)
 
 
-def test_as_many_rounds_are_drawn_as_can_be_read(history):
+def test_number_of_drawn_rounds(history):
     history_of_12 = history(2, rounds=12)
     assert panels(history_of_12.plot())["rounds"].get_title(loc="left").startswith("Rounds 4 to 11: ")
     assert "12 rounds, 1.3 s, efficiency" in history_of_12._repr_html_()
     assert "; the last 8:" in history_of_12._repr_html_()
 
 
-def test_few_numbers_are_on_the_axis_of_examples(history):
+def test_ticks_of_examples(history):
     axes = panels(history(2, rounds=50, examples=12345).plot())["examples"]
     low, high = axes.get_xlim()
     assert 3 <= len([tick for tick in axes.get_xticks() if low <= tick <= high]) <= 6
 
 
-def test_rounds_that_were_held_are_marked(history):
+def test_markers_of_held_rounds(history):
     calm, held = (panels(history(2, verdict=verdict).plot())["drift"] for verdict in ("calm", "nudge"))
     assert [len(axes.lines) for axes in (calm, held)] == [2, 3]
     assert held.lines[-1].get_label() == "held"
 
 
-def test_one_replica_has_a_loss_and_nothing_to_wait_for(history):
+def test_panels_of_one_replica(history):
     assert list(panels(history(1).plot())) == ["examples", "seconds"]
 
 
-def test_the_loss_is_drawn_on_both_axes(history):
+def test_loss_panels(history):
     drawn = panels(history(2).plot())
     assert drawn["examples"].lines[0].get_xdata()[-1] == 6 * 32
     assert drawn["seconds"].lines[0].get_xdata()[-1] == pytest.approx(6 * 0.105)
     assert drawn["seconds"].lines[0].get_ydata()[-1] == pytest.approx(1 / 6)
 
 
-def test_noise_and_memory_have_panels_where_they_are_known(history):
+def test_noise_and_memory_panels(history):
     scaled = history(2, noise=500.0, gain=1.5, lr_factor=1.2, progress=3.0)
     scaled.memory = ({"rank": 0, "parameters": 2**20, "in all": 3 * 2**20},)
     figure = scaled.plot()
@@ -95,24 +95,24 @@ def test_noise_and_memory_have_panels_where_they_are_known(history):
     assert cells[2, 1].get_text().get_text() == "3.00"
 
 
-def test_averaged_gradients_do_not_drift(history):
+def test_no_drift_with_averaged_gradients(history):
     axes = panels(history(2, drift=0.0, drift_dir=0.0).plot())["drift"]
     assert "gradients are averaged" in axes.texts[0].get_text()
 
 
-def test_with_another_number_of_ranks_the_rounds_since_then_are_drawn(history):
+def test_plot_of_rounds_with_the_final_ranks(history):
     drawn = panels(History([*history(3)[:2], *history(2)[2:]]).plot())
     assert "Rounds 2 to 5" in drawn["rounds"].get_title(loc="left")
     assert drawn["counts"].get_lines()[0].get_xdata().tolist() == [2, 3, 4, 5]
 
 
-def test_a_slice_of_a_history_is_one(history):
+def test_slice(history):
     part = history(2)[2:4]
     assert isinstance(part, History)
     assert "Rounds 2 to 3" in panels(part.plot())["rounds"].get_title(loc="left")
 
 
-def test_a_round_draws_itself(history):
+def test_html_of_a_round(history):
     picture = history(2)[0]._repr_html_()
     ElementTree.fromstring(picture)
     assert "round 0, epoch 0: loss 1" in picture
@@ -120,6 +120,6 @@ def test_a_round_draws_itself(history):
     assert "8 of 40 ranks" in history(40)[0]._repr_html_()
 
 
-def test_nothing_to_draw_is_said():
+def test_empty_history():
     with pytest.raises(ValueError, match="train first"):
         History().plot()

@@ -1,4 +1,4 @@
-"""Advice on the batch: by hand, by brute force on a virtual fleet, and what it refuses."""
+"""Advice on the batch size, by hand and by brute force on a virtual fleet."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ def choice(advice, counts):
     return next(c for c in (*advice.choices, advice.now) if c.counts == counts)
 
 
-def test_a_case_by_hand():
+def test_averaged_gradients_by_hand():
     """b0 = b = 32 and B = 96: an update on 96 examples is worth gain(3) = (3 + 1) / (3 / 3 + 1) = 2 base steps."""
     advice = given_noise(96, now=(2, 1))
     assert advice.now.batch == 96
@@ -48,7 +48,7 @@ def test_a_case_by_hand():
     assert advice.speedup == pytest.approx(2)
 
 
-def test_a_case_of_averaged_parameters_by_hand():
+def test_averaged_parameters_by_hand():
     """Steps-weighted (2, 1): m_eff = (4/3 + 1/3) / (8/9 + 1/9) = 5/3; 5/3 local updates a round of this worth."""
     advice = given_noise(96, average="parameters", merge="steps", now=(2, 1))
     gain = 4 / (3 / (5 / 3) + 1)
@@ -71,7 +71,7 @@ noises = st.floats(0, 1e5)
 
 
 def brute_force(fleet, counts, average, merge, noise, base, size):
-    """Base steps a second of some counts on the virtual fleet, told in the terms of the rule."""
+    """Base steps a second of some counts on the virtual fleet."""
     wall, sync = fleet.timings(counts, round=1)
     v_over_s = noise / base
 
@@ -90,7 +90,7 @@ def brute_force(fleet, counts, average, merge, noise, base, size):
 
 @settings(max_examples=40, deadline=None)
 @given(fleets, noises, st.floats(0.1, 200), st.sampled_from([8, 32, 100]), st.sampled_from(MODES))
-def test_the_best_is_the_best_of_a_virtual_fleet(times, noise, sync_ms, base, mode):
+def test_best_counts_on_a_virtual_fleet(times, noise, sync_ms, base, mode):
     average, merge = mode
     fleet = VirtualFleet(times, sync_ms=sync_ms)
     advice = advise(
@@ -116,7 +116,7 @@ def test_the_best_is_the_best_of_a_virtual_fleet(times, noise, sync_ms, base, mo
 
 @settings(max_examples=40, deadline=None)
 @given(noises, noises, fleets)
-def test_monotone_where_it_must_be(one, other, times):
+def test_monotonicity(one, other, times):
     low, high = sorted((one, other))
     quiet, loud = (given_noise(n, ms_per_batch=times, max_anchor=20) for n in (low, high))
     for a, b in zip(quiet.choices, loud.choices, strict=True):
@@ -132,7 +132,7 @@ def test_monotone_where_it_must_be(one, other, times):
         assert a.goodput >= b.goodput
 
 
-def test_one_replica_is_told_that_larger_batches_only_cost():
+def test_advice_for_one_replica():
     advice = given_noise(96, ms_per_batch=[10.0], sync_ms=0.0)
     assert advice.best == advice.now == choice(advice, (1,))
     assert choice(advice, (4,)).efficiency == pytest.approx((96 + 32) / (96 + 128))
@@ -140,7 +140,7 @@ def test_one_replica_is_told_that_larger_batches_only_cost():
     assert "no multiple of the batch of 32 is better" in advice.summary
 
 
-def test_the_table_names_now_and_soonest_and_what_to_write():
+def test_table_of_advice():
     advice = given_noise(2000, now=(1, 1))
     lines = advice.table().splitlines()
     assert advice.best.counts != advice.now.counts
@@ -162,7 +162,7 @@ def test_the_table_names_now_and_soonest_and_what_to_write():
     assert repr(advice) == advice.table()
 
 
-def test_lines_for_fewer_replicas_and_for_single_steps():
+def test_arguments_for_fewer_replicas_and_single_steps():
     assert given_noise(1, now=(1, 1)).line == "replicas=[devices[0]]"
     one_slow = given_noise(5000, ms_per_batch=[10.0, 10.0, 10.0, 10.0, 5000.0], sync_ms=0.5, max_anchor=1)
     assert one_slow.line == 'replicas=[devices[r] for r in [0, 1, 2, 3]], policy="sync"'
@@ -186,7 +186,7 @@ def test_lines_for_fewer_replicas_and_for_single_steps():
         ({"merge": "mean"}, "merge='mean' is unknown"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(change, named):
+def test_invalid_numbers(change, named):
     with pytest.raises(ValueError, match=named):
         given_noise(**({"noise": 1.0} | change))
 
@@ -210,7 +210,7 @@ def histories():
     }
 
 
-def test_histories_advise(histories):
+def test_advice_of_a_history(histories):
     sync = histories["sync"].advice(max_anchor=30)
     assert (sync.average, sync.base_batch_size, sync.now.counts) == ("gradients", 4.0, (1, 1))
     assert sync.now.batch == 16 == histories["sync"][0].effective_batch
@@ -232,7 +232,7 @@ def test_histories_advise(histories):
     assert histories["sync"].rows()[0]["effective_batch"] == 16
 
 
-def test_histories_that_cannot_advise_say_why(histories):
+def test_histories_without_advice(histories):
     with pytest.raises(ValueError, match=r"scaling=jaxche.AdaScale\(\)"):
         histories["plain"].advice()
     with pytest.raises(ValueError, match=r"scaling=jaxche.AdaScale\(\)"):

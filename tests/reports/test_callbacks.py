@@ -1,4 +1,4 @@
-"""Rounds handed on: what is written, how often, and where the packages are missing."""
+"""Callbacks: loggers, profiler and live plot."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ def fit(problem, devices):
     return run
 
 
-def test_a_round_as_numbers(fit):
+def test_scalars(fit):
     history = fit()
     found = scalars(history[-1])
     assert found["loss"] == pytest.approx(history[-1].loss)
@@ -32,7 +32,7 @@ def test_a_round_as_numbers(fit):
     assert "scaling/noise" in scalars(fit(scaling=jaxche.AdaScale())[-1])
 
 
-def test_tensorboard_reads_what_was_written(fit, tmp_path):
+def test_tensorboard(fit, tmp_path):
     loader = pytest.importorskip("tensorboardX.event_file_writer")
     assert loader
     history = fit(jaxche.reports.TensorBoardLogger(tmp_path))
@@ -42,7 +42,7 @@ def test_tensorboard_reads_what_was_written(fit, tmp_path):
     assert b"steps/rank1" in written
 
 
-def test_wandb_keeps_what_was_logged(fit, tmp_path):
+def test_wandb(fit, tmp_path):
     wandb = pytest.importorskip("wandb")
     history = fit(jaxche.reports.WandbLogger(project="digits", mode="offline", dir=tmp_path))
     summary, step = dict(wandb.run.summary), wandb.run.step
@@ -58,7 +58,7 @@ def test_wandb_keeps_what_was_logged(fit, tmp_path):
 
 
 @pytest.mark.parametrize(("logger", "package"), [("TensorBoardLogger", "tensorboardX"), ("WandbLogger", "wandb")])
-def test_a_missing_package_is_named_with_its_extra(logger, package, monkeypatch, tmp_path):
+def test_missing_package(logger, package, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
     arguments = {"folder": tmp_path} if package == "tensorboardX" else {}
     extra = {"tensorboardX": "tensorboard", "wandb": "wandb"}[package]
@@ -66,7 +66,7 @@ def test_a_missing_package_is_named_with_its_extra(logger, package, monkeypatch,
         getattr(jaxche.reports, logger)(**arguments)
 
 
-def test_rounds_are_profiled(fit, tmp_path):
+def test_profile(fit, tmp_path):
     recorder = jaxche.reports.profile(tmp_path, rounds=range(2, 4))
     assert recorder.path is None
     fit(recorder, policy="sync")
@@ -74,7 +74,7 @@ def test_rounds_are_profiled(fit, tmp_path):
     assert trace["traceEvents"]
 
 
-def test_a_recording_ends_with_its_block(fit, tmp_path):
+def test_profile_as_a_context(fit, tmp_path):
     with jaxche.reports.profile(tmp_path / "first", rounds=range(1, 99)) as recorder:
         fit(recorder, policy="sync")
     assert recorder.path is not None
@@ -83,7 +83,7 @@ def test_a_recording_ends_with_its_block(fit, tmp_path):
     assert again.path is not None
 
 
-def test_steps_go_on_where_a_resumed_run_goes_on(problem, devices, tmp_path):
+def test_steps_of_a_resumed_run(problem, devices, tmp_path):
     seen = []
 
     def train(epochs):
@@ -98,6 +98,39 @@ def test_steps_go_on_where_a_resumed_run_goes_on(problem, devices, tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [range(2), [], [3, 5]])
-def test_rounds_that_cannot_be_profiled_are_refused(rounds, tmp_path):
+def test_invalid_rounds(rounds, tmp_path):
     with pytest.raises(ValueError, match="from 1, one after another"):
         jaxche.reports.profile(tmp_path, rounds=rounds)
+
+
+class Screen:
+    """The display of a notebook."""
+
+    def __init__(self):
+        self.shown, self.updates = [], []
+
+    def display(self, figure, display_id):
+        self.shown.append(figure)
+        return self
+
+    def update(self, figure):
+        self.updates.append(figure)
+
+
+def test_live_plot_updates_one_figure(problem, devices, monkeypatch):
+    import optax
+
+    screen = Screen()
+    monkeypatch.setattr("IPython.display.display", screen.display)
+    live = jaxche.LivePlot(every_s=1e-9)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[live], progress=False)
+    assert len(screen.shown) == 1
+    assert len(screen.updates) == len(history) - 1
+    last = screen.updates[-1].axes[1].lines[0]
+    assert len(last.get_xdata()) == len(history)
+
+
+def test_invalid_interval():
+    with pytest.raises(ValueError, match="every_s=0"):
+        jaxche.LivePlot(every_s=0)
