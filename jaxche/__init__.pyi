@@ -9,7 +9,7 @@ from . import sharding as sharding
 from . import stages as stages
 from . import training as training
 from .averaging import merge_weights, weighted_mean
-from .cadence import ApplyPolicy, ElChe
+from .cadence import ApplyPolicy, ElChe, VirtualFleet
 from .cluster import fake_devices, initialize
 from .distributed import PeerLostError, RankError
 from .reports import History, LivePlot, RoundInfo
@@ -83,6 +83,7 @@ __all__ = [
     "SqrtScale",
     "Trainer",
     "TrainerState",
+    "VirtualFleet",
     "devices",
     "fake_devices",
     "initialize",

@@ -42,7 +42,10 @@ class Slowdown:
 class VirtualFleet:
     """Replicas of given speeds, with jitter, a merge cost, compilation times and a change of speed.
 
-    wall_i = n_i · t_i · (1 + jitter · z),  sync = C · (1 + jitter · z),  z standard normal, a draw a rank and round
+    wall_i = [n_i · f + b_i · (t_i - f)] · (1 + jitter · z),  sync = C · (1 + jitter · z)
+
+    with ``n_i`` steps on the rows of ``b_i`` whole batches, ``f`` the part of a step that does not depend on its rows,
+    and ``z`` standard normal, a draw a rank and round. ``Trainer(fleet=)`` trains on the clock of such a fleet.
 
     Jitter is drawn for a whole round, not a batch, so that long rounds do not average it out: clock changes and other
     jobs on a shared node also last longer than a batch.
@@ -51,6 +54,7 @@ class VirtualFleet:
       ms_per_batch: ms a batch of each rank, [R].
       jitter: relative standard deviation, 0 to 1.
       sync_ms: cost of a merge in ms.
+      fixed_ms: ms of a step that do not depend on its rows; a step on half a batch takes half of the rest.
       slowdown: a rank that changes its speed during the run.
       first_report_ms: ms that compilation adds to the first round of each rank, [R]; None for none.
       first_sync_ms: ms that it adds to the first merge.
@@ -75,6 +79,7 @@ class VirtualFleet:
     first_report_ms: Sequence[float] | None = None
     first_sync_ms: float = 0.0
     seed: int = 0
+    fixed_ms: float = 0.0
 
     def __post_init__(self) -> None:
         # Tuples of floats, so that fleets compare and hash.
@@ -91,6 +96,12 @@ class VirtualFleet:
         if not 0.0 <= self.jitter <= 1.0:
             raise ValueError(f"jitter={self.jitter} lies outside [0, 1]; write e.g. jitter=0.05 for 5 %")
         finite_number("sync_ms", self.sync_ms, "sync_ms=5.0", least=0.0)
+        finite_number("fixed_ms", self.fixed_ms, "fixed_ms=2.0", least=0.0)
+        if self.fixed_ms > speeds.min():
+            raise ValueError(
+                f"fixed_ms={self.fixed_ms} is more than a batch takes, {speeds.min():g} ms on the fastest rank; it is a "
+                "part of ms_per_batch"
+            )
         finite_number("first_sync_ms", self.first_sync_ms, "first_sync_ms=500.0", least=0.0)
         if self.slowdown is not None and not 0 <= self.slowdown.rank < speeds.size:
             raise ValueError(f"slowdown.rank={self.slowdown.rank} is not one of {speeds.size} ranks")
@@ -102,12 +113,22 @@ class VirtualFleet:
             ms[self.slowdown.rank] *= self.slowdown.factor
         return ms
 
-    def timings(self, counts: Sequence[int], round: int) -> tuple[np.ndarray, float]:
-        """Measurements of a round of these counts: (wall_ms [R], sync_ms)."""
+    def timings(
+        self, counts: Sequence[int], round: int, batches: Sequence[float] | None = None
+    ) -> tuple[np.ndarray, float]:
+        """Measurements of a round: (wall_ms [R], sync_ms).
+
+        Args:
+          counts: steps of each rank, [R].
+          round: its number.
+          batches: rows of each rank in whole batches, [R]; None for whole batches only.
+        """
         noise = np.random.default_rng((self.seed, round)).standard_normal(len(self.ms_per_batch) + 1)
         # No batch takes less than a tenth of its time.
         stretch = np.maximum(1.0 + self.jitter * noise, 0.1)
-        wall = np.asarray(counts) * self.speeds(round) * stretch[:-1]
+        fixed = self.fixed_ms / np.array(self.ms_per_batch)
+        rows = np.asarray(counts if batches is None else batches)
+        wall = self.speeds(round) * (np.asarray(counts) * fixed + rows * (1 - fixed)) * stretch[:-1]
         if round == 0 and self.first_report_ms is not None:
             wall = wall + np.array(self.first_report_ms)
         sync_ms = self.sync_ms * stretch[-1] + (self.first_sync_ms if round == 0 else 0.0)

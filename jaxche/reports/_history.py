@@ -217,7 +217,8 @@ def _plain(value: Any) -> Any:
 
 def _round_info(values: Any, types: dict[str, str]) -> RoundInfo:
     """A round from the JSON object of its line."""
-    if not isinstance(values, dict) or set(values) != set(types) or not isinstance(values["round"], int):
+    # Earlier versions did not write the clock.
+    if not isinstance(values, dict) or set(values) | {"clock_ms"} != set(types) or not isinstance(values["round"], int):
         raise ValueError("not a round")
     return RoundInfo(**{name: _read(types[name], value) for name, value in values.items()})
 

@@ -42,6 +42,7 @@ class RoundInfo:
       average: "parameters" or "gradients".
       merge: merge rule of the parameters (empty with averaged gradients).
       alpha: step length of the merge.
+      clock_ms: time of all rounds so far, to the end of this one, waiting and merging included.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -78,6 +79,7 @@ class RoundInfo:
     average: str = "parameters"
     merge: str = "steps"
     alpha: float = 1.0
+    clock_ms: float = 0.0
 
     @property
     def effective_batch(self) -> float:

@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES
+from jaxche.cadence import VirtualFleet
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
@@ -180,6 +181,25 @@ def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> l
     if len(paces) != world_size or any(p is not None and not (math.isfinite(p) and p > 0) for p in paces):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
     return paces
+
+
+def check_fleet(fleet: Any, world_size: int, num_processes: int, pace_ms: Any) -> None:
+    """Refuse a virtual fleet of other replicas, over several processes, or beside real paces."""
+    if fleet is None:
+        return
+    if not isinstance(fleet, VirtualFleet):
+        raise ValueError(f"fleet={fleet!r} is not one; write fleet=jaxche.VirtualFleet(ms_per_batch=[20.0, 50.0])")
+    if len(fleet.ms_per_batch) != world_size:
+        raise ValueError(
+            f"fleet has {len(fleet.ms_per_batch)} ranks, and there are {world_size} replicas; give ms_per_batch one "
+            "number a replica, or as many replicas: replicas=jaxche.fake_devices(2)"
+        )
+    if num_processes > 1:
+        raise ValueError(
+            f"fleet= is a clock of one process, and this run has {num_processes}; start one process with all replicas"
+        )
+    if pace_ms is not None:
+        raise ValueError(f"pace_ms={pace_ms!r} pads real time, and fleet= replaces it; leave one of them out")
 
 
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:

@@ -89,6 +89,7 @@ class Engine:
         self.world_size = len(self._placements)
         self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
         self.metrics: tuple[str, ...] = ()
+        self.batch_size = 0  # examples in a whole batch, once the data is seen
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
         self._rules: MergeRules | None = None
@@ -202,7 +203,8 @@ class Engine:
             batch = self._read(data).peek((plan.epoch, plan.start))
             # A run may go on from the last batch of an epoch, which is smaller than the others.
             whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
-            constants = self._build(local_states[0], batch, batch_size(whole))
+            self.batch_size = batch_size(whole)
+            constants = self._build(local_states[0], batch, self.batch_size)
             for replica, local in zip(self._replicas, local_states, strict=True):
                 replica.compile(local, batch)
         except Exception as e:

@@ -154,6 +154,12 @@ class RoundStatistics:
         self._numbers = np.asarray(numbers, np.float64)
         self._metrics = metrics
 
+    def with_wall_ms(self, wall_ms: Sequence[float]) -> RoundStatistics:
+        """The same statistics with other times."""
+        numbers = self._numbers.copy()
+        numbers[:, _COLUMN["wall_ms"]] = wall_ms
+        return RoundStatistics(numbers, self._metrics)
+
     def _host(self, name: str) -> np.ndarray:
         return self._numbers[:, _COLUMN[name]]
 
@@ -334,6 +340,7 @@ def advance(
         average="gradients" if rule is None else "parameters",
         merge=rule or "",
         alpha=alpha,
+        clock_ms=state.clock_ms + max(table.wall_ms) + sync_ms,
         **merged.scaled._asdict(),
     )
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end
@@ -349,6 +356,7 @@ def advance(
         sync_ms=sync_ms,
         pending_batches=_pending_batches(state.pending_batches, plan, counts),
         accumulated=merged.accumulated,
+        clock_ms=info.clock_ms,
     )
     return after, info
 

@@ -33,6 +33,7 @@ class TrainerState:
       sync_ms: what the last merge cost this process, beyond waiting.
       pending_batches: batches before the cursor that no replica has trained on, because one ran out of time:
         ``(epoch, start, stop)``. The next rounds train on them first.
+      clock_ms: time of all rounds so far, waiting and merging included.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated and not applied.
 
     Example:
@@ -54,6 +55,7 @@ class TrainerState:
     sync_ms: float = 0.0
     pending_batches: tuple[tuple[int, int, int], ...] = ()
     accumulated: int = 0
+    clock_ms: float = 0.0
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property

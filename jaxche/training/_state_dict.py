@@ -31,6 +31,7 @@ _FIELDS = {
     "pending_batches": "owed",
     "sync_ms": "sync_ms",
     "accumulated": "accumulated",
+    "clock_ms": "clock_ms",
 }
 
 

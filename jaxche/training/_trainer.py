@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, VirtualFleet
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
@@ -23,6 +23,7 @@ from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_pa
 from jaxche.stages import Partitioned
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import (
+    check_fleet,
     check_joined,
     check_opt_state,
     check_rules,
@@ -110,6 +111,9 @@ class Trainer:
         (:func:`~jaxche.scaling.noise_scale.skip`).
       base_batch_size: examples in the batch the learning rate was tuned for; by default those of one batch of the
         data.
+      fleet: a :class:`~jaxche.VirtualFleet` whose clock replaces real time, for experiments with devices of any speeds
+        in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
+        history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock.
 
     Notes:
       **Schedules.** On one device a schedule in ``tx`` is a function of the updates so far, one a batch. Here it is a
@@ -165,6 +169,7 @@ class Trainer:
         pace_ms: float | Sequence[float] | None = None,
         scaling: ScalingRule | None = None,
         base_batch_size: float | None = None,
+        fleet: VirtualFleet | None = None,
     ):
         check_joined()
         self._group = group = process_group()
@@ -189,7 +194,9 @@ class Trainer:
             average = "parameters"  # a plain training loop: one update a batch
         self.average, self.merge, self.scaling = average, merge, scaling
         self._tx, self._che = tx, che
-        paces = checked_paces(pace_ms, self.world_size)
+        check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
+        self._fleet = fleet
+        paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
         scaled = None
         if scaling is not None:
             meets = (self.world_size == 1, self.policy is ApplyPolicy.SYNC)
@@ -372,6 +379,8 @@ class Trainer:
         Returns:
           One rate per replica, in batches a second.
         """
+        if self._fleet is not None:
+            return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
         plan = self._plan(state, checked_length(data))
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         return tuple(self._engine.free_run(state.local_states, data, seconds))
@@ -425,7 +434,7 @@ class Trainer:
         clock = time.perf_counter()
         weights, alpha = merge_weights(self.merge, plan.counts)
         merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
-        limit = time_limit_ms(state.che, plan) if counts is None else None
+        limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
         results = self._engine.run(state.local_states, data, plan, merge_scale, done, limit)
         epoch, cursor = plan.end
         if ahead and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
@@ -446,7 +455,13 @@ class Trainer:
         table.check(self._group, state, plan, self._engine.ranks, results, merged.finite)
         if self._stop == stop:  # only now all have heard of it; a signal may have asked for more meanwhile
             self._stop = Stop.NO
-        # Replicas start a round together, so what the slowest did not take was the merge.
-        sync_ms = max(0.0, elapsed_ms - max(table.wall_ms)) if self.world_size > 1 else 0.0
+        if self._fleet is None:
+            # Replicas start a round together: the time beyond the slowest replica is that of the merge.
+            sync_ms = elapsed_ms - max(table.wall_ms)
+        else:
+            batches = table.examples / self._engine.batch_size
+            wall_ms, sync_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
+            table = table.with_wall_ms(wall_ms.tolist())
+        sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
         rule = self.merge if self.average == "parameters" else None
         return advance(state, plan, merged, table, self.policy, rule, sync_ms)

@@ -1,0 +1,92 @@
+"""Training on the clock of a virtual fleet: real steps, the fleet's times, the same run every time."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+
+FLEET = jaxche.VirtualFleet([20, 50], sync_ms=5.0)
+
+
+def trainer(problem, devices, fleet=FLEET, **options):
+    world = len(fleet.ms_per_batch)
+    return jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:world], fleet=fleet, **options)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_times_are_the_fleets_and_runs_repeat(problem, devices, policy, told, same):
+    def run():
+        one = trainer(problem, devices, policy=policy)
+        state, history = one.fit(one.init(problem.params), problem.data, epochs=3, progress=False)
+        return one.params(state), history
+
+    (params, history), (again, repeated) = run(), run()
+    same(params, again)
+    assert told(history) == told(repeated)
+    clock = 0.0
+    for info in history:
+        assert info.wall_ms == pytest.approx([20 * info.counts[0], 50 * info.counts[1]])
+        assert info.sync_ms == 5.0
+        clock += info.period_ms
+        assert info.clock_ms == pytest.approx(clock)
+
+
+def test_the_cadence_finds_the_speeds(problem, devices):
+    one = trainer(problem, devices)
+    state, _ = one.fit(one.init(problem.params), problem.data, epochs=8, progress=False)
+    assert state.che.ms_per_batch == pytest.approx((20.0, 50.0))
+    assert one.measure_rates(state, problem.data) == pytest.approx((50.0, 20.0))
+
+
+def test_small_batches_take_the_fixed_part_and_their_rows(make_problem, devices):
+    problem = make_problem(examples=20, batch_size=8)  # 8, 8 and 4 rows
+    fleet = jaxche.VirtualFleet([20, 50], sync_ms=0.0, fixed_ms=10.0)
+    one = trainer(problem, devices, fleet)
+    _, info = one.round(one.init(problem.params), problem.data, counts=(2, 1))
+    rows = [8 + 8, 4]
+    assert info.wall_ms == pytest.approx([2 * 10 + rows[0] / 8 * 10, 10 + rows[1] / 8 * 40])
+
+
+def test_a_single_replica_has_no_merge(problem, devices):
+    one = trainer(problem, devices, jaxche.VirtualFleet([20.0], sync_ms=5.0))
+    _, info = one.round(one.init(problem.params), problem.data)
+    assert (info.sync_ms, info.clock_ms) == (0.0, pytest.approx(20.0 * info.counts[0]))
+
+
+def test_the_clock_goes_on_after_a_resume(problem, devices, tmp_path):
+    options = {"epochs": 2, "progress": False, "checkpoints": tmp_path}
+    one = trainer(problem, devices)
+    one.fit(one.init(problem.params), problem.data, callbacks=[lambda *_: True], **options)
+    other = trainer(problem, devices)
+    state, history = other.fit(other.init(problem.params), problem.data, **options)
+    assert history[-1].clock_ms == state.clock_ms == pytest.approx(sum(info.period_ms for info in history))
+
+
+def test_jitter_and_slowdowns_reach_the_cadence(problem, devices):
+    fleet = jaxche.VirtualFleet([20, 50], jitter=0.05, slowdown=jaxche.cadence.Slowdown(rank=0, round=4, factor=5.0))
+    one = trainer(problem, devices, fleet)
+    state, history = one.fit(one.init(problem.params), problem.data, epochs=12, progress=False)
+    assert history[0].counts[0] / max(history[0].counts[1], 1) != history[-1].counts[0] / max(history[-1].counts[1], 1)
+    assert state.che.ms_per_batch[0] == pytest.approx(100, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fleet": [20, 50]}, r"write fleet=jaxche.VirtualFleet"),
+        ({"fleet": jaxche.VirtualFleet([20.0])}, "fleet has 1 ranks, and there are 2 replicas"),
+        ({"fleet": FLEET, "pace_ms": 20.0}, "leave one of them out"),
+    ],
+)
+def test_what_cannot_be_a_clock_is_refused(problem, devices, options, message):
+    with pytest.raises(ValueError, match=message):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], **options)
+
+
+def test_a_fixed_part_longer_than_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"fixed_ms=30.0 is more than a batch takes, 20 ms"):
+        jaxche.VirtualFleet([20, 50], fixed_ms=30.0)
+    assert jax.process_count() == 1
+    assert np.isfinite(FLEET.timings((1, 1), 0)[0]).all()
