@@ -99,8 +99,8 @@ class VirtualFleet:
         finite_number("fixed_ms", self.fixed_ms, "fixed_ms=2.0", least=0.0)
         if self.fixed_ms > speeds.min():
             raise ValueError(
-                f"fixed_ms={self.fixed_ms} is more than a batch takes, {speeds.min():g} ms on the fastest rank; it is a "
-                "part of ms_per_batch"
+                f"fixed_ms={self.fixed_ms} is more than a batch takes, {speeds.min():g} ms on the fastest rank; it is "
+                "a part of ms_per_batch"
             )
         finite_number("first_sync_ms", self.first_sync_ms, "first_sync_ms=500.0", least=0.0)
         if self.slowdown is not None and not 0 <= self.slowdown.rank < speeds.size:
