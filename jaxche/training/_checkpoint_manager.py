@@ -15,7 +15,7 @@ import jax
 from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
 from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
 from jaxche.training._checkpoints import Checkpoints
-from jaxche.training._fingerprint import VARIES
+from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
@@ -66,7 +66,7 @@ class CheckpointManager(Hook):
             )
         self._ocp, self._config, self._trainer, self._batches = ocp, config, trainer, len(data)
         self._folder = shared_folder(self._group, config.folder)
-        error, self._data = None, VARIES
+        error, self._data = None, NONDETERMINISTIC
         try:
             self._data = trainer._engine.data_digest(data)
         except Exception as e:
@@ -280,7 +280,7 @@ class CheckpointReader:
         if self._unreadable(step, error):
             return None
         # From here on all processes compute together.
-        local_states = self._trainer._engine.comparing(state_dict.load(found, meta["rows"]))
+        local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, meta["rows"]))
         return with_metadata(replace(state, local_states=local_states), meta)
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
@@ -316,7 +316,10 @@ class CheckpointReader:
             )
         if other != own:
             _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
-        if meta.get("data", VARIES) != self._data and VARIES not in (self._data, meta.get("data", VARIES)):
+        if meta.get("data", NONDETERMINISTIC) != self._data and NONDETERMINISTIC not in (
+            self._data,
+            meta.get("data", NONDETERMINISTIC),
+        ):
             _log.warning("%s was made with other data of as many batches; from here on it is this data", where)
         trees = self._state_dict(meta, state).abstract_trees(meta["rows"])
         if names := name_collision(trees, meta["format"]):
@@ -343,7 +346,7 @@ class CheckpointReader:
         """The state dict of a checkpoint; that of a single replica may have its previous gradient."""
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
         engine = self._trainer._engine
-        return engine.state_dict(engine.comparing(state.local_states, compares))
+        return engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
 
 
 class MetricsLog:

@@ -92,7 +92,7 @@ def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy) 
         strategy = _within_node(strategy)
     if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
         return [DevicePlacement(device) for device in given]
-    return _islands([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
+    return _sharded_placements([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
 
 
 def check_local_devices(devices: Sequence[Device]) -> None:
@@ -122,7 +122,7 @@ def _within_node(strategy: Any) -> ShardingStrategy:
     return inside(min_size=strategy.min_size, scanned=strategy.scanned)
 
 
-def _islands(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Placement]:
+def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Placement]:
     for mesh in meshes:
         Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
     islands: list[Placement] = [ShardedPlacement(mesh, strategy) for mesh in meshes]

@@ -22,7 +22,7 @@ def refuse_other_length(epoch: int, length: int, size: int) -> None:
         )
 
 
-def varies(first: Any, read: Callable[[int], Any], index: int, size: int, data: Any) -> bool:
+def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size: int, data: Any) -> bool:
     """Whether a batch that was read is not the same when it is read again, though of the same examples.
 
     Args:
@@ -164,7 +164,7 @@ class Reader:
       depth: batches kept ready per replica.
 
     Attributes:
-      varies: whether a batch is not the same when it is read again; None before the first one is read.
+      nondeterministic: whether a batch is not the same when it is read again; None before the first one is read.
     """
 
     def __init__(self, data: Any, depth: int = 4):
@@ -174,7 +174,7 @@ class Reader:
         self._ready: dict[Key, Future] = {}
         self._epochs: dict[int, Any] = {}
         # These hold what they give.
-        self.varies = False if type(data) in (Batches, list, tuple) else None
+        self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
 
     def load(self, key: Key) -> Any:
         """Read one batch now, on the calling thread."""
@@ -186,8 +186,8 @@ class Reader:
             self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: sequence}
         sequence = self._epochs[epoch]
         batch = sequence[index]
-        if self.varies is None:
-            self.varies = varies(batch, sequence.__getitem__, index, len(self.data), self.data)
+        if self.nondeterministic is None:
+            self.nondeterministic = is_nondeterministic(batch, sequence.__getitem__, index, len(self.data), self.data)
         return batch
 
     def start(self, shares: Iterable[Sequence[Key]]) -> list[Feed]:

@@ -32,7 +32,7 @@ from jaxche.training._placement import (
 from jaxche.training._programs import LocalPrograms, LocalState
 from jaxche.training._replica import LocalResult, Replica, free_rates
 from jaxche.training._replica_mesh import ReplicaMesh
-from jaxche.training._scaling import MergeScale, Scaling, comparing
+from jaxche.training._scaling import MergeScale, Scaling, with_previous_gradient
 from jaxche.training._state_dict import StateDict
 
 
@@ -76,16 +76,16 @@ class Settings:
 class Engine:
     """Runs plans, without regard to policies and cadences."""
 
-    _several: Any = Merge  # what brings several replicas together
+    _merge_type: Any = Merge  # what brings several replicas together
 
     def __init__(self, settings: Settings):
         self._settings, scaling = settings, settings.scaling
         self._group = settings.group
         self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
         # Of all ranks as the run was started, and which of these take part, in which order.
-        self._all, self._all_paces = list(settings.placements), list(settings.paces)
-        self.order = list(range(len(self._all)))
-        self._placements, self._paces = list(self._all), list(self._all_paces)
+        self._all_placements, self._all_paces = list(settings.placements), list(settings.paces)
+        self.order = list(range(len(self._all_placements)))
+        self._placements, self._paces = list(self._all_placements), list(self._all_paces)
         self.world_size = len(self._placements)
         self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
         self.metrics: tuple[str, ...] = ()
@@ -132,13 +132,16 @@ class Engine:
     @property
     def processes_of_ranks(self) -> list[tuple[int, ...]]:
         """The processes of each rank, as the run was started."""
-        return [tuple(sorted({device.process_index for device in placement.devices.flat})) for placement in self._all]
+        return [
+            tuple(sorted({device.process_index for device in placement.devices.flat}))
+            for placement in self._all_placements
+        ]
 
     def arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
         """Go on with these ranks of the start, numbered anew in this order; the steps of replicas stay compiled."""
         replicas = dict(zip((self.order[rank] for rank in self.ranks), self._replicas, strict=False))
         self.order, self.world_size = list(order), len(order)
-        self._placements = [self._all[rank] for rank in order]
+        self._placements = [self._all_placements[rank] for rank in order]
         self._paces = [self._all_paces[rank] for rank in order]
         self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
         self._shapes = None
@@ -166,7 +169,9 @@ class Engine:
         own = ("model_state",) if alike else ("model_state", "opt_state")
         return StateDict(self._replica_mesh, own, self.world_size, local_states)
 
-    def comparing(self, local_states: Sequence[LocalState], compares: bool | None = None) -> tuple[LocalState, ...]:
+    def with_previous_gradient(
+        self, local_states: Sequence[LocalState], compares: bool | None = None
+    ) -> tuple[LocalState, ...]:
         """The same replicas, in whose noise there is a previous gradient to compare the next one with, or none.
 
         Args:
@@ -177,7 +182,7 @@ class Engine:
             return tuple(local_states)
         self._set_layout(without_replica_axis(local_states[0].params))
         compares = self._settings.scaling.solo if compares is None else compares
-        noises = [{"noise": comparing(local.noise, local.params, compares)} for local in local_states]
+        noises = [{"noise": with_previous_gradient(local.noise, local.params, compares)} for local in local_states]
         placements = [self._placements[rank] for rank in self.ranks]
         return tuple(
             local._replace(**placement.move(noise))
@@ -250,8 +255,8 @@ class Engine:
                 f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
                 "return every entry of model_state, updated or not, with its shape and dtype"
             )
-        scaling = self._settings.scaling and self._settings.scaling.on_batches_of(examples)
-        asked, solo = self._settings, len(self._all) == 1
+        scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
+        asked, solo = self._settings, len(self._all_placements) == 1
         knobs = (asked.loss, self._tx, asked.average, asked.seed, self.metrics, scaling, solo)
         self._replicas = [
             Replica(
@@ -269,10 +274,10 @@ class Engine:
 
     def _make_merge(self, local: LocalState) -> Any:
         assert self._rules is not None, "_build comes first"
-        if len(self._all) == 1:
+        if len(self._all_placements) == 1:
             return SingleReplica(self._group, self._placements[0], self._rules.scaling)
         # Of several, also for one that is left: the programs of its steps are made for it.
-        return self._several(self._replica_mesh, self._rules, local)
+        return self._merge_type(self._replica_mesh, self._rules, local)
 
     def data_digest(self, data: Any) -> str:
         """A short hash of some of the data, or that it varies."""
@@ -308,7 +313,7 @@ class Engine:
           limit_ms: time after which a replica begins no further step.
         """
         reader, done = self._read(data), done or plan.counts
-        measured = self._settings.scaling.measured(plan) if self._settings.scaling is not None else plan.counts
+        measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
         feeds = reader.start([plan.share(rank)[: done[rank]] for rank in self.ranks])
 
         def run_one(replica: Replica, local: LocalState, feed: Feed) -> LocalResult:
@@ -344,9 +349,9 @@ class Engine:
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 
-    def first_row(self, tree: Any) -> Any:
+    def unreplicate(self, tree: Any) -> Any:
         """A tree of one replica without its leading axis."""
-        return _first_row(tree)
+        return _unreplicate(tree)
 
     @property
     def memory(self) -> list[dict[str, int]]:
@@ -363,4 +368,4 @@ class Engine:
         return sum(replica.compilations for replica in self._replicas)
 
 
-_first_row = jax.jit(drop_replica_axis)
+_unreplicate = jax.jit(drop_replica_axis)

@@ -23,7 +23,7 @@ _ALIKE = 1e-3
 # Letters of a cell in the table of who differs.
 _LENGTH = 40
 # Of data that is not the same when it is read again.
-VARIES = "varies"
+NONDETERMINISTIC = "varies"
 
 
 def digest(code: Any) -> str:
@@ -51,8 +51,8 @@ def data_digest(reader: Reader, size: int) -> str:
       size: batches in an epoch.
     """
     first = _batch_hash(reader.peek((0, 0)))
-    if reader.varies:
-        return VARIES  # a random augmentation, say: then nobody can compare
+    if reader.nondeterministic:
+        return NONDETERMINISTIC  # a random augmentation, say: then nobody can compare
     return _hash("".join([first, *(_batch_hash(reader.take((0, i))) for i in (size // 2, size - 1))]).encode())
 
 
@@ -65,7 +65,7 @@ def _batch_hash(batch: Any) -> str:
     return seen.hexdigest()
 
 
-def brief(value: Any) -> str:
+def abbreviated(value: Any) -> str:
     """A value as text, or the beginning of it and a hash of all."""
     text = str(value)
     return text if len(text) <= _LENGTH else f"{text[: _LENGTH // 2]}... {_hash(text.encode())}"
@@ -88,7 +88,7 @@ def refuse_differences(group: Group, fingerprint: Mapping[str, str]) -> None:
     everyone = group.all_gather(dict(fingerprint))
     names = dict.fromkeys(name for other in everyone for name in other)
     columns = {name: [str(other.get(name, "none")) for other in everyone] for name in names}
-    columns = {name: values for name, values in columns.items() if VARIES not in values}
+    columns = {name: values for name, values in columns.items() if NONDETERMINISTIC not in values}
     odd = odd_ones(columns, group.members)
     if odd.who:
         raise ValueError(f"processes differ; run the same script and data everywhere:\n{odd.table}")
@@ -134,12 +134,12 @@ def _traits(name: str, tree: Any) -> dict[str, tuple[float, float]]:
         if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             where = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
             groups.setdefault(where, {})[path] = leaf
-    found = {path: x for group in groups.values() for path, x in jax.device_get(_measured(group)).items()}
+    found = {path: x for group in groups.values() for path, x in jax.device_get(_norms(group)).items()}
     return {path: (float(found[path][0]), float(found[path][1])) for path in named if path in found}
 
 
 @jax.jit
-def _measured(arrays: dict[str, Any]) -> dict[str, Any]:
+def _norms(arrays: dict[str, Any]) -> dict[str, Any]:
     def measured(x: Any) -> tuple[Any, Any]:
         x = (jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(jnp.float32)
         place = jnp.zeros(x.shape, jnp.uint32)

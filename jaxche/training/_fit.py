@@ -75,7 +75,7 @@ def fit(
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
     """
-    last_epoch, size, config = _agreed(trainer._group, state, data, epochs, dry_run, checkpoints)
+    last_epoch, size, config = _agree(trainer._group, state, data, epochs, dry_run, checkpoints)
     with contextlib.ExitStack() as stack:
         # A request to stop or to be admitted that comes too late is not for the next fit.
         stack.callback(trainer.reset_requests)
@@ -107,7 +107,7 @@ def training_rounds(trainer: Trainer, run: Run) -> Iterator[RoundInfo]:
         try:
             if membership:
                 membership.admit(run)
-            state, info = trainer._round(run.state, run.data, last_epoch=run.last_epoch, ahead=True)
+            state, info = trainer._round(run.state, run.data, last_epoch=run.last_epoch, prefetch=True)
         except PeerLostError as error:
             if membership is None:
                 raise
@@ -156,7 +156,7 @@ def _stop(run: Run, preempted: bool = False) -> None:
         hook.on_stop(run, preempted)
 
 
-def _agreed(
+def _agree(
     group: Group, state: TrainerState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
 ) -> tuple[int, int, Checkpoints | None]:
     """The last epoch, the batches in an epoch and the checkpoints, after all processes have agreed on them."""

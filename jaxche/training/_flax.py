@@ -141,9 +141,9 @@ class NNXLoss:
         self._streams = list(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngState))))
         self._model, self._optimizer = model, optimizer
         self.tx = None if optimizer is None else optimizer.tx
-        self.opt_state = None if optimizer is None else self._reached(optimizer)
+        self.opt_state = None if optimizer is None else self._start_state(optimizer)
 
-    def _reached(self, optimizer: nnx.Optimizer) -> Any:
+    def _start_state(self, optimizer: nnx.Optimizer) -> Any:
         """Where the optimizer is. In it parameters are nnx states, here dicts: the same leaves in the same order."""
         form = jax.eval_shape(optimizer.tx.init, self.params)
         reached = jax.tree.leaves(optimizer.opt_state)

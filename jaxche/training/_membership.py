@@ -13,7 +13,7 @@ import numpy as np
 from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError
 from jaxche.reports import History
-from jaxche.training._fingerprint import VARIES
+from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Run
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import metadata, with_metadata
@@ -245,7 +245,7 @@ class Membership:
 def refusal(members: Mapping[str, str], candidate: Mapping[str, str]) -> str | None:
     """Why the fingerprint of a candidate is refused, or None."""
     pairs = {name: (members.get(name), candidate.get(name)) for name in {*members, *candidate}}
-    different = sorted(name for name, pair in pairs.items() if pair[0] != pair[1] and VARIES not in pair)
+    different = sorted(name for name, pair in pairs.items() if pair[0] != pair[1] and NONDETERMINISTIC not in pair)
     return f"it differs in {', '.join(different)}; run the same script and data everywhere" if different else None
 
 

@@ -26,10 +26,10 @@ from jaxche.averaging import (
 )
 from jaxche.distributed import Group
 from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
-from jaxche.training._programs import Carry, LocalState, all_finite, broken, stayed_finite
+from jaxche.training._programs import Carry, LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.training._replica_mesh import AXIS, ReplicaMesh
 from jaxche.training._scaling import Scaled, Scaling
-from jaxche.training._schedule_counts import advanced_by, are_schedules, counts_of, with_counts
+from jaxche.training._schedule_counts import advance_by_batches, are_schedules, counts_of, with_counts
 
 # What each replica tells the others in a round, next to its tree. All are exact in float32.
 HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "accumulated", "plan_high", "plan_low")
@@ -210,7 +210,7 @@ class MergeProgram:
             "grads": drop_replica_axis(end["grads"]),
             "sums": sums[0],
             "statistics": statistics,
-            "table": self._table(host, broken(all_finite(end["grads"])), sums),
+            "table": self._table(host, non_finite_flag(all_finite(end["grads"])), sums),
         }
         if self._scaling is not None:
             payload["noise"] = self._scaling.payload(
@@ -229,7 +229,9 @@ class MergeProgram:
             scaled = self._scaling.arguments(noise, drop_replica_axis(start["progress"]), examples)
         updates, after = self._tx.update(grads, before, params, value=loss, **scaled)
         batches = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
-        opt_state, accumulated = advanced_by(batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")])
+        opt_state, accumulated = advance_by_batches(
+            batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")]
+        )
         merged = {
             "params": add_replica_axis(optax.apply_updates(params, updates)),
             "opt_state": add_replica_axis(opt_state),

@@ -15,7 +15,7 @@ from jaxche.averaging import add_weighted, is_float, zero_sums
 from jaxche.sharding import Loss, batch_size
 from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.training._scaling import MergeScale, Scaling
-from jaxche.training._schedule_counts import advanced, ahead, are_schedules, counts_of
+from jaxche.training._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
 
 
 def all_finite(tree: Any) -> Any:
@@ -36,7 +36,7 @@ def stayed_finite(before: Any, after: Any) -> Any:
     return lax.cond(all_finite(after), lambda: jnp.bool_(True), compared)
 
 
-def broken(finite: Any) -> Any:
+def non_finite_flag(finite: Any) -> Any:
     """The column of a merge's table for a flag of one replica, ``[1, 1]``: 1 where a number is not finite."""
     return 1 - jnp.float32(finite)[None, None]
 
@@ -123,7 +123,7 @@ class Programs(Protocol):
         """The steps for batches of these shapes."""
         ...
 
-    def ended(self, local: LocalState, carry: Carry) -> Carry:
+    def finish(self, local: LocalState, carry: Carry) -> Carry:
         """The carry at the end of a round that began with ``local``, with ``not_finite`` if a merge cannot see it."""
         ...
 
@@ -169,7 +169,7 @@ class LocalPrograms:
         self._average = average
         # keep_unused: the arguments also say on which device the zeros are made.
         self.begin = jax.jit(self._begin, keep_unused=True)
-        self._not_finite, self._finite = jax.jit(self._broken), jax.jit(self._zero, keep_unused=True)
+        self._not_finite, self._finite = jax.jit(self._non_finite), jax.jit(self._zero_flag, keep_unused=True)
         self._step = jax.jit(
             step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
@@ -185,12 +185,12 @@ class LocalPrograms:
 
     def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
         step = self._step.lower(start, carry, batch, measures=True).compile()
-        if self._scaling is None or self._scaling.always:
+        if self._scaling is None or self._scaling.measures_every_step:
             return Steps(step, step)
-        plain = self._step.lower(*_parted(start, carry), batch, measures=False).compile()
-        return Steps(step, partial(_unmeasured, plain))
+        plain = self._step.lower(*_without_noise(start, carry), batch, measures=False).compile()
+        return Steps(step, partial(_plain_step, plain))
 
-    def ended(self, local: LocalState, carry: Carry) -> Carry:
+    def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry  # all of it goes into the merge
         before, after = ((x.params, x.opt_state, x.model_state) for x in (local, carry))
@@ -199,11 +199,11 @@ class LocalPrograms:
     def idle(self, carry: Carry) -> Carry:
         return carry if self._average == "gradients" else carry._replace(not_finite=self._finite(carry.sums))
 
-    def _zero(self, sums: Any) -> Any:
+    def _zero_flag(self, sums: Any) -> Any:
         return self._placement.constrain({"not_finite": jnp.zeros_like(sums[:, :1])})["not_finite"]
 
-    def _broken(self, before: Any, after: Any) -> Any:
-        return self._placement.constrain({"not_finite": broken(stayed_finite(before, after))})["not_finite"]
+    def _non_finite(self, before: Any, after: Any) -> Any:
+        return self._placement.constrain({"not_finite": non_finite_flag(stayed_finite(before, after))})["not_finite"]
 
     def _begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
@@ -248,9 +248,13 @@ class LocalPrograms:
         loss, grads, examples, carry = self._value_and_grad(params, carry, batch)
         if self._scaling is not None:
             scaled, carry = self._scale(start, carry, grads, examples, measures)
-        seen = opt_state if start.stride is None else ahead(opt_state, drop_replica_axis(start.counts), start.stride)
+        seen = (
+            opt_state
+            if start.stride is None
+            else with_run_counts(opt_state, drop_replica_axis(start.counts), start.stride)
+        )
         params, updated = self._placement.update(self._tx, grads, seen, params, value=loss, **scaled)
-        opt_state = updated if start.stride is None else advanced(opt_state, seen, updated)
+        opt_state = updated if start.stride is None else advance_counts(opt_state, seen, updated)
         if scaled:
             gain = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
             carry = carry._replace(scaled=carry.scaled + gain[None])
@@ -285,13 +289,13 @@ class LocalPrograms:
         return self._constrained(carry._replace(grads=summed)), loss
 
 
-def _parted(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
+def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
     """Constants and carry of a step that does not measure: it may read a single replica's noise, and writes none."""
     if carry.noise is not None:
         start = start._replace(noise=carry.noise)
     return start, carry._replace(tracked=None, noise=None)
 
 
-def _unmeasured(step: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Carry, Any]:
-    rest, loss = step(*_parted(start, carry), batch)
+def _plain_step(step: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Carry, Any]:
+    rest, loss = step(*_without_noise(start, carry), batch)
     return rest._replace(tracked=carry.tracked, noise=carry.noise), loss

@@ -52,27 +52,27 @@ class Replica:
         self._group = group
         self.rank, self.placement, self._programs, self._pace_ms = rank, placement, programs, pace_ms
         self._executables: dict[Any, Steps] = {}
-        self._stand_in: Any = None
-        self._unread: Exception | None = None
+        self._padding: Any = None
+        self._read_error: Exception | None = None
         self.compilations = 0
 
     def begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> Carry:
         """The carry of a round before its first step."""
-        return self._opened(local, index, merge_scale)[1]
+        return self._begin(local, index, merge_scale)[1]
 
-    def _opened(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
+    def _begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
         """What the steps of a round read, and the carry."""
         made, carry = self._programs.begin(local, np.uint32(index % 2**32), MergeScale(*map(np.float32, merge_scale)))
         return self._programs.constants(local, made), carry
 
-    def _executable(self, local: LocalState, batch: Any, opened: Any = None) -> tuple[Steps, Any]:
+    def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, Any]:
         """The steps compiled for a batch of these shapes, and the batch as they take it."""
         batch = self.placement.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
-            start, carry = opened or self._opened(local, 0)
+            start, carry = begun or self._begin(local, 0)
             self._executables[key] = self._programs.compile(start, carry, batch)
             self.compilations += 1
         return self._executables[key], batch
@@ -81,7 +81,7 @@ class Replica:
         """Compile for this batch's shapes, without running anything; false if that was done before."""
         before = self.compilations
         self._executable(local, batch)
-        self._stand_in = batch
+        self._padding = batch
         return self.compilations > before
 
     def warm_up(self, local: LocalState, batch: Any) -> None:
@@ -90,7 +90,7 @@ class Replica:
         Raises:
           PaceError: the step takes longer than the pace.
         """
-        start, carry = self._opened(local, 0)
+        start, carry = self._begin(local, 0)
         steps, batch = self._executable(local, batch, (start, carry))
         fastest = float("inf")
         if steps.plain is not steps.measuring:
@@ -101,7 +101,7 @@ class Replica:
             carry, loss = steps.measuring(start, carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
-        self._programs.ended(local, carry)
+        self._programs.finish(local, carry)
         if self._pace_ms and fastest > self._pace_ms:
             enough = np.ceil(1.3 * fastest)
             raise PaceError(
@@ -125,7 +125,7 @@ class Replica:
         A failing replica still meets the others: what it raises is part of the outcome. Where there is no room even
         for the copy of the state that a merge needs, it cannot, and raises.
         """
-        self._unread = None
+        self._read_error = None
         losses: list[Any] = []
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
         together = None
@@ -135,9 +135,9 @@ class Replica:
                 processes = sorted({device.process_index for device in self.placement.devices.flat})
                 together = self._group.flag_broadcast(processes, f"rank {self.rank}")
         try:
-            constants, carry = self._opened(local, index, merge_scale)
+            constants, carry = self._begin(local, index, merge_scale)
             start = due = time.perf_counter()
-            for batch in self._gapless(feed):
+            for batch in self._padded(feed):
                 late = steps > 0 and time.perf_counter() - start > limit_s
                 if together is not None:
                     # Not before every step: what the first one says takes a millisecond to the others.
@@ -163,9 +163,9 @@ class Replica:
             jax.block_until_ready(carry)
             wall_ms = (time.perf_counter() - start) * 1e3 if steps else 0.0
             # Before an error is raised: the other processes of an island take part in this.
-            carry = self._programs.ended(local, carry)
-            if self._unread is not None:
-                raise self._unread
+            carry = self._programs.finish(local, carry)
+            if self._read_error is not None:
+                raise self._read_error
             return LocalResult(carry, steps, wall_ms)
         except Exception as error:
             return self.idle(local)._replace(error=error)
@@ -179,7 +179,7 @@ class Replica:
         """The outcome of taking no step."""
         return LocalResult(self._programs.idle(self.begin(local, 0)), 0, 0.0)
 
-    def _gapless(self, feed: Iterable[Any]) -> Iterator[Any]:
+    def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed. Where another process of an island waits in each step, a batch that cannot be read is
         replaced by the one before, and the error kept for the end: it then has its steps, and nobody hangs.
         """
@@ -189,12 +189,12 @@ class Replica:
         done = 0
         try:
             for batch in feed:
-                self._stand_in = batch
+                self._padding = batch
                 yield batch
                 done += 1
         except Exception as error:
-            self._unread = error
-            yield from itertools.repeat(self._stand_in, len(feed.keys) - done)
+            self._read_error = error
+            yield from itertools.repeat(self._padding, len(feed.keys) - done)
 
 
 def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:

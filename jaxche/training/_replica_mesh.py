@@ -46,9 +46,9 @@ class ReplicaMesh:
         rows = [
             placement.devices if self._direct else placement.devices.reshape(-1, width)[:1] for placement in placements
         ]
-        homes = _own(rows)
+        homes = _local_devices(rows)
         if host:
-            rows = _on_host(rows)
+            rows = _host_devices(rows)
         rows = [group.connected(row) for row in rows]
         # An island's specs name the axes within it, also where it meets on one device.
         plain = all(isinstance(placement, DevicePlacement) for placement in placements)
@@ -56,7 +56,7 @@ class ReplicaMesh:
         names = (AXIS,) if plain else (AXIS, *_INNER)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
         # For each local replica: where its pieces meet, and where they live.
-        self._rows = list(zip(_own(rows), homes, strict=True))
+        self._rows = list(zip(_local_devices(rows), homes, strict=True))
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class ReplicaMesh:
             shards = []
             for leaf, (devices, homes) in zip(leaves, self._rows, strict=True):
                 by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-                shards += [_moved(by_device[home], device) for device, home in zip(devices, homes, strict=True)]
+                shards += [_on_device(by_device[home], device) for device, home in zip(devices, homes, strict=True)]
             shape = (self.mesh.shape[AXIS], *leaves[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), shards)
 
@@ -103,11 +103,11 @@ class ReplicaMesh:
             leaves = jax.tree.leaves(tree)
             by_device = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
             for part, view, row in zip(parts, self._views, self._rows, strict=True):
-                pieces = [[_moved(shards[d], home) for d, home in zip(*row, strict=True)] for shards in by_device]
+                pieces = [[_on_device(shards[d], home) for d, home in zip(*row, strict=True)] for shards in by_device]
                 part[name] = view.assemble(name, tree, pieces)
         return parts if self._direct else [placement.move(p) for placement, p in zip(self._here, parts, strict=True)]
 
-    def once(self, name: str, tree: Any) -> Any:
+    def unreplicate(self, name: str, tree: Any) -> Any:
         """One row of the ``[R, ...]`` view of this name, whose rows are equal; each device keeps its own piece."""
 
         def one(spec: P, x: jax.Array) -> jax.Array:
@@ -116,8 +116,8 @@ class ReplicaMesh:
 
         return self._by_spec(one, name, tree)
 
-    def everywhere(self, name: str, tree: Any, like: Any) -> Any:
-        """The ``[R, ...]`` view of this name of which :meth:`once` made ``tree``; ``like`` is a replica's."""
+    def replicate(self, name: str, tree: Any, like: Any) -> Any:
+        """The ``[R, ...]`` view of this name of which :meth:`unreplicate` made ``tree``; ``like`` is a replica's."""
 
         def one(spec: P, x: jax.Array) -> jax.Array:
             pieces = [shard.data[None] for shard in x.addressable_shards]
@@ -127,13 +127,13 @@ class ReplicaMesh:
 
         return self._by_spec(one, name, like, tree)
 
-    def saved_as(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
+    def abstract_tree(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
         """How a checkpoint's tree of this name is to be read: shapes, with shardings on this mesh.
 
         Args:
           name: of the tree.
           tree: one replica's, with its leading axis of 1.
-          rows: rows that were saved, or None for a tree from :meth:`once`.
+          rows: rows that were saved, or None for a tree from :meth:`unreplicate`.
           own: whether each replica needs its own row; else all rows go everywhere.
         """
 
@@ -163,19 +163,19 @@ class ReplicaMesh:
         return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
-def _moved(piece: Any, device: Any) -> Any:
+def _on_device(piece: Any, device: Any) -> Any:
     """A piece on a device: itself if it is there, else a copy that is under way when this returns."""
     return piece if piece.device == device else jax.device_put(piece, device)
 
 
-def _own(rows: Sequence[np.ndarray]) -> list[list[Any]]:
+def _local_devices(rows: Sequence[np.ndarray]) -> list[list[Any]]:
     """This process's devices in each row that has some."""
     process = jax.process_index()
     own = [[d for d in row.flat if d.process_index == process] for row in rows]
     return [devices for devices in own if devices]
 
 
-def _on_host(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _host_devices(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     """CPU devices of the same processes for each row, by preference such that no replica computes on."""
     busy = {device for row in rows for device in row.flat}
     free: dict[int, list[Any]] = {}

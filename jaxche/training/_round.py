@@ -67,7 +67,7 @@ def next_plan(
     policy: ApplyPolicy,
     world_size: int,
     last_epoch: int | None = None,
-    alone: int = SOLO_ROUND,
+    solo_steps: int = SOLO_ROUND,
 ) -> RoundPlan:
     """The round that follows from a state; batches that replicas owe from an earlier one come first.
 
@@ -77,7 +77,7 @@ def next_plan(
       policy: when replicas meet.
       world_size: replicas.
       last_epoch: where training ends, for a round that crosses epochs.
-      alone: steps of a single replica.
+      solo_steps: steps of a single replica.
     """
     lead = state.che.max_batch_diff if state.che else None
     if state.pending_batches:
@@ -85,7 +85,7 @@ def next_plan(
         wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
         return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
     if state.che is None:
-        counts = (alone,)
+        counts = (solo_steps,)
     else:
         counts = (1,) * world_size if policy is ApplyPolicy.SYNC else state.che.batch_counts
     return plan_round(
@@ -247,8 +247,8 @@ class RoundStatistics:
         ranks = range(len(plan.counts)) if rank is None else [rank]
         batches = tuple(batch for r in ranks for batch in plan.share(r)[: self.counts[r]])
         raise NonFiniteLossError(
-            f"{what} in round {plan.round}, which trained on {_listed(batches)}. The round was not merged, and this "
-            "error's .state is the one from before it. Look for NaN, infinite or empty values in these batches and for "
+            f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. The round was not merged; "
+            "this error's .state is the one before it. Look for NaN, infinite or empty values in these batches and for "
             "a gradient that is not finite where the loss is (sqrt or log at 0); else try a lower learning rate or "
             "optax.chain(optax.clip_by_global_norm(1.0), tx)",
             rank,
@@ -258,7 +258,7 @@ class RoundStatistics:
         )
 
 
-def _listed(batches: Sequence[tuple[int, int]]) -> str:
+def _batch_names(batches: Sequence[tuple[int, int]]) -> str:
     """E.g. ``batches 3 to 7 of epoch 0, batch 0 of epoch 1``."""
     by_epoch: dict[int, list[int]] = {}
     for epoch, index in batches:

@@ -84,17 +84,17 @@ class Scaling:
         return isinstance(self.rule, AdamScale)
 
     @property
-    def always(self) -> bool:
+    def measures_every_step(self) -> bool:
         """Whether every step is measured: where there is one a round, which nothing but the others' can tell of."""
         return self.sync and not self.solo
 
-    def measured(self, plan: RoundPlan) -> tuple[int, ...]:
+    def measured_steps(self, plan: RoundPlan) -> tuple[int, ...]:
         """How many of its first steps each replica measures in a round.
 
         All measure in the same rounds. Two gradients are the least that tell something; but where gradients are
         averaged and one replica's are measured, so is one of each other's, to stand for that replica in the mean.
         """
-        if self.always:
+        if self.measures_every_step:
             return plan.counts
         most, longest = _MEASURED_ALONE if self.solo else _MEASURED, max(plan.counts)
         enough = tuple(min(most, count) for count in plan.counts)
@@ -146,7 +146,7 @@ class Scaling:
           seen: from :meth:`begin`.
         """
         grads = self._join(grads)
-        sums = noise_scale.local_sums(self._of(grads, noise), grads, examples, opt_state=seen)
+        sums = noise_scale.local_sums(self._with_groups(grads, noise), grads, examples, opt_state=seen)
         if self.average == "gradients":
             return jax.tree.map(jnp.add, tracked, sums)
         total = add_weighted(tracked["grads"], grads, examples)
@@ -155,7 +155,7 @@ class Scaling:
     def update_from_step(self, noise: Any, tracked: Any, grads: Any, examples: Any, seen: Any) -> tuple[Any, Any]:
         """The single replica's noise scale after a step that was measured, and what is tracked."""
         grads = self._join(grads)
-        whole = replace(self._of(grads, self._based(noise)), previous=tracked["previous"])
+        whole = replace(self._with_groups(grads, self._with_base_batch(noise)), previous=tracked["previous"])
         after = noise_scale.update_from_one(whole, grads, examples, opt_state=seen)
         tracked = {"previous": after.previous, "examples": tracked["examples"] + examples}
         return replace(after, previous=None, groups=noise.groups), tracked
@@ -166,12 +166,12 @@ class Scaling:
         Those it took without measuring let the averages fade, but change nothing that is read of them: that can wait
         till now.
         """
-        noise = noise_scale.skip(self._based(noise), examples - tracked["examples"])
+        noise = noise_scale.skip(self._with_base_batch(noise), examples - tracked["examples"])
         return replace(noise, previous=self._split(tracked["previous"], params))
 
     def arguments(self, noise: Any, progress: Any, examples: Any, replicas: Any = 1.0) -> dict[str, Any]:
         """What the scaled optimizer wants to know for an update on so many examples."""
-        noise = self._based(noise)
+        noise = self._with_base_batch(noise)
         scale = examples * jnp.asarray(replicas, jnp.float32) / noise.base_batch_size
         return {"scale": scale, "noise": noise, "progress": progress}
 
@@ -187,23 +187,23 @@ class Scaling:
         measured = tracked["sums"].examples
         mean = jax.tree.map(lambda g: g / measured.astype(g.dtype), tracked["grads"])
         seen = self._preconditioner(opt_state, params)
-        own = noise_scale.local_estimates(self._of(mean, noise), tracked["sums"], mean, opt_state=seen)
+        own = noise_scale.local_estimates(self._with_groups(mean, noise), tracked["sums"], mean, opt_state=seen)
         return own, examples - measured
 
     def update_from_estimates(self, noise: Any, total: Any) -> Any:
         """The next noise scale of averaged parameters, from what everybody sent."""
         estimates, skipped = total
-        return noise_scale.update_from_estimates(noise_scale.skip(self._based(noise), skipped), estimates)
+        return noise_scale.update_from_estimates(noise_scale.skip(self._with_base_batch(noise), skipped), estimates)
 
     def update_from_gradients(self, noise: Any, total: Any, mean_grads: Any, opt_state: Any, examples: Any) -> Any:
         """The next noise scale of averaged gradients, from everybody's sums, the mean gradient and its examples."""
         unseen = jnp.where(total.contributors > 0, jnp.float32(0), examples)
-        noise = noise_scale.skip(self._based(noise), unseen)
+        noise = noise_scale.skip(self._with_base_batch(noise), unseen)
         seen, mean = self._preconditioner(opt_state, mean_grads), self._join(mean_grads)
-        after = noise_scale.update_from_sums(self._of(mean, noise), total, mean, opt_state=seen)
+        after = noise_scale.update_from_sums(self._with_groups(mean, noise), total, mean, opt_state=seen)
         return replace(after, groups=noise.groups)
 
-    def on_batches_of(self, examples: int) -> Scaling:
+    def with_base_batch_size(self, examples: int) -> Scaling:
         """The same with the base batch known: the one given, else the batch of the data."""
         return self if self.base_batch_size else replace(self, base_batch_size=float(examples))
 
@@ -239,17 +239,17 @@ class Scaling:
                 start += x.size
         return jax.tree.unflatten(treedef, found)
 
-    def _of(self, joined: Any, noise: Any) -> Any:
+    def _with_groups(self, joined: Any, noise: Any) -> Any:
         """The noise scale of arrays as they are looked at; what a state keeps is of the parameters' own."""
         return replace(noise, groups=noise_scale.init(joined).groups) if self.joined else noise
 
-    def _based(self, noise: Any) -> Any:
+    def _with_base_batch(self, noise: Any) -> Any:
         """The noise with its base batch, which the first round sets and a state keeps."""
         kept = noise.base_batch_size
         return replace(noise, base_batch_size=jnp.where(kept > 0, kept, jnp.float32(self.base_batch_size or 0)))
 
 
-def comparing(noise: Any, params: Any, compares: bool) -> Any:
+def with_previous_gradient(noise: Any, params: Any, compares: bool) -> Any:
     """The noise scale with a place for the previous gradient, or without; one it had before is forgotten.
 
     Args:

@@ -48,7 +48,7 @@ def are_schedules(opt_state: Any) -> list[bool]:
     return [bool(kind) for kind in _kinds(opt_state)]
 
 
-def ahead(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
+def with_run_counts(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
     """The state as an update sees it in the middle of a round: schedules count the steps of all replicas.
 
     Args:
@@ -64,19 +64,19 @@ def ahead(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
     return with_counts(opt_state, [one(*each) for each in found])
 
 
-def advanced(before: Any, seen: Any, after: Any) -> Any:
+def advance_counts(before: Any, seen: Any, after: Any) -> Any:
     """The state after an update of one batch.
 
     Args:
       before: the state before it.
-      seen: the same as the update saw it, see :func:`ahead`.
+      seen: the same as the update saw it, see :func:`with_run_counts`.
       after: what the update made of it.
     """
     found = zip(*map(counts_of, (before, seen, after)), are_schedules(before), strict=True)
     return with_counts(after, [own + new - old if scheduled else new for own, old, new, scheduled in found])
 
 
-def advanced_by(batches: Any, before: Any, after: Any, accumulated: Any) -> tuple[Any, Any]:
+def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) -> tuple[Any, Any]:
     """The state after one update on the gradients of several batches, and the batches that wait for ``MultiSteps``.
 
     Args:
@@ -119,11 +119,11 @@ def _accumulation(opt_state: Any) -> Any:
 
 def _kinds(opt_state: Any) -> list[str]:
     """Of each of :func:`counts_of` what a schedule counts there: "update", "accumulated", or "" for no schedule."""
-    marks = jax.tree.leaves(_marked(opt_state, "update"))
+    marks = jax.tree.leaves(_schedule_kinds(opt_state, "update"))
     return [mark for mark, leaf in zip(marks, jax.tree.leaves(opt_state), strict=True) if _is_count(leaf)]
 
 
-def _marked(tree: Any, kind: str) -> Any:
+def _schedule_kinds(tree: Any, kind: str) -> Any:
     """The tree with a kind for each leaf."""
 
     def node(found: Any) -> Any:
@@ -131,7 +131,9 @@ def _marked(tree: Any, kind: str) -> Any:
             return ""
         inner = "accumulated" if _is_accumulation(found) else kind
         fields = _SCHEDULES[type(found).__name__]
-        marks = {name: inner if name in fields else _marked(getattr(found, name), inner) for name in found._fields}
+        marks = {
+            name: inner if name in fields else _schedule_kinds(getattr(found, name), inner) for name in found._fields
+        }
         return found._replace(**marks)
 
     return jax.tree.map(node, tree, is_leaf=_is_schedule)

@@ -34,7 +34,7 @@ from jaxche.training._placement import (
 from jaxche.training._programs import Carry, Constants, LocalState, Steps, stayed_finite
 from jaxche.training._replica import Replica
 from jaxche.training._replica_mesh import ReplicaMesh
-from jaxche.training._schedule_counts import advanced, ahead, are_schedules, counts_of
+from jaxche.training._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
 
 
 class Stages:
@@ -87,10 +87,10 @@ class StagedPrograms:
         self._tx: Any = optax.with_extra_args_support(tx)
         self._by_size: dict[int | None, Partitioned] = {}
         # keep_unused: the arguments also say on which device the zeros are made.
-        self._begin = jax.jit(self._begun, keep_unused=True)
-        self._update = jax.jit(self._updated, donate_argnums=(1, 2))
+        self._begin = jax.jit(self._copy_state, keep_unused=True)
+        self._update = jax.jit(self._update_stage, donate_argnums=(1, 2))
         self._add = jax.jit(add_weighted, donate_argnums=0)
-        self._count = jax.jit(_counted, donate_argnums=0)
+        self._count = jax.jit(_add_to_sums, donate_argnums=0)
         self._stayed_finite = jax.jit(stayed_finite)
 
     def constants(self, local: LocalState, made: Constants) -> Constants:
@@ -114,7 +114,7 @@ class StagedPrograms:
         step = functools.partial(self._step, model, np.float32(examples))
         return Steps(step, step)
 
-    def ended(self, local: LocalState, carry: Carry) -> Carry:
+    def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry
         stages = zip(local.params, local.opt_state, carry.params, carry.opt_state, strict=True)
@@ -158,21 +158,23 @@ class StagedPrograms:
         params, opt_state = zip(*updated, strict=True)
         return stepped._replace(params=params, opt_state=opt_state), loss
 
-    def _begun(self, params: Any, opt_state: Any) -> dict[str, Any]:
+    def _copy_state(self, params: Any, opt_state: Any) -> dict[str, Any]:
         if self._average == "parameters":
             # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
             return {"params": jax.tree.map(jnp.copy, params), "opt_state": jax.tree.map(jnp.copy, opt_state)}
         return {"grads": zero_sums(params)}
 
-    def _updated(self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any) -> tuple[Any, Any]:
+    def _update_stage(
+        self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any
+    ) -> tuple[Any, Any]:
         grads, opt_state, params, begun = drop_replica_axis((grads, opt_state, params, begun))
-        seen = opt_state if begun is None else ahead(opt_state, begun, stride)
+        seen = opt_state if begun is None else with_run_counts(opt_state, begun, stride)
         updates, updated = self._tx.update(grads, seen, params, value=loss)
-        opt_state = updated if begun is None else advanced(opt_state, seen, updated)
+        opt_state = updated if begun is None else advance_counts(opt_state, seen, updated)
         return add_replica_axis((optax.apply_updates(params, updates), opt_state))
 
 
-def _counted(sums: Any, loss: Any, examples: Any) -> Any:
+def _add_to_sums(sums: Any, loss: Any, examples: Any) -> Any:
     return sums + (jnp.stack([jnp.float32(1), loss.astype(jnp.float32)]) * examples)[None]
 
 
@@ -187,7 +189,7 @@ def _on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_BY_STAGE = ("params", "opt_state", "outer_state")
+_STAGE_TREES = ("params", "opt_state", "outer_state")
 
 
 def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: Any) -> list[Any]:
@@ -276,7 +278,7 @@ class StageMeshes:
         """The ``[R, ...]`` views of named trees, given one dict per local replica: a tuple with each stage's."""
 
         def view(name: str) -> Any:
-            if name not in _BY_STAGE:
+            if name not in _STAGE_TREES:
                 return trees[0][name]
             by_stage = zip(self.by_stage, *(tree[name] for tree in trees), strict=True)
             return tuple(
@@ -293,19 +295,20 @@ class StageMeshes:
         ]
         return [{name: tuple(part[name] for part in parts) for name in named} for parts in zip(*by_stage, strict=True)]
 
-    def once(self, name: str, tree: Any) -> Any:
+    def unreplicate(self, name: str, tree: Any) -> Any:
         """Of each stage one row of its view, whose rows are equal."""
-        return tuple(replica_mesh.once(name, one) for replica_mesh, one in zip(self.by_stage, tree, strict=True))
+        return tuple(replica_mesh.unreplicate(name, one) for replica_mesh, one in zip(self.by_stage, tree, strict=True))
 
-    def everywhere(self, name: str, tree: Any, like: Any) -> Any:
+    def replicate(self, name: str, tree: Any, like: Any) -> Any:
         """The views whose rows are all the given ones."""
         stages = zip(self.by_stage, tree, like, strict=True)
-        return tuple(replica_mesh.everywhere(name, one, alike) for replica_mesh, one, alike in stages)
+        return tuple(replica_mesh.replicate(name, one, alike) for replica_mesh, one, alike in stages)
 
-    def saved_as(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
-        """How a checkpoint's tree of this name is to be read, see :meth:`Meeting.saved_as`."""
+    def abstract_tree(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
+        """How a checkpoint's tree of this name is to be read, see :meth:`ReplicaMesh.abstract_tree`."""
         return tuple(
-            replica_mesh.saved_as(name, one, rows, own) for replica_mesh, one in zip(self.by_stage, tree, strict=True)
+            replica_mesh.abstract_tree(name, one, rows, own)
+            for replica_mesh, one in zip(self.by_stage, tree, strict=True)
         )
 
 
@@ -343,7 +346,7 @@ class StageMerge:
                 merged[s].local_states[placement] if s in merged else _stage_of(start, s)
                 for s in range(len(start.params))
             ]
-            by_name = {name: tuple(getattr(stage, name) for stage in stages) for name in _BY_STAGE}
+            by_name = {name: tuple(getattr(stage, name) for stage in stages) for name in _STAGE_TREES}
             local_states.append(start._replace(**by_name))
         squares = np.sum([one.squares for one in merged.values()], axis=0)
         rel, direction = measure_drift(*squares.tolist())
@@ -355,7 +358,7 @@ class StageMerge:
 
 
 def _stage_of(local: LocalState, stage: int) -> LocalState:
-    return local._replace(**{name: getattr(local, name)[stage] for name in _BY_STAGE})
+    return local._replace(**{name: getattr(local, name)[stage] for name in _STAGE_TREES})
 
 
 def _carry_of(carry: Carry, stage: int, home: Any) -> Carry:
@@ -369,7 +372,7 @@ def _carry_of(carry: Carry, stage: int, home: Any) -> Carry:
 class StagedEngine(Engine):
     """Runs plans on replicas in stages; the model in place of the loss."""
 
-    _several = StageMerge
+    _merge_type = StageMerge
 
     def _set_layout(self, params: Any) -> None:
         check_stage_params(params, self._placements[0].devices.size)
@@ -380,7 +383,7 @@ class StagedEngine(Engine):
             self._replica_mesh = StageMeshes(self._group, placements, self._settings.host)
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
-        shared = (self._tx, self._settings.average, self._settings.seed, examples, len(self._all) == 1)
+        shared = (self._tx, self._settings.average, self._settings.seed, examples, len(self._all_placements) == 1)
         placements: Any = self._placements
         self._replicas = [
             Replica(self._group, rank, placements[rank], StagedPrograms(placements[rank], *shared), self._paces[rank])
@@ -399,5 +402,5 @@ class StagedEngine(Engine):
         """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""
         return []
 
-    def first_row(self, tree: Any) -> Any:
-        return None if tree is None else tuple(map(super().first_row, tree))
+    def unreplicate(self, tree: Any) -> Any:
+        return None if tree is None else tuple(map(super().unreplicate, tree))

@@ -53,7 +53,7 @@ class StateDict:
     def trees(self) -> dict[str, Any]:
         """The named trees: ``[R, ...]`` if they differ between replicas, else those of one replica."""
         views = self._replica_mesh.stack([_present(local) for local in self._locals])
-        return {name: x if name in self._own else self._replica_mesh.once(name, x) for name, x in views.items()}
+        return {name: x if name in self._own else self._replica_mesh.unreplicate(name, x) for name, x in views.items()}
 
     def pooled(self) -> dict[str, Any]:
         """The trees of a replica that is admitted; :meth:`load` takes them with no rows."""
@@ -67,7 +67,7 @@ class StateDict:
     def abstract_trees(self, rows: dict[str, int]) -> dict[str, Any]:
         """Shapes and shardings to restore a checkpoint whose trees have these numbers of rows."""
         return {
-            name: self._replica_mesh.saved_as(name, tree, rows.get(name), self._keeps(name, rows))
+            name: self._replica_mesh.abstract_tree(name, tree, rows.get(name), self._keeps(name, rows))
             for name, tree in _present(self._locals[0]).items()
         }
 
@@ -81,7 +81,7 @@ class StateDict:
         for name, tree in saved.items():
             if not self._keeps(name, rows):
                 one = _pooled(name, tree) if name in rows else tree
-                tree = self._replica_mesh.everywhere(name, one, like[name])
+                tree = self._replica_mesh.replicate(name, one, like[name])
             views[name] = tree
         parts = self._replica_mesh.unstack(views)
         return tuple(local._replace(**part) for local, part in zip(self._locals, parts, strict=True))

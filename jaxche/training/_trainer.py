@@ -36,7 +36,7 @@ from jaxche.training._checks import (
     rule_text,
 )
 from jaxche.training._engine import Engine, Settings
-from jaxche.training._fingerprint import brief
+from jaxche.training._fingerprint import abbreviated
 from jaxche.training._fit import fit
 from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
@@ -216,7 +216,7 @@ class Trainer:
             "backend": "host" if host else "device",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
-            **{f"che.{name}": brief(value) for name, value in (che.to_dict() if che else {}).items()},
+            **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
         }
         self.seed = seed
         self._stop = Stop.NO
@@ -254,15 +254,15 @@ class Trainer:
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return self._engine.first_row(state.local_states[0].params)
+        return self._engine.unreplicate(state.local_states[0].params)
 
     def model_state(self, state: TrainerState) -> Any:
         """The merged model state, one plain pytree."""
-        return self._engine.first_row(state.local_states[0].model_state)
+        return self._engine.unreplicate(state.local_states[0].model_state)
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
-        return self._engine.first_row(state.local_states[0].noise)
+        return self._engine.unreplicate(state.local_states[0].noise)
 
     def round(
         self, state: TrainerState, data: Any, counts: Sequence[int] | None = None
@@ -426,7 +426,7 @@ class Trainer:
         data: Any,
         counts: Sequence[int] | None = None,
         last_epoch: int | None = None,
-        ahead: bool = False,
+        prefetch: bool = False,
         done: Sequence[int] | None = None,
     ) -> tuple[TrainerState, RoundInfo]:
         plan = self._plan(state, checked_length(data), counts, last_epoch)
@@ -437,7 +437,7 @@ class Trainer:
         limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
         results = self._engine.run(state.local_states, data, plan, merge_scale, done, limit)
         epoch, cursor = plan.end
-        if ahead and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
+        if prefetch and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
         stop = self._stop

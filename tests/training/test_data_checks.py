@@ -156,7 +156,7 @@ def test_examples_that_are_augmented_at_random_are_known_by_what_stays(problem, 
     data = Augmented(problem.data)
     state, _ = trainer.fit(trainer.init(problem.params), data, epochs=2, progress=False)
     assert state.examples == 2 * 96
-    assert fingerprint.data_digest(Reader(data), 12) == fingerprint.VARIES
+    assert fingerprint.data_digest(Reader(data), 12) == fingerprint.NONDETERMINISTIC
 
 
 @pytest.mark.parametrize("labels", [[0] * 6 + [1] * 6, [0] * 11 + [1], [0, 1] + [0] * 10])
@@ -173,7 +173,7 @@ def test_augmented_examples_may_be_sorted_by_class(labels):
 
     reader = Reader(Sorted())
     reader.take((0, 0))
-    assert reader.varies
+    assert reader.nondeterministic
     reader.close()
 
 
@@ -223,7 +223,7 @@ def test_whatever_is_in_a_batch_that_is_the_same_again_it_is_taken(make):
 
     reader = Reader(Data())
     reader.take((0, 1))
-    assert reader.varies is False
+    assert reader.nondeterministic is False
     reader.close()
 
 
@@ -241,7 +241,7 @@ def test_data_of_one_batch_is_known_by_what_stays():
 
     reader = Reader(One(keeps=True))
     reader.take((0, 0))
-    assert reader.varies
+    assert reader.nondeterministic
     with pytest.raises(ValueError, match="is not the same"):
         Reader(One(keeps=False)).take((0, 0))
 
@@ -249,7 +249,7 @@ def test_data_of_one_batch_is_known_by_what_stays():
 def test_data_in_memory_is_not_read_twice(problem):
     """It holds what it gives: a large batch need not be made and compared."""
     for data in (problem.data, [1, 2], (1, 2)):
-        assert Reader(data).varies is False
+        assert Reader(data).nondeterministic is False
 
 
 def test_data_that_only_looks_like_an_array_or_a_tuple_of_arrays_is_taken(problem, devices):

@@ -34,8 +34,8 @@ def test_the_same_code_has_the_same_digest_and_other_code_another():
 
 
 def test_long_values_that_begin_alike_stay_apart():
-    assert fingerprint.brief(0.25) == "0.25"
-    long = [fingerprint.brief((1.0,) * 100 + (last,)) for last in (1.0, 2.0, 2.0)]
+    assert fingerprint.abbreviated(0.25) == "0.25"
+    long = [fingerprint.abbreviated((1.0,) * 100 + (last,)) for last in (1.0, 2.0, 2.0)]
     assert long[0] != long[1] == long[2]
     assert max(map(len, long)) < 40
 
@@ -66,10 +66,10 @@ def test_data_that_varies_is_not_compared(monkeypatch):
             self.count = getattr(self, "count", 0) + 1
             return {"x": np.array([self.count]), "label": np.array([i])}
 
-    assert fingerprint.data_digest(Reader(Noisy()), 3) == fingerprint.VARIES
+    assert fingerprint.data_digest(Reader(Noisy()), 3) == fingerprint.NONDETERMINISTIC
     monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, own | {"data": "abc"}])
     monkeypatch.setattr(Group, "members", (0, 1))
-    fingerprint.refuse_differences(Group(), {"data": fingerprint.VARIES})
+    fingerprint.refuse_differences(Group(), {"data": fingerprint.NONDETERMINISTIC})
     with pytest.raises(ValueError, match="data"):
         fingerprint.refuse_differences(Group(), {"data": "def"})
 

@@ -248,7 +248,7 @@ def test_an_eighth_of_the_steps_at_most_and_nobody_is_left_out_alone(counts, ave
     mode = "gradients" if average and len(counts) > 1 else "parameters"
     scaling = Scaling(jaxche.AdaScale(), 8.0, mode, len(counts) == 1, False)
     plans = [RoundPlan(round=n, epoch=0, start=0, counts=tuple(counts), epoch_size=1) for n in range(8, 8 + 8 * 96)]
-    measured = np.array([scaling.measured(plan) for plan in plans])
+    measured = np.array([scaling.measured_steps(plan) for plan in plans])
     assert np.all(measured <= np.minimum(counts, ALONE if len(counts) == 1 else TOGETHER))
     least = 2 if mode == "parameters" else 1
     assert np.all((measured == 0) | (measured >= least))

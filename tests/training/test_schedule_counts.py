@@ -7,7 +7,14 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._schedule_counts import advanced, advanced_by, ahead, are_schedules, counts_of, with_counts
+from jaxche.training._schedule_counts import (
+    advance_by_batches,
+    advance_counts,
+    are_schedules,
+    counts_of,
+    with_counts,
+    with_run_counts,
+)
 
 BATCHES = 24
 DATA = [{"x": np.ones(2, np.float32)} for _ in range(BATCHES)]
@@ -142,7 +149,7 @@ def test_a_mini_step_that_is_skipped_counts_for_nothing(mini_step, updates, accu
     def state(mini, made):
         return optax.MultiStepsState(jnp.int32(mini), jnp.int32(made), (optax.ScaleByScheduleState(jnp.int32(0)),), ())
 
-    after, left = advanced_by(5, state(0, 0), state(mini_step, updates), 4)
+    after, left = advance_by_batches(5, state(0, 0), state(mini_step, updates), 4)
     assert (int(after.inner_opt_state[0].count), int(left)) == (0, accumulated)
 
 
@@ -275,9 +282,9 @@ def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices
 def test_counts_by_hand():
     state = (optax.ScaleByAdamState(jnp.int32(7), jnp.ones(2), jnp.ones(2)), optax.ScaleByScheduleState(jnp.int32(20)))
     assert are_schedules(state) == [False, True]
-    assert [int(n) for n in counts_of(ahead(state, [jnp.int32(5), jnp.int32(18)], 2.5))] == [7, 23]
+    assert [int(n) for n in counts_of(with_run_counts(state, [jnp.int32(5), jnp.int32(18)], 2.5))] == [7, 23]
     seen, after = (with_counts(state, list(map(jnp.int32, counts))) for counts in ((7, 23), (8, 24)))
-    assert [int(n) for n in counts_of(advanced(state, seen, after))] == [8, 21]
-    after, accumulated = advanced_by(5, state, with_counts(state, list(map(jnp.int32, (8, 21)))), 0)
+    assert [int(n) for n in counts_of(advance_counts(state, seen, after))] == [8, 21]
+    after, accumulated = advance_by_batches(5, state, with_counts(state, list(map(jnp.int32, (8, 21)))), 0)
     assert ([int(n) for n in counts_of(after)], int(accumulated)) == ([8, 25], 0)
     assert counts_of({"key": jax.random.key(0), "n": jnp.uint32(3), "x": jnp.zeros(()), "i": jnp.arange(2)}) == []
