@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +11,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+def checked_length(data: Any) -> int:
+    """Batches in an epoch, at least one."""
+    # An array of objects may hold batches.
+    if hasattr(data, "__array__") and hasattr(data, "shape") and getattr(data, "dtype", None) != np.dtype(object):
+        raise ValueError(
+            f"data is one array of shape {tuple(data.shape)}, each row of which would be a batch; write "
+            "jaxche.Batches(array, batch_size=32), or list(array) if each row is a batch"
+        )
+    if (isinstance(data, Mapping) and 0 not in data) or (isinstance(data, tuple) and hasattr(data, "_fields")):
+        names = list(getattr(data, "_fields", data))
+        raise ValueError(
+            f"data is a {type(data).__name__} of {', '.join(map(repr, names[:8]))}, not a sequence of batches; write "
+            "jaxche.Batches(arrays, batch_size=32)"
+        )
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "
+            "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset"
+        )
+    if len(data) == 0:
+        raise ValueError("len(data) is 0: the data set is empty; give at least one batch")
+    return len(data)
 
 
 def refuse_other_length(epoch: int, length: int, size: int) -> None:

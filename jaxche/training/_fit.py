@@ -15,7 +15,7 @@ from jaxche.distributed import PREEMPTED_CODE, Group, PeerLostError
 from jaxche.reports import History, RoundInfo
 from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
-from jaxche.training._checks import checked_length
+from jaxche.training._data import checked_length
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
 from jaxche.training._state import Stop, TrainerState

@@ -28,13 +28,13 @@ from jaxche.training._checks import (
     check_opt_state,
     check_rules,
     check_unscaled,
-    checked_length,
     checked_paces,
     checked_scaling,
     make_placements,
     merges_on_host,
     rule_text,
 )
+from jaxche.training._data import checked_length
 from jaxche.training._engine import Engine, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._fit import fit
@@ -432,8 +432,10 @@ class Trainer:
         plan = self._plan(state, checked_length(data), counts, last_epoch)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         clock = time.perf_counter()
-        weights, alpha = merge_weights(self.merge, plan.counts)
-        merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
+        merge_scale = MergeScale()
+        if self.scaling is not None:
+            weights, alpha = merge_weights(self.merge, plan.counts)
+            merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
         limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
         results = self._engine.run(state.local_states, data, plan, merge_scale, done, limit)
         epoch, cursor = plan.end

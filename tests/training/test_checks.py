@@ -12,12 +12,12 @@ from jaxche.sharding import _devices as sharding_devices
 from jaxche.training._checks import (
     check_joined,
     check_local_devices,
-    checked_length,
     checked_paces,
     make_placements,
     merges_on_host,
     one_of,
 )
+from jaxche.training._data import checked_length
 
 
 def gpu(kind, process=0):
