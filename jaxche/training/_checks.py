@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -65,16 +66,21 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
         )
 
 
-def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy) -> list[Placement]:
-    """Where all replicas live: different devices, of one kind in this process, at least one of them here."""
+def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, virtual: int = 0) -> list[Placement]:
+    """The placements of all replicas: different devices, of one kind in this process, at least one of them here.
+
+    The ``virtual`` replicas of a fleet may share devices; by default they are dealt out over those of the process.
+    """
     if not isinstance(strategy, ShardingStrategy):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
+    if virtual and replicas is None and isinstance(strategy, NoShard):
+        replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
     given = _default_replicas(strategy) if replicas is None else list(replicas)
     devices = [d for r in given for d in (r.devices.flat if isinstance(r, Mesh) else (r,))]
     if (
         not devices
         or any(not isinstance(d, jax.Device | RemoteDevice) for d in devices)
-        or len(set(devices)) != len(devices)
+        or (len(set(devices)) != len(devices) and not virtual)
     ):
         raise ValueError(
             f"replicas={replicas!r} must be different devices or meshes of them, e.g. replicas=jaxche.devices() or "
@@ -148,6 +154,12 @@ def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
       ValueError: their own devices, where no program can reach all of these.
     """
     devices = [device for placement in placements for device in placement.devices.flat]
+    shared = len(set(devices)) < len(devices)
+    if shared and backend == "device":
+        raise ValueError(
+            "backend='device' is one program over all replicas, and some of these share a device; write "
+            "backend='host', or leave it out"
+        )
     private = len(placements) > 1 and any(map(is_private, devices))
     if private and backend == "device":
         raise ValueError(
@@ -156,7 +168,7 @@ def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
             "leave it out"
         )
     kinds = {device.device_kind for device in devices}
-    return backend == "host" or (backend == "auto" and (private or len(kinds) > 1))
+    return backend == "host" or (backend == "auto" and (shared or private or len(kinds) > 1))
 
 
 def check_joined() -> None:

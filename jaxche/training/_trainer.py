@@ -113,7 +113,8 @@ class Trainer:
         data.
       fleet: a :class:`~jaxche.VirtualFleet` whose clock replaces real time, for experiments with devices of any speeds
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
-        history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock.
+        history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock. Replicas
+        may share a device, and by default they are dealt out over those at hand; such replicas merge on CPU devices.
 
     Notes:
       **Schedules.** On one device a schedule in ``tx`` is a function of the updates so far, one a batch. Here it is a
@@ -181,7 +182,8 @@ class Trainer:
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
-            placements = make_placements(replicas, strategy or NoShard())
+            virtual = len(fleet.ms_per_batch) if isinstance(fleet, VirtualFleet) else 0
+            placements = make_placements(replicas, strategy or NoShard(), virtual)
         self.world_size = len(placements)
         if che is not None and che.world_size != self.world_size:
             raise ValueError(

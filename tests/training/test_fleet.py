@@ -64,6 +64,26 @@ def test_the_clock_goes_on_after_a_resume(problem, devices, tmp_path):
     assert history[-1].clock_ms == state.clock_ms == pytest.approx(sum(info.period_ms for info in history))
 
 
+@pytest.mark.parametrize("replicas", [[0, 0, 0], [0, 1, 0]])
+def test_replicas_share_devices(problem, devices, replicas, close):
+    fleet = jaxche.VirtualFleet([20, 20, 40], sync_ms=5.0)
+    runs = []
+    for placed in ([devices[i] for i in replicas], devices[:3]):
+        one = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=placed, fleet=fleet)
+        state, history = one.fit(one.init(problem.params), problem.data, epochs=3, progress=False)
+        runs.append((one.params(state), [(info.counts, info.clock_ms) for info in history]))
+    (params, rounds), (alone, others) = runs
+    close(params, alone, rtol=1e-6)
+    assert rounds == others
+    with pytest.raises(ValueError, match="backend='device' is one program over all replicas, and some of these share"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=[devices[0]] * 3, fleet=fleet, backend="device")
+
+
+def test_replicas_are_dealt_out_over_the_devices_at_hand(problem, devices):
+    one = jaxche.Trainer(problem.loss, optax.sgd(0.1), fleet=jaxche.VirtualFleet([20.0] * 10))
+    assert [place.devices.item() for place in one._engine._placements] == [*devices, devices[0], devices[1]]
+
+
 def test_jitter_and_slowdowns_reach_the_cadence(problem, devices):
     fleet = jaxche.VirtualFleet([20, 50], jitter=0.05, slowdown=jaxche.cadence.Slowdown(rank=0, round=4, factor=5.0))
     one = trainer(problem, devices, fleet)
