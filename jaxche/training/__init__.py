@@ -1,4 +1,4 @@
-"""Layer 5, training: rounds. Local steps on every replica, one merge, one next plan."""
+"""Layer 5, training: rounds of local steps on every replica, one merge, and the next plan."""
 
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._data import Batches

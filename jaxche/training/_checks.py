@@ -1,4 +1,4 @@
-"""What a trainer is given, refused by name before the first step if it cannot work."""
+"""Checks of the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _log = logging.getLogger("jaxche")
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse a word that is not one of those allowed."""
+    """Refuse a value that is not in ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
 
 
 def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, backend: str) -> None:
-    """Refuse unknown words, optimizers that are none, and rules that have nothing to act on."""
+    """Refuse unknown values, arguments that are no optimizers, and rules without effect."""
     one_of("average", average, ("parameters", "gradients"))
     one_of("merge", merge, MERGE_RULES)
     one_of("opt_state", opt_state, ("local", "average", "reset"))
@@ -67,7 +67,7 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
 
 
 def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, virtual: int = 0) -> list[Placement]:
-    """The placements of all replicas: different devices, of one kind in this process, at least one of them here.
+    """The placements of all replicas, on different devices; those of this process are of one kind.
 
     The ``virtual`` replicas of a fleet may share devices; by default they are dealt out over those of the process.
     """
@@ -101,7 +101,7 @@ def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, 
 
 
 def check_local_devices(devices: Sequence[Device]) -> None:
-    """Refuse devices none of which is in this process, or of which those in this process are of different kinds."""
+    """Refuse devices if none is of this process, or if those of this process are of different kinds."""
     here = [d for d in devices if d.process_index == jax.process_index()]
     if not here:
         raise ValueError("replicas has no device of this process; every process must hold at least one replica")
@@ -148,11 +148,7 @@ def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> l
 
 
 def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
-    """Whether replicas merge on CPU devices; ``"auto"`` decides for what works.
-
-    Raises:
-      ValueError: their own devices, where no program can reach all of these.
-    """
+    """Whether replicas merge on CPU devices; refuses ``"device"`` if no program can span the devices."""
     devices = [device for placement in placements for device in placement.devices.flat]
     shared = len(set(devices)) < len(devices)
     if shared and backend == "device":
@@ -163,7 +159,7 @@ def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
     private = len(placements) > 1 and any(map(is_private, devices))
     if private and backend == "device":
         raise ValueError(
-            "backend='device' is one program over all replicas, and in this run each accelerator is known to its own "
+            "backend='device' is one program over all replicas, and in this run each accelerator is visible in its own "
             "process only, because some processes train on the CPU or several on one GPU; write backend='host', or "
             "leave it out"
         )
@@ -172,7 +168,7 @@ def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
 
 
 def check_joined() -> None:
-    """Refuse a process that was started as one of several and has not joined them: each would train by itself."""
+    """Refuse a process that was started as one of several and has not called ``initialize``."""
     if NUM_PROCESSES in os.environ:
         name, count = NUM_PROCESSES, os.environ[NUM_PROCESSES]
     else:
@@ -185,7 +181,7 @@ def check_joined() -> None:
 
 
 def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:
-    """A pace in ms per replica, from the argument or from the launcher's variable."""
+    """The pace of each replica in ms, from the argument or from the variable of the launcher."""
     if pace_ms is None and PACE_MS in os.environ:
         pace_ms = float(os.environ[PACE_MS])
     paces: list[float | None] = list(pace_ms) if isinstance(pace_ms, Sequence) else [pace_ms] * world_size
@@ -214,7 +210,7 @@ def check_fleet(fleet: Any, world_size: int, num_processes: int, pace_ms: Any) -
 
 
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
-    """Refuse an optimizer state that ``tx`` would not have made of these parameters, or, staged, of each of these."""
+    """Refuse an optimizer state of another structure than ``tx.init(params)``; ``staged``, than that of each stage."""
 
     def form(tree: Any) -> Any:
         return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
@@ -222,13 +218,13 @@ def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: An
     wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
     if form(opt_state) != form(wanted):
         raise ValueError(
-            "opt_state is not one of this tx and these parameters; give the one that tx.init(params) made and "
-            f"tx.update changed. It has {form(opt_state)}, and tx.init(params) makes {form(wanted)}"[:1500]
+            "opt_state is not one of this tx and these parameters; give a state from tx.init(params) or "
+            f"tx.update. It has {form(opt_state)}, and tx.init(params) makes {form(wanted)}"[:1500]
         )
 
 
 def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
-    """Refuse a scaling of the learning rate that cannot work."""
+    """Refuse invalid scaling of the learning rate."""
     if rule is None:
         if base_batch_size is not None:
             raise ValueError(
@@ -258,23 +254,19 @@ def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) ->
 
 
 def check_unscaled(tx: Any, params: Any) -> None:
-    """Refuse an optimizer that ``scale_learning_rate`` wraps already: nobody would tell it the scale.
-
-    Raises:
-      ValueError: there is such a wrapper somewhere in ``tx``.
-    """
+    """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed."""
 
     def wrapped(node: Any) -> bool:
         return isinstance(node, ScaleLearningRateState)
 
     if any(map(wrapped, jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=wrapped))):
         raise ValueError(
-            "tx holds a jaxche.scale_learning_rate(...), which the trainer itself puts around tx and tells scale and "
-            "noise; give it the optimizer inside and the rule apart: "
+            "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
+            "noise; give the inner optimizer and the rule separately: "
             "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
         )
 
 
 def rule_text(rule: Any) -> str:
-    """A rule as processes compare it; one without a text of its own would show its address in memory."""
+    """The text of a rule in the fingerprint; a default ``repr`` would contain an address in memory."""
     return type(rule).__qualname__ if type(rule).__repr__ is object.__repr__ else repr(rule)

@@ -1,4 +1,4 @@
-"""Data as a sequence of batches: arrays in memory, checks, and a reader that keeps ahead of the device."""
+"""Data as a sequence of batches: arrays in memory, checks of data, and a reader that prefetches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def checked_length(data: Any) -> int:
-    """Batches in an epoch, at least one."""
+    """The number of batches in an epoch, at least one."""
     # An array of objects may hold batches.
     if hasattr(data, "__array__") and hasattr(data, "shape") and getattr(data, "dtype", None) != np.dtype(object):
         raise ValueError(
@@ -38,47 +38,37 @@ def checked_length(data: Any) -> int:
 
 
 def refuse_other_length(epoch: int, length: int, size: int) -> None:
-    """Refuse an epoch that has not the ``size`` batches that plans, keys and checkpoints count with."""
+    """Refuse an epoch whose number of batches is not ``size``."""
     if length != size:
         raise ValueError(
-            f"data.epoch({epoch}) has {length} batches, and len(data) is {size}; every epoch needs as many. Cut or "
-            f"fill epochs to len(data) batches, or train them one by one: trainer.fit(state, data.epoch({epoch}))"
+            f"data.epoch({epoch}) has {length} batches, and len(data) is {size}; every epoch needs that many. Cut or "
+            f"fill epochs to len(data) batches, or train each by itself: trainer.fit(state, data.epoch({epoch}))"
         )
 
 
 def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size: int, data: Any) -> bool:
-    """Whether a batch that was read is not the same when it is read again, though of the same examples.
+    """Whether a second read of the batch ``first`` differs; refuses it if no array identifies its examples.
 
-    Args:
-      first: the batch.
-      read: reads one of its epoch, by its index.
-      index: of the batch.
-      size: batches in the epoch.
-      data: for the message.
-
-    Raises:
-      ValueError: no array of the batch shows that it is of the same examples.
+    ``read(index)`` reads a batch of the epoch, which has ``size`` batches.
     """
-    again = read(index)
-    same, known = _leaves(first), _leaves(again)
-    if same.keys() == known.keys() and all(_equal(x, known[name]) for name, x in same.items()):
+    first, second = _leaves(first), _leaves(read(index))
+    if first.keys() == second.keys() and all(_equal(x, second[name]) for name, x in first.items()):
         return False
-    # What stays identifies the examples, as labels do where images are augmented; unless it is the same in all batches.
-    once_more = _leaves(read(index))
-    reads = known, once_more
-    stays = {name: x for name, x in same.items() if all(name in tree and _close(x, tree[name]) for tree in reads)}
-    if stays and size == 1:
+    # Constant arrays identify the examples, as labels do when images are augmented, unless all batches have the same.
+    reads = second, _leaves(read(index))
+    constant = {name: x for name, x in first.items() if all(name in tree and _close(x, tree[name]) for tree in reads)}
+    if constant and size == 1:
         return True
-    # Neighbours may have the same labels, where data is sorted by class.
-    for step in (1, size // 2, size - 1) if stays else ():
+    # Neighbours may have the same labels, if data is sorted by class.
+    for step in (1, size // 2, size - 1) if constant else ():
         other = _leaves(read((index + step) % size))
-        if any(name not in other or not _close(x, other[name]) for name, x in stays.items()):
+        if any(name not in other or not _close(x, other[name]) for name, x in constant.items()):
             return True
     held = [name for name, value in getattr(data, "__dict__", {}).items() if isinstance(value, Iterator)]
     source = f"its iterator {held[0]}" if held else "an iterator"
     raise ValueError(
-        f"data[{index}] is not the same when it is read again, in none of the arrays that tell one batch from another; "
-        f"batches are read by their index, some of them twice. If it gives the next batch of {source} whatever the "
+        f"data[{index}] is not the same when it is read again, and no array identifies its examples; batches "
+        f"are read by their index, some of them twice. If it returns the next batch of {source} whatever the "
         "index, read them all first: data = list(iterator), or give the arrays: jaxche.Batches(arrays, batch_size=32). "
         "If it augments examples at random, draw from the index: rng = np.random.default_rng((seed, i))"
     )
@@ -96,7 +86,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _close(x: Any, y: Any) -> bool:
-    """Equal but for rounding, which a pipeline in several threads may do otherwise each time."""
+    """Equal up to rounding, which may differ between reads in a pipeline of several threads."""
     if _equal(x, y):
         return True
     x, y = _on_host(x), _on_host(y)
@@ -180,15 +170,10 @@ Key = tuple[int, int]  # (epoch, index in the epoch)
 
 
 class Reader:
-    """Reads batches on one background thread, so that a device never waits for NumPy, and user code is never
-    called from two threads at once.
+    """Prefetches ``depth`` batches per replica on one background thread.
 
-    Args:
-      data: ``len(data)`` batches, ``data[i]``; if it has ``.epoch(e)`` that sequence is used for epoch ``e``.
-      depth: batches kept ready per replica.
-
-    Attributes:
-      nondeterministic: whether a batch is not the same when it is read again; None before the first one is read.
+    A device need not wait for NumPy, and user code is not called from two threads at once. ``nondeterministic`` is
+    whether reads of one batch differ; None before the first read.
     """
 
     def __init__(self, data: Any, depth: int = 4):
@@ -197,7 +182,7 @@ class Reader:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-reader")
         self._ready: dict[Key, Future] = {}
         self._epochs: dict[int, Any] = {}
-        # These hold what they give.
+        # Reads of these types are always equal.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
 
     def load(self, key: Key) -> Any:
@@ -215,10 +200,10 @@ class Reader:
         return batch
 
     def start(self, shares: Iterable[Sequence[Key]]) -> list[Feed]:
-        """Begin to read a round: one feed per local replica, the first batches of all of them first."""
+        """Start to read a round: one feed per local replica, the first batches of all replicas first."""
         shares = [list(share) for share in shares]
         wanted = {key for share in shares for key in share}
-        # What was anticipated but went to a replica of another process is passed by; what lies ahead is kept.
+        # Cancel prefetched batches that replicas of other processes take; keep later ones.
         for key in [k for k in self._ready if k not in wanted and k < max(wanted, default=k)]:
             self._ready.pop(key).cancel()
         feeds = [Feed(self, share) for share in shares]
@@ -228,7 +213,7 @@ class Reader:
         return feeds
 
     def prefetch(self, shares: Iterable[Sequence[Key]]) -> None:
-        """Read the first batches a next round would need if the counts stayed as they are."""
+        """Start to read the first batches of the next round, for unchanged counts."""
         shares = [list(share) for share in shares]
         for position in range(self.depth):
             for share in shares:
@@ -244,12 +229,12 @@ class Reader:
         return self._ready.pop(key).result()
 
     def peek(self, key: Key) -> Any:
-        """The batch, kept for the replica that will train on it."""
+        """The batch, which stays ready for the replica that will train on it."""
         self.request(key)
         try:
             return self._ready[key].result()
         except Exception:
-            del self._ready[key]  # so that trying again reads again
+            del self._ready[key]  # so that another call reads again
             raise
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The local replicas of this process: placed, compiled, run side by side, merged with everybody else's."""
+"""The engine: places, compiles, runs and merges the replicas of this process."""
 
 from __future__ import annotations
 
@@ -38,51 +38,36 @@ from jaxche.training._state_dict import StateDict
 
 @dataclass(frozen=True)
 class Settings:
-    """What a trainer was asked for, after all checks.
-
-    Attributes:
-      group: the processes of the run.
-      loss: the loss in its one form, or a model in stages.
-      tx: optimizer of the local steps (of the merged gradient when gradients are averaged).
-      average: ``"parameters"`` or ``"gradients"``.
-      merge: merge rule.
-      opt_state: fate of the optimizer states at a merge.
-      outer: optax transform on the pseudo-gradient, or None.
-      placements: where each replica lives, over all processes.
-      seed: seed of ``rng=``.
-      paces: pace in ms per replica, or None.
-      scaling: scaling of the learning rate, or None.
-      host: merge on CPU devices.
-    """
+    """The checked settings of a trainer."""
 
     group: Group
-    loss: Any
+    loss: Any  # as_loss(loss_fn), or a model in stages
     tx: optax.GradientTransformation
     average: str
     merge: str
     opt_state: str
     outer: optax.GradientTransformation | None
-    placements: Sequence[Placement]
+    placements: Sequence[Placement]  # of the replicas of all processes
     seed: int
-    paces: Sequence[float | None]
+    paces: Sequence[float | None]  # ms a step, for each replica
     scaling: Scaling | None
-    host: bool
+    host: bool  # merge on CPU devices
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
-        """What a merge does, with the optimizer and the scaling as they are once the data is known."""
+        """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
 class Engine:
-    """Runs plans, without regard to policies and cadences."""
+    """Runs the plans of rounds; policies and cadences are the trainer's."""
 
-    _merge_type: Any = Merge  # what brings several replicas together
+    _merge_type: Any = Merge  # of several replicas
 
     def __init__(self, settings: Settings):
         self._settings, scaling = settings, settings.scaling
         self._group = settings.group
         self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
-        # Of all ranks as the run was started, and which of these take part, in which order.
+        # All ranks at the start of the run, and the order of those that are present.
         self._all_placements, self._all_paces = list(settings.placements), list(settings.paces)
         self.order = list(range(len(self._all_placements)))
         self._placements, self._paces = list(self._all_placements), list(self._all_paces)
@@ -103,7 +88,7 @@ class Engine:
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
     def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
-        """Put the same starting point on every local replica."""
+        """Put the same parameters and states on every local replica."""
 
         def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
             tx = self._tx
@@ -115,14 +100,14 @@ class Engine:
             return add_replica_axis(LocalState(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
         if callable(params) and not self._placements[0].makes_pieces:
-            params = params()  # once, lest replicas get different numbers
+            params = params()  # once, so that all replicas get the same numbers
         self._set_layout(jax.eval_shape(params) if callable(params) else params)
         return tuple(
             LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
         )
 
     def _set_layout(self, params: Any) -> None:
-        """Decide how parameters of these shapes lie on each replica, and where replicas meet."""
+        """Lay out parameters of these shapes on each replica, and make the mesh of all replicas."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
@@ -131,14 +116,14 @@ class Engine:
 
     @property
     def processes_of_ranks(self) -> list[tuple[int, ...]]:
-        """The processes of each rank, as the run was started."""
+        """The processes of each rank at the start of the run."""
         return [
             tuple(sorted({device.process_index for device in placement.devices.flat}))
             for placement in self._all_placements
         ]
 
     def arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
-        """Go on with these ranks of the start, numbered anew in this order; the steps of replicas stay compiled."""
+        """Continue with these ranks of the start, renumbered in this order; compiled steps are kept."""
         replicas = dict(zip((self.order[rank] for rank in self.ranks), self._replicas, strict=False))
         self.order, self.world_size = list(order), len(order)
         self._placements = [self._all_placements[rank] for rank in order]
@@ -159,11 +144,11 @@ class Engine:
 
     @property
     def merged_bytes(self) -> int:
-        """What each replica puts into a merge, besides a row of numbers."""
+        """The bytes of the arrays that each replica adds to a merge."""
         return 0 if self.world_size == 1 else nbytes(self._shapes)
 
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
-        """The state of these replicas as it is saved, and sent to processes that are admitted."""
+        """The state of these replicas, to save or to send to an admitted process."""
         self._set_layout(without_replica_axis(local_states[0].params))
         alike = self._settings.average == "gradients" or self._settings.opt_state != "local"
         own = ("model_state",) if alike else ("model_state", "opt_state")
@@ -172,11 +157,9 @@ class Engine:
     def with_previous_gradient(
         self, local_states: Sequence[LocalState], compares: bool | None = None
     ) -> tuple[LocalState, ...]:
-        """The same replicas, in whose noise there is a previous gradient to compare the next one with, or none.
+        """The local states with or without a previous gradient in their noise scale.
 
-        Args:
-          locals_: of this process.
-          compares: which of both; by default what this engine's steps need, who compare where there is one replica.
+        The default is what the steps need: a single replica compares successive gradients.
         """
         if self._settings.scaling is None or local_states[0].noise is None:
             return tuple(local_states)
@@ -192,11 +175,11 @@ class Engine:
     def prepare(
         self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
     ) -> None:
-        """Compile and warm up everything a round runs, and check that all processes agree; once.
+        """Compile and warm up the programs of a round, and check that all processes agree; once.
 
         Raises:
           ValueError: a loss, batch or pace that cannot work, or processes that differ.
-          RankError: another process found one.
+          RankError: another process raised such an error.
         """
         if self._replicas:
             return
@@ -206,7 +189,7 @@ class Engine:
             if self._group.num_processes > 1:
                 data_seen = self.data_digest(data)
             batch = self._read(data).peek((plan.epoch, plan.start))
-            # A run may go on from the last batch of an epoch, which is smaller than the others.
+            # A run may continue from the last batch of an epoch, which is smaller than the others.
             whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
             self.batch_size = batch_size(whole)
             constants = self._build(local_states[0], batch, self.batch_size)
@@ -215,7 +198,7 @@ class Engine:
         except Exception as e:
             error = e
         try:
-            # Nothing runs before all have compiled: in an island of several processes each step waits for all.
+            # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
             self._group.raise_everywhere(error, self.ranks[0], "preparation")
             try:
                 for replica, local in zip(self._replicas, local_states, strict=True):
@@ -239,7 +222,7 @@ class Engine:
         self._merge(local_states, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
-        """Make what runs the rounds; returns the arrays that the loss has in it."""
+        """Make the local replicas and the merge; returns the constants of the loss."""
         if (local.noise is None) != (self._settings.scaling is None):
             raise ValueError(
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
@@ -256,16 +239,21 @@ class Engine:
                 "return every entry of model_state, updated or not, with its shape and dtype"
             )
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
-        asked, solo = self._settings, len(self._all_placements) == 1
-        knobs = (asked.loss, self._tx, asked.average, asked.seed, self.metrics, scaling, solo)
-        self._replicas = [
-            Replica(
-                self._group,
-                rank,
-                self._placements[rank],
-                LocalPrograms(self._placements[rank], *knobs),
-                self._paces[rank],
+
+        def programs(placement: Placement) -> LocalPrograms:
+            return LocalPrograms(
+                placement,
+                self._settings.loss,
+                self._tx,
+                average=self._settings.average,
+                seed=self._settings.seed,
+                metrics=self.metrics,
+                scaling=scaling,
+                solo=len(self._all_placements) == 1,
             )
+
+        self._replicas = [
+            Replica(self._group, rank, self._placements[rank], programs(self._placements[rank]), self._paces[rank])
             for rank in self.ranks
         ]
         self._rules = self._settings.rules(self._tx, scaling)
@@ -276,11 +264,11 @@ class Engine:
         assert self._rules is not None, "_build comes first"
         if len(self._all_placements) == 1:
             return SingleReplica(self._group, self._placements[0], self._rules.scaling)
-        # Of several, also for one that is left: the programs of its steps are made for it.
+        # Also when one of several replicas is left: its steps were compiled for this merge.
         return self._merge_type(self._replica_mesh, self._rules, local)
 
     def data_digest(self, data: Any) -> str:
-        """A short hash of some of the data, or that it varies."""
+        """A short hash of some batches, or ``NONDETERMINISTIC``."""
         reader = self._read(data)
         if self._digest is None or self._digest[0] is not reader:
             self._digest = (reader, data_digest(reader, len(data)))
@@ -302,15 +290,10 @@ class Engine:
         done: Sequence[int] | None = None,
         time_limit_ms: float | None = None,
     ) -> list[LocalResult]:
-        """Take every local replica through its share of a plan, side by side; errors are part of the outcome.
+        """Run the local steps of a plan on all local replicas at once; results hold the errors of failed replicas.
 
-        Args:
-          locals_: where each starts.
-          data: of the trainer.
-          plan: who runs what.
-          worth: what a step is worth once merged.
-          done: of a round that is run again: the steps that each rank took of its share.
-          limit_ms: time after which a replica begins no further step.
+        In a replay ``done`` is the recorded number of steps of each rank. After ``time_limit_ms`` a replica begins no
+        further step.
         """
         reader, done = self._read(data), done or plan.counts
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
@@ -324,8 +307,8 @@ class Engine:
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             return replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
 
-        # The last batch of an epoch is the one that may be smaller: compile for it before any clock starts. What
-        # fails here fails again in the run, which makes it part of the outcome.
+        # The last batch of an epoch may be smaller: compile for it before any clock starts. An error here occurs again
+        # in the run, and becomes part of the result.
         for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
             for key in feed.keys:
                 if key[1] == plan.epoch_size - 1:
@@ -336,26 +319,26 @@ class Engine:
         return list(self._pool.map(run_one, self._replicas, local_states, feeds))
 
     def prefetch(self, data: Any, plan: RoundPlan) -> None:
-        """Start to read what the next round will need if nothing changes."""
+        """Start to read the batches of the next round."""
         self._read(data).prefetch([plan.share(rank) for rank in self.ranks])
 
     def merge(self, local_states: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
-        """Bring all replicas together."""
+        """Merge the local replicas with those of all processes."""
         return self._merge(local_states, [result.carry for result in results], rows)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
-        """Batches per second of each replica when nobody waits for anybody, all running at once."""
+        """Batches per second of each replica, all running at once without merges."""
         batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 
     def unreplicate(self, tree: Any) -> Any:
-        """A tree of one replica without its leading axis."""
+        """The tree of one replica without its leading axis."""
         return _unreplicate(tree)
 
     @property
     def memory(self) -> list[dict[str, int]]:
-        """What a round needs of a device of each replica that was there at the start; nothing before the first."""
+        """Bytes that a round needs on a device of each replica; empty before the first round."""
         known = {rank: self._memory[one] for rank, one in enumerate(self.order) if one in self._memory}
         return [{"rank": rank} | row for rank, row in known.items()]
 
@@ -364,7 +347,7 @@ class Engine:
 
     @property
     def compilations(self) -> int:
-        """For how many shapes of batches steps were compiled, over all local replicas."""
+        """The number of batch shapes that steps were compiled for, over all local replicas."""
         return sum(replica.compilations for replica in self._replicas)
 
 

@@ -1,4 +1,4 @@
-"""What has to be alike in all processes: code, settings, data, and the values that training starts from."""
+"""The fingerprint of a run: digests of code, settings, data and initial values, equal in all processes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from jaxche.distributed import Group
 from jaxche.drawing import odd_ones
 from jaxche.training._data import Reader
 
-# Devices of other kinds round differently, so values that all computed alike may differ in their last digits.
-_ALIKE = 1e-3
-# Letters of a cell in the table of who differs.
-_LENGTH = 40
-# Of data that is not the same when it is read again.
+# Relative tolerance: devices of different kinds round differently.
+_TOLERANCE = 1e-3
+# Maximum width of a cell in the table of differences.
+_WIDTH = 40
+# The digest of data whose reads differ.
 NONDETERMINISTIC = "varies"
 
 
 def digest(code: Any) -> str:
-    """A short hash of a traced program, the same wherever the same code was traced."""
-    # Functions that have derivatives of their own are printed with their address in this process.
+    """A short hash of a traced program, equal in all processes that trace the same code."""
+    # The text of functions with custom derivatives contains their address in memory.
     return _hash(re.sub(r"0x[0-9a-f]+", "", str(code)).encode())
 
 
 def update_digest(tx: Any, params: Any) -> str:
-    """The :func:`digest` of an optimizer's update of parameters of these shapes, with all its settings."""
+    """The :func:`digest` of an optimizer's update for parameters of these shapes, with all its settings."""
     wide: Any = optax.with_extra_args_support(tx)
 
     def update(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
@@ -44,31 +44,26 @@ def update_digest(tx: Any, params: Any) -> str:
 
 
 def data_digest(reader: Reader, size: int) -> str:
-    """A short hash of the first, the middle and the last batch of epoch 0, or ``"varies"``.
-
-    Args:
-      reader: of the data.
-      size: batches in an epoch.
-    """
+    """A short hash of the first, middle and last of ``size`` batches of epoch 0, or ``NONDETERMINISTIC``."""
     first = _batch_hash(reader.peek((0, 0)))
     if reader.nondeterministic:
-        return NONDETERMINISTIC  # a random augmentation, say: then nobody can compare
+        return NONDETERMINISTIC  # e.g. random augmentation: processes cannot compare
     return _hash("".join([first, *(_batch_hash(reader.take((0, i))) for i in (size // 2, size - 1))]).encode())
 
 
 def _batch_hash(batch: Any) -> str:
-    seen = hashlib.sha256()
+    sha = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(batch):
         host = np.ascontiguousarray(leaf)
-        seen.update(f"{jax.tree_util.keystr(path)} {host.dtype} {host.shape}".encode())
-        seen.update(host.tobytes())
-    return seen.hexdigest()
+        sha.update(f"{jax.tree_util.keystr(path)} {host.dtype} {host.shape}".encode())
+        sha.update(host.tobytes())
+    return sha.hexdigest()
 
 
 def abbreviated(value: Any) -> str:
-    """A value as text, or the beginning of it and a hash of all."""
+    """The text of a value; of a long text, its beginning and a hash."""
     text = str(value)
-    return text if len(text) <= _LENGTH else f"{text[: _LENGTH // 2]}... {_hash(text.encode())}"
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH // 2]}... {_hash(text.encode())}"
 
 
 def _hash(text: bytes) -> str:
@@ -76,18 +71,10 @@ def _hash(text: bytes) -> str:
 
 
 def refuse_differences(group: Group, fingerprint: Mapping[str, str]) -> None:
-    """Refuse to start when processes run different code, data or settings.
-
-    Args:
-      group: the processes of the run.
-      fingerprint: name of each thing that must agree and a short text of it.
-
-    Raises:
-      ValueError: names what differs and who has which value.
-    """
-    everyone = group.all_gather(dict(fingerprint))
-    names = dict.fromkeys(name for other in everyone for name in other)
-    columns = {name: [str(other.get(name, "none")) for other in everyone] for name in names}
+    """Refuse processes with different fingerprints; the error has a table of the differences."""
+    fingerprints = group.all_gather(dict(fingerprint))
+    names = dict.fromkeys(name for other in fingerprints for name in other)
+    columns = {name: [str(other.get(name, "none")) for other in fingerprints] for name in names}
     columns = {name: values for name, values in columns.items() if NONDETERMINISTIC not in values}
     odd = odd_ones(columns, group.members)
     if odd.who:
@@ -95,40 +82,33 @@ def refuse_differences(group: Group, fingerprint: Mapping[str, str]) -> None:
 
 
 def refuse_other_values(group: Group, trees: Mapping[str, Any]) -> None:
-    """Refuse to start where the arrays of these trees are not the same in all processes, but for rounding.
+    """Refuse arrays that differ between processes by more than rounding.
 
-    Of each array its norm and its projection on a fixed direction are compared.
-
-    Args:
-      group: the processes of the run.
-      trees: arrays by the name of what they are.
-
-    Raises:
-      ValueError: names the first array that differs, and where.
+    Processes compare the norm of each array and its projection on a fixed direction.
     """
     if len(group.members) == 1:
         return
-    everyone = group.all_gather({name: _traits(name, tree) for name, tree in trees.items()})
+    everywhere = group.all_gather({name: _traits(name, tree) for name, tree in trees.items()})
     for name in trees:
-        for array, (norm, along) in everyone[0][name].items():
-            most = _ALIKE * norm if math.isfinite(norm) else 0.0
-            for process, other in zip(group.members, everyone, strict=True):
+        for array, (norm, projection) in everywhere[0][name].items():
+            tolerance = _TOLERANCE * norm if math.isfinite(norm) else 0.0
+            for process, other in zip(group.members, everywhere, strict=True):
                 there = other[name].get(array, (math.inf, math.inf))
-                if not np.allclose((norm, along), there, rtol=0, atol=most, equal_nan=True):
+                if not np.allclose((norm, projection), there, rtol=0, atol=tolerance, equal_nan=True):
                     raise ValueError(
                         f"processes differ in the values of {array}: its norm is {norm:.6g} on process "
-                        f"{group.members[0]} and {there[0]:.6g} on process {process}; make the same ones everywhere, "
-                        "e.g. from jax.random.key(0) and not from a number of the process or the time"
+                        f"{group.members[0]} and {there[0]:.6g} on process {process}; make the same values everywhere, "
+                        "e.g. from jax.random.key(0), not from the process number or the time"
                     )
 
 
 def _traits(name: str, tree: Any) -> dict[str, tuple[float, float]]:
-    """Norm and projection of each array by its path."""
+    """The norm and the projection of each array, by path."""
     named = {
         "/".join((name, *(escape_name(part, "/") for part in path_names(path)))): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
-    # Stages of a replica are on devices of their own, and a program is on those of its arguments.
+    # One program for each set of devices, because the stages of a replica are on different devices.
     groups: dict[Any, dict[str, Any]] = {}
     for path, leaf in named.items():
         if not jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):

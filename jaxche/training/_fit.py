@@ -1,4 +1,4 @@
-"""Training for whole epochs: a loop of rounds, extended by hooks."""
+"""``fit``: the training loop over whole epochs, extended by hooks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxche")
 
-# Below this many rounds an outer momentum mostly overshoots.
+# With fewer rounds an outer momentum mostly overshoots.
 _FEW_ROUNDS = 50
 
 
@@ -43,28 +43,28 @@ def fit(
 
     Args:
       trainer: the trainer.
-      state: where to start.
+      state: the state to start from.
       data: ``len(data)`` batches, ``data[i]``.
       epochs: how many more epochs, from the state's own epoch on.
-      callbacks: functions ``callback(state, info)`` called after every round, on every process; one that returns
-        something true stops training; with several processes all stop after the next round, also if only one wants to.
-      progress: show a bar on rank 0 (plain lines where stderr is not a terminal).
-      dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the one
-        round's history: everything that can fail early has then run.
-      checkpoints: a folder, or :class:`~jaxche.Checkpoints`: the run is saved there, and where it holds a later state
-        than the one given, training goes on from it, to the epoch where it would have ended. On SIGTERM all processes
-        save after the same round and exit with code 143; before the first round has merged, when there is nothing to
-        save, they die of it at once, as they do without checkpoints.
+      callbacks: functions ``callback(state, info)`` called after every round, on every process. A true result stops
+        training; with several processes all stop after the next round, even if only one callback asks to.
+      progress: show a bar on rank 0 (lines if stderr is not a terminal).
+      dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the history of
+        that round. This finds errors that would otherwise occur early in the run.
+      checkpoints: a folder, or :class:`~jaxche.Checkpoints`: the run is saved there. If the folder has a later state
+        than the one given, training continues from it to the epoch where it would have ended. On SIGTERM all processes
+        save after the same round and exit with code 143. Before the first merge there is nothing to save, and SIGTERM
+        ends them at once, as it does without checkpoints.
 
     Returns:
-      ``(state, history)``; with checkpoints the history is of the whole run. An interrupt from the keyboard returns
-      what was reached (one process only; with many, it is raised).
+      ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state
+      and history so far; with several processes it is raised.
 
     Raises:
-      ValueError: ``epochs`` below 1, checkpoints that cannot be written or are of another run, or whatever
+      ValueError: ``epochs`` below 1, checkpoints that cannot be written or are of another run, or an argument that
         :meth:`Trainer.round` refuses.
-      RuntimeError: this process takes the place of one that died, and the others cannot let it in; says why.
-      SystemExit: with code 143, preempted; with code 0 where it takes such a place and this fit has ended there.
+      RuntimeError: this process replaces one that died, and the members refuse to admit it; gives the reason.
+      SystemExit: with code 143 after preemption; with code 0 in such a replacement process if the fit has ended.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -77,7 +77,7 @@ def fit(
     """
     last_epoch, size, config = _agree(trainer._group, state, data, epochs, dry_run, checkpoints)
     with contextlib.ExitStack() as stack:
-        # A request to stop or to be admitted that comes too late is not for the next fit.
+        # Requests that come too late must not reach the next fit.
         stack.callback(trainer.reset_requests)
         bar, hooks = ProgressHook(trainer, progress), []
         if config is not None:
@@ -101,7 +101,7 @@ def fit(
 
 
 def training_rounds(trainer: Trainer, run: Run) -> Iterator[RoundInfo]:
-    """Take rounds until the last epoch: the trainer plans, runs and merges each; processes may die and be admitted."""
+    """Run rounds until the last epoch; in an elastic run processes may be lost and admitted between them."""
     membership = trainer._membership
     while not run.is_done:
         try:
@@ -159,7 +159,7 @@ def _stop(run: Run, preempted: bool = False) -> None:
 def _agree(
     group: Group, state: TrainerState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
 ) -> tuple[int, int, Checkpoints | None]:
-    """The last epoch, the batches in an epoch and the checkpoints, after all processes have agreed on them."""
+    """The last epoch, the batches in an epoch and the checkpoints, checked to be equal in all processes."""
     error, wanted, last_epoch, size, config = None, {}, 0, 0, None
     try:
         if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:

@@ -22,25 +22,16 @@ Callback = Callable[[TrainerState, RoundInfo], Any]
 
 @dataclass
 class Run:
-    """What a fit carries from round to round.
+    """The values that a fit carries from round to round."""
 
-    Attributes:
-      state: after the last round.
-      data: what it trains on.
-      size: batches in an epoch.
-      last_epoch: the epoch that ends training.
-      history: of the rounds so far.
-      previous: in an elastic run, the state before the last round, which may have failed on another process.
-      hooks: in the order in which they are called.
-    """
-
-    state: TrainerState
+    state: TrainerState  # after the last round
     data: Any
-    size: int
-    last_epoch: int
+    size: int  # batches in an epoch
+    last_epoch: int  # training stops before this epoch
     history: History = field(default_factory=History)
+    # In an elastic run, the state before the last round, which may have failed on another process.
     previous: TrainerState | None = None
-    hooks: Sequence[Hook] = ()
+    hooks: Sequence[Hook] = ()  # in the order of their calls
 
     @property
     def is_done(self) -> bool:
@@ -52,24 +43,24 @@ class Hook:
     """Extends a fit; by default every method does nothing. All processes call the same hooks in the same order."""
 
     def on_start(self, run: Run) -> None:
-        """Before the first round."""
+        """Called before the first round."""
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
-        """After each round; true asks to stop training."""
+        """Called after each round; a true result asks to stop training."""
         return False
 
     def on_admission(self) -> None:
-        """Before processes are admitted to an elastic run."""
+        """Called before processes are admitted to an elastic run."""
 
     def on_membership(self, run: Run, shrunk: bool) -> None:
-        """After processes have died (``shrunk``) or have been admitted."""
+        """Called after processes were lost (``shrunk``) or admitted."""
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
-        """When training stops before its last epoch."""
+        """Called when training stops before its last epoch."""
 
 
 class ProgressHook(Hook):
-    """Shows a bar, or prints lines."""
+    """Shows the progress bar."""
 
     def __init__(self, trainer: Trainer, enabled: bool):
         self._trainer, self._enabled = trainer, enabled
@@ -85,9 +76,9 @@ class ProgressHook(Hook):
         return False
 
     def write(self, text: str) -> None:
-        """Print a line, unless nothing is shown."""
+        """Print a line, unless progress is off."""
         if self._bar:
-            self._bar.say(text)
+            self._bar.write(text)
 
     def close(self) -> None:
         """Close the bar."""
@@ -119,12 +110,12 @@ class CallbackHook(Hook):
         self._callbacks = callbacks
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
-        answers = [callback(run.state, info) for callback in self._callbacks]  # all, also after one that asks to stop
+        answers = [callback(run.state, info) for callback in self._callbacks]  # call all, even after a true result
         return any(answers)
 
 
 def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:
-    """The event of one round for a rank; ``place`` is its number among those that took part."""
+    """The event of one round for a rank; ``place`` is its number among the present ranks."""
     return {
         "time": round(time.time(), 3),
         "event": "round",

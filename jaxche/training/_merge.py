@@ -1,4 +1,4 @@
-"""The one program in which replicas meet: trees, times, counts and losses in the same all-reduce."""
+"""The merge of replicas: one program whose all-reduce carries trees, times, counts and losses."""
 
 from __future__ import annotations
 
@@ -31,23 +31,14 @@ from jaxche.training._replica_mesh import AXIS, ReplicaMesh
 from jaxche.training._scaling import Scaled, Scaling
 from jaxche.training._schedule_counts import advance_by_batches, are_schedules, counts_of, with_counts
 
-# What each replica tells the others in a round, next to its tree. All are exact in float32.
+# Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "accumulated", "plan_high", "plan_low")
-# What stands in the place of the plan's two halves where the processes of one replica planned differently.
+# Replaces the two halves of the plan's digest if the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
 
 
 class MergeRules(NamedTuple):
-    """What is averaged, and how.
-
-    Attributes:
-      average: ``"parameters"`` or ``"gradients"``.
-      merge: merge rule for parameters.
-      opt_state: ``"local"``, ``"average"`` or ``"reset"``: what becomes of each replica's optimizer state.
-      tx: the optimizer (steps on merged gradients; re-initialises on reset).
-      outer: optax transform on the pseudo-gradient, or None for plain averaging.
-      scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
-    """
+    """The rules of a merge, named as the arguments of the trainer; with ``scaling``, it wraps ``tx`` already."""
 
     average: str
     merge: str
@@ -57,54 +48,74 @@ class MergeRules(NamedTuple):
     scaling: Scaling | None
 
 
-class MergeProgram:
-    """The body of the merge program, run by each replica for itself.
+class Report(NamedTuple):
+    """The scalars of a merge; the merge program returns them as one vector, followed by those of :class:`Scaled`."""
 
-    Args:
-      replica_mesh: the mesh of all replicas.
-      rules: of the merge.
-      local: one replica's :class:`LocalState`, for its shapes.
-    """
+    drift: Any = 0.0
+    drift_direction: Any = 0.0
+    # The arguments of measure_drift.
+    mean_of_squares: Any = 0.0
+    mean_delta_sq: Any = 0.0
+    mean_params_sq: Any = 0.0
+    # 1.0 if the merge made no number NaN or infinite.
+    finite: Any = 1.0
+    # Batches accumulated by MultiSteps and not applied, where gradients are averaged.
+    accumulated: Any = 0.0
+
+
+def _to_vector(report: Report, scaled: Scaled | None) -> Any:
+    return jnp.stack([jnp.asarray(x, jnp.float32) for x in (*report, *(scaled or ()))])
+
+
+def _from_vector(vector: Any) -> tuple[Report, Scaled]:
+    numbers, n_report = np.asarray(vector).tolist(), len(Report._fields)
+    return Report(*numbers[:n_report]), Scaled(*numbers[n_report:])
+
+
+class MergeProgram:
+    """The body of the merge program, as each replica runs it in ``shard_map``."""
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
         self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
         self._outer, self._scaling = rules.outer, rules.scaling
         self._tx: Any = optax.with_extra_args_support(rules.tx)
         self._schedules = are_schedules(local.opt_state)
-        # Gradients are cut at least as finely as parameters, so what is summed is cut like them.
-        self._cut = {
+        # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
+        self._specs = {
             "delta": replica_mesh.specs("grads", local.params),
             "grads": replica_mesh.specs("grads", local.params),
             "opt_state": replica_mesh.specs("opt_state", local.opt_state),
         }
 
     def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Sum over replicas, each device its own pieces: the all-reduce of the round."""
+        """Sum over replicas, on each device over its own shards: the all-reduce of the round."""
         if not self._replica_mesh.inner:
             return psum_buckets(payload, AXIS)
-        cut = {name: self._cut.get(name, P()) for name in payload}
+        specs = {name: self._specs.get(name, P()) for name in payload}
         if "opt_state" in payload:
-            specs = jax.tree.leaves(self._cut["opt_state"], is_leaf=lambda x: isinstance(x, P))
-            cut["opt_state"] = {i: specs[i] for i in payload["opt_state"]}
-        inner = set(self._replica_mesh.inner)
-        by_piece = jax.shard_map(
-            lambda pieces: psum_buckets(pieces, AXIS),
-            in_specs=(cut,),
-            out_specs=cut,
-            axis_names=inner,
+            leaf_specs = jax.tree.leaves(self._specs["opt_state"], is_leaf=lambda x: isinstance(x, P))
+            specs["opt_state"] = {i: leaf_specs[i] for i in payload["opt_state"]}
+        sum_shards = jax.shard_map(
+            lambda shards: psum_buckets(shards, AXIS),
+            in_specs=(specs,),
+            out_specs=specs,
+            axis_names=set(self._replica_mesh.inner),
             check_vma=False,
         )
-        return by_piece(payload)
+        return sum_shards(payload)
 
     def _table(self, host: Any, not_finite: Any, sums: Any) -> Any:
-        """This replica's rows in an otherwise empty table; the sum over replicas is the whole table."""
-        told = jnp.concatenate([not_finite, sums], axis=1)
-        rows = jnp.concatenate([host[0], jnp.broadcast_to(told, (host.shape[1], told.shape[1]))], axis=1)
+        """The rows of this replica in a table of zeros; the sum over replicas is the whole table."""
+        columns = jnp.concatenate([not_finite, sums], axis=1)
+        rows = jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.shape[1]))], axis=1)
         table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], *rows.shape), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(rows)
 
     def _statistics(self, end: Any, examples: Any) -> tuple[Any, Any]:
-        """Weighted model state, and how to finish once it is summed: variances take a second, small all-reduce."""
+        """The weighted model state, and a function that makes the mean of its sum.
+
+        Variances take a second, small all-reduce.
+        """
         state = drop_replica_axis(end["model_state"])
         leaves, treedef = jax.tree.flatten(state)
         averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
@@ -121,11 +132,11 @@ class MergeProgram:
         return weighted([leaves[i] for i in averaged], examples), finish
 
     def parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
-        """Weighted mean of parameters: the merged trees, the table, and what the round tells of itself."""
+        """The weighted mean of parameters: ``(merged trees, table, report)``."""
         sums = measured["sums"]
         x0, x = drop_replica_axis(start["params"]), drop_replica_axis(end["params"])
         count, examples = host[0, 0, 0], sums[0, 0]
-        # Not normalised: the sum of the weights travels in the same all-reduce.
+        # Not normalised: the same all-reduce sums the weights.
         weight = {
             "steps": count,
             "batch": examples / jnp.maximum(count, 1.0),
@@ -142,9 +153,9 @@ class MergeProgram:
             "table": self._table(host, measured["not_finite"], sums),
         }
         if "counts" in start:
-            begun = drop_replica_axis(start["counts"])
-            counted = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
-            steps = jnp.stack([new - old for old, new in zip(begun, counted, strict=True)]).astype(jnp.float32)
+            old_counts = drop_replica_axis(start["counts"])
+            new_counts = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
+            steps = jnp.stack([new - old for old, new in zip(old_counts, new_counts, strict=True)]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
         if self._opt_mode == "average":
             opt_leaves, opt_def = jax.tree.flatten(drop_replica_axis(end["opt_state"]))
@@ -152,11 +163,12 @@ class MergeProgram:
             payload["opt_state"] = weighted({i: opt_leaves[i] for i in floats}, weight)
         if self._scaling is not None:
             noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
-            seen = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
-            payload["noise"] = self._scaling.payload(drop_replica_axis(measured["tracked"]), noise, seen, x0, examples)
+            opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
+            tracked = drop_replica_axis(measured["tracked"])
+            payload["noise"] = self._scaling.payload(tracked, noise, opt_state, x0, examples)
             payload["gains"] = jnp.append(gains, weighted(gains[0], weight))
         total = self._sum(payload)
-        # Of the steps that were taken, which a replica that ran out of time has fewer of than planned.
+        # The steps that were taken: fewer than planned if a replica reached its time limit.
         counts = total["table"][:, 0, HOST_COLUMNS.index("count")]
         alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
         mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
@@ -174,35 +186,40 @@ class MergeProgram:
             merged["opt_state"] = add_replica_axis(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
             fresh = self._tx.init(params)
-            merged["opt_state"], counted = add_replica_axis(fresh), counts_of(fresh)
+            merged["opt_state"], new_counts = add_replica_axis(fresh), counts_of(fresh)
         if "counts" in start:
-            merged["counts"] = add_replica_axis(self._merged_counts(begun, counted, total))
+            merged["counts"] = add_replica_axis(self._merged_counts(old_counts, new_counts, total))
         squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        report = [*measure_drift(*squares), *squares, _stayed_finite(start, merged), jnp.float32(0)]
+        report, scaled = Report(*measure_drift(*squares), *squares, _stayed_finite(start, merged)), None
         if self._scaling is not None:
             noise = self._scaling.update_from_estimates(noise, total["noise"])
-            # Each replica counted its own steps; what they are worth together is their mean by the merge's weights.
+            # Each replica counted the base steps of its own; the merge takes their weighted mean.
             progress = drop_replica_axis(start["progress"]) + alpha * total["gains"][2] / total["weight"]
             merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
             steps = counts.sum()
-            report += [noise.critical_batch_size, total["gains"][0] / steps, total["gains"][1] / steps, progress]
-            report.append(noise.base_batch_size)
-        return merged, total["table"], jnp.stack(report)
+            scaled = Scaled(
+                noise=noise.critical_batch_size,
+                gain=total["gains"][0] / steps,
+                lr_factor=total["gains"][1] / steps,
+                progress=progress,
+                base_batch_size=noise.base_batch_size,
+            )
+        return merged, total["table"], _to_vector(report, scaled)
 
-    def _merged_counts(self, begun: Any, own: Any, total: Any) -> list[Any]:
-        """The optimizer's counts after a merge: schedules count the steps of all, moments are as old as their mean."""
+    def _merged_counts(self, old_counts: Any, new_counts: Any, total: Any) -> list[Any]:
+        """The optimizer's counts after a merge: schedules add the steps of all replicas, moments the weighted mean."""
         merged = []
-        for i, (first_count, count) in enumerate(zip(begun, own, strict=True)):
+        for i, (old, count) in enumerate(zip(old_counts, new_counts, strict=True)):
             if self._schedules[i]:
-                count = first_count + total["counts"][0, i].astype(first_count.dtype)
+                count = old + total["counts"][0, i].astype(old.dtype)
             elif self._opt_mode == "average":
                 mean = total["counts"][1, i] / total["weight"]
-                count = first_count + jnp.round(mean).astype(first_count.dtype)
+                count = old + jnp.round(mean).astype(old.dtype)
             merged.append(count)
         return merged
 
     def gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
-        """One update on the mean of all gradients, the same everywhere."""
+        """One update with the mean of all gradients, equal on all replicas: ``(merged trees, table, report)``."""
         sums = measured["sums"]
         params = drop_replica_axis(start["params"])
         statistics, finish = self._statistics(end, sums[0, 0])
@@ -220,14 +237,14 @@ class MergeProgram:
         examples = total["sums"][0]
         grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)
         loss = total["sums"][1] / examples
-        before, scaled = drop_replica_axis(start["opt_state"]), {}
+        before, arguments, scaled = drop_replica_axis(start["opt_state"]), {}, None
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
             noise = self._scaling.update_from_gradients(
                 drop_replica_axis(start["noise"]), total["noise"], exact, before, examples
             )
-            scaled = self._scaling.arguments(noise, drop_replica_axis(start["progress"]), examples)
-        updates, after = self._tx.update(grads, before, params, value=loss, **scaled)
+            arguments = self._scaling.arguments(noise, drop_replica_axis(start["progress"]), examples)
+        updates, after = self._tx.update(grads, before, params, value=loss, **arguments)
         batches = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
         opt_state, accumulated = advance_by_batches(
             batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")]
@@ -239,19 +256,23 @@ class MergeProgram:
             "outer_state": start["outer_state"],
         }
         stayed = _stayed_finite(start, merged)
-        # A gradient that the optimizer skips, as optax.apply_if_finite does, breaks nothing.
+        # The optimizer may skip a gradient that is not finite, as optax.apply_if_finite does.
         table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
-        report = jnp.append(jnp.zeros(5, jnp.float32), jnp.stack([stayed, accumulated.astype(jnp.float32)]))
-        if scaled:
-            progress, gain = opt_state.progress, scaled["noise"].gain(scaled["scale"])
-            merged |= {"noise": add_replica_axis(scaled["noise"]), "progress": add_replica_axis(progress)}
-            told = [scaled["noise"].critical_batch_size, gain, opt_state.factor, progress]
-            report = jnp.concatenate([report, jnp.stack([*told, scaled["noise"].base_batch_size])])
-        return merged, table, report
+        if arguments:
+            noise, progress = arguments["noise"], opt_state.progress
+            merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
+            scaled = Scaled(
+                noise=noise.critical_batch_size,
+                gain=noise.gain(arguments["scale"]),
+                lr_factor=opt_state.factor,
+                progress=progress,
+                base_batch_size=noise.base_batch_size,
+            )
+        return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
 
 
 def _stayed_finite(start: dict[str, Any], merged: dict[str, Any]) -> Any:
-    """1.0 where the merge broke no number of a state, else 0.0."""
+    """1.0 if the merge made no finite number of a state NaN or infinite, else 0.0."""
     names = [name for name in ("params", "model_state", "outer_state", "opt_state") if name in start and name in merged]
     before, after = ([tree[name] for name in names] for tree in (start, merged))
     return stayed_finite(before, after).astype(jnp.float32)
@@ -263,39 +284,34 @@ def _square_norm(tree: Any) -> Any:
 
 
 def _fednova_step(counts: Any) -> Any:
-    """The step length of :func:`~jaxche.merge_weights`, each replica with the share of its steps."""
+    """The step length of :func:`~jaxche.merge_weights` under ``"fednova"``, from the steps of each replica."""
     return (counts > 0).sum() * jnp.square(counts).sum() / jnp.square(counts.sum())
 
 
 class Merged(NamedTuple):
-    """Result of a merge: each local replica's next state and the table every host sees alike."""
+    """The result of a merge; all but the local states is equal on every host."""
 
     local_states: tuple[LocalState, ...]
     table: np.ndarray  # [R, len(HOST_COLUMNS) + 3 + metrics]
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
-    squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # what the drift is made of
-    finite: bool = True  # whether the merge itself made nothing NaN or infinite
-    accumulated: int = 0  # batches that no update of MultiSteps has counted, where gradients are averaged
+    squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # the arguments of measure_drift
+    finite: bool = True  # whether the merge made no number NaN or infinite
+    accumulated: int = 0  # see Report
 
 
 class Merge:
-    """Merge over the ``replica`` axis, by one ``psum``.
+    """Merges replicas with one ``psum`` over the ``replica`` axis.
 
-    The program is manual over ``replica`` and automatic within a replica: norms, the outer optimizer and the update on
-    merged gradients see whole arrays however they are cut. Only the sum itself runs on pieces.
-
-    Args:
-      replica_mesh: the mesh of all replicas and the way there.
-      rules: what is averaged, and how.
-      local: one replica's :class:`LocalState`, for its shapes.
+    The program is manual over ``replica`` and automatic within a replica: norms, the outer optimizer and the update
+    with merged gradients see whole arrays. Only the sum runs on shards.
     """
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
         self._replica_mesh, self._compiled = replica_mesh, False
-        within = MergeProgram(replica_mesh, rules, local)
+        program = MergeProgram(replica_mesh, rules, local)
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
-        # Optimizer states that stay with their replica never enter the global program.
+        # Optimizer states that stay with their replica are no input of the global program.
         if average == "parameters":
             self._common = ("params", "model_state", "outer_state")
             self._sent = ("params", "model_state", "opt_state")[: 3 if opt_state == "average" else 2]
@@ -308,12 +324,12 @@ class Merge:
             made, self._merges_counts = self._common, False
         made = (*made, "counts") if self._merges_counts else made
         if scaling is not None:
-            compared = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
-            self._common = (*self._common, "noise", "progress", *compared)
+            preconditioner = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
+            self._common = (*self._common, "noise", "progress", *preconditioner)
             made = (*made, "noise", "progress")
         specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS))
         mapped = jax.shard_map(
-            within.parameters if average == "parameters" else within.gradients,
+            program.parameters if average == "parameters" else program.gradients,
             mesh=replica_mesh.mesh,
             in_specs=specs,
             out_specs=(P(AXIS), P(), P()),
@@ -323,8 +339,8 @@ class Merge:
         trees = local._asdict() | {"counts": counts_of(local.opt_state)}
         merged = {name: replica_mesh.shardings(name, trees[name]) for name in made}
         everywhere = NamedSharding(replica_mesh.mesh, P())
-        # A carry's trees have the shapes of the merged ones and give their buffers to them. Gradient accumulators
-        # of low-precision parameters do not: they are float32.
+        # The merged trees take the buffers of the carry. They cannot take those of gradient accumulators, which are
+        # float32 also for parameters of lower precision.
         self._program = jax.jit(
             mapped,
             donate_argnums=1 if average == "parameters" else (),
@@ -334,35 +350,39 @@ class Merge:
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result.
 
-        Args:
-          starts: each local replica's :class:`LocalState` at the start of the round.
-          carries: each local replica's carry at its end.
-          rows: ``[local replicas, len(HOST_COLUMNS)]`` host numbers.
+        ``starts`` and ``carries`` are those of each local replica; ``rows`` are ``[local replicas, HOST_COLUMNS]``.
         """
         arguments = self.arguments(starts, carries, rows)
         if self._replica_mesh.group.elastic and not self._compiled:
-            # So that nobody waits in a collective while others compile: its patience is short there.
+            # Collectives of an elastic run have a short timeout, so all compile before any of them enters one.
             self._program.lower(*arguments).compile()
             self._replica_mesh.group.barrier()
             self._compiled = True
         with self._replica_mesh.group.collective():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
-            table, report = reduce_rows(np.asarray(table)), np.asarray(report).tolist()
+            table, (report, scaled) = reduce_rows(np.asarray(table)), _from_vector(report)
         parts = self._replica_mesh.unstack(merged)
         local_states = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
-        scaled, squares = Scaled(*report[7:]), tuple(report[2:5])
-        return Merged(local_states, table, (report[0], report[1]), scaled, squares, report[5] == 1, int(report[6]))
+        return Merged(
+            local_states,
+            table,
+            drift=(report.drift, report.drift_direction),
+            scaled=scaled,
+            squares=(report.mean_of_squares, report.mean_delta_sq, report.mean_params_sq),
+            finite=report.finite == 1,
+            accumulated=int(report.accumulated),
+        )
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
-        """What the program is called with."""
+        """The arguments of the program."""
         stack = self._replica_mesh.stack
-        # Of the same shapes as what is merged, but no result can take its buffers: it is not donated.
+        # Not donated, because no result has these shapes.
         measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
         common = [{name: getattr(local, name) for name in self._common} for local in starts]
         if self._merges_counts:
             common = [tree | {"counts": counts_of(start.opt_state)} for tree, start in zip(common, starts, strict=True)]
-            if "opt_state" not in self._sent:  # whose buffers are donated: its counts are not passed a second time
+            if "opt_state" not in self._sent:  # a donated buffer must not be passed twice
                 measured = [m | {"counts": counts_of(c.opt_state)} for m, c in zip(measured, carries, strict=True)]
         return (
             stack(common),
@@ -378,7 +398,7 @@ def _present(carry: Carry, *names: str) -> dict[str, Any]:
 
 
 def _next(carry: Carry, merged: dict[str, Any]) -> LocalState:
-    """What a replica goes on with: the merged trees, and its own optimizer state where it keeps that."""
+    """The next local state: the merged trees, and the replica's own optimizer state unless it was merged."""
     trees = {"opt_state": carry.opt_state} | merged
     counts = trees.pop("counts", None)
     return (
@@ -389,9 +409,9 @@ def _next(carry: Carry, merged: dict[str, Any]) -> LocalState:
 
 
 def reduce_rows(table: np.ndarray) -> np.ndarray:
-    """``[R, columns]`` from a row per device: the processes of an island wait for their slowest, and stop together."""
+    """``[R, columns]`` from one row per device: the maximum over the processes of a sharded replica."""
     rows = table.max(axis=1)
-    # Processes of one island that planned differently must not look like one that agrees with itself.
+    # The maximum of different plans could look like a plan.
     plan = slice(HOST_COLUMNS.index("plan_high"), HOST_COLUMNS.index("plan_low") + 1)
     differ = (table[:, :, plan] != table[:, :1, plan]).any(axis=(1, 2))
     rows[differ, plan] = DIFFERS
@@ -399,13 +419,7 @@ def reduce_rows(table: np.ndarray) -> np.ndarray:
 
 
 class SingleReplica:
-    """The end of a round of a single replica; called like :class:`Merge`.
-
-    Args:
-      group: the processes of the run.
-      placement: where it lives.
-      scaling: scaling of the learning rate, or None.
-    """
+    """Ends the round of a single replica; called like :class:`Merge`."""
 
     def __init__(self, group: Group, placement: Placement, scaling: Scaling | None):
         self._group = group
@@ -414,25 +428,25 @@ class SingleReplica:
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         (start,), (carry,) = starts, carries
         if self._spans:
-            rows = reduce_rows(
-                np.stack(self._group.all_gather(rows.tolist()), axis=1)
-            )  # they stop together, and fail together
+            # The processes of the replica stop and fail together.
+            rows = reduce_rows(np.stack(self._group.all_gather(rows.tolist()), axis=1))
         local = LocalState(carry.params, carry.opt_state, carry.model_state, start.outer_state)
         table = np.concatenate([rows, np.asarray(carry.not_finite), np.asarray(carry.sums)], axis=1)
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))
-        # Without what the next state takes as it is.
-        told_of = carry._replace(opt_state=None, model_state=None)
-        noise, progress, told = _summary(self._scaling, told_of, start.progress, np.float32(rows[0, 0]))
+        # Without the trees that the next state takes unchanged.
+        rest = carry._replace(opt_state=None, model_state=None)
+        noise, progress, numbers = _end_scaling(self._scaling, rest, start.progress, np.float32(rows[0, 0]))
         local = local._replace(noise=noise, progress=progress)
-        return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(told).tolist()))
+        return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(numbers).tolist()))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _summary(scaling: Scaling, carry: Carry, progress: Any, steps: Any) -> tuple[Any, Any, Any]:
-    """Noise and progress after its steps, and what the round tells of its scaling."""
+def _end_scaling(scaling: Scaling, carry: Carry, progress: Any, steps: Any) -> tuple[Any, Any, Any]:
+    """Noise scale and progress after the round, and the fields of :class:`Scaled`."""
     progress = progress + carry.scaled[:, 0]
     noise, tracked, params = drop_replica_axis((carry.noise, carry.tracked, carry.params))
     noise = scaling.end_round(noise, tracked, carry.sums[0, 0], params)
-    told = [noise.critical_batch_size, *(carry.scaled[0] / steps), progress[0], noise.base_batch_size]
-    return add_replica_axis(noise), progress, jnp.stack(told)
+    gain, lr_factor = carry.scaled[0] / steps
+    scaled = Scaled(noise.critical_batch_size, gain, lr_factor, progress[0], noise.base_batch_size)
+    return add_replica_axis(noise), progress, jnp.stack(scaled)

@@ -1,4 +1,4 @@
-"""The compiled programs of a replica's local phase, and the values they carry."""
+"""The compiled programs of a replica's local steps, and the state, constants and carry of a round."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxche.training._schedule_counts import advance_counts, are_schedules, coun
 
 def all_finite(tree: Any) -> Any:
     """Whether every number of the tree is finite."""
-    # x - x is 0 for every finite x and NaN for all others; this sum is three times as fast as all(isfinite(x)).
+    # x - x is 0 if x is finite and else NaN; this sum is three times as fast as all(isfinite(x)).
     sums = [jnp.abs(jnp.sum(x - x)).astype(jnp.float32) for x in jax.tree.leaves(tree) if is_float(x)]
     return jnp.sum(jnp.stack([jnp.float32(0), *sums])) == 0
 
 
 def stayed_finite(before: Any, after: Any) -> Any:
-    """Whether every number that was finite before still is; a state may begin with an infinite best value."""
+    """Whether every finite number is still finite; a state may start with an infinite best value."""
 
     def compared() -> Any:
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -37,16 +37,14 @@ def stayed_finite(before: Any, after: Any) -> Any:
 
 
 def non_finite_flag(finite: Any) -> Any:
-    """The column of a merge's table for a flag of one replica, ``[1, 1]``: 1 where a number is not finite."""
+    """The column ``not_finite`` of one replica, ``[1, 1]``: 1 if a number is not finite."""
     return 1 - jnp.float32(finite)[None, None]
 
 
 class Steps(NamedTuple):
-    """The compiled steps of a round; where all are alike, one program in both places.
+    """The compiled steps of a round, ``step(constants, carry, batch) -> (carry, loss)``.
 
-    Attributes:
-      measuring: ``step(start, carry, batch) -> (carry, loss)`` of the steps whose gradients are measured.
-      plain: of the others.
+    Steps that measure the gradient noise may have a program of their own; otherwise both are the same.
     """
 
     measuring: Any
@@ -54,7 +52,7 @@ class Steps(NamedTuple):
 
 
 class LocalState(NamedTuple):
-    """What one replica keeps between rounds. Every leaf has a leading axis of 1: its row of the ``[R, ...]`` view.
+    """The state of one replica between rounds; each leaf has a leading axis of 1, its row of the ``[R, ...]`` view.
 
     ``noise`` and ``progress`` are None unless learning rates are scaled.
     """
@@ -68,55 +66,55 @@ class LocalState(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What the steps of a round read and never write; None is what the settings have no use for.
+    """The inputs that all steps of a round share; fields that the settings do not need are None.
 
-    An array that each step hands on to the next costs ten times as much to dispatch. Arrays have a leading axis of 1,
-    but for ``stride`` and ``worth``.
+    Arrays have a leading axis of 1, except ``stride`` and ``merge_scale``. To dispatch an array in the carry costs ten
+    times as much.
     """
 
-    # Averaging gradients: where they are taken.
+    # If gradients are averaged: the parameters they are computed at.
     params: Any = None
-    # Where a schedule depends on them: the optimizer's counts at the start, and steps of all for one of this replica.
+    # If a schedule needs them: the optimizer's counts at the start, and the steps of all replicas per own step.
     counts: Any = None
     stride: Any = None
-    # Scaling: how the optimizer sees gradients, what steps are worth, and what was known at the start.
-    seen: Any = None
+    # Scaling: the preconditioner, the scale of the merge, and progress and noise scale at the start.
+    preconditioner: Any = None
     merge_scale: MergeScale | None = None
     progress: Any = None
     noise: Any = None
 
 
 class Carry(NamedTuple):
-    """What the steps of a round hand on; None is what the settings have no use for. Arrays have a leading axis of 1.
+    """The carry of the steps of a round; fields that the settings do not need are None.
 
-    ``index`` is the number of the next batch, for its random numbers; ``sums`` are examples, and loss and metrics times
-    examples.
+    Arrays have a leading axis of 1. ``index`` is the number of the next batch, for its random key; ``sums`` are the
+    examples, and loss and metrics times examples.
     """
 
     model_state: Any
     index: Any
     sums: Any
-    # Averaging parameters: the replica's own.
+    # If parameters are averaged: those of the replica.
     params: Any = None
     opt_state: Any = None
-    # Averaging gradients: their sum, weighted by examples.
+    # If gradients are averaged: their sum, weighted by examples.
     grads: Any = None
-    # Scaling: what the noise is estimated from, what the steps were worth, and a single replica's noise.
+    # Scaling: sums for the noise estimate, gains and learning rate factors, and the noise scale of a single replica.
     tracked: Any = None
     scaled: Any = None
     noise: Any = None
-    # At the end of a round: 1 where a number became NaN or infinite.
+    # At the end of a round: 1 if a number became NaN or infinite.
     not_finite: Any = None
 
 
 class Programs(Protocol):
-    """What a replica runs: ``begin(local, index, worth) -> (made, carry)`` opens a round, from which steps go on."""
+    """The programs of a replica; ``begin(local, index, merge_scale) -> (constants, carry)`` starts a round."""
 
     @property
     def begin(self) -> Callable[[LocalState, Any, MergeScale], tuple[Constants, Carry]]: ...
 
     def constants(self, local: LocalState, made: Constants) -> Constants:
-        """What :meth:`begin` made, with what the steps read of the replica's state itself."""
+        """The constants from :meth:`begin`, with those that are arrays of the local state itself."""
         ...
 
     def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
@@ -124,30 +122,20 @@ class Programs(Protocol):
         ...
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
-        """The carry at the end of a round that began with ``local``, with ``not_finite`` if a merge cannot see it."""
+        """The carry at the end of a round from ``local``, with ``not_finite`` unless the merge computes it."""
         ...
 
     def idle(self, carry: Carry) -> Carry:
-        """The same for a carry of :meth:`begin`, without a collective: one process of an island may call it alone."""
+        """The carry at the end of a round without steps; not a collective, so one process may call it alone."""
         ...
 
 
 class LocalPrograms:
-    """The compiled programs of a replica's local phase: ``begin`` and ``step``.
+    """The compiled programs of a replica's local steps.
 
-    ``begin`` copies the state a round starts from, so that the steps may donate their buffers and the state the
-    caller holds stays valid: whatever goes wrong in a round, the last good state is still there.
-
-    Args:
-      placement: where the replica lives.
-      loss: the loss in its one form.
-      tx: optimizer of the local steps.
-      average: ``"parameters"``: a step updates the replica's own parameters. ``"gradients"``: a step adds its
-        gradient, weighted by examples, to an accumulator.
-      seed: seed of ``rng=``.
-      metrics: names of the loss function's metrics, sorted.
-      scaling: scaling of the learning rate, or None; ``tx`` is then already wrapped.
-      solo: whether this is the only replica, whose own steps are those of the run.
+    ``begin`` copies the state, so that steps can donate their buffers and the last good state stays valid after an
+    error. With ``average="gradients"`` a step adds its gradient, weighted by examples, to an accumulator; else it
+    updates the replica's parameters. With ``scaling``, ``tx`` is already wrapped.
     """
 
     def __init__(
@@ -167,7 +155,7 @@ class LocalPrograms:
         self._metrics, self._scaling = metrics, scaling
         step = self._local_step if average == "parameters" else self._accumulate
         self._average = average
-        # keep_unused: the arguments also say on which device the zeros are made.
+        # keep_unused: the arguments also determine the device of the zeros.
         self.begin = jax.jit(self._begin, keep_unused=True)
         self._not_finite, self._finite = jax.jit(self._non_finite), jax.jit(self._zero_flag, keep_unused=True)
         self._step = jax.jit(
@@ -192,7 +180,7 @@ class LocalPrograms:
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
-            return carry  # all of it goes into the merge
+            return carry  # the merge checks the gradients
         before, after = ((x.params, x.opt_state, x.model_state) for x in (local, carry))
         return carry._replace(not_finite=self._not_finite(before, after))
 
@@ -212,11 +200,9 @@ class LocalPrograms:
         carry = Carry(copied.model_state, index, jnp.zeros((1, 2 + len(self._metrics)), jnp.float32))
         if self._scaling is not None:
             noise, params, opt_state = drop_replica_axis((local.noise, local.params, local.opt_state))
-            seen, begun = self._scaling.begin(noise, params, opt_state)
-            made, carry = (
-                made._replace(seen=add_replica_axis(seen), merge_scale=merge_scale),
-                carry._replace(**add_replica_axis(begun)),
-            )
+            preconditioner, trees = self._scaling.begin(noise, params, opt_state)
+            made = made._replace(preconditioner=add_replica_axis(preconditioner), merge_scale=merge_scale)
+            carry = carry._replace(**add_replica_axis(trees))
         if self._average == "parameters":
             carry = carry._replace(params=copied.params, opt_state=copied.opt_state)
             if not self._solo and any(are_schedules(local.opt_state)):
@@ -226,12 +212,12 @@ class LocalPrograms:
         return self._constrained(made), self._constrained(carry)
 
     def _constrained(self, trees: Any) -> Any:
-        """A carry or constants, kept where the place says."""
+        """A carry or constants with the shardings of the placement."""
         present = {name: tree for name, tree in trees._asdict().items() if tree is not None}
         return trees._replace(**self._placement.constrain(present))
 
     def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry]:
-        """Loss, gradients, examples, and the carry with what every step counts."""
+        """Loss, gradients, examples, and the carry with the new model state, index and sums."""
         rng = jax.random.fold_in(jax.random.key(self._seed), carry.index)
         (loss, (metrics, model_state)), grads = self._objective(
             params, drop_replica_axis(carry.model_state), batch, rng
@@ -248,13 +234,12 @@ class LocalPrograms:
         loss, grads, examples, carry = self._value_and_grad(params, carry, batch)
         if self._scaling is not None:
             scaled, carry = self._scale(start, carry, grads, examples, measures)
-        seen = (
-            opt_state
-            if start.stride is None
-            else with_run_counts(opt_state, drop_replica_axis(start.counts), start.stride)
-        )
-        params, updated = self._placement.update(self._tx, grads, seen, params, value=loss, **scaled)
-        opt_state = updated if start.stride is None else advance_counts(opt_state, seen, updated)
+        if start.stride is None:
+            params, opt_state = self._placement.update(self._tx, grads, opt_state, params, value=loss, **scaled)
+        else:
+            seen = with_run_counts(opt_state, drop_replica_axis(start.counts), start.stride)
+            params, updated = self._placement.update(self._tx, grads, seen, params, value=loss, **scaled)
+            opt_state = advance_counts(opt_state, seen, updated)
         if scaled:
             gain = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
             carry = carry._replace(scaled=carry.scaled + gain[None])
@@ -265,17 +250,19 @@ class LocalPrograms:
     def _scale(
         self, start: Constants, carry: Carry, grads: Any, examples: Any, measures: bool
     ) -> tuple[dict[str, Any], Carry]:
-        """Arguments of the scaled optimizer in a local step, and the carry with what it keeps of the noise."""
-        scaling, merge_scale, seen = self._scaling, start.merge_scale, drop_replica_axis(start.seen)
+        """The arguments of the scaled optimizer in a local step, and the carry with the new noise sums."""
+        scaling, merge_scale = self._scaling, start.merge_scale
+        preconditioner = drop_replica_axis(start.preconditioner)
         assert scaling is not None
         assert merge_scale is not None
         progress = drop_replica_axis(start.progress) + merge_scale.alpha * carry.scaled[0, 0]
         noise = drop_replica_axis((carry if measures and scaling.solo else start).noise)
         if measures and scaling.solo:
-            noise, tracked = scaling.update_from_step(noise, drop_replica_axis(carry.tracked), grads, examples, seen)
+            tracked = drop_replica_axis(carry.tracked)
+            noise, tracked = scaling.update_from_step(noise, tracked, grads, examples, preconditioner)
             carry = carry._replace(noise=add_replica_axis(noise), tracked=add_replica_axis(tracked))
         elif measures:
-            tracked = scaling.accumulate(drop_replica_axis(carry.tracked), noise, grads, examples, seen)
+            tracked = scaling.accumulate(drop_replica_axis(carry.tracked), noise, grads, examples, preconditioner)
             carry = carry._replace(tracked=add_replica_axis(tracked))
         return scaling.arguments(noise, progress, examples, merge_scale.replicas), carry
 
@@ -283,14 +270,15 @@ class LocalPrograms:
         loss, grads, examples, carry = self._value_and_grad(drop_replica_axis(start.params), carry, batch)
         if self._scaling is not None and measures:
             tracked, noise = drop_replica_axis(carry.tracked), drop_replica_axis(start.noise)
-            tracked = self._scaling.accumulate(tracked, noise, grads, examples, drop_replica_axis(start.seen))
+            preconditioner = drop_replica_axis(start.preconditioner)
+            tracked = self._scaling.accumulate(tracked, noise, grads, examples, preconditioner)
             carry = carry._replace(tracked=add_replica_axis(tracked))
         summed = add_weighted(carry.grads, add_replica_axis(grads), examples)
         return self._constrained(carry._replace(grads=summed)), loss
 
 
 def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
-    """Constants and carry of a step that does not measure: it may read a single replica's noise, and writes none."""
+    """Constants and carry of a step that does not measure: the noise scale of a single replica becomes a constant."""
     if carry.noise is not None:
         start = start._replace(noise=carry.noise)
     return start, carry._replace(tracked=None, noise=None)

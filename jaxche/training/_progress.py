@@ -1,4 +1,4 @@
-"""How far a training is: a bar, or lines."""
+"""The progress bar of ``fit``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A bar on terminals, a line every ten seconds elsewhere, nothing off rank 0."""
+    """A bar on a terminal, else a line every ten seconds; on process 0 only."""
 
     def __init__(self, trainer: Trainer, size: int, begin: tuple[int, int], last_epoch: int, enabled: bool):
         total = (last_epoch - begin[0]) * size - begin[1]
@@ -27,7 +27,7 @@ class Progress:
         self._bar = tqdm(total=total, unit="batch", disable=not terminal, dynamic_ncols=True)
         self._lines = enabled and not terminal
         self._done, self._total, self._start = 0, total, time.perf_counter()
-        self._spoke = self._start
+        self._last_line = self._start
 
     def update(self, info: RoundInfo) -> None:
         self._done += sum(info.counts)
@@ -37,12 +37,12 @@ class Progress:
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(sum(info.counts))
         now = time.perf_counter()
-        if self._lines and (now - self._spoke > 10 or self._done == self._total):
-            self._spoke = now
+        if self._lines and (now - self._last_line > 10 or self._done == self._total):
+            self._last_line = now
             left = (now - self._start) / self._done * (self._total - self._done)
-            self.say(f"{text} ({self._done}/{self._total} batches, {left:.0f} s left)")
+            self.write(f"{text} ({self._done}/{self._total} batches, {left:.0f} s left)")
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         if self._lines or not self._bar.disable:
             tqdm.write(text, file=sys.stderr)
 

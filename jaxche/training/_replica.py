@@ -1,4 +1,4 @@
-"""One replica: its compiled steps, its clock, its memory, and its speed when nobody waits."""
+"""A local replica: its compiled steps, the timing of its rounds, its memory, and its rate without merges."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from jaxche.training._placement import BatchPlacement, spans_processes
 from jaxche.training._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.training._scaling import MergeScale
 
-# Steps in flight per replica. Enough that the device never waits for Python, few enough that a round of hundreds
-# of steps does not put hundreds of batches on the device at once. In short rounds an eighth of the round: a replica
-# that has run out of time cannot take back what is in flight.
+# Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold
+# hundreds of batches. With a time limit at most an eighth of the round, because steps in flight cannot be cancelled.
 _IN_FLIGHT = 8
 
 _NO_SCALE = MergeScale()
 
 
 class LocalResult(NamedTuple):
-    """The end of a local phase: the carry, the time to the true end of the last step, or what went wrong."""
+    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed."""
 
     carry: Carry
     steps: int
@@ -37,7 +36,7 @@ class LocalResult(NamedTuple):
 
 
 class PaceError(ValueError):
-    """A pace that the computation cannot keep.
+    """A step takes longer than the pace.
 
     Example:
       >>> issubclass(PaceError, ValueError)
@@ -46,7 +45,7 @@ class PaceError(ValueError):
 
 
 class Replica:
-    """One replica of this process: its place, its compiled steps, its clock."""
+    """A replica of this process."""
 
     def __init__(self, group: Group, rank: int, placement: BatchPlacement, programs: Programs, pace_ms: float | None):
         self._group = group
@@ -61,12 +60,12 @@ class Replica:
         return self._begin(local, index, merge_scale)[1]
 
     def _begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
-        """What the steps of a round read, and the carry."""
+        """The constants and the carry of a round before its first step."""
         made, carry = self._programs.begin(local, np.uint32(index % 2**32), MergeScale(*map(np.float32, merge_scale)))
         return self._programs.constants(local, made), carry
 
     def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, Any]:
-        """The steps compiled for a batch of these shapes, and the batch as they take it."""
+        """The steps compiled for the shapes of this batch, and the batch on the devices."""
         batch = self.placement.put(batch)
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((x.shape, x.dtype) for x in leaves))
@@ -78,18 +77,14 @@ class Replica:
         return self._executables[key], batch
 
     def compile(self, local: LocalState, batch: Any) -> bool:
-        """Compile for this batch's shapes, without running anything; false if that was done before."""
+        """Compile for the shapes of this batch without running; false if they were compiled before."""
         before = self.compilations
         self._executable(local, batch)
         self._padding = batch
         return self.compilations > before
 
     def warm_up(self, local: LocalState, batch: Any) -> None:
-        """Run on a scratch copy until caches are warm; check the pace.
-
-        Raises:
-          PaceError: the step takes longer than the pace.
-        """
+        """Run steps on a copy of the state until caches are warm; raises PaceError if a step exceeds the pace."""
         start, carry = self._begin(local, 0)
         steps, batch = self._executable(local, batch, (start, carry))
         fastest = float("inf")
@@ -118,12 +113,12 @@ class Replica:
         time_limit_ms: float | None = None,
         measured: int = 0,
     ) -> LocalResult:
-        """Take one step on each batch of ``feed``, or as many as begin within ``time_limit_ms``, at least one.
+        """Take one step on each batch of ``feed``, or as many as start within ``time_limit_ms``, but at least one.
 
-        The first ``measured`` of them measure their gradients, where learning rates are scaled.
-        Where several processes drive this replica, the first of them looks at the clock, and all take the same steps.
-        A failing replica still meets the others: what it raises is part of the outcome. Where there is no room even
-        for the copy of the state that a merge needs, it cannot, and raises.
+        With scaled learning rates the first ``measured`` steps measure their gradients. If several processes drive the
+        replica, the first of them checks the time limit, and all take the same steps. A failed replica still takes part
+        in the merge: its error is part of the result. It raises only if there is no memory for the copy of the state
+        that the merge needs.
         """
         self._read_error = None
         losses: list[Any] = []
@@ -140,7 +135,7 @@ class Replica:
             for batch in self._padded(feed):
                 late = steps > 0 and time.perf_counter() - start > limit_s
                 if together is not None:
-                    # Not before every step: what the first one says takes a millisecond to the others.
+                    # Not before every step: the broadcast takes a millisecond.
                     late = steps > 0 and steps % in_flight == 0 and together(late)
                 if late:
                     break
@@ -157,12 +152,12 @@ class Replica:
                     time.sleep(max(0.0, due - time.perf_counter()))
                 losses.append(loss)
                 if len(losses) == in_flight:
-                    # Waiting costs a wake-up of this thread: once for half of them, not once a step.
+                    # Waiting wakes this thread up: wait for half of the steps at once, not for each.
                     losses[in_flight // 2 - 1].block_until_ready()
                     del losses[: in_flight // 2]
             jax.block_until_ready(carry)
             wall_ms = (time.perf_counter() - start) * 1e3 if steps else 0.0
-            # Before an error is raised: the other processes of an island take part in this.
+            # Before an error is raised: the other processes of the replica take part in this.
             carry = self._programs.finish(local, carry)
             if self._read_error is not None:
                 raise self._read_error
@@ -171,17 +166,18 @@ class Replica:
             return self.idle(local)._replace(error=error)
 
     def memory(self, local: LocalState) -> dict[str, int]:
-        """Bytes a device needs for a round of the largest batches compiled for; see :func:`round_memory`."""
+        """Bytes that a round needs on a device, for the largest compiled batch; see :func:`round_memory`."""
         found = (round_memory(local, steps.measuring, _IN_FLIGHT) for steps in self._executables.values())
         return max(found, key=lambda parts: parts["in all"])
 
     def idle(self, local: LocalState) -> LocalResult:
-        """The outcome of taking no step."""
+        """The result of a round without steps."""
         return LocalResult(self._programs.idle(self.begin(local, 0)), 0, 0.0)
 
     def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
-        """The batches of a feed. Where another process of an island waits in each step, a batch that cannot be read is
-        replaced by the one before, and the error kept for the end: it then has its steps, and nobody hangs.
+        """The batches of a feed, padded after a failed read if several processes drive the replica.
+
+        They wait for each other in each step, so this process repeats the last batch and raises the error at the end.
         """
         if not (spans_processes(self.placement) and isinstance(feed, Feed)):
             yield from feed
@@ -198,27 +194,19 @@ class Replica:
 
 
 def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
-    """Bytes a device holds at the fullest point of a replica's local steps.
+    """Peak bytes on a device in the local steps of a round, by purpose and ``"in all"``, without the merge.
 
-    A round keeps the state it was given and works on a copy, so that what goes wrong in it costs nothing.
-
-    Args:
-      local: what the replica keeps between rounds: arrays on its devices.
-      executable: its compiled step, ``step(start, carry, batch)``.
-      in_flight: steps dispatched ahead, each with its batch.
-
-    Returns:
-      Bytes by what they are for, and ``"in all"``; without the buffers of the merge itself.
+    A round keeps the given state and works on a copy, with ``in_flight`` batches dispatched ahead.
     """
-    # What a step reads of the start of the round is what is kept; only the carry is more.
-    (_, carry, batch), (_, carried, fed) = executable.args_info[0], executable.input_shardings[0]
+    # The constants are arrays of the local state; only the carry adds to them.
+    (_, carry, batch), (_, carry_shardings, batch_shardings) = executable.args_info[0], executable.input_shardings[0]
     parts = {
         "parameters": nbytes_per_device(local.params),
         "optimizer state": nbytes_per_device(local.opt_state),
         "model state": nbytes_per_device((local.model_state, local.outer_state, local.noise, local.progress)),
-        "working copy": nbytes_per_device(carry, carried),
-        # In a tuple: of a batch that is one array and that the loss does not read, ``fed`` is None.
-        f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (fed,)),
+        "working copy": nbytes_per_device(carry, carry_shardings),
+        # In a tuple: for a batch of one array that the loss does not read, the sharding is None.
+        f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (batch_shardings,)),
         "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
     }
     return parts | {"in all": sum(parts.values())}
@@ -232,17 +220,8 @@ def free_rates(
     seconds: float,
     pool: Executor,
 ) -> dict[int, float]:
-    """Batches per second of each rank of all processes, all running at once.
-
-    Args:
-      group: the processes of the run.
-      replicas: of this process, compiled and warm.
-      local_states: where each starts; they are not changed.
-      batches: to take in turn.
-      seconds: how long to run.
-      pool: with a thread a replica.
-    """
-    # The processes of one island must stop after the same step, so these count steps instead of seconds.
+    """Batches per second of each rank of all processes, all running at once; the local states are not changed."""
+    # The processes of one replica must stop after the same step, so these count steps instead of seconds.
     spanning = {
         replica.rank: (replica, local)
         for replica, local in zip(replicas, local_states, strict=True)

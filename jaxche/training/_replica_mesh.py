@@ -1,4 +1,4 @@
-"""The mesh of all replicas, and how a replica's trees are laid out on it and back."""
+"""The mesh of all replicas, and the conversion of local trees to ``[R, ...]`` views on it and back."""
 
 from __future__ import annotations
 
@@ -16,25 +16,17 @@ from jaxche.distributed import Group
 from jaxche.training._placement import DevicePlacement, Placement, is_local
 
 AXIS = "replica"
-# Within a replica: what is sharded is cut along the second axis, the first holds copies.
+# The axes within a replica: copies, and the shards of each copy.
 _INNER = ("copy", "shard")
 
 
 class ReplicaMesh:
     """All replicas as one mesh, the replicas along its axis ``replica``.
 
-    Replicas that are devices make a mesh of that axis alone. Islands of one shape bring all their devices, so that each
-    meets those of the other islands that hold the same piece, and nothing is gathered. Islands of different sizes
-    meet on as many devices of each as the greatest common divisor of their widths: each first lays its trees out
-    that way among its own devices, and spreads the merged ones again.
-
-    Args:
-      group: the processes of the run.
-      placements: where each replica lives, laid out, over all processes.
-      host: meet on CPU devices: pieces are copied there and back, and no program spans accelerators.
-
-    Raises:
-      ValueError: a process with fewer CPU devices than pieces to meet.
+    Replicas of one device make a mesh of that axis alone. Sharded replicas of one shape add all their devices, so that
+    shards merge without a gather. Sharded replicas of different sizes add as many devices each as the greatest common
+    divisor of their widths: each reshards its trees to these devices, and the merged trees back. With ``host`` the mesh
+    has CPU devices, shards are copied there and back, and no program spans accelerators.
     """
 
     def __init__(self, group: Group, placements: Sequence[Placement], host: bool = False):
@@ -50,33 +42,33 @@ class ReplicaMesh:
         if host:
             rows = _host_devices(rows)
         rows = [group.connected(row) for row in rows]
-        # An island's specs name the axes within it, also where it meets on one device.
+        # The specs of a sharded replica name its inner axes, also if one of its devices is in the mesh.
         plain = all(isinstance(placement, DevicePlacement) for placement in placements)
         grid = np.array([row[0, 0] for row in rows]) if plain else np.stack(rows)
         names = (AXIS,) if plain else (AXIS, *_INNER)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-        # For each local replica: where its pieces meet, and where they live.
+        # For each local replica: its devices in the mesh, and the devices of its arrays.
         self._rows = list(zip(_local_devices(rows), homes, strict=True))
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """The mesh axes within a replica: none where replicas are devices, not islands."""
+        """The mesh axes within a replica; none if replicas are single devices."""
         return self.mesh.axis_names[1:]
 
     def specs(self, name: str, tree: Any) -> Any:
-        """How the tree of this name is cut within a replica at the meeting."""
+        """The PartitionSpecs of a named tree within a replica of this mesh."""
         return self._views[0].specs(name, tree)
 
     def sharding(self, spec: Any) -> NamedSharding:
-        """Sharding of an ``[R, ...]`` view whose rows are cut by ``spec``."""
+        """The sharding of an ``[R, ...]`` view with rows sharded by ``spec``."""
         return NamedSharding(self.mesh, P(AXIS, *spec))
 
     def shardings(self, name: str, tree: Any) -> Any:
-        """Sharding of every leaf of the ``[R, ...]`` view of this name; ``tree`` is one replica's."""
+        """The shardings of the ``[R, ...]`` view of a named tree; ``tree`` is that of one replica."""
         return jax.tree.map(self.sharding, self.specs(name, tree), is_leaf=lambda x: isinstance(x, P))
 
     def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The ``[R, ...]`` views of named trees, given one dict per local replica: no copy where islands are alike."""
+        """The ``[R, ...]`` views of named trees, from one dict per local replica; no copy if shapes agree."""
         if not self._direct:
             trees = [view.move(named) for view, named in zip(self._views, trees, strict=True)]
         return {name: self._stack_one(name, [named[name] for named in trees]) for name in trees[0]}
@@ -97,7 +89,7 @@ class ReplicaMesh:
         return jax.tree.map(assemble, specs, *trees, is_leaf=lambda x: isinstance(x, P))
 
     def unstack(self, named: dict[str, Any]) -> list[dict[str, Any]]:
-        """One dict of named trees per local replica from their ``[R, ...]`` views."""
+        """One dict of named trees per local replica, from their ``[R, ...]`` views."""
         parts: list[dict[str, Any]] = [{} for _ in self._here]
         for name, tree in named.items():
             leaves = jax.tree.leaves(tree)
@@ -108,7 +100,7 @@ class ReplicaMesh:
         return parts if self._direct else [placement.move(p) for placement, p in zip(self._here, parts, strict=True)]
 
     def unreplicate(self, name: str, tree: Any) -> Any:
-        """One row of the ``[R, ...]`` view of this name, whose rows are equal; each device keeps its own piece."""
+        """One row of an ``[R, ...]`` view with equal rows; each device keeps its shards."""
 
         def one(spec: P, x: jax.Array) -> jax.Array:
             pieces = [shard.data[0] for shard in x.addressable_shards]
@@ -117,7 +109,7 @@ class ReplicaMesh:
         return self._by_spec(one, name, tree)
 
     def replicate(self, name: str, tree: Any, like: Any) -> Any:
-        """The ``[R, ...]`` view of this name of which :meth:`unreplicate` made ``tree``; ``like`` is a replica's."""
+        """The inverse of :meth:`unreplicate`; ``like`` is the tree of one replica."""
 
         def one(spec: P, x: jax.Array) -> jax.Array:
             pieces = [shard.data[None] for shard in x.addressable_shards]
@@ -128,13 +120,10 @@ class ReplicaMesh:
         return self._by_spec(one, name, like, tree)
 
     def abstract_tree(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
-        """How a checkpoint's tree of this name is to be read: shapes, with shardings on this mesh.
+        """Shapes and shardings on this mesh to restore a named tree from a checkpoint.
 
-        Args:
-          name: of the tree.
-          tree: one replica's, with its leading axis of 1.
-          rows: rows that were saved, or None for a tree from :meth:`unreplicate`.
-          own: whether each replica needs its own row; else all rows go everywhere.
+        ``rows`` is the number of saved rows, or None for a tree from :meth:`unreplicate`. With ``own`` each replica
+        gets its own row; else every replica gets all rows.
         """
 
         def one(spec: P, x: Any) -> jax.ShapeDtypeStruct:
@@ -151,7 +140,7 @@ class ReplicaMesh:
         return jax.tree.map(fn, specs, tree, is_leaf=lambda x: isinstance(x, P))
 
     def rows(self, numbers: np.ndarray) -> jax.Array:
-        """``[R, devices of a replica, columns]`` of one row of host numbers per local replica."""
+        """``[R, devices of a replica, columns]``, from one row of host numbers per local replica."""
         per_replica = self.mesh.size // self.mesh.shape[AXIS]
         shape = (self.mesh.shape[AXIS], per_replica, numbers.shape[1])
         sharding = NamedSharding(self.mesh, P(AXIS, self.inner or None))
@@ -164,19 +153,19 @@ class ReplicaMesh:
 
 
 def _on_device(piece: Any, device: Any) -> Any:
-    """A piece on a device: itself if it is there, else a copy that is under way when this returns."""
+    """The shard on this device, copied asynchronously unless it is there."""
     return piece if piece.device == device else jax.device_put(piece, device)
 
 
 def _local_devices(rows: Sequence[np.ndarray]) -> list[list[Any]]:
-    """This process's devices in each row that has some."""
+    """The devices of this process in each row that has any."""
     process = jax.process_index()
     own = [[d for d in row.flat if d.process_index == process] for row in rows]
     return [devices for devices in own if devices]
 
 
 def _host_devices(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """CPU devices of the same processes for each row, by preference such that no replica computes on."""
+    """CPU devices of the same processes for each row, preferably those that no replica computes on."""
     busy = {device for row in rows for device in row.flat}
     free: dict[int, list[Any]] = {}
     for device in sorted(jax.devices("cpu"), key=lambda d: (d in busy, d.id)):

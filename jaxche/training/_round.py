@@ -1,4 +1,4 @@
-"""A round on the host: its plan, the merged statistics, the errors they raise, and the state that follows."""
+"""A round on the host: its plan, its merged statistics, its errors and the next state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxche.training._state import TrainerState
 
 
 class PlanMismatchError(RuntimeError):
-    """Hosts planned different rounds: their code, data length, seed or measurements differ.
+    """The hosts planned different rounds: their code, data length, seed or measurements differ.
 
     Example:
       >>> issubclass(PlanMismatchError, RuntimeError)
@@ -27,13 +27,13 @@ class PlanMismatchError(RuntimeError):
 
 
 class NonFiniteLossError(FloatingPointError):
-    """A loss, or a number of the training state, became NaN or infinite.
+    """A loss, a gradient or a number of the training state became NaN or infinite.
 
     Attributes:
-      rank: the replica, or None where all were finite and what was merged is not.
-      round: the round in which it happened; nothing of it is kept.
-      state: the last good state, from before that round.
-      batches: what that replica, or all of them, trained on in the round: ``(epoch, index)`` of each batch.
+      rank: rank of the replica, or None if all replicas were finite and the merged state is not.
+      round: number of the round; it is not merged.
+      state: the state before that round.
+      batches: ``(epoch, index)`` of the batches of that replica, or of all replicas, in the round.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -54,11 +54,11 @@ class NonFiniteLossError(FloatingPointError):
         self.rank, self.round, self.state, self.batches = rank, round, state, batches
 
 
-# Steps in a round of a single replica: nothing is merged there, it is only how often the loop reports.
+# Steps in a round of a single replica. Nothing is merged there; a round only reports.
 SOLO_ROUND = 50
 
-# Rounds may be a few milliseconds long, and a hiccup of the machine is no reason to cut one short.
-_LEAST_PATIENCE_MS = 200.0
+# Rounds may take a few milliseconds, and a short delay of the machine must not cut them short.
+_MIN_EXTRA_MS = 200.0
 
 
 def next_plan(
@@ -69,15 +69,9 @@ def next_plan(
     last_epoch: int | None = None,
     solo_steps: int = SOLO_ROUND,
 ) -> RoundPlan:
-    """The round that follows from a state; batches that replicas owe from an earlier one come first.
+    """The plan of the next round, the same on every host; pending batches of earlier rounds come first.
 
-    Args:
-      state: the same on every host.
-      size: batches in an epoch.
-      policy: when replicas meet.
-      world_size: replicas.
-      last_epoch: where training ends, for a round that crosses epochs.
-      solo_steps: steps of a single replica.
+    ``size`` is the number of batches in an epoch, ``solo_steps`` the number of steps of a single replica.
     """
     lead = state.che.max_batch_diff if state.che else None
     if state.pending_batches:
@@ -103,15 +97,11 @@ def next_plan(
 def plan_of_counts(
     state: TrainerState, size: int, policy: ApplyPolicy, world_size: int, counts: Sequence[int]
 ) -> RoundPlan:
-    """A round of counts given from outside, e.g. recorded ones; cut only where the epoch ends.
-
-    Raises:
-      ValueError: counts for another number of replicas, or none.
-    """
+    """The plan of a round with given counts, e.g. recorded ones, cut at the end of the epoch."""
     if len(counts) != world_size or sum(counts) < 1:
         raise ValueError(
             f"counts={tuple(counts)} has {len(counts)} entries for {world_size} replicas; "
-            "give each its number of steps, at least one in all"
+            "give each its number of steps, and at least one step in total"
         )
     epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
     left = sum(counts) if policy is ApplyPolicy.ASYNC and not state.pending_batches else stop - start
@@ -119,11 +109,11 @@ def plan_of_counts(
 
 
 def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
-    """When a replica stops short of its plan: it holds up the others by the length of one round, not more."""
+    """The time limit of a round: a slow replica delays the others by at most the length of one round."""
     if che is None or not all(che.ms_per_batch):
         return None
     expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
-    return expected + max(expected, _LEAST_PATIENCE_MS)
+    return expected + max(expected, _MIN_EXTRA_MS)
 
 
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
@@ -133,9 +123,9 @@ _NOT_FINITE, _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(
 def host_row(
     plan: RoundPlan, rank: int, result: LocalResult, last_sync_ms: float, stop: int, accumulated: int = 0
 ) -> list[float]:
-    """What a replica adds to the table from the host's side, in the order of ``HOST_COLUMNS``."""
+    """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
     failed = result.error is not None
-    # The count weighs what is merged; where a step failed nothing is.
+    # The count is a weight of the merge; after an error nothing is merged.
     return [
         plan.counts[rank] if failed else result.steps,
         result.wall_ms,
@@ -148,7 +138,7 @@ def host_row(
 
 
 class RoundStatistics:
-    """Named reads of the merged table; what does not depend on the host that reads it."""
+    """The statistics of a round by name, from the merged table; equal on every host."""
 
     def __init__(self, numbers: np.ndarray, metrics: Sequence[str]):
         self._numbers = np.asarray(numbers, np.float64)
@@ -165,7 +155,7 @@ class RoundStatistics:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Steps each replica took, fewer than planned where its time was up."""
+        """Steps of each replica: fewer than planned if it reached the time limit."""
         return tuple(int(n) for n in self._host("count"))
 
     @property
@@ -174,10 +164,10 @@ class RoundStatistics:
 
     @property
     def last_sync_ms(self) -> float:
-        """Cost of the previous merge as the median replica saw it.
+        """Cost of the previous merge, the median over replicas.
 
-        The smallest would miss what replicas on a shared core cost each other; the mean would follow one that
-        started late, say after an evaluation.
+        The minimum would miss the cost of sharing a core; the mean would follow a replica that started late, e.g.
+        after an evaluation.
         """
         return float(np.median(self._host("last_sync_ms")))
 
@@ -191,7 +181,7 @@ class RoundStatistics:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Mean loss per replica, nan where it took no step."""
+        """Mean loss of each replica, NaN without a step."""
         with np.errstate(invalid="ignore"):
             return tuple((self._numbers[:, _LOSS] / self.examples).tolist())
 
@@ -213,13 +203,13 @@ class RoundStatistics:
         results: Sequence[LocalResult],
         finite: bool,
     ) -> None:
-        """Raise, on every host alike, if this round must not count; ``finite`` is the flag of the merge.
+        """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
 
         Raises:
-          Exception: whatever a local replica raised.
-          RankError: another process's replica raised.
-          PlanMismatchError: hosts planned different rounds.
-          NonFiniteLossError: a loss, a replica's state or gradients, or what was merged is NaN or infinite.
+          Exception: the error of a local replica.
+          RankError: a replica of another process failed.
+          PlanMismatchError: the hosts planned different rounds.
+          NonFiniteLossError: a loss, a gradient, a local state or the merged state is NaN or infinite.
         """
         if self._host("failed").any():
             errors = [(result.error, rank) for rank, result in zip(ranks, results, strict=True) if result.error]
@@ -249,7 +239,7 @@ class RoundStatistics:
         raise NonFiniteLossError(
             f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. The round was not merged; "
             "this error's .state is the one before it. Look for NaN, infinite or empty values in these batches and for "
-            "a gradient that is not finite where the loss is (sqrt or log at 0); else try a lower learning rate or "
+            "a gradient that is not finite although the loss is (sqrt or log at 0); else try a lower learning rate or "
             "optax.chain(optax.clip_by_global_norm(1.0), tx)",
             rank,
             plan.round,
@@ -259,7 +249,7 @@ class RoundStatistics:
 
 
 def _batch_names(batches: Sequence[tuple[int, int]]) -> str:
-    """E.g. ``batches 3 to 7 of epoch 0, batch 0 of epoch 1``."""
+    """The batches as text, e.g. ``batches 3 to 7 of epoch 0, batch 0 of epoch 1``."""
     by_epoch: dict[int, list[int]] = {}
     for epoch, index in batches:
         by_epoch.setdefault(epoch, []).append(index)
@@ -289,27 +279,20 @@ def advance(
 ) -> tuple[TrainerState, RoundInfo]:
     """The state after a round and its record.
 
-    All that decides the next plan is a function of the plan and the table, so that all hosts go on alike.
-
-    Args:
-      state: the state before the round.
-      plan: what was planned.
-      merged: what the merge returned.
-      table: the same with names.
-      policy: when replicas meet; ``async`` corrects divergence.
-      rule: merge rule of parameters, or None where gradients are averaged.
-      sync_ms: what the merge cost this process; it reaches the others in the next merge.
+    The next plan depends on the plan and the table only, so it is the same on all hosts. ``rule`` is the merge rule of
+    parameters, or None if gradients are averaged. ``sync_ms`` is the cost of the merge in this process; the next merge
+    shares it.
     """
     counts = table.counts
     che, correction, verdict = state.che, state.correction, Verdict.CALM
     rel, direction = merged.drift
     if che is not None:
-        # A round cut short by the end of an epoch says nothing of the overhead of a whole one.
+        # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
         whole = counts == limit_lead(che.batch_counts, che.max_batch_diff)
         before = che
         che = before.report_timing(table.wall_ms, counts, table.last_sync_ms if whole else 0.0)
         if counts != plan.counts:
-            # Somebody ran out of time. A tuner that leaves out a stray report would let that happen once more.
+            # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
             che = che.report_timing(table.wall_ms, counts, 0.0)
         if policy is ApplyPolicy.ASYNC:
             correction, che, verdict = correction.apply(before, che, rel)
@@ -364,7 +347,7 @@ def advance(
 def _pending_batches(
     pending_batches: tuple[tuple[int, int, int], ...], plan: RoundPlan, counts: tuple[int, ...]
 ) -> tuple[tuple[int, int, int], ...]:
-    """What is owed after a round of this plan in which so many steps were taken."""
+    """The pending batches after a round of this plan with these counts of steps."""
     after = []
     if pending_batches:
         (epoch, _, stop), *others = pending_batches

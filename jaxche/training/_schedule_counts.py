@@ -1,11 +1,10 @@
-"""The counts in an optimizer's state: schedules follow the whole run, moments the updates of their replica.
+"""The counts in an optimizer's state: schedules count the batches of all replicas, moments their own updates.
 
-A schedule inside ``tx`` is a function of a count in the state of the optimizer. On one device it counts the updates,
-one a batch. With several replicas it counts those of all of them: in a round of N steps over all replicas, of which
-this one takes n, the count advances by N/n at each step, and after the merge it is the same everywhere. Where gradients
-are averaged, the one update of the round advances it by N, and an update of ``optax.MultiSteps`` by the batches since
-the one before over its number of mini-steps. Counts of moments, as the one of Adam's bias correction, belong to the
-moments and count updates.
+A schedule in ``tx`` is a function of a count in the optimizer state. On one device it counts the updates, one per
+batch. With several replicas it counts those of all replicas: in a round of N steps in total and n of this replica, the
+count advances by N/n at each step, and after the merge it is equal on all replicas. If gradients are averaged, the one
+update of the round advances it by N, and an update of ``optax.MultiSteps`` by the batches since the last one over its
+number of mini-steps. Counts of moments, such as that of Adam's bias correction, count updates.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# The counts that a schedule is a function of, by the class of the state. A transformation of the user's own whose rate
-# depends on a count keeps it in an optax.ScaleByScheduleState.
+# The counts of schedules, by the class of the state. A user's transformation with such a count keeps it in an
+# optax.ScaleByScheduleState.
 _SCHEDULES = {
     "AddNoiseState": ("count",),
     "InjectHyperparamsState": ("count",),
@@ -33,7 +32,7 @@ _SCHEDULES = {
 
 
 def counts_of(opt_state: Any) -> list[Any]:
-    """The counts in an optimizer's state: its signed integers of one number, with or without a replica axis."""
+    """The counts in an optimizer's state: its signed integer scalars, with or without a replica axis."""
     return [leaf for leaf in jax.tree.leaves(opt_state) if _is_count(leaf)]
 
 
@@ -44,17 +43,14 @@ def with_counts(opt_state: Any, counts: Sequence[Any]) -> Any:
 
 
 def are_schedules(opt_state: Any) -> list[bool]:
-    """Of each of :func:`counts_of`, whether a schedule depends on it."""
+    """Whether a schedule depends on each of :func:`counts_of`."""
     return [bool(kind) for kind in _kinds(opt_state)]
 
 
 def with_run_counts(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
-    """The state as an update sees it in the middle of a round: schedules count the steps of all replicas.
+    """The state for an update within a round: schedules count the steps of all replicas since ``start``.
 
-    Args:
-      opt_state: of one replica, whose counts count its own steps since the start of the round.
-      start: its counts at the start of the round.
-      stride: steps of all replicas for one of this replica.
+    ``stride`` is the number of steps of all replicas per step of this one.
     """
 
     def one(count: Any, first: Any, scheduled: bool) -> Any:
@@ -65,31 +61,21 @@ def with_run_counts(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
 
 
 def advance_counts(before: Any, seen: Any, after: Any) -> Any:
-    """The state after an update of one batch.
-
-    Args:
-      before: the state before it.
-      seen: the same as the update saw it, see :func:`with_run_counts`.
-      after: what the update made of it.
-    """
+    """The state after an update, which got ``seen`` from :func:`with_run_counts` and returned ``after``."""
     found = zip(*map(counts_of, (before, seen, after)), are_schedules(before), strict=True)
     return with_counts(after, [own + new - old if scheduled else new for own, old, new, scheduled in found])
 
 
 def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) -> tuple[Any, Any]:
-    """The state after one update on the gradients of several batches, and the batches that wait for ``MultiSteps``.
+    """The state after one update with the gradients of several batches, and the batches pending in ``MultiSteps``.
 
-    Args:
-      batches: of all replicas in the round.
-      before: the state before the update.
-      after: what the update made of it.
-      accumulated: batches of earlier rounds that no update of ``MultiSteps`` has counted; 0 where there is none.
+    ``accumulated`` is the number of batches pending before the update.
     """
     batches, accumulated = (jnp.asarray(n).astype(jnp.int32) for n in (batches, accumulated))
     per_step = jnp.int32(0)
     if (old := _accumulation(before)) is not None and (new := _accumulation(after)) is not None:
         updates, n_steps = new.gradient_step - old.gradient_step, old.mini_step + 1
-        # A mini-step that MultiSteps skips counts for nothing.
+        # A mini-step that MultiSteps skips does not count.
         accumulated = accumulated + jnp.where((updates > 0) | (new.mini_step != old.mini_step), batches, 0)
         per_step = accumulated // n_steps
         accumulated = accumulated - updates * n_steps * per_step
@@ -118,13 +104,13 @@ def _accumulation(opt_state: Any) -> Any:
 
 
 def _kinds(opt_state: Any) -> list[str]:
-    """Of each of :func:`counts_of` what a schedule counts there: "update", "accumulated", or "" for no schedule."""
+    """The unit of each of :func:`counts_of`: "update", "accumulated", or "" without a schedule."""
     marks = jax.tree.leaves(_schedule_kinds(opt_state, "update"))
     return [mark for mark, leaf in zip(marks, jax.tree.leaves(opt_state), strict=True) if _is_count(leaf)]
 
 
 def _schedule_kinds(tree: Any, kind: str) -> Any:
-    """The tree with a kind for each leaf."""
+    """The tree with a kind in place of each leaf."""
 
     def node(found: Any) -> Any:
         if not _is_schedule(found):

@@ -1,4 +1,4 @@
-"""Replicas whose model is cut into stages: their programs, how they meet, and the engine that runs them."""
+"""Replicas in stages: their checks, placement, programs, merge and engine."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ from jaxche.training._schedule_counts import advance_counts, are_schedules, coun
 
 
 class Stages:
-    """A replica on one device a stage.
+    """The placement of a replica in stages: one device for each stage, all of one process.
 
-    Args:
-      model: the stages, and how they communicate; its own devices are not used.
-      devices: one a stage, all of one process; a device may hold several stages.
+    A device may hold several stages. The devices of ``model`` itself are not used.
     """
 
     def __init__(self, model: Partitioned, devices: Sequence[Device]):
@@ -51,10 +49,10 @@ class Stages:
         self.makes_pieces = False
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
-        """What a replica keeps: parameters and the states of optimizers are tuples, one entry a stage."""
+        """The named trees of a local state; parameters and optimizer states are tuples with one entry per stage."""
         assert model_state is None, "stages have none"
-        reached = (None,) * len(self.by_stage) if opt_state is None else opt_state
-        given = zip(self.by_stage, params, reached, strict=True)
+        opt_states = (None,) * len(self.by_stage) if opt_state is None else opt_state
+        given = zip(self.by_stage, params, opt_states, strict=True)
         made = [placement.start(begin, tree, None, own) for placement, tree, own in given]
         names = ("params", "opt_state", "outer_state")
         return LocalState(**{name: tuple(one[name] for one in made) for name in names}, model_state=None)._asdict()
@@ -64,18 +62,11 @@ class Stages:
 
 
 class StagedPrograms:
-    """The local phase of a replica in stages.
+    """The programs of a replica in stages; the host drives its steps.
 
-    A step is driven from the host: the pipeline's gradients, then an update of each stage where it lives.
-
-    Args:
-      placement: where the replica lives.
-      tx: optimizer of the local steps, applied to each stage by itself.
-      average: ``"parameters"`` or ``"gradients"``.
-      seed: added to the model's own, of the keys of stages that name ``rng``.
-      examples: in a batch of the data. A smaller one, as the last of an epoch may be, is cut into micro-batches of
-        the largest size that divides it.
-      solo: whether this is the only replica.
+    A step computes the gradients with the pipeline, then updates each stage on its device. ``examples`` is the batch
+    size of the data. A smaller batch, such as the last one of an epoch, is cut into micro-batches of the largest size
+    that divides it.
     """
 
     def __init__(
@@ -99,7 +90,7 @@ class StagedPrograms:
         return made if made.stride is None else made._replace(counts=tuple(map(counts_of, local.opt_state)))
 
     def begin(self, local: LocalState, index: Any, merge_scale: Any) -> tuple[Constants, Carry]:
-        """The state a round works on, a copy: the one it starts from stays valid."""
+        """The constants and the carry of a round; the carry is a copy, so that ``local`` stays valid."""
         follows = self._average == "parameters" and not self._solo and any(are_schedules(local.opt_state))
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
@@ -151,9 +142,9 @@ class StagedPrograms:
         if self._average == "gradients":
             added = (self._add(*stage, examples) for stage in zip(carry.grads, grads, strict=True))
             return stepped._replace(grads=tuple(added)), loss
-        told = jax.device_put([loss] * len(self._devices), self._devices)
+        losses = jax.device_put([loss] * len(self._devices), self._devices)
         counts = start.counts or (None,) * len(params)
-        stages = zip(grads, carry.opt_state, params, told, counts, strict=True)
+        stages = zip(grads, carry.opt_state, params, losses, counts, strict=True)
         updated = [self._update(*stage, start.stride) for stage in stages]
         params, opt_state = zip(*updated, strict=True)
         return stepped._replace(params=params, opt_state=opt_state), loss
@@ -179,11 +170,11 @@ def _add_to_sums(sums: Any, loss: Any, examples: Any) -> Any:
 
 
 def _on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
-    """The stage for parameters with the leading axis of 1 that rows of the ``[R, ...]`` view have."""
+    """The stage for parameters with the leading replica axis."""
 
     @functools.wraps(stage)
     def call(params: Any, x: Any, **more: Any) -> Any:
-        # Not x[0]: the gradient of a reshape is one, that of an index a scatter.
+        # Not x[0]: the gradient of a reshape is a reshape, that of an index is a scatter.
         return stage(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), params), x, **more)
 
     return call
@@ -193,11 +184,7 @@ _STAGE_TREES = ("params", "opt_state", "outer_state")
 
 
 def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: Any) -> list[Any]:
-    """Where replicas in stages live: as many devices each as there are stages, no device in two replicas.
-
-    Raises:
-      ValueError: something that does not go with stages, by name.
-    """
+    """The placements of replicas in stages; refuses arguments that stages do not support."""
     protocol, n_stages = model.protocol, len(model.stages)
     if strategy is not None:
         raise ValueError(
@@ -206,17 +193,17 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
         )
     if scaling is not None:
         raise ValueError(
-            f"scaling={scaling!r} measures the noise of whole gradients, and those of a jaxche.Partitioned lie on its "
-            "stages' devices; leave scaling= out, or give the loss function of the whole model"
+            f"scaling={scaling!r} measures the noise of whole gradients, and a jaxche.Partitioned has its gradients on "
+            "the devices of its stages; leave scaling= out, or give the loss function of the whole model"
         )
     if None in model.devices:
         raise ValueError(
-            "loss_fn is a jaxche.Partitioned with local_stages=; the stages of a replica are in one process: leave it "
-            "out, and give each process replicas of its own"
+            "loss_fn is a jaxche.Partitioned with local_stages=, but all stages of a replica are in one process; leave "
+            "it out, and give each process replicas of its own"
         )
     if not isinstance(protocol, Direct | Pipeline):
         raise ValueError(
-            f"protocol={protocol!r} is for stages in processes of their own, and those of a replica are in one; write "
+            f"protocol={protocol!r} is for stages in several processes, but a replica has all its stages in one; write "
             "jaxche.Partitioned(stages, loss, jaxche.Pipeline(micro_batch_size=8))"
         )
     given = _default_replicas(n_stages) if replicas is None else [_devices_of(r, n_stages) for r in replicas]
@@ -245,26 +232,20 @@ def _devices_of(replica: Any, n_stages: int) -> list[Any]:
 
 
 def _default_replicas(n_stages: int) -> list[list[Any]]:
-    """The devices of each process, as many in a row as there are stages."""
+    """Replicas of ``n_stages`` successive devices of each process."""
     replicas = []
     for process, devices in devices_by_process().items():
         if len(devices) % n_stages:
             raise ValueError(
                 f"process {process} has {len(devices)} devices, which do not make whole replicas of {n_stages} stages; "
-                f"say which to use, e.g. replicas=[jaxche.devices()[:{n_stages}]]"
+                f"name those to use, e.g. replicas=[jaxche.devices()[:{n_stages}]]"
             )
         replicas += [devices[i : i + n_stages] for i in range(0, len(devices), n_stages)]
     return replicas
 
 
 class StageMeshes:
-    """A meeting a stage: the devices that hold it in each replica, and nothing is gathered on any of them.
-
-    Args:
-      group: the processes of the run.
-      placements: where each replica lives, over all processes.
-      host: meet on CPU devices.
-    """
+    """A replica mesh for each stage, over the devices that hold the stage; see :class:`ReplicaMesh`."""
 
     def __init__(self, group: Group, placements: Sequence[Stages], host: bool):
         n_stages = placements[0].devices.size
@@ -272,10 +253,10 @@ class StageMeshes:
             ReplicaMesh(group, [placement.by_stage[stage] for placement in placements], host)
             for stage in range(n_stages)
         ]
-        self.processes_of_ranks = [placement.devices[0] for placement in placements if is_local(placement)]
+        self.local_devices = [placement.devices[0] for placement in placements if is_local(placement)]
 
     def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The ``[R, ...]`` views of named trees, given one dict per local replica: a tuple with each stage's."""
+        """The ``[R, ...]`` views of named trees, from one dict per local replica; tuples with one entry per stage."""
 
         def view(name: str) -> Any:
             if name not in _STAGE_TREES:
@@ -296,16 +277,16 @@ class StageMeshes:
         return [{name: tuple(part[name] for part in parts) for name in named} for parts in zip(*by_stage, strict=True)]
 
     def unreplicate(self, name: str, tree: Any) -> Any:
-        """Of each stage one row of its view, whose rows are equal."""
+        """One row of the view of each stage; the rows are equal."""
         return tuple(replica_mesh.unreplicate(name, one) for replica_mesh, one in zip(self.by_stage, tree, strict=True))
 
     def replicate(self, name: str, tree: Any, like: Any) -> Any:
-        """The views whose rows are all the given ones."""
+        """The inverse of :meth:`unreplicate`."""
         stages = zip(self.by_stage, tree, like, strict=True)
         return tuple(replica_mesh.replicate(name, one, alike) for replica_mesh, one, alike in stages)
 
     def abstract_tree(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
-        """How a checkpoint's tree of this name is to be read, see :meth:`ReplicaMesh.abstract_tree`."""
+        """Shapes and shardings of each stage, see :meth:`ReplicaMesh.abstract_tree`."""
         return tuple(
             replica_mesh.abstract_tree(name, one, rows, own)
             for replica_mesh, one in zip(self.by_stage, tree, strict=True)
@@ -313,16 +294,10 @@ class StageMeshes:
 
 
 class StageMerge:
-    """A merge a stage, one after the other: two programs with collectives in flight may wait for each other.
-
-    Args:
-      meetings: where each stage meets.
-      rules: what is averaged, and how.
-      local: one replica's :class:`LocalState`, for its shapes.
-    """
+    """Merges the stages one after the other, because two programs with collectives in flight can deadlock."""
 
     def __init__(self, stage_meshes: StageMeshes, rules: MergeRules, local: LocalState):
-        self._homes = stage_meshes.processes_of_ranks
+        self._devices = stage_meshes.local_devices
         # A stage without parameters has nothing to merge.
         self._merges = {
             s: Merge(replica_mesh, rules, _stage_of(local, s))
@@ -335,22 +310,21 @@ class StageMerge:
         merged = {
             s: merge(
                 [_stage_of(start, s) for start in starts],
-                [_carry_of(carry, s, homes[s]) for carry, homes in zip(carries, self._homes, strict=True)],
+                [_carry_of(carry, s, devices[s]) for carry, devices in zip(carries, self._devices, strict=True)],
                 rows,
             )
             for s, merge in self._merges.items()
         }
         local_states = []
-        for placement, start in enumerate(starts):
+        for i, start in enumerate(starts):
             stages = [
-                merged[s].local_states[placement] if s in merged else _stage_of(start, s)
-                for s in range(len(start.params))
+                merged[s].local_states[i] if s in merged else _stage_of(start, s) for s in range(len(start.params))
             ]
             by_name = {name: tuple(getattr(stage, name) for stage in stages) for name in _STAGE_TREES}
             local_states.append(start._replace(**by_name))
         squares = np.sum([one.squares for one in merged.values()], axis=0)
         rel, direction = measure_drift(*squares.tolist())
-        table = np.max([one.table for one in merged.values()], axis=0)  # alike but for what became of each stage
+        table = np.max([one.table for one in merged.values()], axis=0)  # equal but for the flags of each stage
         finite, accumulated = all(one.finite for one in merged.values()), next(iter(merged.values())).accumulated
         return Merged(
             tuple(local_states), table, (float(rel), float(direction)), finite=finite, accumulated=accumulated
@@ -361,16 +335,17 @@ def _stage_of(local: LocalState, stage: int) -> LocalState:
     return local._replace(**{name: getattr(local, name)[stage] for name in _STAGE_TREES})
 
 
-def _carry_of(carry: Carry, stage: int, home: Any) -> Carry:
+def _carry_of(carry: Carry, stage: int, device: Device) -> Carry:
     own, counted = ("params", "opt_state", "grads"), ("sums", "not_finite")
     present = {name: tree for name, tree in carry._asdict().items() if tree is not None}
     trees = {name: present[name][stage] for name in own if name in present}
-    # What the last stage counted goes to all: each merge weighs by it.
-    return carry._replace(**trees, **{name: jax.device_put(present[name], home) for name in counted if name in present})
+    # The last stage counts the examples, and the merge of each stage needs them for its weights.
+    counts = {name: jax.device_put(present[name], device) for name in counted if name in present}
+    return carry._replace(**trees, **counts)
 
 
 class StagedEngine(Engine):
-    """Runs plans on replicas in stages; the model in place of the loss."""
+    """The engine of replicas in stages."""
 
     _merge_type = StageMerge
 
@@ -383,10 +358,20 @@ class StagedEngine(Engine):
             self._replica_mesh = StageMeshes(self._group, placements, self._settings.host)
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
-        shared = (self._tx, self._settings.average, self._settings.seed, examples, len(self._all_placements) == 1)
         placements: Any = self._placements
+
+        def programs(placement: Stages) -> StagedPrograms:
+            return StagedPrograms(
+                placement,
+                self._tx,
+                average=self._settings.average,
+                seed=self._settings.seed,
+                examples=examples,
+                solo=len(self._all_placements) == 1,
+            )
+
         self._replicas = [
-            Replica(self._group, rank, placements[rank], StagedPrograms(placements[rank], *shared), self._paces[rank])
+            Replica(self._group, rank, placements[rank], programs(placements[rank]), self._paces[rank])
             for rank in self.ranks
         ]
         one = without_replica_axis(local.params)
@@ -399,7 +384,7 @@ class StagedEngine(Engine):
         return code.consts
 
     def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
-        """Nothing: a stage's device holds several programs, and how many activations depends on the schedule."""
+        """Empty: the memory of a stage depends on the activations that its schedule keeps."""
         return []
 
     def unreplicate(self, tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a trainer carries from round to round, and what it tells about a round."""
+"""The trainer state: all replicas between two rounds, and the position in the data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxche.training._programs import LocalState
 
 @dataclass(frozen=True)
 class TrainerState:
-    """All replicas between two rounds. A value: a round returns the next one and leaves this one valid.
+    """All replicas between two rounds. It is immutable: a round returns the next state, and this one stays valid.
 
     ``params``, ``opt_state`` and ``model_state`` are the pmapped-replica view: every leaf ``[R, ...]``, one row per
-    replica, sharded ``P("replica")``, assembled without a copy when asked for. Right after a merge all rows of
-    ``params`` are equal; the rows of ``opt_state`` are each replica's own.
+    replica, sharded ``P("replica")``, made without a copy on access. After a merge all rows of ``params`` are equal;
+    the rows of ``opt_state`` may differ.
 
     Attributes:
-      local_states: the rows that live in this process.
+      local_states: the replicas of this process.
       che: the cadence, or None when nothing is measured (one replica, or policy ``sync``).
       correction: divergence correction (policy ``async``).
       round: number of rounds done.
@@ -30,11 +30,11 @@ class TrainerState:
       cursor: index of the next batch in its epoch. ``(epoch, cursor, pending_batches, seed)`` is the whole position in
         the data.
       examples: trained on so far, by all replicas.
-      sync_ms: what the last merge cost this process, beyond waiting.
-      pending_batches: batches before the cursor that no replica has trained on, because one ran out of time:
+      sync_ms: cost of the last merge in this process, without waiting.
+      pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
       clock_ms: time of all rounds so far, waiting and merging included.
-      accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated and not applied.
+      accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -81,7 +81,7 @@ class TrainerState:
 
 
 class Stop(IntEnum):
-    """Why a run ends after a round; where ranks differ, the larger counts."""
+    """The reason to stop after a round; the merge takes the maximum over ranks."""
 
     NO = 0
     ASKED = 1

@@ -1,4 +1,4 @@
-"""The state of a run as dicts of arrays and JSON, as checkpoints and admitted processes get it."""
+"""The state dict of a run: arrays and JSON for checkpoints and admitted processes."""
 
 from __future__ import annotations
 
@@ -36,14 +36,7 @@ _FIELDS = {
 
 
 class StateDict:
-    """Converts the state of all replicas to one tree of each name, and back.
-
-    Args:
-      replica_mesh: of all replicas.
-      own: names of the trees that differ between replicas; all others are equal after a merge.
-      world_size: number of replicas.
-      local_states: the replicas of this process.
-    """
+    """Converts the state of all replicas to named trees and back; the trees in ``own`` differ between replicas."""
 
     def __init__(
         self, replica_mesh: ReplicaMesh, own: Sequence[str], world_size: int, local_states: Sequence[LocalState]
@@ -51,7 +44,7 @@ class StateDict:
         self._replica_mesh, self._own, self._world_size, self._locals = replica_mesh, own, world_size, local_states
 
     def trees(self) -> dict[str, Any]:
-        """The named trees: ``[R, ...]`` if they differ between replicas, else those of one replica."""
+        """The named trees: ``[R, ...]`` if they differ between replicas, else one row."""
         views = self._replica_mesh.stack([_present(local) for local in self._locals])
         return {name: x if name in self._own else self._replica_mesh.unreplicate(name, x) for name, x in views.items()}
 
@@ -74,8 +67,8 @@ class StateDict:
     def load(self, saved: dict[str, Any], rows: dict[str, int]) -> tuple[LocalState, ...]:
         """The replicas of this process with the saved trees.
 
-        With another number of replicas each gets the mean of the saved rows: of moments and of the counts of their
-        updates. Of other values that are not floats it gets the first row.
+        With another number of replicas each gets the mean of the saved rows: of floats and of the counts of moments.
+        Of other values it gets the first row.
         """
         like, views = _present(self._locals[0]), {}
         for name, tree in saved.items():

@@ -1,4 +1,4 @@
-"""The trainer: plan a round, run it, merge it, learn from it."""
+"""The trainer: plans, runs and merges rounds, and adapts the cadence to their times."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
 
-# The cadence of a trainer that is given none: from a small start the steady tuner finds the anchor in a few rounds.
+# The default cadence: from a small anchor the steady tuner finds the right one in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
 
 
@@ -62,81 +62,77 @@ class Trainer:
 
     .. math:: x' = x_0 - \alpha \sum_i w_i (x_0 - x_i)
 
-    In a round every replica takes its own number of local steps, dispatched without waiting for anybody; then all
-    meet in one weighted ``psum`` that carries the parameters and, with them, times, counts and losses. From these
-    each host derives the same next plan. With one replica it is a plain training loop.
+    In a round every replica takes its own number of local steps without waiting for the others. Then one weighted
+    ``psum`` merges the parameters, and with them times, counts and losses. From these every host makes the same next
+    plan. With one replica the trainer is a plain training loop.
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss`` or ``(loss, metrics)``, the loss a mean over the batch, metrics a
-        dict of scalars. It gets ``rng=`` (a key of its own for every batch) and ``model_state=`` if it names them;
-        with the latter it returns ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with
-        ``Direct`` or ``Pipeline``: every replica is then a pipeline of its own, and parameters are one entry a stage.
-      tx: any ``optax.GradientTransformation``. Each replica has its own state of it. A schedule inside it follows the
-        run as on one device: its count is the number of batches that all replicas have trained on (see the notes).
-      policy: when replicas meet, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch,
-        ``"cadence"`` when the slowest has done ``anchor`` batches, ``"async"`` the same with divergence correction
-        and without stopping at the end of an epoch.
-      che: the cadence; by default one whose anchor is the smallest that keeps merging and waiting near 1.5 % of the
-        time.
+        dict of scalars. It gets ``rng=`` (a new key for every batch) and ``model_state=`` if it names them; with the
+        latter it returns ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with ``Direct`` or
+        ``Pipeline``: every replica is then a pipeline, and parameters have one entry per stage.
+      tx: any ``optax.GradientTransformation``. Each replica has its own optimizer state. A schedule in ``tx`` counts
+        the batches of all replicas, as on one device (see the notes).
+      policy: when to merge, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch, ``"cadence"``
+        when the slowest replica has done ``anchor`` batches, ``"async"`` the same with divergence correction and with
+        rounds that cross the end of an epoch.
+      che: the cadence; by default with the smallest anchor that keeps merging and waiting near 1.5 % of the time.
       average: ``"parameters"`` (local SGD) or ``"gradients"`` (replicas accumulate the gradients of their batches
-        and make one identical update, equal to one device on the joined batch). By default gradients under
-        ``sync`` and parameters otherwise.
+        and make one identical update, equal to one device on the joined batch). By default ``"gradients"`` under
+        ``sync`` and ``"parameters"`` otherwise.
       merge: weights of parameters, see :func:`~jaxche.merge_weights`: ``"steps"``, ``"batch"`` or ``"fednova"``.
-      opt_state: what a merge does with each replica's optimizer state: ``"local"`` leaves it, ``"average"`` takes
-        the weighted mean of its moments and of the counts that say how old these are, ``"reset"`` starts moments anew.
-        Schedules go on whichever it is.
+      opt_state: what a merge does with each replica's optimizer state: ``"local"`` keeps it, ``"average"`` takes the
+        weighted mean of its moments and of their counts, ``"reset"`` initializes the moments anew. Schedules continue
+        in all three cases.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
-      replicas: the replicas of all processes, each a device or a mesh of devices (an island). By default each of
-        :func:`jaxche.devices` is one; with ``strategy=HybridShard(n)`` every node of ``n`` devices is, with other
-        sharding strategies all devices of a process together. Of a model in stages each is a list of devices, one a
-        stage, and stages meet those of the other replicas one by one; by default the devices of each process in a row.
-        The ``devices=`` of the ``Partitioned`` itself are not used.
-      strategy: how an island's devices share parameters, gradients and optimizer state, e.g. ``jaxche.FullShard()``.
-        Islands meet piece by piece: the device that holds a piece meets those that hold it elsewhere, and nothing is
-        gathered. Islands of different sizes first lay their pieces out alike, each among its own devices.
-      backend: where replicas meet: ``"device"``, on their own devices; ``"host"``, on the CPU devices of their
-        processes, so that no program spans accelerators; ``"auto"``, on the host when replicas are of different kinds,
-        or when processes share a GPU.
+      replicas: the replicas of all processes, each a device or a mesh of devices (an *island*: a sharded replica). By
+        default every device of :func:`jaxche.devices` is a replica; with ``strategy=HybridShard(n)`` every node of
+        ``n`` devices, with other sharding strategies all devices of a process. For a model in stages each replica is a
+        list of devices, one per stage, and each stage is merged over its devices; by default the devices of each
+        process in their order. The ``devices=`` of the ``Partitioned`` are not used.
+      strategy: how the devices of an island share parameters, gradients and optimizer state, e.g.
+        ``jaxche.FullShard()``. Islands merge shard by shard, over the devices with the same shard, without a gather.
+        Islands of different sizes first reshard among their own devices to a common layout.
+      backend: where replicas merge: ``"device"``, on their own devices; ``"host"``, on the CPU devices of their
+        processes, so that no program spans accelerators; ``"auto"``, on the host if replicas are of different kinds or
+        processes share a GPU.
       seed: seed of ``rng=``.
       pace_ms: for experiments on equal devices: pad every local step to this wall time in ms, one number or one
         per replica. ``jaxche launch --pace`` sets it through the variable ``JAXCHE_PACE_MS``.
-      scaling: a scaling rule, e.g. ``jaxche.AdaScale()``: ``tx`` keeps the learning rate tuned for one small batch,
-        and each update is scaled by what the larger batch is worth. Averaging gradients, that batch is the round's;
-        averaging parameters, each local step counts for the merge's
-        :func:`~jaxche.scaling.effective_replicas`, and the noise is estimated by replicas with two steps or more
-        in a round, from their own batches (one more gradient in memory). A single replica compares successive
-        gradients (likewise). Measured are the first steps of a round, 8 of each replica or 12 of a single one, and
-        after the first eight rounds one step in eight, every so many rounds; the others run a program of their own with
-        the arithmetic of a step without a rule, and age the noise scale's averages as those that are measured do
-        (:func:`~jaxche.scaling.noise_scale.skip`).
-      base_batch_size: examples in the batch the learning rate was tuned for; by default those of one batch of the
-        data.
+      scaling: a scaling rule, e.g. ``jaxche.AdaScale()``. ``tx`` keeps the learning rate of one small batch, and the
+        rule scales each update for the larger batch. When gradients are averaged, that is the batch of the round. When
+        parameters are averaged, each local step counts for the :func:`~jaxche.scaling.effective_replicas` of the
+        merge, and replicas with two steps or more in a round estimate the noise from their own batches (one more
+        gradient in memory). A single replica compares successive gradients (likewise). A round measures its first
+        steps, 8 of each replica or 12 of a single one; after eight rounds, some rounds only, so that one step in
+        eight is measured. The other steps run a program without this arithmetic, and decay the averages of the noise
+        scale all the same (:func:`~jaxche.scaling.noise_scale.skip`).
+      base_batch_size: examples in the batch that the learning rate was tuned for; by default one batch of the data.
       fleet: a :class:`~jaxche.VirtualFleet` whose clock replaces real time, for experiments with devices of any speeds
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
         history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock. Replicas
         may share a device, and by default they are dealt out over those at hand; such replicas merge on CPU devices.
 
     Notes:
-      **Schedules.** On one device a schedule in ``tx`` is a function of the updates so far, one a batch. Here it is a
-      function of the batches that all replicas have trained on, so ``optax.cosine_decay_schedule(0.1, epochs *
-      len(data))`` ends at the end of the run on any number of replicas, of any speeds, under every policy. In a round
-      of N steps over all replicas, of which one replica takes n, its count advances by N/n at each of its steps; after
-      the merge all have the same. Where gradients are averaged the one update of the round advances it by N. With
-      ``optax.MultiSteps(tx, k)`` a count stands for k batches, as on one device. These are counts of
+      **Schedules.** On one device a schedule in ``tx`` is a function of the number of updates, one per batch. Here it
+      is a function of the number of batches of all replicas, so ``optax.cosine_decay_schedule(0.1, epochs *
+      len(data))`` ends at the end of the run with any number of replicas, at any speeds, under every policy. If a
+      round has N steps in total and n of one replica, the count of that replica advances by N/n at each step; after
+      the merge all counts are equal. When gradients are averaged, the one update of the round advances the count by N.
+      With ``optax.MultiSteps(tx, k)`` a count stands for k batches, as on one device. This holds for the counts of
       ``scale_by_schedule``, ``inject_hyperparams``, ``MultiSteps``, ``add_decayed_weights``, ``add_noise``,
-      ``schedule_free`` and ``ademamix``, wherever they are nested; a transformation of your own that depends on a count
-      keeps it in an ``optax.ScaleByScheduleState``. ``prodigy``, ``dadapt_adamw``, ``momo`` and ``madgrad`` have
-      one count for schedule and moments, which counts updates of their replica, as do the step of
-      ``conditionally_transform`` and the counts of moments, e.g. in Adam's bias correction. A scaling rule has a
-      progress of its own, which :func:`~jaxche.scaling.progress_schedule` follows. A schedule of ``outer`` counts
-      merges.
+      ``schedule_free`` and ``ademamix``, nested or not; a transformation of your own keeps such a count in an
+      ``optax.ScaleByScheduleState``. Other counts are of the updates of their replica: the counts of moments (e.g. in
+      Adam's bias correction), the step of ``conditionally_transform``, and those of ``prodigy``, ``dadapt_adamw``,
+      ``momo`` and ``madgrad``, which have one count for schedule and moments. A scaling rule has its own progress,
+      see :func:`~jaxche.scaling.progress_schedule`. A schedule of ``outer`` counts merges.
 
     Attributes:
-      last_good_state: after an error in :meth:`fit`, the state from before the round that failed.
+      last_good_state: after an error in :meth:`fit`, the state before the failed round.
 
     Raises:
-      ValueError: an argument that cannot work, with the line to write instead; or a process that a launcher started as
-        one of several and that has not called :func:`jaxche.initialize`.
+      ValueError: an invalid argument, with the line to write instead; or :func:`jaxche.initialize` was not called in a
+        process that a launcher started as one of several.
 
     References:
       flodl (ElChe). Stich, *Local SGD converges fast and communicates little*, ICLR 2019.
@@ -193,7 +189,7 @@ class Trainer:
         if self.world_size > 1:
             che = che or ElChe(world_size=self.world_size, **DEFAULT_CADENCE)
         else:
-            average = "parameters"  # a plain training loop: one update a batch
+            average = "parameters"  # a plain training loop: one update per batch
         self.average, self.merge, self.scaling = average, merge, scaling
         self._tx, self._che = tx, che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
@@ -201,12 +197,30 @@ class Trainer:
         paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
         scaled = None
         if scaling is not None:
-            meets = (self.world_size == 1, self.policy is ApplyPolicy.SYNC)
-            whole = not any(placement.makes_pieces for placement in placements)
-            scaled = Scaling(scaling, base_batch_size, average, *meets, joined=whole)
+            scaled = Scaling(
+                scaling,
+                base_batch_size,
+                average,
+                solo=self.world_size == 1,
+                sync=self.policy is ApplyPolicy.SYNC,
+                joined=not any(placement.makes_pieces for placement in placements),
+            )
         host = merges_on_host(backend, placements)
         loss: Any = loss_fn if staged else as_loss(loss_fn)
-        settings = Settings(group, loss, tx, average, merge, opt_state, outer, placements, seed, paces, scaled, host)
+        settings = Settings(
+            group=group,
+            loss=loss,
+            tx=tx,
+            average=average,
+            merge=merge,
+            opt_state=opt_state,
+            outer=outer,
+            placements=placements,
+            seed=seed,
+            paces=paces,
+            scaling=scaled,
+            host=host,
+        )
         self._engine = (StagedEngine if staged else Engine)(settings)
         self._fingerprint = {
             "policy": self.policy.value,
@@ -230,18 +244,19 @@ class Trainer:
         """Put one set of parameters on every replica.
 
         Args:
-          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``, or a function of no arguments that
-            makes it: an island then makes each piece where it belongs, and a model larger than one device can start.
-            It is traced once an island, so it has to draw from keys, not from a generator that moves on. Every
-            process passes the same.
-          model_state: pytree of what the loss changes besides parameters, e.g. batch statistics.
-          opt_state: where every replica's optimizer starts, e.g. ``train_state.opt_state``; by default anew.
+          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``, or a function without arguments that
+            returns it. The devices of an island then each compute their own shards, so that a model larger than one
+            device can start. The function is traced once per island, so it must draw from keys, not from a stateful
+            generator. Every process passes the same parameters.
+          model_state: pytree of the values that the loss changes besides parameters, e.g. batch statistics.
+          opt_state: initial optimizer state of every replica, e.g. ``train_state.opt_state``; by default
+            ``tx.init(params)``.
 
         Returns:
           The state before the first round.
 
         Raises:
-          ValueError: no arrays, a leaf that is not float, a ``tx`` that is scaled already, or an ``opt_state`` of
+          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, or an ``opt_state`` of
             another optimizer.
         """
         shapes = jax.eval_shape(params) if callable(params) else params
@@ -259,7 +274,7 @@ class Trainer:
         return self._engine.unreplicate(state.local_states[0].params)
 
     def model_state(self, state: TrainerState) -> Any:
-        """The merged model state, one plain pytree."""
+        """The merged model state: one plain pytree without a replica axis."""
         return self._engine.unreplicate(state.local_states[0].model_state)
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
@@ -269,32 +284,32 @@ class Trainer:
     def round(
         self, state: TrainerState, data: Any, counts: Sequence[int] | None = None
     ) -> tuple[TrainerState, RoundInfo]:
-        """One round: everybody's local steps, one merge.
+        """One round: the local steps of every replica, then one merge.
 
-        The state passed in stays valid. In a run of many processes all of them must call this together.
+        The state passed in stays valid. In a run of several processes all of them call this together.
 
         Args:
           state: from :meth:`init` or an earlier round.
-          data: ``len(data)`` batches, ``data[i]`` a pytree of arrays with a leading batch axis; if it has
-            ``.epoch(e)``, that sequence is used for epoch ``e``. Every epoch has ``len(data)`` batches: the keys of
-            batches, the end of training and checkpoints count with that number. The index alone says which examples
-            are in a batch, because batches are read ahead, again after a resume or in a replay, and by any process. So
-            the first one is read twice. If it differs, some array of it has to stay as it is and to differ from those
-            of another batch, as labels do where images are augmented at random; such a run trains each example once an
-            epoch, though it replays with other numbers. If no array does, the data is refused: it may be a source that
-            gives its next batch whatever the index, by which examples are lost and each process sees others. To augment
-            at random and replay bit for bit, draw from the index: ``np.random.default_rng((seed, i))``.
-          counts: local steps per replica, instead of the cadence's, and no limit on their time.
+          data: ``len(data)`` batches, ``data[i]`` a pytree of arrays with a leading batch axis. If it has
+            ``.epoch(e)``, that sequence is used for epoch ``e``. Every epoch has ``len(data)`` batches, because random
+            keys, the end of training and checkpoints depend on that number. The index alone determines the examples of
+            a batch, because any process may read it, ahead of time, and again in a resumed run or a replay. To check
+            this, the first batch is read twice. If the reads differ, one array must stay equal and differ from that of
+            another batch, as labels do when images are augmented at random; such a run trains on each example once per
+            epoch, but does not replay bit for bit. If there is no such array, the data is refused: it may return its
+            next batch whatever the index, so that examples are lost and processes train on different data. For random
+            augmentation that replays bit for bit, draw from the index: ``np.random.default_rng((seed, i))``.
+          counts: local steps of each replica instead of the cadence's, without a time limit.
 
         Returns:
           ``(state, info)``.
 
         Raises:
-          ValueError: data, loss, pace or counts that cannot work.
-          NonFiniteLossError: a loss, a parameter or a state became NaN or infinite; the error's ``state`` is the one
-            passed in, and its ``batches`` are those of the replica that it happened on.
+          ValueError: invalid data, loss, pace or counts.
+          NonFiniteLossError: a loss, a parameter or a state became NaN or infinite. The error has the ``state`` that
+            was passed in, and the ``batches`` of the failed replica.
           RankError: another process failed.
-          PlanMismatchError: hosts planned different rounds.
+          PlanMismatchError: the hosts planned different rounds.
         """
         return self._round(state, data, counts)
 
@@ -308,16 +323,16 @@ class Trainer:
         dry_run: bool = False,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
     ) -> tuple[TrainerState, History]:
-        """Train for some epochs; :func:`jaxche.training.fit` tells more of the arguments.
+        """Train for some epochs; :func:`jaxche.training.fit` describes the arguments in full.
 
         Args:
           state: from :meth:`init` or an earlier fit.
           data: as for :meth:`round`.
           epochs: how many more epochs.
-          callbacks: called with ``(state, info)`` after every round; one that returns something true stops training.
+          callbacks: called with ``(state, info)`` after every round; a true result stops training.
           progress: show a bar on rank 0.
-          dry_run: compile and run one batch a replica and one merge, and return the state unchanged.
-          checkpoints: a folder, or :class:`~jaxche.Checkpoints`: save there, and go on from what is there.
+          dry_run: compile, run one batch on every replica and one merge, and return the state unchanged.
+          checkpoints: a folder, or :class:`~jaxche.Checkpoints`: save there, and continue from the newest checkpoint.
 
         Returns:
           ``(state, history)``.
@@ -325,56 +340,56 @@ class Trainer:
         return fit(self, state, data, epochs, callbacks, progress, dry_run, checkpoints)
 
     def replay(self, state: TrainerState, data: Any, history: Iterable[RoundInfo]) -> tuple[TrainerState, History]:
-        """Run recorded rounds again: the same batches on the same replicas, whatever time they take now.
+        """Repeat recorded rounds: the same batches on the same replicas, at any speed.
 
-        On the same devices the result is the recorded run's, bit for bit.
+        On the same devices the result is equal bit for bit.
 
         Args:
-          state: where the recorded run began.
-          data: what it was trained on.
-          history: its rounds, e.g. ``History.from_json(Path("history.jsonl"))``.
+          state: the state before the first recorded round.
+          data: the data of the recorded run.
+          history: the recorded rounds, e.g. ``History.from_json(Path("history.jsonl"))``.
 
         Returns:
-          ``(state, history)`` of the run made again.
+          ``(state, history)`` of the repeated run.
 
         Raises:
-          ValueError: a record that does not begin at the state's place, or is of another number of replicas.
+          ValueError: the history begins at another place than the state, or has another number of replicas.
         """
         again, history = History(), list(history)
         for number, info in enumerate(history):
             if len(info.counts) != self.world_size:
                 raise ValueError(
                     f"history has {len(info.counts)} replicas in round {info.round}, and this trainer has "
-                    f"{self.world_size}; give it as many replicas. A run whose number changed on the way, as an "
-                    f"elastic one's may, is replayed up to there: history[:{number}]"
+                    f"{self.world_size}; give it as many replicas. If the number changed during the run, as in an "
+                    f"elastic run, replay the rounds before that: history[:{number}]"
                 )
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
                 raise ValueError(
                     f"history has round {info.round} at batch {info.cursor} of epoch {info.epoch}, but the state is at "
-                    f"round {state.round}, batch {start} of epoch {epoch}; start from the state that the record began "
-                    "at, e.g. state = trainer.init(params), and give the same data"
+                    f"round {state.round}, batch {start} of epoch {epoch}; start from the state before the first "
+                    "recorded round, e.g. state = trainer.init(params), and give the same data"
                 )
             state, info = self._round(state, data, counts=info.planned, done=info.counts)
             again.append(info)
         return state, again
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
-        """Ask all processes to stop together: the next round's merge tells them."""
+        """Ask all processes to stop after the next round; its merge carries the request."""
         self._stop = max(self._stop, stop)
 
     def reset_requests(self) -> None:
-        """Forget requests to stop and to admit processes."""
+        """Discard requests to stop and to admit processes."""
         self._stop = Stop.NO
         if self._membership:
             self._membership.reset()
 
     def measure_rates(self, state: TrainerState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
-        """Batches per second of every replica, all running at once and nobody waiting: the bound of any cadence.
+        """Batches per second of every replica, all running at once without merges: the upper bound of any cadence.
 
         Args:
-          state: where to run from; it is not changed.
+          state: the state to run from; it is not changed.
           data: as for :meth:`round`.
           seconds: how long to run.
 
@@ -389,29 +404,31 @@ class Trainer:
 
     @property
     def memory(self) -> list[dict[str, int]]:
-        """Bytes a round needs of a device, for each replica: what is kept, copied and computed.
+        """Bytes that a round needs on a device of each replica.
 
-        A dict a replica, with its ``"rank"`` and ``"in all"``; empty before the first round has compiled.
+        One dict per replica, with its ``"rank"``, the bytes by purpose and ``"in all"``; empty before the first round.
         """
         return self._engine.memory
 
     @property
     def local_ranks(self) -> list[int]:
-        """The replicas that live in this process."""
+        """The ranks of the replicas of this process."""
         return self._engine.ranks
 
     @property
     def compilations(self) -> int:
-        """Shapes of batches that steps were compiled for so far in this process, over its replicas; changing counts
-        never adds one.
+        """The number of batch shapes that steps were compiled for, over the replicas of this process.
+
+        Other counts never compile again.
         """
         return self._engine.compilations
 
     def _plan(
         self, state: TrainerState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
     ) -> RoundPlan:
-        where = (state, size, self.policy, self.world_size)
-        return next_plan(*where, last_epoch, self._solo_steps) if counts is None else plan_of_counts(*where, counts)
+        if counts is not None:
+            return plan_of_counts(state, size, self.policy, self.world_size, counts)
+        return next_plan(state, size, self.policy, self.world_size, last_epoch, self._solo_steps)
 
     def _settings(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
@@ -457,7 +474,7 @@ class Trainer:
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = RoundStatistics(merged.table, self._engine.metrics)
         table.check(self._group, state, plan, self._engine.ranks, results, merged.finite)
-        if self._stop == stop:  # only now all have heard of it; a signal may have asked for more meanwhile
+        if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         if self._fleet is None:
             # Replicas start a round together: the time beyond the slowest replica is that of the merge.

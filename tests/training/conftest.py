@@ -75,7 +75,7 @@ def trained_alike(close):
 @pytest.fixture
 def patient(monkeypatch):
     """A stall of this machine cuts no round short."""
-    monkeypatch.setattr(_round, "_LEAST_PATIENCE_MS", 60_000.0)
+    monkeypatch.setattr(_round, "_MIN_EXTRA_MS", 60_000.0)
 
 
 @pytest.fixture

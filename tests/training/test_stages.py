@@ -180,7 +180,7 @@ REFUSED = {
     r"protocol=DataStore.*write jaxche.Partitioned\(stages, loss, jaxche.Pipeline\(micro_batch_size=8\)\)": lambda d: {
         "loss_fn": in_stages(jaxche.DataStore("memory://refused"))
     },
-    r"local_stages=; the stages of a replica are in one process": lambda d: {
+    r"local_stages=, but all stages of a replica are in one process": lambda d: {
         "loss_fn": in_stages(jaxche.DataStore("memory://local"), local_stages=[0])
     },
     r"for 2 stages each replica is a list of 2 devices, e.g. replicas=\[devices\[:2\], devices\[2:4\]\]": lambda d: {
