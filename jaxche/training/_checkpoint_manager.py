@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run with Orbax, and restores the newest that all its processes can read."""
+"""The checkpoint manager: saves a run with Orbax and restores the newest checkpoint that all processes can read."""
 
 from __future__ import annotations
 
@@ -36,22 +36,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxche")
 
-# For all processes to write their parts. The death of a process ends the wait earlier.
+# Limit for all processes to write their shards. The death of a process ends the wait earlier.
 _TIMEOUT_S = 3600
 
 
 class CheckpointManager(Hook):
-    """Saves and restores the checkpoints of a fit.
-
-    Args:
-      config: what the user asked for.
-      trainer: whose states are saved.
-      data: what the run trains on.
-
-    Raises:
-      ImportError: Orbax is missing.
-      ValueError: a folder that some process cannot write, or that the processes do not share.
-    """
+    """Saves and restores the checkpoints of a fit; refuses a folder that processes cannot write or do not share."""
 
     def __init__(self, config: Checkpoints, trainer: Trainer, data: Any):
         try:
@@ -61,8 +51,8 @@ class CheckpointManager(Hook):
         self._group = trainer._group
         if config.durable and self._group.elastic:
             raise ValueError(
-                "durable=True waits for all processes to write, and an elastic run goes on without those that die: its "
-                "parameters are safe with the others; leave durable out"
+                "durable=True waits for all processes to write, and an elastic run continues without those that die: "
+                "the others have its parameters; leave durable out"
             )
         self._ocp, self._config, self._trainer, self._batches = ocp, config, trainer, len(data)
         self._folder = shared_folder(self._group, config.folder)
@@ -74,16 +64,16 @@ class CheckpointManager(Hook):
         self._group.raise_everywhere(error, self._group.process_index, "the reading of the data")
         self._log = MetricsLog(self._group, self._folder)
         self._manager: Any = None
-        # The step of the last save that was started, and of one that a process did not live to finish.
+        # The step of the last save that was started, and of the last one that a lost process did not finish.
         self._started = self._abandoned = 0
         self._sigterm = contextlib.ExitStack()
         self._handles_sigterm = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """A context of the fit; its end waits until all is written."""
+        """The context of the fit; its exit waits until all saves are written."""
         with contextlib.ExitStack() as stack:
-            # Its handler is removed last, so that another SIGTERM does not end the process before all is written.
+            # Remove the handler last, so that another SIGTERM does not end the process before all saves are written.
             stack.enter_context(self._sigterm)
             stack.push(self.close)
             yield
@@ -98,7 +88,7 @@ class CheckpointManager(Hook):
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         if not self._handles_sigterm:
-            # Earlier there is nothing to save, and SIGTERM ends the process.
+            # Before the first round there is nothing to save, and SIGTERM ends the process.
             self._sigterm.enter_context(on_sigterm(lambda: self._trainer.request_stop(Stop.PREEMPTED)))
             self._handles_sigterm = True
         self._log.append(info)
@@ -113,7 +103,7 @@ class CheckpointManager(Hook):
     def on_membership(self, run: Run, shrunk: bool) -> None:
         """Continue with the present members from the state of the run."""
         if shrunk:
-            # A process may have started to save a round that is now repeated, and others not.
+            # Some processes may have started to save a round that is now repeated.
             self._abandoned = max(self._group.all_gather(self._started))
         else:
             self._align_operation_ids()
@@ -126,7 +116,7 @@ class CheckpointManager(Hook):
             self._manager.wait_until_finished()
 
     def save(self, state: TrainerState) -> None:
-        """Save a state that is not saved yet; returns when the arrays are copied, or written."""
+        """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written."""
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._started = state.round
@@ -173,7 +163,7 @@ class CheckpointManager(Hook):
         return self._ocp.CheckpointManager(self._folder, options=options)
 
     def _align_operation_ids(self) -> None:
-        """Set Orbax's number of the next save, which has to be the same in an admitted process."""
+        """Set Orbax's number of the next save, which must be equal in all processes."""
         from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
         most = max(self._group.all_gather(int(OperationIdGenerator.get_current_operation_id())))
@@ -181,7 +171,7 @@ class CheckpointManager(Hook):
             OperationIdGenerator.next_operation_id()
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
-        """Wait until all is written, but not after the death of a process."""
+        """Wait until all saves are written, but not after the death of a process."""
         if self._manager is not None and not isinstance(error, PeerLostError):
             with self._unless_lost("finished"):
                 self._manager.wait_until_finished()
@@ -201,15 +191,9 @@ class CheckpointManager(Hook):
 
 
 class CheckpointReader:
-    """Finds the newest checkpoint that all processes can read, and refuses those of other runs.
+    """Restores the newest checkpoint that all processes can read, and refuses those of other runs.
 
-    Each process reads on its own, so that none waits in a collective for one that cannot read; then all compare.
-
-    Args:
-      folder: of the checkpoints.
-      trainer: whose states are read.
-      batches: number of batches in an epoch.
-      data: digest of the data.
+    Each process reads by itself, so that none waits in a collective for one that cannot read; then all compare.
     """
 
     def __init__(self, folder: Path, trainer: Trainer, batches: int, data: str):
@@ -219,11 +203,7 @@ class CheckpointReader:
         self._group = trainer._group
 
     def newest(self, state: TrainerState) -> TrainerState:
-        """The newest state that all processes can read, if it is of a later round than the one given; else that.
-
-        Raises:
-          ValueError: checkpoints of another model, data, seed or version.
-        """
+        """The newest state that all processes can read, or the given one if none is of a later round."""
         with contextlib.closing(self._reader()) as reader:
             steps_seen = self._group.all_gather(sorted(reader.all_steps()))
             if any(steps != steps_seen[0] for steps in steps_seen):
@@ -279,7 +259,7 @@ class CheckpointReader:
             error = e
         if self._unreadable(step, error):
             return None
-        # From here on all processes compute together.
+        # From here on processes run collectives.
         local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, meta["rows"]))
         return with_metadata(replace(state, local_states=local_states), meta)
 
@@ -301,7 +281,7 @@ class CheckpointReader:
                 (self._folder / str(step)).rename(aside)
             except OSError as e:
                 failed = e
-        # Before anything is saved under its name.
+        # All wait for the rename before a save uses the name.
         self._group.raise_everywhere(failed, self._group.process_index, f"checkpoint {step}")
         return True
 
@@ -320,12 +300,14 @@ class CheckpointReader:
             self._data,
             meta.get("data", NONDETERMINISTIC),
         ):
-            _log.warning("%s was made with other data of as many batches; from here on it is this data", where)
+            _log.warning(
+                "%s was made with other data of the same number of batches; training continues with this data", where
+            )
         trees = self._state_dict(meta, state).abstract_trees(meta["rows"])
         if names := name_collision(trees, meta["format"]):
             raise ValueError(
                 f"{where} was written in format {meta['format']}, in which {names[0]} and {names[1]} have one name, so "
-                "that only one of them was kept; give another folder, and this version writes both"
+                "that only one of them was saved; give another folder, and this version saves both"
             )
         wanted = leaf_shapes(trees, meta["format"])
         for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
@@ -343,19 +325,14 @@ class CheckpointReader:
                 )
 
     def _state_dict(self, meta: Any, state: TrainerState) -> StateDict:
-        """The state dict of a checkpoint; that of a single replica may have its previous gradient."""
+        """The state dict for a checkpoint, with a previous gradient if the checkpoint has one."""
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
         engine = self._trainer._engine
         return engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
 
 
 class MetricsLog:
-    """The rounds of a run as JSON lines beside its checkpoints, written by process 0 and read by all.
-
-    Args:
-      group: the processes of the run.
-      folder: of the checkpoints.
-    """
+    """The rounds of a run as JSON lines beside its checkpoints, written by process 0 and read by all."""
 
     def __init__(self, group: Group, folder: Path):
         self._group = group
@@ -368,9 +345,9 @@ class MetricsLog:
                 file.write(History([info]).to_json())
 
     def truncate(self, rounds: int) -> History:
-        """Keep and return the rounds before this number, because the later ones are repeated.
+        """Keep and return the rounds before this number, because later rounds are repeated.
 
-        Lines that cannot be read are dropped. All processes make this call.
+        Unreadable lines are dropped. All processes call this together.
         """
         data = self._file.read_bytes() if self._file.exists() else b""
         record, kept = read_record(data), History()

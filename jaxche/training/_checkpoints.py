@@ -1,4 +1,4 @@
-"""The configuration of checkpoints."""
+"""``Checkpoints``: the folder and the frequency of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and how often a run is saved; ``trainer.fit(..., checkpoints=...)`` goes on from the newest complete one.
+    """Where and how often to save a run; ``trainer.fit(..., checkpoints=...)`` continues from the newest checkpoint.
 
-    A checkpoint holds the merged parameters and model state, every replica's optimizer state, the outer optimizer's,
-    noise and progress, the cadence, and the place in the data. Saving copies the arrays and writes while training goes
-    on, and the next one waits for it: what a run can lose is the round it is in and the one before; with ``durable``
-    the round it is in. A file that is damaged later costs one checkpoint more. One that was not finished does not
-    count. In a run of many processes all of them write, into one folder that all see.
+    A checkpoint has the merged parameters and model state, the optimizer state of every replica and of ``outer``, noise
+    and progress, the cadence, and the position in the data. A save copies the arrays and writes them while training
+    continues; the next save waits for it. So a failure loses at most the current round and the one before, and with
+    ``durable`` the current round only. A file that is damaged later loses one checkpoint more. Unfinished checkpoints
+    are ignored. In a run of several processes all of them write into one shared folder.
 
-    Training goes on bit for bit where there are as many replicas as before. With another number, each starts with the
-    mean of the saved optimizer states (of what is not a float, the first replica's), and the cadence measures anew
-    from the saved anchor; the noise scale goes on, and where there is but one replica before or after, its next
-    gradient is not compared with an earlier one. No batch is trained on twice or left out: the place in the data does
-    not depend on who reads.
+    With the same number of replicas, training continues bit for bit. With another number, each replica starts from the
+    mean of the saved optimizer states (values other than floats: those of the first replica), and the cadence measures
+    again from the saved anchor. The noise scale continues; with a single replica before or after, its next gradient is
+    not compared with an earlier one. No batch is repeated or left out, because the position in the data does not depend
+    on the number of replicas.
 
     Plain Orbax opens the parameters: ``ocp.StandardCheckpointer().restore(folder / "12" / "params")``. The record of
     the rounds is beside them, in ``history.jsonl``.
 
     Args:
       folder: for the checkpoints of one run.
-      every: rounds between two of them. The last round, and one that a stop was asked for in, is always saved.
-      keep: how many of the newest to keep.
-      durable: whether training waits until each is written. Not in an elastic run, which waits for nobody who dies.
+      every: rounds between checkpoints. The last round, and one in which a stop is requested, is always saved.
+      keep: number of newest checkpoints to keep.
+      durable: whether training waits until each checkpoint is written. Not for elastic runs, where processes may die.
 
     Raises:
       ValueError: ``every`` or ``keep`` below 1; and in ``trainer.fit``, ``durable`` in an elastic run.
@@ -46,7 +46,7 @@ class Checkpoints:
       ...     return trainer.fit(state, data, epochs=2, progress=False, checkpoints=jaxche.Checkpoints(folder, every=3))
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     state, history = train(folder)
-      ...     again, record = train(folder)  # finds all done
+      ...     again, record = train(folder)  # restores the last checkpoint
       >>> again.epoch, len(record) == len(history), bool(jnp.all(again.params == state.params))
       (2, True, True)
     """

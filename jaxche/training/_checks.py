@@ -130,21 +130,21 @@ def _within_node(strategy: Any) -> ShardingStrategy:
 def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Placement]:
     for mesh in meshes:
         Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
-    islands: list[Placement] = [ShardedPlacement(mesh, strategy) for mesh in meshes]
-    for island in islands:
-        if spans_processes(island) and any(map(is_private, island.devices.flat)):
+    placements: list[Placement] = [ShardedPlacement(mesh, strategy) for mesh in meshes]
+    for placement in placements:
+        if spans_processes(placement) and any(map(is_private, placement.devices.flat)):
             raise ValueError(
-                f"replicas has an island on {list(island.devices.flat)}, and in this run no program can span the "
+                f"replicas has an island on {list(placement.devices.flat)}, and in this run no program can span the "
                 "accelerators of several processes; give each process islands of its own"
             )
-    shapes = {island.devices.shape for island in islands}
-    if len(shapes) > 1 and any(spans_processes(island) for island in islands):
+    shapes = {placement.devices.shape for placement in placements}
+    if len(shapes) > 1 and any(spans_processes(placement) for placement in placements):
         raise ValueError(
-            f"replicas has islands of {sorted(island.devices.size for island in islands)} devices, and one of them "
-            "spans processes; such islands must all be of one shape. Give each process an island of its own, or all "
-            "islands equally many devices"
+            f"replicas has islands of {sorted(placement.devices.size for placement in placements)} devices, and one of "
+            "them spans processes; such islands must all be of one shape. Give each process an island of its own, or "
+            "all islands equally many devices"
         )
-    return islands
+    return placements
 
 
 def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:

@@ -83,13 +83,13 @@ class NNXLoss:
       model: the nnx model, in training mode. It is not changed; :meth:`rebuild` makes a trained one.
       loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, metrics)``, as in nnx training code.
       optimizer: the model's ``nnx.Optimizer``, if there is one: every replica starts from its state, and :meth:`update`
-        gives model and optimizer what was learnt.
+        updates model and optimizer after training.
 
     Attributes:
       params: pytree of plain dicts, for ``trainer.init``.
-      model_state: everything else that is not a parameter (batch statistics, random streams), likewise.
+      model_state: all variables that are not parameters (batch statistics, random streams), likewise.
       tx: optax transformation of ``optimizer``, for the trainer; None without one.
-      opt_state: where ``optimizer`` is, for ``trainer.init``; None without one.
+      opt_state: state of ``optimizer``, for ``trainer.init``; None without one.
 
     Raises:
       ValueError: ``model`` is not an nnx module, or ``optimizer`` is not one of its parameters (``wrt=nnx.Param``).
@@ -113,7 +113,7 @@ class NNXLoss:
       >>> model(data[0]["x"]).shape
       (4, 1)
 
-      Code that has a model and an optimizer goes on using them:
+      With a model and an ``nnx.Optimizer``:
 
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -144,43 +144,43 @@ class NNXLoss:
         self.opt_state = None if optimizer is None else self._start_state(optimizer)
 
     def _start_state(self, optimizer: nnx.Optimizer) -> Any:
-        """Where the optimizer is. In it parameters are nnx states, here dicts: the same leaves in the same order."""
+        """The state of the optimizer with dicts in place of nnx states; the leaves have the same order."""
         form = jax.eval_shape(optimizer.tx.init, self.params)
-        reached = jax.tree.leaves(optimizer.opt_state)
-        if [x.shape for x in jax.tree.leaves(form)] != [x.shape for x in reached]:
+        leaves = jax.tree.leaves(optimizer.opt_state)
+        if [x.shape for x in jax.tree.leaves(form)] != [x.shape for x in leaves]:
             raise ValueError(
                 "optimizer is not one of all parameters of the model; write nnx.Optimizer(model, tx, wrt=nnx.Param)"
             )
-        return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in reached])
+        return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in leaves])
 
     def update(self, trainer: Trainer, state: TrainerState, history: History) -> None:
-        """Give what was learnt to the model, and to the optimizer if there is one, in place as ``nnx.update`` does.
+        """Update the model, and the optimizer if there is one, in place as ``nnx.update`` does.
 
         Args:
           trainer: the trainer.
-          state: its state. Each replica has an optimizer state of its own; the optimizer gets that of this process's
-            first one.
+          state: its state. Each replica has its own optimizer state; the optimizer gets that of the first replica of
+            this process.
           history: of the rounds since the start, for the optimizer's count of steps.
 
         Raises:
-          ValueError: learning rates are scaled, which gives the optimizer state another form.
+          ValueError: learning rates are scaled, so that the optimizer state has another structure.
         """
         from flax import nnx
 
-        update_from_estimates = self.rebuild(trainer.params(state), trainer.model_state(state))
+        trained = self.rebuild(trainer.params(state), trainer.model_state(state))
         if self._optimizer is not None:
             own = [x[0] for x in jax.tree.leaves(state.local_states[0].opt_state)]
             leaves, form = jax.tree.flatten(self._optimizer.opt_state)
             if [x.shape for x in own] != [x.shape for x in leaves]:
                 raise ValueError(
-                    "the trainer's optimizer state has another form than the optimizer's (scaling= adds to it); take "
-                    "the model alone: model = loss.rebuild(trainer.params(state), trainer.model_state(state))"
+                    "the trainer's optimizer state has another structure than the optimizer's (scaling= adds to it); "
+                    "take the model alone: model = loss.rebuild(trainer.params(state), trainer.model_state(state))"
                 )
             nnx.update(self._optimizer.opt_state, nnx.state(jax.tree.unflatten(form, own)))
             rank = trainer.local_ranks[0]
             steps = sum(info.counts[rank] if info.average == "parameters" else 1 for info in history)
             self._optimizer.step[...] += steps
-        nnx.update(self._model, nnx.state(update_from_estimates))
+        nnx.update(self._model, nnx.state(trained))
 
     def rebuild(self, params: Any, model_state: Any) -> nnx.Module:
         """A model with the given parameters and state.
@@ -203,7 +203,7 @@ class NNXLoss:
         """The loss in the trainer's form."""
         from flax import nnx
 
-        # Each batch draws from keys of its own, whichever replica it meets; the streams go back as they came.
+        # The keys depend on the batch, not on the replica; the streams are returned unchanged.
         before = flatten_dict(model_state)
         keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
         model = self.rebuild(params, unflatten_dict(before | keys))
@@ -214,11 +214,11 @@ class NNXLoss:
 
 
 def _fresh(key: Any, stream: Any) -> Any:
-    """Keys of a stream's shape: where the stream is stacked, equal where its own keys are equal."""
+    """Keys of a stream's shape; in a stacked stream, equal keys stay equal."""
     if stream.shape == ():
         return key
 
-    # Folded with the stream's own keys, so that layers that share one (rngs.broadcast) go on sharing it.
+    # Fold in the stream's own keys, so that layers with a shared key (rngs.broadcast) still share one.
     def folded(words: Any) -> Any:
         return functools.reduce(jax.random.fold_in, words, key)
 

@@ -1,4 +1,4 @@
-"""The membership of an elastic run in ``fit``: it shrinks when processes die, and admits those that replace them."""
+"""The membership of an elastic run in ``fit``: shrinks it when processes die, and admits their replacements."""
 
 from __future__ import annotations
 
@@ -23,23 +23,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxche")
 
-# How many times in one round connections may break while all processes are alive.
+# How often connections may break in one round while all processes are alive.
 _MAX_FALSE_ALARMS = 3
 
 
 class Membership:
-    """Changes the members of a group, and the ranks of its trainer with them.
-
-    Args:
-      trainer: whose ranks follow the members.
-      group: the processes of its run.
-    """
+    """Changes the members of a group and the ranks of its trainer."""
 
     def __init__(self, trainer: Trainer, group: ElasticGroup):
         self._trainer, self._group = trainer, group
-        # The incarnations of the processes to admit before the next round, and the order of all ranks then.
+        # The incarnations of the processes to admit before the next round, and the new order of ranks.
         self._pending: tuple[dict[int, int], list[int]] | None = None
-        # Steps in a round and ms a step of each rank of the start, as last measured.
+        # The last measured steps per round and ms per step, by rank at the start.
         self._measured: dict[int, tuple[int, float]] = {}
         # The rounds in which connections broke while all processes were alive.
         self._false_alarms: list[int] = []
@@ -55,14 +50,14 @@ class Membership:
         self._group.end_fit()
 
     def reset(self) -> None:
-        """Admit nobody: the fit ends."""
+        """Discard pending admissions at the end of a fit."""
         self._pending = None
 
     def poll(self) -> None:
-        """Decide, on all members alike, whom to admit after this round.
+        """Agree on the processes to admit after this round.
 
-        Each round calls it before its merge, so that a death is detected where the round can be abandoned, and not in
-        a collective on devices.
+        Each round calls it before its merge, so that a death is detected here, where the round can be abandoned, and
+        not in a collective on devices.
         """
         if self._group.standby:
             self._pending = None
@@ -86,7 +81,7 @@ class Membership:
         return (accepted, ranks_of(engine.processes_of_ranks, {*self._group.members, *accepted})) if accepted else None
 
     def admit(self, run: Run) -> None:
-        """Continue with the processes that :meth:`poll` found, if any; all members call it together."""
+        """Admit the processes that :meth:`poll` found; all members call it together."""
         if self._pending is None:
             return
         trainer, engine, (admitted, order) = self._trainer, self._trainer._engine, self._pending
@@ -94,7 +89,7 @@ class Membership:
             given = jax.block_until_ready(engine.state_dict(run.state.local_states).pooled())
         for hook in run.hooks:
             hook.on_admission()
-        self._group.barrier()  # either all members admit them, or none
+        self._group.barrier()  # all members admit them, or none
         state = replace(run.state, che=self.rearranged(run.state.che, order))
         message, data = {}, b""
         if self._group.process_index == 0:
@@ -111,12 +106,9 @@ class Membership:
     def _join(self, run: Run) -> None:
         """Become a member of the run, with its state and history.
 
-        It compiles first, so that the members need not wait for that. Its optimizer states are those that a replica
-        gets from a checkpoint of another number of replicas: the mean of all (of what is not a float, the first one's).
-
-        Raises:
-          RuntimeError: the members refuse it; says why.
-          SystemExit: with code 0, this fit has ended.
+        It compiles first, so that the members need not wait. Its optimizer states are the mean over replicas, as from a
+        checkpoint of another number of replicas. It raises RuntimeError if the members refuse it, and SystemExit with
+        code 0 if the fit has ended.
         """
         trainer, engine, group, state = self._trainer, self._trainer._engine, self._group, run.state
         own = [engine.order[rank] for rank in engine.ranks]
@@ -142,10 +134,9 @@ class Membership:
         self._call_hooks(run, shrunk=False)
 
     def recover(self, run: Run, error: PeerLostError) -> None:
-        """Continue with the remaining processes after a collective has failed, or join them again.
+        """Continue with the remaining processes after a failed collective, or join them again.
 
-        Raises:
-          PeerLostError: the remaining processes cannot train.
+        Raises the error if the remaining processes cannot train.
         """
         try:
             run.state = self._shrink(run.state, run.previous, error)
@@ -167,7 +158,7 @@ class Membership:
         A round is merged by all or by none: a process that finished the merge that failed elsewhere returns to the
         state before it. If nobody has died, all continue over new connections.
         """
-        # The death of a process that was to join now is detected like any other, or it requests admission again.
+        # If a pending process has died, the next collective detects it; else it requests admission again.
         self._pending = None
         while True:
             try:
@@ -197,7 +188,7 @@ class Membership:
         if not lost:
             self._count_false_alarm(state.round, error)
         if not order:
-            error.add_note(f"process {', '.join(map(str, lost))} died, and what is left cannot go on by itself")
+            error.add_note(f"process {', '.join(map(str, lost))} died, and the remaining processes cannot continue")
             raise error
         state = replace(state, che=self.rearranged(state.che, order))
         if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round
@@ -210,7 +201,7 @@ class Membership:
         if len(alarms) > _MAX_FALSE_ALARMS:
             error.add_note(
                 f"the connections between the processes broke {len(alarms)} times in round {round}, though "
-                "all processes live; does something between their machines end them, as a firewall?"
+                "all processes are alive; does something between their machines close them, e.g. a firewall?"
             )
             raise error
 
@@ -232,7 +223,7 @@ class Membership:
             saved |= {"ms_samples": samples, "sync_samples": che.sync_samples}
         elif not all(measured.get(rank, (0, 0.0))[1] for rank in order):
             return ElChe.from_dict(saved | {"batch_counts": (), "ms_per_batch": ()})
-        # A rank that comes back gets as many steps as fit into the time of the others.
+        # A rank that returns gets as many steps as fit into the round of the others.
         length = max(n * ms for n, ms in (measured[rank] for rank in (present if che is not None else order)))
         ms = tuple(measured[rank][1] for rank in order)
         counts = tuple(
@@ -250,12 +241,7 @@ def refusal(members: Mapping[str, str], candidate: Mapping[str, str]) -> str | N
 
 
 def ranks_of(processes_of_ranks: Sequence[tuple[int, ...]], processes: Collection[int]) -> list[int]:
-    """The ranks whose processes are all among these; none if one of these processes would have no replica.
-
-    Args:
-      processes_of_ranks: the processes of each rank.
-      processes: the members.
-    """
+    """The ranks with all their processes among the members; none if a member would have no replica."""
     ranks = [
         rank for rank, processes_of_rank in enumerate(processes_of_ranks) if set(processes_of_rank) <= set(processes)
     ]
@@ -264,7 +250,7 @@ def ranks_of(processes_of_ranks: Sequence[tuple[int, ...]], processes: Collectio
 
 
 def _arrays(wanted: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """The arrays of a state that was sent, with the shapes and shardings of ``wanted``."""
+    """The arrays of a received state, with the shapes and shardings of ``wanted``."""
     leaves, treedef = jax.tree.flatten(wanted)
     arrays, start = [], 0
     for leaf in leaves:
@@ -275,7 +261,7 @@ def _arrays(wanted: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 
 def _whole(leaf: Any) -> np.ndarray:
-    """An array of which this process has all pieces."""
+    """The host array of a leaf with all its shards in this process."""
     host = np.empty(leaf.shape, leaf.dtype)
     for shard in leaf.addressable_shards:
         host[shard.index] = np.asarray(shard.data)

@@ -1,4 +1,4 @@
-"""Where a replica lives: the contract, one device, and a sharded replica on several devices."""
+"""Placements of a replica: the protocol, one device, and a mesh of devices."""
 
 from __future__ import annotations
 
@@ -28,49 +28,40 @@ from jaxche.sharding import (
     value_and_grad,
 )
 
-# ``begin(params, model_state, opt_state)`` makes what a replica keeps, under the names of its trees.
+# ``begin(params, model_state, opt_state)`` returns the named trees of a local state.
 Begin: TypeAlias = Callable[[Any, Any, Any], dict[str, Any]]
 
 
 class BatchPlacement(Protocol):
-    """What the clock needs to know of a replica's devices.
-
-    Attributes:
-      devices: all of them, in two axes.
-    """
+    """The devices of a replica, in two axes."""
 
     devices: np.ndarray
 
     def put(self, batch: Any) -> Any:
-        """A batch as the compiled step takes it."""
+        """The batch on the devices, for the compiled step."""
         ...
 
 
 class Placement(BatchPlacement, Protocol):
-    """What local programs and the merge need to know of a replica's devices.
+    """The devices of a replica, ``[copies, shards]``, and the layout of its arrays.
 
-    Trees of arrays have a leading axis of 1, the replica's row of the ``[R, ...]`` view; trees inside programs do not,
-    unless they are called named trees.
-
-    Attributes:
-      devices: ``[copies, shards]``: what is sharded is cut along a row, and rows hold the same.
-      compiler_options: of its programs.
-      makes_pieces: whether parameters that a function makes are made where they belong, piece by piece.
+    Arrays have a leading axis of 1, the replica's row of the ``[R, ...]`` view; inside programs only named trees have
+    it. With ``makes_pieces`` each device computes its own shards of parameters from a function.
     """
 
     compiler_options: Any
     makes_pieces: bool
 
     def with_layout(self, params: Any) -> Placement:
-        """This place, with the layout of parameters of these shapes decided."""
+        """This placement with a layout for parameters of these shapes."""
         ...
 
     def resized(self, width: int) -> Placement:
-        """The same devices as rows of ``width``."""
+        """The same devices in rows of ``width``."""
         ...
 
     def specs(self, name: str, tree: Any) -> Any:
-        """How a named tree is cut: a PartitionSpec (without the replica axis) a leaf, or one for all."""
+        """A PartitionSpec (without the replica axis) for each leaf of a named tree, or one for all leaves."""
         ...
 
     def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,34 +73,34 @@ class Placement(BatchPlacement, Protocol):
         ...
 
     def constrain(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Keep named trees where :meth:`specs` says, inside ``jit``."""
+        """Named trees with the shardings of :meth:`specs`, inside ``jit``."""
         ...
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
-        """Named trees made here from parameters (a tree; for an island also a function that makes it) and states."""
+        """The named trees of ``begin`` on these devices; a mesh also takes a function that returns params."""
         ...
 
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:
-        """Named trees that lie on these devices in another way, laid out as :meth:`specs` says."""
+        """Named trees on these devices, resharded as :meth:`specs`."""
         ...
 
     def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
-        """A named tree from its pieces, a sequence over this process's devices for each leaf of ``tree``."""
+        """A named tree from the shards of each leaf of ``tree`` on the devices of this process."""
         ...
 
 
 def is_local(placement: BatchPlacement) -> bool:
-    """Whether some of its devices belong to this process."""
+    """Whether any of the devices is of this process."""
     return any(d.process_index == jax.process_index() for d in placement.devices.flat)
 
 
 def spans_processes(placement: BatchPlacement) -> bool:
-    """Whether several processes drive it together."""
+    """Whether the devices are of several processes."""
     return len({d.process_index for d in placement.devices.flat}) > 1
 
 
 def devices_by_process() -> dict[int, list[Device]]:
-    """All devices, in order, by the number of the process that has them."""
+    """All devices by process number, in order."""
     found: dict[int, list[Device]] = {}
     for device in sorted(devices(), key=lambda d: d.process_index):
         found.setdefault(device.process_index, []).append(device)
@@ -132,7 +123,7 @@ def without_replica_axis(tree: Any) -> Any:
 
 
 class DevicePlacement:
-    """A replica on one device: programs as they are, arrays where they are."""
+    """A replica on one device."""
 
     def __init__(self, device: Device):
         self._device, self.compiler_options, self.makes_pieces = device, None, False
@@ -168,23 +159,17 @@ class DevicePlacement:
         return jax.tree.unflatten(jax.tree.structure(tree), [piece for (piece,) in pieces])
 
     def put(self, batch: Any) -> Any:
-        # NumPy arrays travel with the call itself, several times faster than by device_put.
+        # Passing NumPy arrays to the compiled call is several times faster than device_put.
         numpy = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch))
         return batch if numpy else jax.device_put(batch, self._device)
 
 
-# Small enough, or of a kind, to be whole on every device.
-_WHOLE = ("model_state", "progress", "sums", "scaled", "index", "worth", "stride", "counts", "not_finite")
+# The named trees that every device holds whole.
+_WHOLE = ("model_state", "progress", "sums", "scaled", "index", "merge_scale", "stride", "counts", "not_finite")
 
 
 class ShardedPlacement:
-    """A replica on a mesh.
-
-    Args:
-      mesh: its devices, with the axes of the strategy.
-      strategy: how parameters, gradients and optimizer state are cut.
-      shapes: the parameters' shapes, once known.
-    """
+    """A replica on a mesh with the axes of its sharding strategy; ``shapes`` are those of the parameters."""
 
     def __init__(self, mesh: Mesh, strategy: ShardingStrategy, shapes: Any = None):
         self._mesh, self._strategy, self.makes_pieces = mesh, strategy, True
@@ -198,21 +183,21 @@ class ShardedPlacement:
 
     @property
     def _decided(self) -> Layout:
-        assert self._layout is not None, "laid_out(params) comes first"
+        assert self._layout is not None, "with_layout(params) comes first"
         return self._layout
 
     def with_layout(self, params: Any) -> ShardedPlacement:
         return ShardedPlacement(self._mesh, self._strategy, params)
 
     def resized(self, width: int) -> ShardedPlacement:
-        """The same devices as rows of ``width``, each row a copy: what is cut is cut into ``width`` pieces."""
-        knobs = {"min_size": self._strategy.min_size, "scanned": self._strategy.scanned}
+        """The same devices in rows of ``width`` shards, each row a copy."""
+        min_size, scanned = self._strategy.min_size, self._strategy.scanned
         if isinstance(self._strategy, (FullShard, HybridShard)):
-            strategy = HybridShard(width, **knobs)
+            strategy = HybridShard(width, min_size=min_size, scanned=scanned)
         elif isinstance(self._strategy, (ShardGradOp, HybridShardGradOp)):
-            strategy = HybridShardGradOp(width, **knobs)
+            strategy = HybridShardGradOp(width, min_size=min_size, scanned=scanned)
         else:
-            strategy = NoShard(**knobs)
+            strategy = NoShard(min_size=min_size, scanned=scanned)
         return ShardedPlacement(strategy.mesh(list(self.devices.flat)), strategy, self._decided.shapes)
 
     def specs(self, name: str, tree: Any) -> Any:
@@ -222,7 +207,7 @@ class ShardedPlacement:
             return self._decided.grads_specs
         if name in _WHOLE:
             return P()
-        # Optimizer states and whatever else keeps one value a parameter.
+        # Optimizer states and other trees with the shapes of the parameters.
         return self._decided.mirrored(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree))
 
     def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,7 +220,7 @@ class ShardedPlacement:
         return lax.with_sharding_constraint(trees, self._shardings(trees))
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
-        # What a function makes is made in pieces: no device ever holds all of it.
+        # From a function each device computes its own shards: no device holds the whole tree.
         given = () if callable(params) else (jax.tree.map(self._put, params, self._decided.params_specs),)
 
         def program(model_state: Any, opt_state: Any, *given: Any) -> dict[str, Any]:
@@ -254,19 +239,19 @@ class ShardedPlacement:
         arrays = []
         for leaf, sharding, here in zip(leaves, jax.tree.leaves(self._shardings({name: tree})), pieces, strict=True):
             if len(here) < len(self._local):
-                # A meeting of islands of different sizes has one row of this one; the other rows get theirs from it.
+                # With replicas of different sizes the replica mesh has one row of this one; copy it to the other rows.
                 here = [jax.device_put(here[i % len(here)], device) for i, device in enumerate(self._local)]
             shape = (1, *leaf.shape[1:])
             arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, list(here)))
         return jax.tree.unflatten(treedef, arrays)
 
     def put(self, batch: Any) -> Any:
-        # Over all devices; whole on each if they do not divide it, as the last of an epoch may be.
+        # Split over all devices, or whole on each if the batch size is not divisible, e.g. in the last batch.
         layout = self._decided
         return self._put(batch, P(layout.axes) if layout.splits(batch_size(batch)) else P())
 
     def _put(self, tree: Any, spec: P) -> Any:
-        """Host arrays here, each process its own part."""
+        """Host arrays on these devices; each process puts its own shards."""
         sharding = NamedSharding(self._decided.mesh, spec)
 
         def placement(x: Any) -> jax.Array:

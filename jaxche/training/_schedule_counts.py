@@ -79,9 +79,9 @@ def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) 
         accumulated = accumulated + jnp.where((updates > 0) | (new.mini_step != old.mini_step), batches, 0)
         per_step = accumulated // n_steps
         accumulated = accumulated - updates * n_steps * per_step
-    worth = {"update": batches, "accumulated": per_step}
+    increments = {"update": batches, "accumulated": per_step}
     found = zip(counts_of(before), counts_of(after), _kinds(before), strict=True)
-    counts = [a + (b - a) * worth[kind].astype(a.dtype) if kind else b for a, b, kind in found]
+    counts = [a + (b - a) * increments[kind].astype(a.dtype) if kind else b for a, b, kind in found]
     return with_counts(after, counts), accumulated
 
 

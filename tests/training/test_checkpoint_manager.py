@@ -461,7 +461,7 @@ def test_a_smaller_step_of_the_version_and_other_data_are_told(saved, problem, c
     other = jaxche.Batches(jax.tree.map(lambda x: x + 1, problem.data.arrays), problem.data.batch_size, 3)
     run(data=other)
     assert f"was written by jaxche {major}.{minor}.99" in caplog.text
-    assert "was made with other data of as many batches" in caplog.text
+    assert "was made with other data of the same number of batches" in caplog.text
 
 
 def test_a_bucket_is_refused_with_what_to_give():
