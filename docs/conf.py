@@ -53,6 +53,8 @@ def write_reference(app):
             value = getattr(module, name)
             kind = "autoclass" if isinstance(value, type) else "autofunction" if callable(value) else "py:data"
             members = ["   :members:"] if kind == "autoclass" else []
+            # Its rounds are a class of their own, which is on no page.
+            members += ["   :inherited-members:"] if name == "Trainer" else []
             lines += ["```{eval-rst}", f".. {kind}:: {package}.{name}", *members, "```", ""]
         page, text = FOLDER / "reference" / f"{package}.md", "\n".join(lines)
         if not page.exists() or page.read_text(encoding="utf8") != text:

@@ -154,3 +154,18 @@ def test_contributing_lists_every_module():
     page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf8")
     assert house.table(ORDER) in page, "write: python scripts/house.py --write"
     assert house.layers() == ORDER
+
+
+def _imported(path, modules):
+    """Modules of jaxche that a file imports anywhere, also under TYPE_CHECKING; a package's face stands for none."""
+    for module, names in imports(path):
+        yield from ({module, *(f"{module}.{name}" for name in names)} & modules)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    name = {path: ".".join(["jaxche", *path.relative_to(ROOT).with_suffix("").parts]) for path in FILES}
+    modules = set(name.values())
+    graph = {name[path]: set(_imported(path, modules)) - {name[path]} for path in FILES if path.stem != "__init__"}
+    while leaves := {module for module, found in graph.items() if not found & graph.keys()}:
+        graph = {module: found for module, found in graph.items() if module not in leaves}
+    assert not graph, f"these lie on a circle or above one: {', '.join(sorted(graph))}"

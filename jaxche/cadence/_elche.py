@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from jaxche.cadence import _tuner_seed as seed
 from jaxche.cadence import _tuner_steady as steady
+from jaxche.cadence._cadence_state import CadenceState
 from jaxche.cadence._checks import checked_settings, finite_number, timings, whole_number
 from jaxche.cadence._counts import LARGEST_COUNT, clamp_counts, proportional_clamp, round_half_away
 from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
@@ -19,7 +20,7 @@ TUNERS = ("seed", "steady")
 
 
 @dataclass(frozen=True, repr=False)
-class ElChe:
+class ElChe(CadenceState):
     """How many batches each replica runs before the next merge: the slowest sets the time, faster ones do more in it.
 
     n_i = round(a · t_slow / t_i), with the anchor a tuned so that C / (a · t_slow) stays near the overhead target
@@ -63,18 +64,6 @@ class ElChe:
       >>> ElChe.from_dict(che.to_dict()) == che
       True
     """
-
-    world_size: int = 2
-    anchor: int = 10
-    overhead_target: float = 0.10
-    max_anchor: int = 200
-    max_batch_diff: int | None = None
-    tuner: str = "seed"
-    min_anchor: int = field(default=0, kw_only=True)
-    batch_counts: tuple[int, ...] = field(default=(), kw_only=True)
-    ms_per_batch: tuple[float, ...] = field(default=(), kw_only=True)
-    ms_samples: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
-    sync_samples: tuple[float, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         checked = checked_settings(

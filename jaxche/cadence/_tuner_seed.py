@@ -6,24 +6,22 @@ Arrays have one entry a rank [R] in float64; 0 ms a batch means that the rank wa
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from jaxche.cadence._cadence_state import CadenceState
 from jaxche.cadence._counts import LARGEST_COUNT, round_half_away
 
-if TYPE_CHECKING:
-    from jaxche.cadence._elche import ElChe
 
-
-def update(che: ElChe, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
+def update(che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
     """The fields of ``che`` that a round's timings change."""
     ms = blend_speeds(np.array(che.ms_per_batch), wall, batches)
     if not ms.any():
         return {}
     chosen = choose_anchor(che.anchor, che.min_anchor, che.max_anchor, che.overhead_target, float(wall.max()), sync_ms)
     current = np.array(che.batch_counts, np.float64)
-    counts = choose_counts(chosen, ms, current, che.is_calibrated, che.max_batch_diff)
+    counts = choose_counts(chosen, ms, current, any(che.ms_per_batch), che.max_batch_diff)
     return {"anchor": chosen, "batch_counts": counts, "ms_per_batch": ms}
 
 

@@ -6,14 +6,12 @@ Arrays have one entry a rank [R] in float64; 0 ms a batch means that the rank wa
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from jaxche.cadence._cadence_state import CadenceState
 from jaxche.cadence._counts import LARGEST_COUNT, round_half_away
-
-if TYPE_CHECKING:
-    from jaxche.cadence._elche import ElChe
 
 # Reports kept.
 MEMORY = 3
@@ -23,7 +21,7 @@ JUMP = 0.5
 HYSTERESIS = 0.6
 
 
-def update(che: ElChe, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
+def update(che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:
     """The fields of ``che`` that a round's timings change."""
     syncs = (sync_ms, *che.sync_samples)[:MEMORY] if sync_ms else che.sync_samples
     seen = (batches > 0) & (wall > 0)

@@ -6,8 +6,9 @@ from jaxche.training._fit import fit
 from jaxche.training._flax import NNXLoss, linen_loss
 from jaxche.training._replica import PaceError
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
+from jaxche.training._rounds import DEFAULT_CADENCE
 from jaxche.training._state import TrainerState
-from jaxche.training._trainer import DEFAULT_CADENCE, Trainer
+from jaxche.training._trainer import Trainer
 
 __all__ = [
     "DEFAULT_CADENCE",

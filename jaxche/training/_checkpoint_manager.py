@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -17,6 +17,7 @@ from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
+from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
     FORMAT,
@@ -31,9 +32,6 @@ from jaxche.training._state_dict import (
     with_metadata,
 )
 
-if TYPE_CHECKING:
-    from jaxche.training._trainer import Trainer
-
 _log = logging.getLogger("jaxche")
 
 # Limit for all processes to write their shards. The death of a process ends the wait earlier.
@@ -43,7 +41,7 @@ _TIMEOUT_S = 3600
 class CheckpointManager(Hook):
     """Saves and restores the checkpoints of a fit; refuses a folder that processes cannot write or do not share."""
 
-    def __init__(self, config: Checkpoints, trainer: Trainer, data: Any):
+    def __init__(self, config: Checkpoints, trainer: Rounds, data: Any):
         try:
             import orbax.checkpoint as ocp
         except ImportError as error:
@@ -196,7 +194,7 @@ class CheckpointReader:
     Each process reads by itself, so that none waits in a collective for one that cannot read; then all compare.
     """
 
-    def __init__(self, folder: Path, trainer: Trainer, batches: int, data: str):
+    def __init__(self, folder: Path, trainer: Rounds, batches: int, data: str):
         import orbax.checkpoint as ocp
 
         self._ocp, self._folder, self._trainer, self._batches, self._data = ocp, folder, trainer, batches, data

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -18,10 +18,8 @@ from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._data import checked_length
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
+from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
-
-if TYPE_CHECKING:
-    from jaxche.training._trainer import Trainer
 
 _log = logging.getLogger("jaxche")
 
@@ -30,7 +28,7 @@ _FEW_ROUNDS = 50
 
 
 def fit(
-    trainer: Trainer,
+    trainer: Rounds,
     state: TrainerState,
     data: Any,
     epochs: int = 1,
@@ -100,7 +98,7 @@ def fit(
     return run.state, run.history
 
 
-def training_rounds(trainer: Trainer, run: Run) -> Iterator[RoundInfo]:
+def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
     """Run rounds until the last epoch; in an elastic run processes may be lost and admitted between them."""
     membership = trainer._membership
     while not run.is_done:
@@ -118,7 +116,7 @@ def training_rounds(trainer: Trainer, run: Run) -> Iterator[RoundInfo]:
         yield info
 
 
-def _train(trainer: Trainer, run: Run, bar: ProgressHook) -> None:
+def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
     """Train to the last epoch, or until a hook, a signal or an error ends it."""
     group, membership = trainer._group, trainer._membership
     if membership:

@@ -7,15 +7,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxche.distributed import RESTART
 from jaxche.reports import History, RoundInfo
 from jaxche.training._progress import Progress
+from jaxche.training._rounds import Rounds
 from jaxche.training._state import TrainerState
-
-if TYPE_CHECKING:
-    from jaxche.training._trainer import Trainer
 
 Callback = Callable[[TrainerState, RoundInfo], Any]
 
@@ -62,7 +60,7 @@ class Hook:
 class ProgressHook(Hook):
     """Shows the progress bar."""
 
-    def __init__(self, trainer: Trainer, enabled: bool):
+    def __init__(self, trainer: Rounds, enabled: bool):
         self._trainer, self._enabled = trainer, enabled
         self._bar: Progress | None = None
 
@@ -89,7 +87,7 @@ class ProgressHook(Hook):
 class LauncherHook(Hook):
     """Reports each round to the launcher: a heartbeat, and an event for each local rank."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Rounds):
         self._trainer = trainer
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,11 +15,9 @@ from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError
 from jaxche.reports import History
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Run
+from jaxche.training._rounds import Rounds
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import metadata, with_metadata
-
-if TYPE_CHECKING:
-    from jaxche.training._trainer import Trainer
 
 _log = logging.getLogger("jaxche")
 
@@ -30,7 +28,7 @@ _MAX_FALSE_ALARMS = 3
 class Membership:
     """Changes the members of a group and the ranks of its trainer."""
 
-    def __init__(self, trainer: Trainer, group: ElasticGroup):
+    def __init__(self, trainer: Rounds, group: ElasticGroup):
         self._trainer, self._group = trainer, group
         # The incarnations of the processes to admit before the next round, and the new order of ranks.
         self._pending: tuple[dict[int, int], list[int]] | None = None

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import jax
 from tqdm import tqdm
 
 from jaxche.drawing import per_rank
 from jaxche.reports import RoundInfo
-
-if TYPE_CHECKING:
-    from jaxche.training._trainer import Trainer
+from jaxche.training._rounds import Rounds
 
 
 class Progress:
     """A bar on a terminal, else a line every ten seconds; on process 0 only."""
 
-    def __init__(self, trainer: Trainer, size: int, begin: tuple[int, int], last_epoch: int, enabled: bool):
+    def __init__(self, trainer: Rounds, size: int, begin: tuple[int, int], last_epoch: int, enabled: bool):
         total = (last_epoch - begin[0]) * size - begin[1]
         self._world_size = trainer.world_size
         enabled = enabled and jax.process_index() == 0

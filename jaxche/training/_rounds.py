@@ -1,0 +1,373 @@
+"""Rounds: the trainer plans a round, runs it, merges it, and derives the next state."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxche.averaging import merge_weights
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, VirtualFleet
+from jaxche.distributed import ElasticGroup, hang_timeout, process_group
+from jaxche.reports import History, RoundInfo
+from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
+from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_params
+from jaxche.stages import Partitioned
+from jaxche.training._checks import (
+    check_fleet,
+    check_joined,
+    check_opt_state,
+    check_rules,
+    check_unscaled,
+    checked_paces,
+    checked_scaling,
+    make_placements,
+    merges_on_host,
+    rule_text,
+)
+from jaxche.training._data import checked_length
+from jaxche.training._engine import Engine, Settings
+from jaxche.training._fingerprint import abbreviated
+from jaxche.training._round import (
+    SOLO_ROUND,
+    RoundStatistics,
+    advance,
+    host_row,
+    next_plan,
+    plan_of_counts,
+    time_limit_ms,
+)
+from jaxche.training._scaling import MergeScale, Scaling
+from jaxche.training._stages import StagedEngine, checked_stages
+from jaxche.training._state import Stop, TrainerState
+
+# The default cadence: from a small anchor the steady tuner finds the right one in a few rounds.
+DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
+
+
+class Rounds:
+    """Plans, runs and merges rounds: the trainer without :meth:`Trainer.fit`."""
+
+    # Follows the processes of an elastic run.
+    _membership_type: Callable[[Any, ElasticGroup], Any] | None = None
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | Partitioned,
+        tx: optax.GradientTransformation,
+        policy: ApplyPolicy | str = ApplyPolicy.CADENCE,
+        che: ElChe | None = None,
+        average: str | None = None,
+        merge: str = "steps",
+        opt_state: str = "local",
+        outer: optax.GradientTransformation | None = None,
+        replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
+        strategy: ShardingStrategy | None = None,
+        backend: str = "auto",
+        seed: int = 0,
+        pace_ms: float | Sequence[float] | None = None,
+        scaling: ScalingRule | None = None,
+        base_batch_size: float | None = None,
+        fleet: VirtualFleet | None = None,
+    ):
+        check_joined()
+        self._group = group = process_group()
+        self.policy = ApplyPolicy(policy)
+        average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
+        check_rules(tx, average, merge, opt_state, outer, backend)
+        checked_scaling(scaling, base_batch_size, tx, opt_state)
+        staged = isinstance(loss_fn, Partitioned)
+        if staged:
+            placements = checked_stages(loss_fn, replicas, strategy, scaling)
+        else:
+            virtual = len(fleet.ms_per_batch) if isinstance(fleet, VirtualFleet) else 0
+            placements = make_placements(replicas, strategy or NoShard(), virtual)
+        self.world_size = len(placements)
+        if che is not None and che.world_size != self.world_size:
+            raise ValueError(
+                f"che is for world_size={che.world_size}, but there are {self.world_size} replicas; "
+                f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
+            )
+        if self.world_size > 1:
+            che = che or ElChe(world_size=self.world_size, **DEFAULT_CADENCE)
+        else:
+            average = "parameters"  # a plain training loop: one update per batch
+        self.average, self.merge, self.scaling = average, merge, scaling
+        self._tx, self._che = tx, che
+        check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
+        self._fleet = fleet
+        paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
+        scaled = None
+        if scaling is not None:
+            scaled = Scaling(
+                scaling,
+                base_batch_size,
+                average,
+                solo=self.world_size == 1,
+                sync=self.policy is ApplyPolicy.SYNC,
+                joined=not any(placement.makes_pieces for placement in placements),
+            )
+        host = merges_on_host(backend, placements)
+        loss: Any = loss_fn if staged else as_loss(loss_fn)
+        settings = Settings(
+            group=group,
+            loss=loss,
+            tx=tx,
+            average=average,
+            merge=merge,
+            opt_state=opt_state,
+            outer=outer,
+            placements=placements,
+            seed=seed,
+            paces=paces,
+            scaling=scaled,
+            host=host,
+        )
+        self._engine = (StagedEngine if staged else Engine)(settings)
+        self._fingerprint = {
+            "policy": self.policy.value,
+            "average": average,
+            "merge": merge,
+            "opt_state": opt_state,
+            "seed": str(seed),
+            "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
+            "backend": "host" if host else "device",
+            "scaling": rule_text(scaling),
+            "base_batch_size": str(base_batch_size),
+            **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
+        }
+        self.seed = seed
+        self._stop = Stop.NO
+        self._membership = (
+            self._membership_type(self, group) if self._membership_type and isinstance(group, ElasticGroup) else None
+        )
+        self._solo_steps = SOLO_ROUND
+        self.last_good_state: TrainerState | None = None
+
+    def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
+        """Put one set of parameters on every replica.
+
+        Args:
+          params: pytree of float arrays, e.g. ``model.init(rng, x)["params"]``, or a function without arguments that
+            returns it. The devices of an island then each compute their own shards, so that a model larger than one
+            device can start. The function is traced once per island, so it must draw from keys, not from a stateful
+            generator. Every process passes the same parameters.
+          model_state: pytree of the values that the loss changes besides parameters, e.g. batch statistics.
+          opt_state: initial optimizer state of every replica, e.g. ``train_state.opt_state``; by default
+            ``tx.init(params)``.
+
+        Returns:
+          The state before the first round.
+
+        Raises:
+          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, or an ``opt_state`` of
+            another optimizer.
+        """
+        shapes = jax.eval_shape(params) if callable(params) else params
+        check_params(shapes, "trainer.init")
+        check_unscaled(self._tx, shapes)
+        if model_state is not None and isinstance(self._engine, StagedEngine):
+            raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
+        if opt_state is not None:
+            check_opt_state(self._tx, shapes, opt_state, staged=isinstance(self._engine, StagedEngine))
+        local_states = self._engine.placement(params, model_state, opt_state)
+        return TrainerState(local_states, self._che, DivergenceCorrection(), _view=self._engine.view)
+
+    def params(self, state: TrainerState) -> Any:
+        """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
+        return self._engine.unreplicate(state.local_states[0].params)
+
+    def model_state(self, state: TrainerState) -> Any:
+        """The merged model state: one plain pytree without a replica axis."""
+        return self._engine.unreplicate(state.local_states[0].model_state)
+
+    def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
+        """The measured gradient noise scale, or None without ``scaling=``."""
+        return self._engine.unreplicate(state.local_states[0].noise)
+
+    def round(
+        self, state: TrainerState, data: Any, counts: Sequence[int] | None = None
+    ) -> tuple[TrainerState, RoundInfo]:
+        """One round: the local steps of every replica, then one merge.
+
+        The state passed in stays valid. In a run of several processes all of them call this together.
+
+        Args:
+          state: from :meth:`init` or an earlier round.
+          data: ``len(data)`` batches, ``data[i]`` a pytree of arrays with a leading batch axis. If it has
+            ``.epoch(e)``, that sequence is used for epoch ``e``. Every epoch has ``len(data)`` batches, because random
+            keys, the end of training and checkpoints depend on that number. The index alone determines the examples of
+            a batch, because any process may read it, ahead of time, and again in a resumed run or a replay. To check
+            this, the first batch is read twice. If the reads differ, one array must stay equal and differ from that of
+            another batch, as labels do when images are augmented at random; such a run trains on each example once per
+            epoch, but does not replay bit for bit. If there is no such array, the data is refused: it may return its
+            next batch whatever the index, so that examples are lost and processes train on different data. For random
+            augmentation that replays bit for bit, draw from the index: ``np.random.default_rng((seed, i))``.
+          counts: local steps of each replica instead of the cadence's, without a time limit.
+
+        Returns:
+          ``(state, info)``.
+
+        Raises:
+          ValueError: invalid data, loss, pace or counts.
+          NonFiniteLossError: a loss, a parameter or a state became NaN or infinite. The error has the ``state`` that
+            was passed in, and the ``batches`` of the failed replica.
+          RankError: another process failed.
+          PlanMismatchError: the hosts planned different rounds.
+        """
+        return self._round(state, data, counts)
+
+    def replay(self, state: TrainerState, data: Any, history: Iterable[RoundInfo]) -> tuple[TrainerState, History]:
+        """Repeat recorded rounds: the same batches on the same replicas, at any speed.
+
+        On the same devices the result is equal bit for bit.
+
+        Args:
+          state: the state before the first recorded round.
+          data: the data of the recorded run.
+          history: the recorded rounds, e.g. ``History.from_json(Path("history.jsonl"))``.
+
+        Returns:
+          ``(state, history)`` of the repeated run.
+
+        Raises:
+          ValueError: the history begins at another place than the state, or has another number of replicas.
+        """
+        again, history = History(), list(history)
+        for number, info in enumerate(history):
+            if len(info.counts) != self.world_size:
+                raise ValueError(
+                    f"history has {len(info.counts)} replicas in round {info.round}, and this trainer has "
+                    f"{self.world_size}; give it as many replicas. If the number changed during the run, as in an "
+                    f"elastic run, replay the rounds before that: history[:{number}]"
+                )
+        for info in history:
+            epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
+            if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
+                raise ValueError(
+                    f"history has round {info.round} at batch {info.cursor} of epoch {info.epoch}, but the state is at "
+                    f"round {state.round}, batch {start} of epoch {epoch}; start from the state before the first "
+                    "recorded round, e.g. state = trainer.init(params), and give the same data"
+                )
+            state, info = self._round(state, data, counts=info.planned, done=info.counts)
+            again.append(info)
+        return state, again
+
+    def request_stop(self, stop: Stop = Stop.ASKED) -> None:
+        """Ask all processes to stop after the next round; its merge carries the request."""
+        self._stop = max(self._stop, stop)
+
+    def reset_requests(self) -> None:
+        """Discard requests to stop and to admit processes."""
+        self._stop = Stop.NO
+        if self._membership:
+            self._membership.reset()
+
+    def measure_rates(self, state: TrainerState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
+        """Batches per second of every replica, all running at once without merges: the upper bound of any cadence.
+
+        Args:
+          state: the state to run from; it is not changed.
+          data: as for :meth:`round`.
+          seconds: how long to run.
+
+        Returns:
+          One rate per replica, in batches a second.
+        """
+        if self._fleet is not None:
+            return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
+        plan = self._plan(state, checked_length(data))
+        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        return tuple(self._engine.free_run(state.local_states, data, seconds))
+
+    @property
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes that a round needs on a device of each replica.
+
+        One dict per replica, with its ``"rank"``, the bytes by purpose and ``"in all"``; empty before the first round.
+        """
+        return self._engine.memory
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The ranks of the replicas of this process."""
+        return self._engine.ranks
+
+    @property
+    def compilations(self) -> int:
+        """The number of batch shapes that steps were compiled for, over the replicas of this process.
+
+        Other counts never compile again.
+        """
+        return self._engine.compilations
+
+    def _plan(
+        self, state: TrainerState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
+    ) -> RoundPlan:
+        if counts is not None:
+            return plan_of_counts(state, size, self.policy, self.world_size, counts)
+        return next_plan(state, size, self.policy, self.world_size, last_epoch, self._solo_steps)
+
+    def _settings(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
+        return self._fingerprint | {
+            "jax": jax.__version__,
+            "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
+            "batches": str(plan.epoch_size),
+        }
+
+    @hang_timeout()
+    def _round(
+        self,
+        state: TrainerState,
+        data: Any,
+        counts: Sequence[int] | None = None,
+        last_epoch: int | None = None,
+        prefetch: bool = False,
+        done: Sequence[int] | None = None,
+    ) -> tuple[TrainerState, RoundInfo]:
+        plan = self._plan(state, checked_length(data), counts, last_epoch)
+        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        clock = time.perf_counter()
+        merge_scale = MergeScale()
+        if self.scaling is not None:
+            weights, alpha = merge_weights(self.merge, plan.counts)
+            merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
+        limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
+        results = self._engine.run(state.local_states, data, plan, merge_scale, done, limit)
+        epoch, cursor = plan.end
+        if prefetch and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
+            expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
+            self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
+        stop = self._stop
+        rows = np.array(
+            [
+                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated)
+                for rank, result in zip(self._engine.ranks, results, strict=True)
+            ]
+        )
+        if self._membership:
+            self._membership.poll()
+        merged = self._engine.merge(state.local_states, results, rows)
+        elapsed_ms = (time.perf_counter() - clock) * 1e3
+        table = RoundStatistics(merged.table, self._engine.metrics)
+        table.check(self._group, state, plan, self._engine.ranks, results, merged.finite)
+        if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
+            self._stop = Stop.NO
+        if self._fleet is None:
+            # Replicas start a round together: the time beyond the slowest replica is that of the merge.
+            sync_ms = elapsed_ms - max(table.wall_ms)
+        else:
+            batches = table.examples / self._engine.batch_size
+            wall_ms, sync_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
+            table = table.with_wall_ms(wall_ms.tolist())
+        sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
+        rule = self.merge if self.average == "parameters" else None
+        return advance(state, plan, merged, table, self.policy, rule, sync_ms)
