@@ -41,7 +41,7 @@ def plain(state):
 
 
 def untimed(history):
-    return [replace(info, wall_ms=(), sync_ms=0.0, noise=0.0) for info in history]
+    return [replace(info, wall_ms=(), sync_ms=0.0, clock_ms=0.0, noise=0.0) for info in history]
 
 
 def stop_after(rounds):
