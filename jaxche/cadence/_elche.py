@@ -44,7 +44,7 @@ class ElChe(CadenceState):
         ``plan_round`` applies it; with the seed tuner it also limits the change of a count in one report.
       tuner: ``"seed"`` or ``"steady"``.
       min_anchor: smallest anchor of the seed tuner; 0 stands for ``anchor``. This and the fields below are measured;
-        leave them out to start anew.
+        leave them out for a new cadence.
       batch_counts: batches of each rank in the next round; empty for ``anchor`` each.
       ms_per_batch: smoothed milliseconds a batch of each rank; 0.0 before the first report.
       ms_samples: the steady tuner's last three reports, newest first, in ms a batch.

@@ -71,7 +71,7 @@ class ElasticGroup(Group):
 
     @property
     def incarnation(self) -> int:
-        """Of this process, from 1."""
+        """The incarnation of this process, from 1."""
         return self._liveness.incarnation
 
     @property
@@ -256,13 +256,13 @@ class ElasticGroup(Group):
         return f"jaxche/failures/{self.quorum_id}/"
 
     def _configure(self, incarnations: Mapping[int, int], quorum_id: str) -> None:
-        """Set the members and connect them anew; all of them call it together and then wait for each other."""
+        """Set the members and reconnect them; all of them call it together and then wait for each other."""
         self._incarnations = dict(sorted(incarnations.items()))
         self._set_quorum(quorum_id)
         self._reconnect()
 
     def _set_quorum(self, quorum_id: str) -> None:
-        # A member may have been in the middle of a collective, so calls are counted anew under another name.
+        # A member may have left a collective half done, so the count of calls restarts under another name.
         self.quorum_id, self._calls = quorum_id, itertools.count()
 
     def _reconnect(self) -> None:

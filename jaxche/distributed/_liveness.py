@@ -149,7 +149,7 @@ class Liveness:
           key: to wait for.
           expected: the incarnations that must be alive to set it.
           timeout_ms: how long to wait.
-          unless: a key prefix; if any key with it is set, nobody will set this one.
+          unless: a key prefix; a key that begins with it says that the awaited one will not be set.
 
         Raises:
           PeerLostError: one of them died without setting it, or a key with the prefix is set.
@@ -168,7 +168,7 @@ class Liveness:
             if unless is not None and client.key_value_dir_get(unless):
                 raise PeerLostError("a merge broke off in another process")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody wrote {key} within {timeout_ms / 1e3:g} s")
+                raise TimeoutError(f"no process set {key} within {timeout_ms / 1e3:g} s")
             self._watchdog.heartbeat_while_waiting()  # a process that waits does not hang
 
 
@@ -272,7 +272,7 @@ class ConnectionServer(Connection):
                 for key, _ in self._selector.select(_POLL_S):
                     self._read(key.fileobj)
                 self._register_accepted()
-                # Without the store there is nobody to read this.
+                # Without the store no process can read this.
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._set_ended()
 

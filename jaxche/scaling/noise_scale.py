@@ -299,7 +299,7 @@ def update(
       mean_grads: with ``axis_name``, the mean over devices weighted by ``batch_sizes``, if the training step computes
         it anyway; default: it is computed here, which costs an all-reduce of the gradients.
       opt_state: state of an Adam-type optimizer: measure :math:`g / (\sqrt{\hat v} + \epsilon)`, as Adam sees it,
-        once it has taken 5 steps (the averages start anew then). Its second moments are found by themselves. Or
+        once it has taken 5 steps (the averages then restart). Its second moments are found by themselves. Or
         the result of :func:`preconditioner`.
       b2: decay of these second moments, if it is not in an ``inject_hyperparams`` state.
       eps: epsilon of the optimizer, likewise.

@@ -93,7 +93,7 @@ class LauncherHook(Hook):
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         watchdog, engine = self._trainer._group.watchdog, self._trainer._engine
         watchdog.heartbeat()
-        # An elastic run numbers its ranks anew, but the launcher does not.
+        # An elastic run renumbers its ranks; the launcher keeps the numbers of the start.
         ranks = {place: engine.order[place] for place in engine.ranks}
         watchdog.write_events(
             json.dumps(event(info, place, rank, engine.merged_bytes)) for place, rank in ranks.items()

@@ -154,7 +154,7 @@ class Membership:
         """The state from which the remaining processes continue, the same on all of them.
 
         A round is merged by all or by none: a process that finished the merge that failed elsewhere returns to the
-        state before it. If nobody has died, all continue over new connections.
+        state before it. If no process has died, all continue over new connections.
         """
         # If a pending process has died, the next collective detects it; else it requests admission again.
         self._pending = None

@@ -165,7 +165,10 @@ def test_who_leaves_takes_its_hello_and_no_other(start):
     process = start(0, n_stages=1)
     identity_of(process)
     process.kill()
-    keys = lambda: [entry["path"] for chunk in start.store.list() for entry in chunk]  # noqa: E731
+
+    def keys():
+        return [entry["path"] for chunk in start.store.list() for entry in chunk]
+
     assert keys() == ["run/stage-000-hello"]
     again = start(0, n_stages=1)
     identity_of(again)
