@@ -10,7 +10,7 @@ MERGE_RULES = ("steps", "batch", "fednova")
 
 def merge_weights(
     rule: str,
-    counts: Sequence[int],
+    counts: Sequence[float],
     batch_sizes: Sequence[float] | None = None,
     p: Sequence[float] | None = None,
 ) -> tuple[tuple[float, ...], float]:
@@ -32,7 +32,7 @@ def merge_weights(
 
     Args:
       rule: ``"steps"``, ``"batch"`` or ``"fednova"``.
-      counts: local steps ``n_i`` of each replica in the round.
+      counts: local steps ``n_i`` of each replica in the round; a step on a part of a batch may count as that part.
       batch_sizes: examples per batch ``b_i`` of each replica; equal if not given. Only for ``batch``.
       p: share of the objective wanted for each replica (normalised here); ``n_i / N`` if not given. Only for
         ``fednova``.

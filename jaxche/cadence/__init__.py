@@ -1,10 +1,13 @@
 """Layer 0, cadence: how many batches each replica runs before the next merge. Host numbers; imports no jax."""
 
+from jaxche.cadence._checks import whole_number as whole_number
 from jaxche.cadence._counts import clamp_counts, limit_lead
 from jaxche.cadence._divergence import DivergenceCorrection as DivergenceCorrection
 from jaxche.cadence._divergence import Verdict as Verdict
 from jaxche.cadence._elche import ElChe
 from jaxche.cadence._rounds import ApplyPolicy, RoundPlan, plan_round
+from jaxche.cadence._rounds import Piece as Piece
+from jaxche.cadence._row_shares import RowShares as RowShares
 from jaxche.cadence._simulate import FleetRun, Slowdown, VirtualFleet
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,8 @@ class ApplyPolicy(StrEnum):
     =========  ==========================================  ===========================================
     policy     the replicas average                        what else
     =========  ==========================================  ===========================================
-    SYNC       after every batch (one each)                equals standard synchronous data
-                                                           parallelism: gradients are averaged, so
+    SYNC       after every step; each takes the rows that  equals standard synchronous data
+               it can do in the common time                parallelism: gradients are averaged, so
                                                            Adam matches one device on the joined batch
     CADENCE    when the slow replica has done ``anchor``   all replicas change epoch together
                batches; fast ones have filled the same
@@ -55,18 +56,37 @@ class ApplyPolicy(StrEnum):
         raise ValueError(f'policy={value!r} is not a policy; write one of {names}, e.g. policy="cadence"')
 
 
+class Piece(NamedTuple):
+    """The rows of a batch from ``begin / of`` to ``end / of`` of its size, rounded; the whole batch by default."""
+
+    key: tuple[int, int]  # (epoch, index in the epoch)
+    begin: int = 0
+    end: int = 1
+    of: int = 1
+
+    def rows(self, size: int) -> slice:
+        """These rows of a batch of ``size`` rows; pieces that touch share no row and leave none out."""
+        # Rounds half up, in whole numbers.
+        first, last = ((2 * edge * size + self.of) // (2 * self.of) for edge in (self.begin, self.end))
+        return slice(first, last)
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """The batches of each rank in one round.
 
-    Rank r runs the batches [start + Σ_{j<r} n_j, start + Σ_{j≤r} n_j), which may extend into the next epochs.
+    Rank r runs the batches [start + Σ_{j<r} n_j, start + Σ_{j≤r} n_j), which may extend into the next epochs. With
+    ``shares`` the round joins its batches, cuts their rows in the proportion of the shares, and rank r runs its part in
+    ``counts[r]`` equal steps.
 
     Args:
       round: number of the round.
       epoch: epoch of the first batch.
       start: index of the first batch in that epoch, below ``epoch_size``.
-      counts: batches of each rank.
+      counts: batches of each rank; with ``shares``, its steps.
       epoch_size: batches in an epoch.
+      shares: parts of the rows of each rank, whole numbers; empty for whole batches.
+      joined: batches of a round with ``shares``.
 
     Raises:
       ValueError: for a negative number, an empty data set or a start past the end of the epoch.
@@ -85,6 +105,8 @@ class RoundPlan:
     start: int
     counts: tuple[int, ...]
     epoch_size: int
+    shares: tuple[int, ...] = ()
+    joined: int = 0
 
     def __post_init__(self) -> None:
         for name in ("round", "epoch", "start"):
@@ -104,7 +126,14 @@ class RoundPlan:
     @property
     def total(self) -> int:
         """Batches of all ranks."""
-        return sum(self.counts)
+        return self.joined if self.shares else sum(self.counts)
+
+    @property
+    def batches(self) -> tuple[float, ...]:
+        """Batches of each rank; with ``shares``, its part of their rows."""
+        if not self.shares:
+            return tuple(map(float, self.counts))
+        return tuple(self.joined * share / sum(self.shares) for share in self.shares)
 
     @property
     def end(self) -> tuple[int, int]:
@@ -114,16 +143,39 @@ class RoundPlan:
 
     def share(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The (epoch, index) of each batch of ``rank``, in order; ValueError for a rank that does not exist."""
+        return tuple(dict.fromkeys(piece.key for step in self.steps(rank) for piece in step))
+
+    def steps(self, rank: int) -> tuple[tuple[Piece, ...], ...]:
+        """The pieces of batches in each step of ``rank``; ValueError for a rank that does not exist."""
         rank = whole_number("rank", rank, 0, "rank=0")
         if rank >= len(self.counts):
             raise ValueError(f"rank={rank} is not one of {len(self.counts)} ranks; write 0 to {len(self.counts) - 1}")
-        first = self.start + sum(self.counts[:rank])
-        places = (divmod(place, self.epoch_size) for place in range(first, first + self.counts[rank]))
-        return tuple((self.epoch + epochs, index) for epochs, index in places)
+        n = self.counts[rank]
+        if not self.shares:
+            first = self.start + sum(self.counts[:rank])
+            return tuple((Piece(self._key(first + i)),) for i in range(n))
+        # Cuts are fractions of the joined batches, so no rank needs the sizes of batches that it does not read.
+        of = sum(self.shares) * max(n, 1)
+        first, own = self.joined * sum(self.shares[:rank]) * n, self.joined * self.shares[rank]
+        return tuple(self._cut(first + own * i, first + own * (i + 1), of) for i in range(n if own else 0))
+
+    def _cut(self, begin: int, end: int, of: int) -> tuple[Piece, ...]:
+        """The pieces from ``begin / of`` to ``end / of`` of the joined batches."""
+        return tuple(
+            Piece(self._key(self.start + i), max(begin - i * of, 0), min(end - i * of, of), of)
+            for i in range(begin // of, -(-end // of))
+        )
+
+    def _key(self, place: int) -> tuple[int, int]:
+        epochs, index = divmod(place, self.epoch_size)
+        return self.epoch + epochs, index
 
     def digest(self) -> int:
         """A 46-bit hash of all fields, equal on every machine and in every Python; hosts compare it in the merge."""
-        numbers = np.array([self.round, self.epoch, self.start, self.epoch_size, *self.counts], dtype="<i8")
+        fields = [self.round, self.epoch, self.start, self.epoch_size, *self.counts]
+        if self.shares:
+            fields += [self.joined, *self.shares]
+        numbers = np.array(fields, dtype="<i8")
         return int.from_bytes(hashlib.sha256(numbers.tobytes()).digest()[:8], "big") >> 18
 
     def digest_halves(self) -> tuple[int, int]:

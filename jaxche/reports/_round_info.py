@@ -43,6 +43,9 @@ class RoundInfo:
       merge: merge rule of the parameters (empty with averaged gradients).
       alpha: step length of the merge.
       clock_ms: time of all rounds so far, to the end of this one, waiting and merging included.
+      rows: examples of each replica.
+      shares: parts of the joined batch that the replicas ran, as planned; empty if they ran whole batches.
+      joined: batches of the joined batch, or 0.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -80,6 +83,14 @@ class RoundInfo:
     merge: str = "steps"
     alpha: float = 1.0
     clock_ms: float = 0.0
+    rows: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+    joined: int = 0
+
+    @property
+    def batches(self) -> int:
+        """Batches of the round."""
+        return self.joined if self.shares else sum(self.counts)
 
     @property
     def effective_batch(self) -> float:
@@ -87,7 +98,7 @@ class RoundInfo:
         batch times the :func:`~jaxche.scaling.effective_replicas` of the merge."""
         if self.average == "gradients":
             return float(self.examples)
-        return self.examples / sum(self.counts) * effective_replicas(self.weights, self.counts, self.alpha)
+        return self.examples / self.batches * effective_replicas(self.weights, self.counts, self.alpha)
 
     @property
     def period_ms(self) -> float:
@@ -106,8 +117,7 @@ class RoundInfo:
         :math:`\sum n_i / [(\max t_i n_i + C) \sum v]`, with the speeds in this round. A benchmark measures the speeds
         without merges.
         """
-        speed = sum(n / wall for n, wall in zip(self.counts, self.wall_ms, strict=True) if wall > 0)
-        return sum(self.counts) / (self.period_ms * speed) if speed and self.period_ms else 1.0
+        return efficiency_of([self])
 
     def _repr_html_(self) -> str:
         caption = f"round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, efficiency {self.efficiency:.1%}"
@@ -138,11 +148,15 @@ def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:
 
 def efficiency_of(rounds: Sequence[RoundInfo]) -> float:
     """Number of batches relative to a run of the same duration without waits and merges."""
+    done = [info.rows if info.shares else info.counts for info in rounds]
     possible = sum(
-        info.period_ms * sum(n / wall for n, wall in zip(info.counts, info.wall_ms, strict=True) if wall > 0)
-        for info in rounds
+        info.period_ms
+        * sum(n / wall for n, wall in zip(own, info.wall_ms, strict=True) if wall > 0)
+        * info.batches
+        / sum(own)
+        for own, info in zip(done, rounds, strict=True)
     )
-    return sum(sum(info.counts) for info in rounds) / possible if possible else 1.0
+    return sum(info.batches for info in rounds) / possible if possible else 1.0
 
 
 def is_scaled(rounds: Sequence[RoundInfo]) -> bool:

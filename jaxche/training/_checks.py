@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES
-from jaxche.cadence import VirtualFleet
+from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
@@ -207,6 +207,42 @@ def check_fleet(fleet: Any, world_size: int, num_processes: int, pace_ms: Any) -
         )
     if pace_ms is not None:
         raise ValueError(f"pace_ms={pace_ms!r} pads real time, and fleet= replaces it; leave one of them out")
+
+
+def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size: int, staged: bool) -> tuple[str, int]:
+    """How rows are dealt out, and the number of batches joined in an update under ``sync``."""
+    sync = policy is ApplyPolicy.SYNC
+    if not sync and (rows is not None or joined_batches is not None):
+        name, value = ("rows", rows) if rows is not None else ("joined_batches", joined_batches)
+        raise ValueError(
+            f"{name}={value!r} is of policy='sync', and policy={policy.value!r} deals out whole batches; leave it out "
+            f"or write policy='sync'"
+        )
+    if staged and (rows == "speed" or joined_batches is not None):
+        raise ValueError(
+            "rows='speed' and joined_batches= cut batches, and the stages of a jaxche.Partitioned take whole ones, in "
+            "equal micro-batches; leave them out"
+        )
+    if rows is not None:
+        one_of("rows", rows, ("speed", "equal"))
+    if joined_batches is not None:
+        whole_number("joined_batches", joined_batches, 1, f"joined_batches={world_size}")
+    default = "speed" if sync and not staged else "equal"
+    return rows or default, world_size if joined_batches is None else int(joined_batches)
+
+
+def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] | None:
+    """The largest step of each replica in rows, or None."""
+    if max_rows is None:
+        return None
+    given = list(max_rows) if isinstance(max_rows, Sequence) else [max_rows] * world_size
+    if len(given) != world_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
+        raise ValueError(
+            f"max_rows={max_rows!r} must be one whole number of at least 1, or {world_size}, one a replica"
+        )
+    if rows != "speed":
+        raise ValueError(f"max_rows={max_rows!r} limits rows by speed, and here rows are equal; leave it out")
+    return [float(n) for n in given]
 
 
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:

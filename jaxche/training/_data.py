@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import collections
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxche.cadence import Piece
+from jaxche.sharding import batch_size
 
 
 def checked_length(data: Any) -> int:
@@ -167,6 +173,7 @@ class Batches:
 
 
 Key = tuple[int, int]  # (epoch, index in the epoch)
+Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
 
 
 class Reader:
@@ -181,6 +188,8 @@ class Reader:
         self.depth = depth
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-reader")
         self._ready: dict[Key, Future] = {}
+        self._uses: collections.Counter[Key] = collections.Counter()
+        self._lock = threading.Lock()  # replicas take pieces of one batch from several threads
         self._epochs: dict[int, Any] = {}
         # Reads of these types are always equal.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
@@ -199,14 +208,13 @@ class Reader:
             self.nondeterministic = is_nondeterministic(batch, sequence.__getitem__, index, len(self.data), self.data)
         return batch
 
-    def start(self, shares: Iterable[Sequence[Key]]) -> list[Feed]:
+    def start(self, steps: Iterable[Sequence[Step]]) -> list[Feed]:
         """Start to read a round: one feed per local replica, the first batches of all replicas first."""
-        shares = [list(share) for share in shares]
-        wanted = {key for share in shares for key in share}
+        feeds = [Feed(self, own) for own in steps]
+        self._uses = collections.Counter(piece.key for feed in feeds for step in feed.steps for piece in step)
         # Cancel prefetched batches that replicas of other processes take; keep later ones.
-        for key in [k for k in self._ready if k not in wanted and k < max(wanted, default=k)]:
+        for key in [k for k in self._ready if k not in self._uses and k < max(self._uses, default=k)]:
             self._ready.pop(key).cancel()
-        feeds = [Feed(self, share) for share in shares]
         for position in range(self.depth):
             for feed in feeds:
                 feed.request(position)
@@ -225,8 +233,12 @@ class Reader:
             self._ready[key] = self._pool.submit(self.load, key)
 
     def take(self, key: Key) -> Any:
-        self.request(key)
-        return self._ready.pop(key).result()
+        """The batch; it stays ready while other pieces of it are to be taken."""
+        with self._lock:
+            self.request(key)
+            self._uses[key] -= 1
+            future = self._ready[key] if self._uses[key] > 0 else self._ready.pop(key)
+        return future.result()
 
     def peek(self, key: Key) -> Any:
         """The batch, which stays ready for the replica that will train on it."""
@@ -242,18 +254,40 @@ class Reader:
 
 
 class Feed:
-    """The batches of one replica in one round, in order."""
+    """The batches of the steps of one replica in one round, in order; a step may join pieces of batches."""
 
-    def __init__(self, reader: Reader, keys: Sequence[Key]):
+    def __init__(self, reader: Reader, steps: Sequence[Step]):
         self._reader = reader
-        self.keys = list(keys)
+        self.steps = list(steps)
 
     def request(self, position: int) -> None:
-        if position < len(self.keys):
-            self._reader.request(self.keys[position])
+        if position < len(self.steps):
+            for piece in self.steps[position]:
+                self._reader.request(piece.key)
+
+    def peek(self, position: int) -> Any:
+        """The batch of a step, whose batches stay ready."""
+        return join_pieces(self.steps[position], self._reader.peek)
 
     def __iter__(self) -> Iterator[Any]:
-        for position, key in enumerate(self.keys):
-            batch = self._reader.take(key)
+        for position, step in enumerate(self.steps):
+            batch = join_pieces(step, self._reader.take)
             self.request(position + self._reader.depth)
-            yield batch
+            if batch is not None:
+                yield batch
+
+
+def join_pieces(step: Step, read: Callable[[Key], Any]) -> Any:
+    """One batch of the rows of all pieces, None without rows; a whole batch is not copied."""
+    if len(step) == 1 and (step[0].begin, step[0].end) == (0, step[0].of):
+        return read(step[0].key)
+    batches = [(piece, read(piece.key)) for piece in step]
+    cuts = [(piece.rows(batch_size(batch)), batch) for piece, batch in batches]
+    parts = [jax.tree.map(itemgetter(rows), batch) for rows, batch in cuts if rows.start < rows.stop]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return jax.tree.map(_concatenate, *parts)
+
+
+def _concatenate(*parts: Any) -> Any:
+    return (jnp if any(isinstance(x, jax.Array) for x in parts) else np).concatenate(parts)

@@ -30,7 +30,7 @@ from jaxche.training._placement import (
     without_replica_axis,
 )
 from jaxche.training._programs import LocalPrograms, LocalState
-from jaxche.training._replica import LocalResult, Replica, free_rates
+from jaxche.training._replica import LocalResult, Replica, free_rates, row_limit
 from jaxche.training._replica_mesh import ReplicaMesh
 from jaxche.training._scaling import MergeScale, Scaling, with_previous_gradient
 from jaxche.training._state_dict import StateDict
@@ -58,6 +58,10 @@ class Settings:
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
+# In JSON, unlike infinity.
+_MOST_ROWS = 2.0**40
+
+
 class Engine:
     """Runs the plans of rounds; policies and cadences are the trainer's."""
 
@@ -83,6 +87,8 @@ class Engine:
         self._merge: Any = None
         self._replicas: list[Replica] = []
         self._memory: dict[int, dict[str, int]] = {}
+        self._row_limits: dict[int, float] = {}
+        self._cut: Any = None  # of the last round whose batches were joined
         self._reader: Reader | None = None
         self._digest: tuple[Reader, str] | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
@@ -214,6 +220,8 @@ class Engine:
             raise
         here = zip([self.order[rank] for rank in self.ranks], self._memory_here(local_states), strict=False)
         self._memory = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
+        here = zip([self.order[rank] for rank in self.ranks], self._row_limits_here(local_states), strict=False)
+        self._row_limits = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
         if self.world_size > 1:
             self._warm_up_merge(local_states)
 
@@ -297,23 +305,28 @@ class Engine:
         """
         reader, done = self._read(data), done or plan.counts
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
-        feeds = reader.start([plan.share(rank)[: done[rank]] for rank in self.ranks])
+        feeds = reader.start([plan.steps(rank)[: done[rank]] for rank in self.ranks])
 
         def run_one(replica: Replica, local: LocalState, feed: Feed) -> LocalResult:
-            if not feed.keys:
+            if not feed.steps:
                 return replica.idle(local)
-            epoch, index = feed.keys[0]
+            epoch, index = feed.steps[0][0].key
             number = epoch * plan.epoch_size + index
+            if plan.shares:
+                # Ranks may share their first batch, but not their random keys.
+                number = (plan.epoch * plan.epoch_size + plan.start) * len(plan.counts) + replica.rank
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             return replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
 
-        # The last batch of an epoch may be smaller: compile for it before any clock starts. An error here occurs again
-        # in the run, and becomes part of the result.
+        cut = (plan.joined, plan.shares, plan.counts)
+        new_cut, self._cut = bool(plan.shares) and cut != self._cut, cut
+        # The last batch of an epoch may be smaller: compile for it before any clock starts, and for new shares. An
+        # error here occurs again in the run, and becomes part of the result.
         for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
-            for key in feed.keys:
-                if key[1] == plan.epoch_size - 1:
+            for position, step in enumerate(feed.steps):
+                if new_cut or any(piece.key[1] == plan.epoch_size - 1 for piece in step):
                     with contextlib.suppress(Exception):
-                        batch = reader.peek(key)
+                        batch = feed.peek(position)
                         if replica.compile(local, batch) and not spans_processes(replica.placement):
                             replica.warm_up(local, batch)
         return list(self._pool.map(run_one, self._replicas, local_states, feeds))
@@ -336,6 +349,12 @@ class Engine:
         """The tree of one replica without its leading axis."""
         return _unreplicate(tree)
 
+    def max_rows(self, given: Sequence[float] | None) -> Sequence[float]:
+        """The largest step of each rank in rows: as given, or what its devices have memory for."""
+        if given is not None:
+            return [given[one] for one in self.order]
+        return [self._row_limits.get(one, _MOST_ROWS) for one in self.order]
+
     @property
     def memory(self) -> list[dict[str, int]]:
         """Bytes that a round needs on a device of each replica; empty before the first round."""
@@ -344,6 +363,12 @@ class Engine:
 
     def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
         return [replica.memory(local) for replica, local in zip(self._replicas, local_states, strict=True)]
+
+    def _row_limits_here(self, local_states: Sequence[LocalState]) -> list[float]:
+        return [
+            min(row_limit(self.batch_size, replica.memory(local), replica.placement), _MOST_ROWS)
+            for replica, local in zip(self._replicas, local_states, strict=True)
+        ]
 
     @property
     def compilations(self) -> int:

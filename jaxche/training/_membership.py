@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan
+from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, RowShares
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError
 from jaxche.reports import History
 from jaxche.training._fingerprint import NONDETERMINISTIC
@@ -88,7 +88,7 @@ class Membership:
         for hook in run.hooks:
             hook.on_admission()
         self._group.barrier()  # all members admit them, or none
-        state = replace(run.state, che=self.rearranged(run.state.che, order))
+        state = replace(run.state, che=self.rearranged(run.state.che, order), row_shares=RowShares())
         message, data = {}, b""
         if self._group.process_index == 0:
             message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
@@ -188,7 +188,7 @@ class Membership:
         if not order:
             error.add_note(f"process {', '.join(map(str, lost))} died, and the remaining processes cannot continue")
             raise error
-        state = replace(state, che=self.rearranged(state.che, order))
+        state = replace(state, che=self.rearranged(state.che, order), row_shares=RowShares())
         if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round
             trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured[order[0]][0]
         return state, order, lost

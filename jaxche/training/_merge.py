@@ -32,7 +32,9 @@ from jaxche.training._scaling import Scaled, Scaling
 from jaxche.training._schedule_counts import advance_by_batches, are_schedules, counts_of, with_counts
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
-HOST_COLUMNS = ("count", "wall_ms", "last_sync_ms", "failed", "stop", "accumulated", "plan_high", "plan_low")
+# ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
+HOST_COLUMNS = ("count", "batches", "wall_ms", "last_sync_ms", "failed", "stop", "accumulated", "plan_high", "plan_low")
+_COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
 
@@ -135,10 +137,10 @@ class MergeProgram:
         """The weighted mean of parameters: ``(merged trees, table, report)``."""
         sums = measured["sums"]
         x0, x = drop_replica_axis(start["params"]), drop_replica_axis(end["params"])
-        count, examples = host[0, 0, 0], sums[0, 0]
+        count, examples = host[0, 0, _COUNT], sums[0, 0]
         # Not normalised: the same all-reduce sums the weights.
         weight = {
-            "steps": count,
+            "steps": host[0, 0, _BATCHES],
             "batch": examples / jnp.maximum(count, 1.0),
             "fednova": (count > 0).astype(jnp.float32),
         }[self._rule]
@@ -169,7 +171,7 @@ class MergeProgram:
             payload["gains"] = jnp.append(gains, weighted(gains[0], weight))
         total = self._sum(payload)
         # The steps that were taken: fewer than planned if a replica reached its time limit.
-        counts = total["table"][:, 0, HOST_COLUMNS.index("count")]
+        counts = total["table"][:, 0, _COUNT]
         alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
         mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
@@ -211,7 +213,10 @@ class MergeProgram:
         merged = []
         for i, (old, count) in enumerate(zip(old_counts, new_counts, strict=True)):
             if self._schedules[i]:
-                count = old + total["counts"][0, i].astype(old.dtype)
+                # In batches: a step on a part of one counts for that part.
+                host = total["table"][:, 0]
+                part = host[:, _BATCHES].sum() / host[:, _COUNT].sum()
+                count = old + jnp.round(total["counts"][0, i] * part).astype(old.dtype)
             elif self._opt_mode == "average":
                 mean = total["counts"][1, i] / total["weight"]
                 count = old + jnp.round(mean).astype(old.dtype)
@@ -245,7 +250,7 @@ class MergeProgram:
             )
             arguments = self._scaling.arguments(noise, drop_replica_axis(start["progress"]), examples)
         updates, after = self._tx.update(grads, before, params, value=loss, **arguments)
-        batches = total["table"][:, 0, HOST_COLUMNS.index("count")].sum()
+        batches = jnp.round(total["table"][:, 0, _BATCHES].sum())
         opt_state, accumulated = advance_by_batches(
             batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")]
         )

@@ -27,12 +27,12 @@ class Progress:
         self._last_line = self._start
 
     def update(self, info: RoundInfo) -> None:
-        self._done += sum(info.counts)
+        self._done += info.batches
         text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
         if self._world_size > 1:
             text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
         self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(sum(info.counts))
+        self._bar.update(info.batches)
         now = time.perf_counter()
         if self._lines and (now - self._last_line > 10 or self._done == self._total):
             self._last_line = now

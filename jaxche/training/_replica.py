@@ -24,6 +24,8 @@ from jaxche.training._scaling import MergeScale
 _IN_FLIGHT = 8
 
 _NO_SCALE = MergeScale()
+# The share of a device's memory that larger steps may fill: the merge needs some, and memory breaks into pieces.
+_MEMORY_SHARE = 0.8
 
 
 class LocalResult(NamedTuple):
@@ -125,7 +127,7 @@ class Replica:
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
         together = None
         if time_limit_ms is not None and isinstance(feed, Feed):
-            in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.keys) // 8)), time_limit_ms / 1e3
+            in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.steps) // 8)), time_limit_ms / 1e3
             if spans_processes(self.placement):
                 processes = sorted({device.process_index for device in self.placement.devices.flat})
                 together = self._group.flag_broadcast(processes, f"rank {self.rank}")
@@ -190,7 +192,7 @@ class Replica:
                 done += 1
         except Exception as error:
             self._read_error = error
-            yield from itertools.repeat(self._padding, len(feed.keys) - done)
+            yield from itertools.repeat(self._padding, len(feed.steps) - done)
 
 
 def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
@@ -210,6 +212,18 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
         "activations, gradients": executable.memory_analysis().temp_size_in_bytes,
     }
     return parts | {"in all": sum(parts.values())}
+
+
+def row_limit(rows: int, memory: dict[str, int], placement: BatchPlacement) -> float:
+    """The largest number of rows for which a device has memory, from the bytes that a step of ``rows`` needs.
+
+    Infinite if the devices do not say how much memory they have.
+    """
+    here = [device for device in placement.devices.flat if device.process_index == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in here]
+    by_rows = sum(n for name, n in memory.items() if name == "activations, gradients" or name.endswith("batches ahead"))
+    rest = memory["in all"] - by_rows
+    return max(float(rows), rows * (_MEMORY_SHARE * min(limits) - rest) / max(by_rows, 1))
 
 
 def free_rates(

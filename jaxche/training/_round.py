@@ -68,16 +68,26 @@ def next_plan(
     world_size: int,
     last_epoch: int | None = None,
     solo_steps: int = SOLO_ROUND,
+    joined: int | None = None,
 ) -> RoundPlan:
     """The plan of the next round, the same on every host; pending batches of earlier rounds come first.
 
-    ``size`` is the number of batches in an epoch, ``solo_steps`` the number of steps of a single replica.
+    ``size`` is the number of batches in an epoch, ``solo_steps`` the number of steps of a single replica, and
+    ``joined`` the number of batches in an update under ``sync``, by default one a replica.
     """
     lead = state.che.max_batch_diff if state.che else None
     if state.pending_batches:
         epoch, start, stop = state.pending_batches[0]
         wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
         return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
+    shares, joined = state.row_shares.rows, joined or world_size
+    if world_size > 1 and policy is ApplyPolicy.SYNC and (shares or joined != world_size):
+        left = size - state.cursor
+        # Before times are known, equal parts in steps of at most a batch.
+        steps = state.row_shares.steps if shares else (-(-joined // world_size),) * world_size
+        return RoundPlan(
+            state.round, state.epoch, state.cursor, steps, size, shares or (1,) * world_size, min(joined, left)
+        )
     if state.che is None:
         counts = (solo_steps,)
     else:
@@ -95,7 +105,13 @@ def next_plan(
 
 
 def plan_of_counts(
-    state: TrainerState, size: int, policy: ApplyPolicy, world_size: int, counts: Sequence[int]
+    state: TrainerState,
+    size: int,
+    policy: ApplyPolicy,
+    world_size: int,
+    counts: Sequence[int],
+    shares: tuple[int, ...] = (),
+    joined: int = 0,
 ) -> RoundPlan:
     """The plan of a round with given counts, e.g. recorded ones, cut at the end of the epoch."""
     if len(counts) != world_size or sum(counts) < 1:
@@ -104,13 +120,15 @@ def plan_of_counts(
             "give each its number of steps, and at least one step in total"
         )
     epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
+    if shares:
+        return RoundPlan(state.round, epoch, start, tuple(counts), size, shares, min(joined, stop - start))
     left = sum(counts) if policy is ApplyPolicy.ASYNC and not state.pending_batches else stop - start
     return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
 
 
 def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
     """The time limit of a round: a slow replica delays the others by at most the length of one round."""
-    if che is None or not all(che.ms_per_batch):
+    if che is None or plan.shares or not all(che.ms_per_batch):
         return None
     expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
     return expected + max(expected, _MIN_EXTRA_MS)
@@ -126,8 +144,10 @@ def host_row(
     """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
     failed = result.error is not None
     # The count is a weight of the merge; after an error nothing is merged.
+    steps = plan.counts[rank] if failed else result.steps
     return [
-        plan.counts[rank] if failed else result.steps,
+        steps,
+        plan.batches[rank] if plan.shares and steps else steps,
         result.wall_ms,
         last_sync_ms,
         failed,
@@ -235,7 +255,10 @@ class RoundStatistics:
 
     def _refuse_numbers(self, state: TrainerState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
         ranks = range(len(plan.counts)) if rank is None else [rank]
-        batches = tuple(batch for r in ranks for batch in plan.share(r)[: self.counts[r]])
+        ends = [None if plan.shares else self.counts[r] for r in ranks]
+        batches = tuple(
+            dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in plan.share(r)[:end])
+        )
         raise NonFiniteLossError(
             f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. The round was not merged; "
             "this error's .state is the one before it. Look for NaN, infinite or empty values in these batches and for "
@@ -284,16 +307,21 @@ def advance(
     shares it.
     """
     counts = table.counts
-    che, correction, verdict = state.che, state.correction, Verdict.CALM
+    before, correction, verdict = state.che, state.correction, Verdict.CALM
+    che = before
     rel, direction = merged.drift
-    if che is not None:
+    if che is not None and before is not None:
         # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
         whole = counts == limit_lead(che.batch_counts, che.max_batch_diff)
-        before = che
-        che = before.report_timing(table.wall_ms, counts, table.last_sync_ms if whole else 0.0)
-        if counts != plan.counts:
+        wall_ms, last_sync_ms, reported = table.wall_ms, table.last_sync_ms if whole else 0.0, counts
+        if plan.shares:
+            # A cadence counts whole batches: report the time that one would have taken.
+            wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
+            last_sync_ms, reported = 0.0, [min(n, 1) for n in counts]
+        che = che.report_timing(wall_ms, reported, last_sync_ms)
+        if counts != plan.counts and not plan.shares:
             # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
-            che = che.report_timing(table.wall_ms, counts, 0.0)
+            che = che.report_timing(wall_ms, counts, 0.0)
         if policy is ApplyPolicy.ASYNC:
             correction, che, verdict = correction.apply(before, che, rel)
     examples = table.examples
@@ -301,7 +329,8 @@ def advance(
         weights, alpha = tuple((examples / examples.sum()).tolist()), 1.0
     else:
         sizes = [e / max(n, 1) for e, n in zip(examples, counts, strict=True)]
-        weights, alpha = merge_weights(rule, counts, batch_sizes=sizes)
+        parts = [part if n else 0.0 for part, n in zip(plan.batches, counts, strict=True)] if plan.shares else counts
+        weights, alpha = merge_weights(rule, parts if rule == "steps" else counts, batch_sizes=sizes)
     info = RoundInfo(
         round=plan.round,
         epoch=plan.epoch,
@@ -324,6 +353,9 @@ def advance(
         merge=rule or "",
         alpha=alpha,
         clock_ms=state.clock_ms + max(table.wall_ms) + sync_ms,
+        rows=tuple(map(int, examples)),
+        shares=plan.shares,
+        joined=plan.joined,
         **merged.scaled._asdict(),
     )
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end
@@ -337,7 +369,7 @@ def advance(
         cursor=cursor,
         examples=state.examples + info.examples,
         sync_ms=sync_ms,
-        pending_batches=_pending_batches(state.pending_batches, plan, counts),
+        pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, counts),
         accumulated=merged.accumulated,
         clock_ms=info.clock_ms,
     )

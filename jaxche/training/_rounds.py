@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, VirtualFleet
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, RowShares, VirtualFleet
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
@@ -26,7 +27,9 @@ from jaxche.training._checks import (
     check_opt_state,
     check_rules,
     check_unscaled,
+    checked_max_rows,
     checked_paces,
+    checked_rows,
     checked_scaling,
     make_placements,
     merges_on_host,
@@ -47,6 +50,9 @@ from jaxche.training._round import (
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
+
+# The shares of rows are multiples of a batch divided by this.
+_SHARES_OF_A_BATCH = 64
 
 # The default cadence: from a small anchor the steady tuner finds the right one in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
@@ -76,6 +82,9 @@ class Rounds:
         scaling: ScalingRule | None = None,
         base_batch_size: float | None = None,
         fleet: VirtualFleet | None = None,
+        rows: str | None = None,
+        joined_batches: int | None = None,
+        max_rows: int | Sequence[int] | None = None,
     ):
         check_joined()
         self._group = group = process_group()
@@ -103,6 +112,10 @@ class Rounds:
         self._tx, self._che = tx, che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
+        self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
+        self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
+        # Each device of a sharded replica takes as many rows.
+        self._unit = math.lcm(*(placement.devices.size for placement in placements))
         paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
         scaled = None
         if scaling is not None:
@@ -139,6 +152,7 @@ class Rounds:
             "seed": str(seed),
             "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
+            "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
             **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
@@ -256,7 +270,7 @@ class Rounds:
                     f"round {state.round}, batch {start} of epoch {epoch}; start from the state before the first "
                     "recorded round, e.g. state = trainer.init(params), and give the same data"
                 )
-            state, info = self._round(state, data, counts=info.planned, done=info.counts)
+            state, info = self._round(state, data, info.planned, done=info.counts, cut=(info.shares, info.joined))
             again.append(info)
         return state, again
 
@@ -309,11 +323,16 @@ class Rounds:
         return self._engine.compilations
 
     def _plan(
-        self, state: TrainerState, size: int, counts: Sequence[int] | None = None, last_epoch: int | None = None
+        self,
+        state: TrainerState,
+        size: int,
+        counts: Sequence[int] | None = None,
+        last_epoch: int | None = None,
+        cut: tuple[tuple[int, ...], int] = ((), 0),
     ) -> RoundPlan:
         if counts is not None:
-            return plan_of_counts(state, size, self.policy, self.world_size, counts)
-        return next_plan(state, size, self.policy, self.world_size, last_epoch, self._solo_steps)
+            return plan_of_counts(state, size, self.policy, self.world_size, counts, *cut)
+        return next_plan(state, size, self.policy, self.world_size, last_epoch, self._solo_steps, self._joined)
 
     def _settings(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
@@ -332,13 +351,14 @@ class Rounds:
         last_epoch: int | None = None,
         prefetch: bool = False,
         done: Sequence[int] | None = None,
+        cut: tuple[tuple[int, ...], int] = ((), 0),
     ) -> tuple[TrainerState, RoundInfo]:
-        plan = self._plan(state, checked_length(data), counts, last_epoch)
+        plan = self._plan(state, checked_length(data), counts, last_epoch, cut)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         clock = time.perf_counter()
         merge_scale = MergeScale()
         if self.scaling is not None:
-            weights, alpha = merge_weights(self.merge, plan.counts)
+            weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
             merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
         limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
         results = self._engine.run(state.local_states, data, plan, merge_scale, done, limit)
@@ -370,4 +390,15 @@ class Rounds:
             table = table.with_wall_ms(wall_ms.tolist())
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
         rule = self.merge if self.average == "parameters" else None
-        return advance(state, plan, merged, table, self.policy, rule, sync_ms)
+        state, info = advance(state, plan, merged, table, self.policy, rule, sync_ms)
+        return replace(state, row_shares=self._row_shares(state.row_shares, info)), info
+
+    def _row_shares(self, shares: RowShares, info: RoundInfo) -> RowShares:
+        """The shares of the rows after a round, from its times."""
+        if self.rows != "speed" or self.world_size == 1:
+            return shares
+        size, joined = self._engine.batch_size, self._joined
+        unit = math.lcm(self._unit, max(1, size // _SHARES_OF_A_BATCH))
+        return shares.report(info.counts, info.rows, info.wall_ms).split(
+            size * joined, unit, max_rows=self._engine.max_rows(self._max_rows)
+        )

@@ -383,6 +383,10 @@ class StagedEngine(Engine):
         self._merge = self._make_merge(local)
         return code.consts
 
+    def _row_limits_here(self, local_states: Sequence[LocalState]) -> list[float]:
+        """Empty: stages take whole batches."""
+        return []
+
     def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
         """Empty: the memory of a stage depends on the activations that its schedule keeps."""
         return []

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.cadence import DivergenceCorrection, ElChe, RowShares
 from jaxche.training._programs import LocalState
 
 
@@ -34,6 +34,7 @@ class TrainerState:
       pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
       clock_ms: time of all rounds so far, waiting and merging included.
+      row_shares: the rows of a joined batch for each replica, and the times they follow from.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
 
     Example:
@@ -56,6 +57,7 @@ class TrainerState:
     pending_batches: tuple[tuple[int, int, int], ...] = ()
     accumulated: int = 0
     clock_ms: float = 0.0
+    row_shares: RowShares = field(default_factory=RowShares)
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property

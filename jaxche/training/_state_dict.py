@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
-from jaxche.cadence import DivergenceCorrection, ElChe
+from jaxche.cadence import DivergenceCorrection, ElChe, RowShares
 from jaxche.training._programs import LocalState
 from jaxche.training._replica_mesh import ReplicaMesh
 from jaxche.training._state import TrainerState
@@ -122,6 +122,7 @@ def metadata(state: TrainerState) -> dict[str, Any]:
     return {saved: getattr(state, name) for name, saved in _FIELDS.items()} | {
         "che": state.che and state.che.to_dict(),
         "correction": asdict(state.correction),
+        "row_shares": state.row_shares.to_dict(),
     }
 
 
@@ -130,12 +131,14 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
     che, correction = state.che, state.correction
     if che is not None and saved["che"] is not None:
         if saved["che"]["world_size"] == che.world_size:
+            if "row_shares" in saved:
+                state = replace(state, row_shares=RowShares.from_dict(saved["row_shares"]))
             che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()})
         else:
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
         correction = DivergenceCorrection.from_dict(saved["correction"])
-    # Earlier versions did not save ``accumulated``.
+    # Earlier versions did not save ``accumulated`` and ``row_shares``.
     fields = {name: _tuples(saved[key]) for name, key in _FIELDS.items() if key in saved}
     return replace(state, che=che, correction=correction, **fields)
 

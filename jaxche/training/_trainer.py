@@ -31,7 +31,7 @@ class Trainer(Rounds):
         ``Pipeline``: every replica is then a pipeline, and parameters have one entry per stage.
       tx: any ``optax.GradientTransformation``. Each replica has its own optimizer state. A schedule in ``tx`` counts
         the batches of all replicas, as on one device (see the notes).
-      policy: when to merge, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every batch, ``"cadence"``
+      policy: when to merge, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every step, ``"cadence"``
         when the slowest replica has done ``anchor`` batches, ``"async"`` the same with divergence correction and with
         rounds that cross the end of an epoch.
       che: the cadence; by default with the smallest anchor that keeps merging and waiting near 1.5 % of the time.
@@ -70,6 +70,14 @@ class Trainer(Rounds):
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
         history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock. Replicas
         may share a device, and by default they are dealt out over those at hand; such replicas merge on CPU devices.
+      rows: under ``sync``, the rows of each replica in an update. ``"speed"`` (default): the batches of the update are
+        joined, and each replica takes the rows that it can do in the common time, from measured times
+        :math:`t_i(b) = f_i + s_i b`; the update is that of one device on the joined batch. Other shares are compiled
+        for before they are timed; they change if a round becomes at least 4 % and 0.5 ms shorter. ``"equal"``: one
+        whole batch each.
+      joined_batches: under ``sync``, the batches in an update; by default one per replica.
+      max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default
+        what a device has memory for, if it says how much it has.
 
     Notes:
       **Schedules.** On one device a schedule in ``tx`` is a function of the number of updates, one per batch. Here it

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxche
+from jaxche.cadence import Piece
 from jaxche.training._data import Reader
 
 
@@ -62,6 +63,38 @@ def test_bad_arrays_are_named(arguments, named):
         jaxche.Batches(*arguments)
 
 
+def whole(indices):
+    """Steps on whole batches of epoch 0."""
+    return [(Piece((0, i)),) for i in indices]
+
+
+def test_pieces_of_one_batch_are_read_once_and_joined():
+    reads = []
+
+    class Data(list):
+        def __getitem__(self, i):
+            reads.append(i)
+            return list.__getitem__(self, i)
+
+    batches = [{"x": np.arange(10 * i, 10 * i + 4)} for i in range(3)]
+    reader = Reader(Data(batches))
+    first, second = reader.start(
+        [
+            [(Piece((0, 0)), Piece((0, 1), 0, 1, 4))],
+            [(Piece((0, 1), 1, 4, 4), Piece((0, 2), 0, 1, 2)), (Piece((0, 2), 1, 2, 2),)],
+        ]
+    )
+    assert [b["x"].tolist() for b in first] == [[0, 1, 2, 3, 10]]
+    assert [b["x"].tolist() for b in second] == [[11, 12, 13, 20, 21], [22, 23]]
+    assert set(reads) == {0, 1, 2}
+    assert len(reads) <= 4  # the first one twice: is it the same?
+    assert not reader._ready
+    # A part of a small batch may have no row: its step is left out.
+    (none,) = reader.start([[(Piece((0, 0), 0, 1, 100),)]])
+    assert list(none) == []
+    reader.close()
+
+
 def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
     class Data:
         def __init__(self):
@@ -77,18 +110,17 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
 
     data = Data()
     reader = Reader(data, depth=2)
-    shares = [[(0, i) for i in range(5)], [(0, i) for i in range(5, 8)]]
     assert reader.peek((0, 0)) == 0
-    feeds = reader.start(shares)
+    feeds = reader.start([whole(range(5)), whole(range(5, 8))])
     assert [list(feed) for feed in feeds] == [[0, 1, 2, 3, 4], [5, 6, 7]]
     assert sorted(data.reads) == [0, *range(8)]  # the first one twice: is it the same?
     assert threading.current_thread().name not in data.threads
     assert len(data.threads) == 1
     reader.prefetch([[(0, 8), (0, 9)], [(0, 10)]])
     assert reader.peek((0, 10)) == 10
-    feeds = reader.start([[(0, 9)]])  # the plan changed: one batch read for nothing, none twice
+    feeds = reader.start([whole([9])])  # the plan changed: one batch read for nothing, none twice
     assert list(feeds[0]) == [9]
-    assert list(reader.start([[(0, 10)]])[0]) == [10]
+    assert list(reader.start([whole([10])])[0]) == [10]
     assert len(data.reads) == len(set(data.reads)) + 1
     assert not reader._ready
     reader.close()
@@ -96,7 +128,7 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
 
 def test_an_error_of_the_data_reaches_whoever_takes_the_batch():
     reader = Reader([1])
-    (feed,) = reader.start([[(0, 0), (0, 1)]])
+    (feed,) = reader.start([whole([0, 1])])
     batches = iter(feed)
     assert next(batches) == 1
     with pytest.raises(IndexError):

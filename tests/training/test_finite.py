@@ -34,7 +34,7 @@ def finite(state):
 SETTINGS = {
     "cadence": {},
     "async": {"policy": "async"},
-    "sync": {"policy": "sync"},
+    "sync": {"policy": "sync", "rows": "equal"},
     "gradients": {"average": "gradients"},
     "average": {"opt_state": "average"},
     "reset": {"opt_state": "reset"},

@@ -27,7 +27,7 @@ def test_times_are_the_fleets_and_runs_repeat(problem, devices, policy, told, sa
     assert told(history) == told(repeated)
     clock = 0.0
     for info in history:
-        assert info.wall_ms == pytest.approx([20 * info.counts[0], 50 * info.counts[1]])
+        assert info.wall_ms == pytest.approx([20 * info.rows[0] / 8, 50 * info.rows[1] / 8])
         assert info.sync_ms == 5.0
         clock += info.period_ms
         assert info.clock_ms == pytest.approx(clock)

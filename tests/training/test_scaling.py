@@ -137,7 +137,7 @@ def test_averaged_parameters_equal_the_slow_twin(problem, devices, close, rule, 
 
 def test_sync_scales_by_the_replicas(problem, devices, close):
     tx, rule = optax.sgd(0.05), jaxche.AdaScale()
-    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", replicas=devices[:4], scaling=rule)
+    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", rows="equal", replicas=devices[:4], scaling=rule)
     state, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=2, progress=False)
     wanted, told = averaged_gradients(problem, tx, rule, [4] * 6)
     close(trainer.params(state), wanted, rtol=1e-4, atol=1e-5)

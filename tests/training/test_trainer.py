@@ -71,7 +71,7 @@ def local_sgd(problem, tx, rounds, rule="steps", opt_mode="local", outer=None):
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("tx", [optax.sgd(0.3, momentum=0.9), optax.adam(0.05)], ids=["sgd", "adam"])
 def test_sync_equals_one_device_on_the_joined_batch(problem, devices, close, replicas, tx):
-    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", replicas=devices[:replicas])
+    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", rows="equal", replicas=devices[:replicas])
     state, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=2, progress=False)
     size = len(problem.data)
     groups = [(e, range(i, min(i + replicas, size))) for e in range(2) for i in range(0, size, replicas)]
@@ -83,7 +83,7 @@ def test_sync_equals_one_device_on_the_joined_batch(problem, devices, close, rep
 def test_sync_weighs_a_smaller_last_batch_by_its_examples(make_problem, devices, close):
     problem = make_problem(examples=44, batch_size=8)  # five batches of 8 and one of 4
     tx = optax.sgd(0.3)
-    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", replicas=devices[:2])
+    trainer = jaxche.Trainer(problem.loss, tx, policy="sync", rows="equal", replicas=devices[:2])
     state, history = trainer.fit(trainer.init(problem.params), problem.data, progress=False)
     close(trainer.params(state), single_device(problem, tx, [problem.joined(0, (i, i + 1)) for i in (0, 2, 4)]))
     assert history[-1].weights == pytest.approx((8 / 12, 4 / 12))

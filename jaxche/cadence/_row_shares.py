@@ -1,0 +1,188 @@
+"""Row shares: the rows of a joined batch that each rank can do in the same time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxche.cadence._tuner_steady import JUMP, MEMORY
+
+# Sizes of a step that are remembered for each rank.
+_SIZES = 4
+# The shares change if that makes the round shorter by this part of it and by so many ms: other sizes of a step are
+# compiled for. The first time by more, so that equal devices whose times jitter keep whole batches.
+_GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
+# Reports of each rank before the first change; a first one may include compilation.
+_REPORTS = 3
+
+# Milliseconds of steps of one size: (rows of a step, the last times, newest first).
+Sample = tuple[float, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class RowShares:
+    """The rows of a joined batch for each rank, in proportion to its measured speed.
+
+    t_i(b) = f_i + s_i · b,   max_i n_i f_i + s_i r_i → min with Σ r_i the rows of the joined batch
+
+    with ``b`` rows in a step, ``f`` the part of its time that does not depend on them, ``r_i`` the rows of rank i and
+    ``n_i`` its steps. Immutable: a report returns the next value, the same on every host.
+
+    Args:
+      rows: rows of each rank in the next round; empty for whole batches.
+      steps: steps of each rank in which it runs them.
+      samples: the measured times of each rank, by the size of the step.
+
+    Example:
+      >>> shares = RowShares()
+      >>> for _ in range(3):
+      ...     shares = shares.report([1, 1], [16, 16], [20.0, 50.0]).split(32)
+      >>> shares.rows, [round(t) for t in shares.times()]
+      ((23, 9), [29, 28])
+    """
+
+    rows: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    samples: tuple[tuple[Sample, ...], ...] = ()
+
+    def report(self, steps: Sequence[int], rows: Sequence[float], wall_ms: Sequence[float]) -> RowShares:
+        """The shares with the times of a round: ``wall_ms`` of each rank for ``steps`` on ``rows`` in all."""
+        samples = self.samples or ((),) * len(wall_ms)
+        pushed = tuple(
+            _pushed(own, r / n, wall / n) if n and wall > 0 and r else own
+            for own, n, r, wall in zip(samples, steps, rows, wall_ms, strict=True)
+        )
+        return replace(self, samples=pushed)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether every rank has reported often enough."""
+        return bool(self.samples) and all(sum(len(ms) for _, ms in own) >= _REPORTS for own in self.samples)
+
+    def fit(self) -> tuple[np.ndarray, np.ndarray]:
+        """``(f, s)``: milliseconds of a step without rows, and milliseconds a row, of each rank."""
+        lines = np.array([_line(own) for own in self.samples])
+        return lines[:, 0], lines[:, 1]
+
+    def times(self, rows: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> np.ndarray:
+        """Expected milliseconds of each rank for these rows and steps; by default those of the next round."""
+        fixed, slope = self.fit()
+        return np.array(self.steps if steps is None else steps) * fixed + slope * np.array(
+            self.rows if rows is None else rows
+        )
+
+    def split(
+        self,
+        total: int,
+        unit: int = 1,
+        max_rows: Sequence[float] | None = None,
+        step_rows: int | None = None,
+        equal: Sequence[int] | None = None,
+    ) -> RowShares:
+        """The shares for a round of ``total`` rows, unchanged if others gain little.
+
+        Args:
+          total: rows of the joined batch.
+          unit: shares are multiples of it, except one.
+          max_rows: the largest step of each rank, in rows; a larger share takes several steps.
+          step_rows: the wanted rows of a step, if updates are local; None for one step if it fits.
+          equal: the rows of each rank without shares, to compare with; None for equal parts.
+        """
+        if not self.is_measured:
+            return self
+        fixed, slope = self.fit()
+        most = np.array(max_rows if max_rows is not None else [math.inf] * len(fixed))
+        steps = np.ones(len(fixed), np.int64)
+        rows = fill(total, fixed, slope, unit)
+        for _ in range(4):
+            needed = np.maximum(np.ceil(rows / most), 1)
+            if step_rows is not None:
+                needed = np.maximum(needed, np.round(rows / step_rows))
+            if (needed == steps).all():
+                break
+            steps = needed.astype(np.int64)
+            rows = fill(total, steps * fixed, slope, unit)
+        steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
+        best = self.times(rows.tolist(), steps.tolist()).max()
+        if sum(self.rows) == total:
+            now, gain = self.times().max(), _GAIN
+        else:
+            even = equal if equal is not None else [total / len(fixed)] * len(fixed)
+            now, gain = self.times(even, [1] * len(fixed)).max(), _GAIN if self.rows else _FIRST_GAIN  # type: ignore[arg-type]
+        if best > min((1 - gain) * now, now - _GAIN_MS):
+            return self
+        return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
+        """The shares that ``to_dict`` saved, also after a round trip through JSON."""
+        samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
+        return cls(tuple(saved["rows"]), tuple(saved["steps"]), samples)
+
+
+def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.ndarray:
+    """Whole rows of each rank, Σ = ``total``, so that the last rank ends as early as possible.
+
+    A rank gets none if even its fixed time is longer than the others need.
+
+    Example:
+      >>> fill(48, np.zeros(4), np.array([20, 20, 40, 80]) / 16).tolist()
+      [18, 17, 9, 4]
+    """
+    # The time at which the fastest m ranks finish all rows; ranks that start later get none.
+    order = np.argsort(fixed, kind="stable")
+    speed = 1 / np.maximum(slope[order], 1e-9)
+    ends = (total + np.cumsum(fixed[order] * speed)) / np.cumsum(speed)
+    starts = np.append(fixed[order][1:], np.inf)
+    end = ends[np.argmax(ends <= starts)]
+    exact = np.maximum(end - fixed, 0) / np.maximum(slope, 1e-9)
+    rows = (np.floor(exact / unit + 1e-9) * unit).astype(np.int64)
+    # The rest goes to whoever ends first with it.
+    heap = [(f + s * (r + unit), i) for i, (f, s, r) in enumerate(zip(fixed, slope, rows, strict=True))]
+    heapq.heapify(heap)
+    left = total - int(rows.sum())
+    while left > 0:
+        end, i = heapq.heappop(heap)
+        taken = min(unit, left)
+        rows[i], left = rows[i] + taken, left - taken
+        heapq.heappush(heap, (end + slope[i] * unit, i))
+    return rows
+
+
+def _pushed(own: tuple[Sample, ...], size: float, ms: float) -> tuple[Sample, ...]:
+    """The samples with one more time of steps of ``size`` rows; a change of speed rescales those of other sizes."""
+    found = dict(own)
+    times = (ms, *found.pop(size, ()))[:MEMORY]
+    if own and len(times) > 1:
+        fixed, slope = _line(own)
+        expected, seen = fixed + slope * size, _middle(times)
+        if abs(seen - expected) > JUMP * expected:
+            found = {b: tuple(t * seen / expected for t in old) for b, old in found.items()}
+    return ((size, times), *list(found.items())[: _SIZES - 1])
+
+
+def _middle(times: Sequence[float]) -> float:
+    """The median, the smaller middle one of an even number."""
+    return sorted(times)[(len(times) - 1) // 2]
+
+
+def _line(own: tuple[Sample, ...]) -> tuple[float, float]:
+    """``(f, s)`` of the least-squares line through the samples, both at least 0; without two sizes f is 0."""
+    if not own:
+        return 0.0, 0.0
+    size = np.array([b for b, _ in own], np.float64)
+    ms = np.array([_middle(times) for _, times in own])
+    spread = size - size.mean()
+    slope = float((spread * ms).sum() / (spread**2).sum()) if len(own) > 1 else math.inf
+    # The newest sample counts most: the line goes through it.
+    slope = min(max(slope, 0.05 * ms[0] / size[0]), ms[0] / size[0])
+    return float(ms[0] - slope * size[0]), float(slope)

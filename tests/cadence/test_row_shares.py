@@ -1,0 +1,157 @@
+"""Row shares: all ranks end a round at the same time, whatever part of a step does not depend on its rows."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxche.cadence import RoundPlan, RowShares
+from jaxche.cadence._row_shares import fill
+
+BATCH = 16
+
+
+def run(ms_per_batch, fixed, total, rounds=12, jitter=0.0, shares=None, seed=0, **limits):
+    """The shares after some rounds on devices of these speeds, from whole batches."""
+    noise, shares = np.random.default_rng(seed), shares or RowShares()
+    world = len(ms_per_batch)
+    seen = []
+    for _ in range(rounds):
+        rows, steps = shares.rows or (BATCH,) * world, shares.steps or (1,) * world
+        wall = [
+            (n * fixed + (ms - fixed) * r / BATCH) * max(1 + jitter * noise.standard_normal(), 0.1)
+            for ms, n, r in zip(ms_per_batch, steps, rows, strict=True)
+        ]
+        shares = shares.report(steps, rows, wall).split(total, **limits)
+        seen.append(shares.rows)
+    return shares, seen
+
+
+def slowest(ms_per_batch, fixed, rows):
+    return max(fixed + (ms - fixed) * r / BATCH for ms, r in zip(ms_per_batch, rows, strict=True) if r)
+
+
+@pytest.mark.parametrize(
+    ("ms", "fixed", "total", "wanted"),
+    [
+        ((20, 20, 40, 80), 0.0, 48, (18, 17, 9, 4)),
+        ((20, 50), 0.0, 32, (23, 9)),
+        ((20, 50), 8.0, 32, (25, 7)),
+        ((20, 20, 60), 0.0, 48, (20, 21, 7)),
+    ],
+)
+def test_rows_fill_the_same_time(ms, fixed, total, wanted):
+    shares, seen = run(ms, fixed, total)
+    assert seen[-1] == seen[6]  # settled
+    best = min(slowest(ms, fixed, rows) for rows in [wanted, shares.rows])
+    assert slowest(ms, fixed, shares.rows) <= 1.05 * best
+    assert sum(shares.rows) == total
+    assert np.allclose(shares.times(), [fixed + (t - fixed) * r / BATCH for t, r in zip(ms, shares.rows, strict=True)])
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 30), st.floats(0.01, 5)), min_size=1, max_size=4),
+    st.integers(1, 40),
+)
+def test_fill_ends_as_early_as_any_split(lines, total):
+    fixed, slope = map(np.array, zip(*lines, strict=True))
+    rows = fill(total, fixed, slope)
+    assert rows.sum() == total
+    assert rows.min() >= 0
+    end = max(f + s * r for f, s, r in zip(fixed, slope, rows, strict=True) if r)
+
+    def earlier(total, i):
+        """Whether the ranks from i on can do as many rows well before ``end``."""
+        return total <= sum(max(0, int((0.999 * end - f) / s)) for f, s in lines[i:])
+
+    assert not earlier(total, 0)
+
+
+@given(st.integers(1, 300), st.integers(1, 64))
+def test_shares_are_multiples_of_the_unit_but_for_one(total, unit):
+    rows = fill(total, np.zeros(3), np.array([1.0, 2.0, 5.0]), unit)
+    assert rows.sum() == total
+    assert sum(r % unit != 0 for r in rows) <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_devices_with_jitter_keep_whole_batches(seed):
+    assert run((20, 20), 5.0, 32, rounds=60, jitter=0.04, seed=seed)[0].rows == ()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_jitter_rarely_moves_the_shares(seed):
+    _, seen = run((20, 50), 5.0, 32, rounds=100, jitter=0.03, seed=seed)
+    assert len(set(seen)) <= 5  # each is compiled for
+
+
+def test_little_time_is_not_worth_a_compilation():
+    assert run((0.2, 0.5), 0.0, 32)[0].rows == ()
+
+
+def test_one_absurd_report_changes_nothing():
+    shares, _ = run((20, 50), 5.0, 32)
+    poisoned = shares.report(shares.steps, shares.rows, [26.0, 9000.0]).split(32)
+    assert poisoned.rows == shares.rows
+
+
+def test_a_change_of_speed_is_followed_at_all_sizes():
+    shares, _ = run((20, 50), 8.0, 32)
+    shares, _ = run((60, 50), 24.0, 32, shares=shares)  # the fast one three times slower
+    fixed, _ = shares.fit()
+    assert slowest((60, 50), 24.0, shares.rows) <= 1.3 * slowest((60, 50), 24.0, (14, 18))
+    assert fixed[0] > 8
+
+
+def test_a_rank_whose_fixed_time_is_too_long_gets_no_rows():
+    rows = fill(16, np.array([2.0, 2.0, 100.0]), np.array([1.0, 1.0, 1.0]))
+    assert rows.tolist() == [8, 8, 0]
+
+
+def test_a_share_above_the_limit_takes_several_steps():
+    shares, _ = run((20, 80), 2.0, 64, max_rows=[20, 100])
+    assert shares.steps[0] == -(-shares.rows[0] // 20) > 1
+    assert shares.steps[1] == 1
+
+
+def test_local_updates_keep_the_size_of_their_batches():
+    shares, _ = run((20, 50), 0.0, 128, step_rows=BATCH)
+    assert [r / n for r, n in zip(shares.rows, shares.steps, strict=True)] == pytest.approx([16, 16], rel=0.3)
+    assert max(shares.steps) > 1
+
+
+def test_a_saved_value_is_equal():
+    shares, _ = run((20, 50), 8.0, 32)
+    assert RowShares.from_dict(json.loads(json.dumps(shares.to_dict()))) == shares
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any),
+    st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_pieces_cover_every_row_once(shares, sizes, steps):
+    """Whatever the sizes of the batches, which no rank knows of those it does not read."""
+    counts = tuple(steps if share else 0 for share in shares)
+    plan = RoundPlan(0, 2, 3, counts, 3 + len(sizes), tuple(shares), len(sizes))
+    seen = {}
+    for rank in range(len(shares)):
+        for step in plan.steps(rank):
+            for piece in step:
+                epoch, index = piece.key
+                assert epoch == 2
+                seen.setdefault(index, []).extend(range(sizes[index - 3])[piece.rows(sizes[index - 3])])
+        assert set(plan.share(rank)) == {piece.key for step in plan.steps(rank) for piece in step}
+    assert {index: sorted(rows) for index, rows in seen.items()} == {i + 3: list(range(n)) for i, n in enumerate(sizes)}
+    assert plan.end == (3, 0)
+    assert sum(plan.batches) == pytest.approx(len(sizes))
+
+
+def test_plans_that_cut_otherwise_have_another_digest():
+    plans = [
+        RoundPlan(0, 0, 0, (1, 1), 9, shares, joined)
+        for shares, joined in (((), 0), ((1, 1), 2), ((1, 2), 2), ((1, 1), 3))
+    ]
+    assert len({plan.digest() for plan in plans}) == 4

@@ -1,0 +1,202 @@
+"""Rows by speed under ``sync``: each replica runs the rows that it can in the common time, and nothing else changes."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.training import Checkpoints
+
+FOUR = jaxche.VirtualFleet([20, 20, 40, 80], sync_ms=0.0)
+TWO = jaxche.VirtualFleet([20, 50], sync_ms=0.0, fixed_ms=4.0)
+
+
+def trainer(problem, devices, fleet=FOUR, tx=None, loss=None, **options):
+    replicas = options.pop("replicas", devices[: len(fleet.ms_per_batch)])
+    return jaxche.Trainer(
+        loss or problem.loss, tx or optax.adam(0.05), policy="sync", replicas=replicas, fleet=fleet, **options
+    )
+
+
+def fit(one, problem, epochs=3, state=None, **options):
+    return one.fit(state or one.init(problem.params), problem.data, epochs=epochs, progress=False, **options)
+
+
+def single_device(problem, tx, joined, epochs=3):
+    """The parameters of one device on the joined batches."""
+    params = jax.tree.map(jnp.asarray, problem.params)
+    opt_state = tx.init(params)
+    size = len(problem.data)
+    for epoch, first in itertools.product(range(epochs), range(0, size, joined)):
+        batch = problem.joined(epoch, range(first, min(first + joined, size)))
+        grads = jax.grad(lambda p, batch=batch: problem.loss(p, batch)[0])(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize("joined", [None, 3, 6])
+@pytest.mark.parametrize("tx", [optax.sgd(0.3, momentum=0.9), optax.adam(0.05)], ids=["sgd", "adam"])
+def test_it_equals_one_device_on_the_joined_batch(make_problem, devices, close, tx, joined):
+    problem = make_problem(examples=16 * 20 + 5, batch_size=16)
+    one = trainer(problem, devices, tx=tx, joined_batches=joined)
+    state, history = fit(one, problem)
+    close(one.params(state), single_device(problem, tx, joined or 4), rtol=1e-4, atol=1e-5)
+    assert len({info.rows for info in history}) > 1
+    assert sum(info.examples for info in history) == 3 * (16 * 20 + 5)
+
+
+@pytest.mark.parametrize(("fleet", "least"), [(FOUR, 0.97), (TWO, 0.95)])
+def test_all_devices_end_together(make_problem, devices, fleet, least):
+    problem = make_problem(examples=64 * 40, batch_size=64)
+    _, history = fit(trainer(problem, devices, fleet), problem, epochs=1)
+    settled = [info for info in history if info.round > 6]
+    assert min(info.efficiency for info in settled) >= least
+    _, equal = fit(trainer(problem, devices, fleet, rows="equal"), problem, epochs=1)
+    assert max(info.efficiency for info in equal) < 0.85
+    assert {info.shares for info in equal} == {()}
+
+
+def test_shares_that_stay_are_compiled_for_once(make_problem, devices):
+    problem = make_problem(examples=64 * 40, batch_size=64)
+    one = trainer(problem, devices)
+    state, history = fit(one, problem, epochs=1)
+    before, shares = one.compilations, {info.shares for info in history}
+    assert before <= 4 * (1 + len(shares))
+    fit(one, problem, epochs=2, state=state)
+    assert one.compilations == before
+
+
+def test_a_replay_and_a_resumed_run_are_equal(make_problem, devices, same, tmp_path, told):
+    problem = make_problem(examples=8 * 20 + 3, batch_size=8)
+    one = trainer(problem, devices)
+    state, history = fit(one, problem, epochs=4)
+    replayed, again = one.replay(one.init(problem.params), problem.data, history)
+    same(one.params(state), one.params(replayed))
+    assert [info.rows for info in again] == [info.rows for info in history]
+    fit(trainer(problem, devices), problem, epochs=2, checkpoints=Checkpoints(tmp_path))
+    other = trainer(problem, devices)
+    resumed, whole = fit(other, problem, epochs=4, checkpoints=Checkpoints(tmp_path))
+    same(one.params(state), other.params(resumed))
+    assert told(whole) == told(history)
+
+
+def test_a_schedule_counts_batches(make_problem, devices, close):
+    """A rate that falls to zero over the batches of the run, as on one device."""
+    problem = make_problem(examples=8 * 24, batch_size=8)
+    schedule = optax.linear_schedule(0.1, 0.0, 2 * 24)
+    one = trainer(problem, devices, tx=optax.sgd(schedule), joined_batches=3)
+    state, _ = fit(one, problem, epochs=2)
+    counts = [int(x[0]) for x in jax.tree.leaves(state.opt_state) if x.dtype == jnp.int32]
+    assert counts == [48]
+
+
+def test_averaged_parameters_are_weighted_by_rows(make_problem, devices, close):
+    problem = make_problem(examples=16 * 24, batch_size=16)
+    tx = optax.sgd(0.2)
+    one = trainer(problem, devices, tx=tx, average="parameters")
+    state, history = fit(one, problem, epochs=1)
+    # With one step of plain SGD each, the mean of parameters by rows is one step on the joined batch.
+    close(one.params(state), single_device(problem, tx, 4, epochs=1), rtol=1e-4, atol=1e-5)
+    assert history[-1].weights == pytest.approx(np.array(history[-1].rows) / history[-1].examples)
+
+
+def test_a_part_of_a_batch_counts_as_that_part_of_a_step(make_problem, devices):
+    """Four steps on three batches advance a schedule by three."""
+    problem = make_problem(examples=16 * 24, batch_size=16)
+    schedule = optax.linear_schedule(0.1, 0.0, 24)
+    one = trainer(problem, devices, tx=optax.sgd(schedule), average="parameters", joined_batches=3)
+    state, history = fit(one, problem, epochs=1)
+    assert [int(x[0]) for x in jax.tree.leaves(state.opt_state) if x.dtype == jnp.int32] == [24]
+    assert sum(info.batches for info in history) == 24
+    assert sum(sum(info.counts) for info in history) == 4 * 8
+
+
+def test_statistics_and_metrics_are_weighted_by_rows(make_problem, devices, close):
+    problem = make_problem(examples=16 * 24, batch_size=16)
+
+    def loss(params, batch, model_state):
+        value, metrics = problem.loss(params, batch)
+        return value, (metrics, {"mean": batch["x"].mean(0)})
+
+    one = trainer(problem, devices, loss=loss)
+    state = one.init(problem.params, {"mean": np.zeros(5, np.float32)})
+    for _ in range(5):
+        before = state
+        state, info = one.round(state, problem.data)
+    assert info.shares
+    joined = problem.joined(0, range(info.cursor, info.cursor + 4))
+    close(one.model_state(state)["mean"], joined["x"].mean(0), rtol=1e-4, atol=1e-5)
+    value, metrics = problem.loss(one.params(before), joined)
+    assert info.loss == pytest.approx(float(value), rel=1e-4)
+    assert info.metrics["mae"] == pytest.approx(float(metrics["mae"]), rel=1e-4)
+
+
+def test_replicas_draw_different_random_numbers(make_problem, devices):
+    problem = make_problem(examples=16 * 24, batch_size=16)
+
+    def loss(params, batch, rng):
+        return problem.loss(params, batch)[0], {"drawn": jax.random.uniform(rng)}
+
+    one = trainer(problem, devices, loss=loss, joined_batches=1)
+    state, seen = one.init(problem.params), []
+    for _ in range(12):
+        state, info = one.round(state, problem.data)
+        seen.append(info.metrics["drawn"])
+    assert len(set(seen)) == 12
+    # The mean of four draws spreads half as much as one draw.
+    assert np.std(seen) < 0.25
+
+
+def test_the_rows_of_a_sharded_replica_divide_by_its_devices(make_problem, devices):
+    problem = make_problem(examples=32 * 24, batch_size=32)
+    strategy = jaxche.FullShard()
+    meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:8])]
+    one = trainer(problem, devices, TWO, replicas=meshes, strategy=strategy)
+    _, history = fit(one, problem, epochs=1)
+    assert history[-1].shares
+    assert all(n % 4 == 0 for n in history[-1].rows)
+
+
+def test_a_limit_of_rows_makes_more_steps(make_problem, devices, close):
+    problem = make_problem(examples=16 * 24, batch_size=16)
+    tx = optax.sgd(0.2)
+    one = trainer(problem, devices, tx=tx, max_rows=12)
+    state, history = fit(one, problem, epochs=1)
+    assert max(-(-rows // n) for rows, n in zip(history[-1].rows, history[-1].counts, strict=True)) <= 12
+    assert max(history[-1].counts) == 2
+    close(one.params(state), single_device(problem, tx, 4, epochs=1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_noise_scale_of_unequal_rows_is_that_of_equal_ones(make_problem, devices):
+    problem = make_problem(examples=16 * 400, batch_size=16)
+    found = {}
+    for rows in ("speed", "equal"):
+        one = trainer(problem, devices, rows=rows, tx=optax.sgd(1e-4), scaling=jaxche.AdaScale())
+        _, history = fit(one, problem, epochs=1)
+        found[rows] = np.mean([info.noise for info in history[30:]])
+    assert found["speed"] == pytest.approx(found["equal"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": "fast"}, "rows='fast' is unknown"),
+        ({"joined_batches": 0}, "joined_batches=0 must be at least 1"),
+        ({"max_rows": 0}, "max_rows=0 must be one whole number"),
+        ({"max_rows": [1, 2]}, "or 4, one a replica"),
+        ({"max_rows": 8, "rows": "equal"}, "here rows are equal"),
+    ],
+)
+def test_bad_arguments_are_named(problem, devices, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(problem, devices, **options)
+
+
+def test_other_policies_refuse_them(problem, devices):
+    with pytest.raises(ValueError, match="write policy='sync'"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], rows="speed")
