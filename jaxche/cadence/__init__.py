@@ -1,6 +1,9 @@
 """Layer 0, cadence: how many batches each replica runs before the next merge. Host numbers; imports no jax."""
 
 from jaxche.cadence._checks import whole_number as whole_number
+from jaxche.cadence._choice import Choice as Choice
+from jaxche.cadence._choice import active_counts as active_counts
+from jaxche.cadence._choice import choose as choose
 from jaxche.cadence._counts import clamp_counts, limit_lead
 from jaxche.cadence._divergence import DivergenceCorrection as DivergenceCorrection
 from jaxche.cadence._divergence import Verdict as Verdict

@@ -20,3 +20,5 @@ class CadenceState:
     ms_per_batch: tuple[float, ...] = field(default=(), kw_only=True)
     ms_samples: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
     sync_samples: tuple[float, ...] = field(default=(), kw_only=True)
+    travel_samples: tuple[float, ...] = field(default=(), kw_only=True)
+    round_ms: float = field(default=0.0, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxche.cadence import _tuner_progress as progress
 from jaxche.cadence import _tuner_seed as seed
 from jaxche.cadence import _tuner_steady as steady
 from jaxche.cadence._cadence_state import CadenceState
@@ -16,7 +17,7 @@ from jaxche.cadence._checks import checked_settings, finite_number, timings, who
 from jaxche.cadence._counts import LARGEST_COUNT, clamp_counts, proportional_clamp, round_half_away
 from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
 
-TUNERS = ("seed", "steady")
+TUNERS = {"seed": seed, "steady": steady, "progress": progress}
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +34,13 @@ class ElChe(CadenceState):
     forget a slow first report. ``tuner="steady"`` finds from any start the smallest anchor whose overhead meets the
     target: the merge, and the waiting caused by whole counts. It takes the median of the last three reports, so one
     outlier is ignored and a real slowdown is followed after two reports. A first report may shorten the round, not
-    lengthen it. With it, ``max_batch_diff`` limits the lead itself.
+    lengthen it. With it, ``max_batch_diff`` limits the lead itself. ``tuner="progress"`` finds the round length with
+    the most progress a second, where merging costs as much of it as local steps apart from each other:
+
+    T = √(C · τ),  τ = 0.15 · (time in which a replica moves as far as its parameters are long)
+
+    with the time C of a merge. The learning rate, the optimizer and the phase of training change how fast replicas
+    move, so τ follows them.
 
     Args:
       world_size: number of replicas, at least 2.
@@ -42,13 +49,16 @@ class ElChe(CadenceState):
       max_anchor: largest anchor (limits how stale a replica gets).
       max_batch_diff: largest lead in batches of the fastest over the slowest; 0 is lockstep, None is no limit.
         ``plan_round`` applies it; with the seed tuner it also limits the change of a count in one report.
-      tuner: ``"seed"`` or ``"steady"``.
+      tuner: ``"seed"``, ``"steady"`` or ``"progress"``.
       min_anchor: smallest anchor of the seed tuner; 0 stands for ``anchor``. This and the fields below are measured;
         leave them out for a new cadence.
       batch_counts: batches of each rank in the next round; empty for ``anchor`` each.
       ms_per_batch: smoothed milliseconds a batch of each rank; 0.0 before the first report.
       ms_samples: the steady tuner's last three reports, newest first, in ms a batch.
       sync_samples: its last three known merge times, newest first, in ms.
+      travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
+      round_ms: the wanted length of a round in ms, with the progress tuner; 0.0 before it is known. It may be shorter
+        than a batch of the slowest rank: the trainer then deals out rows.
 
     Raises:
       ValueError: for an argument out of range; the message names it, its value and what to write.
@@ -70,7 +80,8 @@ class ElChe(CadenceState):
             self.world_size, self.anchor, self.overhead_target, self.max_anchor, self.max_batch_diff
         )
         if self.tuner not in TUNERS:
-            raise ValueError(f'tuner={self.tuner!r} is not a tuner; write tuner="seed" or tuner="steady"')
+            names = ", ".join(f'"{name}"' for name in TUNERS)
+            raise ValueError(f'tuner={self.tuner!r} is not a tuner; write one of {names}, e.g. tuner="steady"')
         # Only for a new cadence: with_max_anchor may leave a measured anchor above the limit, as in the original.
         if not self.min_anchor and self.anchor > self.max_anchor:
             raise ValueError(
@@ -81,7 +92,7 @@ class ElChe(CadenceState):
         checked["batch_counts"] = tuple(self.batch_counts) or (self.anchor,) * self.world_size
         checked["ms_per_batch"] = tuple(self.ms_per_batch) or (0.0,) * self.world_size
         checked["ms_samples"] = tuple(map(tuple, self.ms_samples))
-        checked["sync_samples"] = tuple(self.sync_samples)
+        checked["sync_samples"], checked["travel_samples"] = tuple(self.sync_samples), tuple(self.travel_samples)
         for name, row in checked.items():
             object.__setattr__(self, name, row)
         for name in ("batch_counts", "ms_per_batch"):
@@ -167,14 +178,20 @@ class ElChe(CadenceState):
     # Updates.
 
     def report_timing(
-        self, wall_ms: Sequence[float] | np.ndarray, actual_batches: Sequence[int] | np.ndarray, sync_ms: float
+        self,
+        wall_ms: Sequence[float] | np.ndarray,
+        actual_batches: Sequence[int] | np.ndarray,
+        sync_ms: float,
+        travel_ms: float = 0.0,
     ) -> ElChe:
-        """Update speeds from a round, then the anchor from the overhead, then the counts.
+        r"""Update speeds from a round, then the anchor from the overhead, then the counts.
 
         Args:
           wall_ms: compute time of each rank in ms, [R]; 0 for a rank without a timing, which keeps its estimate.
           actual_batches: batches that each rank ran in that time, [R].
           sync_ms: what the merge cost in ms; 0 if not known; the anchor is then kept.
+          travel_ms: time in which a replica moves as far as its parameters are long, in ms: the duration of the round
+            over :math:`\sqrt{\sum w_i \|\Delta_i\|^2} / \|\bar x\|`; 0 if not known. For the progress tuner.
 
         Returns:
           The cadence for the next round.
@@ -190,8 +207,10 @@ class ElChe(CadenceState):
         """
         wall, batches = timings(wall_ms, actual_batches, self.world_size)
         sync_ms = finite_number("sync_ms", sync_ms, "sync_ms=5.0, or 0.0 if not known", least=0.0)
-        tuner = seed if self.tuner == "seed" else steady
-        return self._updated(**tuner.update(self, wall, batches, sync_ms))
+        if self.tuner != "progress":
+            return self._updated(**TUNERS[self.tuner].update(self, wall, batches, sync_ms))
+        travel_ms = finite_number("travel_ms", travel_ms, "travel_ms=5000.0, or 0.0 if not known", least=0.0)
+        return self._updated(**progress.update(self, wall, batches, sync_ms, travel_ms))
 
     def nudge_anchor_down(self, factor: float) -> ElChe:
         """Shrink the anchor to ⌈a · factor⌉, also below its start: replicas that drift apart must merge sooner.

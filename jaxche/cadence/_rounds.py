@@ -29,6 +29,8 @@ class ApplyPolicy(StrEnum):
     ASYNC      as CADENCE                                  divergence correction lowers the anchor and
                                                            lets it recover; fast replicas run into the
                                                            next epoch on their own
+    AUTO       as SYNC or as CADENCE                       from measured speeds, merges and movement;
+                                                           ``Trainer.explain`` says why
     =========  ==========================================  ===========================================
 
     Members are strings, so a policy may be written either way.
@@ -49,6 +51,7 @@ class ApplyPolicy(StrEnum):
     SYNC = "sync"
     CADENCE = "cadence"
     ASYNC = "async"
+    AUTO = "auto"
 
     @classmethod
     def _missing_(cls, value: object) -> ApplyPolicy:
@@ -113,7 +116,8 @@ class RoundPlan:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, f"{name}=0"))
         object.__setattr__(self, "epoch_size", check_epoch_size(self.epoch_size))
         # As ints, so that counts from NumPy and from JSON give equal plans.
-        object.__setattr__(self, "counts", tuple(map(int, self.counts)))
+        for name in ("counts", "shares"):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
         if min(self.counts, default=0) < 0:
             rank = min(range(len(self.counts)), key=self.counts.__getitem__)
             raise ValueError(f"counts[{rank}]={self.counts[rank]} must be at least 0; write 0 for an idle rank")

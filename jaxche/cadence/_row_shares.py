@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._tuner_steady import JUMP, MEMORY
+from jaxche.cadence._tuner_steady import JUMP, MEMORY, middle
 
 # Sizes of a step that are remembered for each rank.
 _SIZES = 4
@@ -36,18 +36,20 @@ class RowShares:
     Args:
       rows: rows of each rank in the next round; empty for whole batches.
       steps: steps of each rank in which it runs them.
+      joined: batches of the joined batch.
       samples: the measured times of each rank, by the size of the step.
 
     Example:
       >>> shares = RowShares()
       >>> for _ in range(3):
-      ...     shares = shares.report([1, 1], [16, 16], [20.0, 50.0]).split(32)
+      ...     shares = shares.report([1, 1], [16, 16], [20.0, 50.0]).split(joined=2, batch_rows=16)
       >>> shares.rows, [round(t) for t in shares.times()]
       ((23, 9), [29, 28])
     """
 
     rows: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    joined: int = 0
     samples: tuple[tuple[Sample, ...], ...] = ()
 
     def report(self, steps: Sequence[int], rows: Sequence[float], wall_ms: Sequence[float]) -> RowShares:
@@ -78,45 +80,52 @@ class RowShares:
 
     def split(
         self,
-        total: int,
+        joined: int,
+        batch_rows: int,
         unit: int = 1,
         max_rows: Sequence[float] | None = None,
-        step_rows: int | None = None,
-        equal: Sequence[int] | None = None,
+        local: bool = False,
     ) -> RowShares:
-        """The shares for a round of ``total`` rows, unchanged if others gain little.
+        """The shares for rounds of so many batches, unchanged if others gain little.
 
         Args:
-          total: rows of the joined batch.
+          joined: batches in a round.
+          batch_rows: rows in a batch.
           unit: shares are multiples of it, except one.
           max_rows: the largest step of each rank, in rows; a larger share takes several steps.
-          step_rows: the wanted rows of a step, if updates are local; None for one step if it fits.
-          equal: the rows of each rank without shares, to compare with; None for equal parts.
+          local: every step updates its replica, so that a step is best about as large as a batch; else a rank takes one
+            step if it has memory for it.
         """
         if not self.is_measured:
             return self
+        total = joined * batch_rows
         fixed, slope = self.fit()
         most = np.array(max_rows if max_rows is not None else [math.inf] * len(fixed))
         steps = np.ones(len(fixed), np.int64)
         rows = fill(total, fixed, slope, unit)
         for _ in range(4):
             needed = np.maximum(np.ceil(rows / most), 1)
-            if step_rows is not None:
-                needed = np.maximum(needed, np.round(rows / step_rows))
+            if local:
+                needed = np.maximum(needed, np.round(rows / batch_rows))
             if (needed == steps).all():
                 break
             steps = needed.astype(np.int64)
             rows = fill(total, steps * fixed, slope, unit)
         steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
         best = self.times(rows.tolist(), steps.tolist()).max()
-        if sum(self.rows) == total:
-            now, gain = self.times().max(), _GAIN
-        else:
-            even = equal if equal is not None else [total / len(fixed)] * len(fixed)
-            now, gain = self.times(even, [1] * len(fixed)).max(), _GAIN if self.rows else _FIRST_GAIN  # type: ignore[arg-type]
-        if best > min((1 - gain) * now, now - _GAIN_MS):
-            return self
-        return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()))
+        if self.rows and self.joined == joined:
+            now = self.times().max()
+            if best > min((1 - _GAIN) * now, now - _GAIN_MS):
+                return self
+        elif not self.rows and joined == len(fixed):
+            now = float((fixed + slope * batch_rows).max())
+            if best > min((1 - _FIRST_GAIN) * now, now - _GAIN_MS):
+                return self
+        return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()), joined=joined)
+
+    def without(self) -> RowShares:
+        """Whole batches, with the times that were measured."""
+        return replace(self, rows=(), steps=(), joined=0)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name."""
@@ -126,7 +135,7 @@ class RowShares:
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
         """The shares that ``to_dict`` saved, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
-        return cls(tuple(saved["rows"]), tuple(saved["steps"]), samples)
+        return cls(tuple(saved["rows"]), tuple(saved["steps"]), saved["joined"], samples)
 
 
 def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.ndarray:
@@ -164,15 +173,10 @@ def _pushed(own: tuple[Sample, ...], size: float, ms: float) -> tuple[Sample, ..
     times = (ms, *found.pop(size, ()))[:MEMORY]
     if own and len(times) > 1:
         fixed, slope = _line(own)
-        expected, seen = fixed + slope * size, _middle(times)
+        expected, seen = fixed + slope * size, middle(times)
         if abs(seen - expected) > JUMP * expected:
             found = {b: tuple(t * seen / expected for t in old) for b, old in found.items()}
     return ((size, times), *list(found.items())[: _SIZES - 1])
-
-
-def _middle(times: Sequence[float]) -> float:
-    """The median, the smaller middle one of an even number."""
-    return sorted(times)[(len(times) - 1) // 2]
 
 
 def _line(own: tuple[Sample, ...]) -> tuple[float, float]:
@@ -180,7 +184,7 @@ def _line(own: tuple[Sample, ...]) -> tuple[float, float]:
     if not own:
         return 0.0, 0.0
     size = np.array([b for b, _ in own], np.float64)
-    ms = np.array([_middle(times) for _, times in own])
+    ms = np.array([middle(times) for _, times in own])
     spread = size - size.mean()
     slope = float((spread * ms).sum() / (spread**2).sum()) if len(own) > 1 else math.inf
     # The newest sample counts most: the line goes through it.

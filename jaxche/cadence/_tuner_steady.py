@@ -6,6 +6,7 @@ Arrays have one entry a rank [R] in float64; 0 ms a batch means that the rank wa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def update(che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: fl
         return {"sync_samples": syncs}
     target, max_lead = che.overhead_target, che.max_batch_diff
     chosen = min(che.anchor, che.max_anchor)
-    sync = float(lower_median(np.array(syncs)[:, None])[0]) if syncs else 0.0
+    sync = middle(syncs) if syncs else 0.0
     if sync_ms:
         # A first report may include compilation. It may shorten the next round, which is cheap, but not lengthen it.
         high = che.max_anchor if che.sync_samples else chosen
@@ -66,6 +67,11 @@ def lower_median(rows: np.ndarray) -> np.ndarray:
     # Zeros sort to the front; the (filled − 1) // 2 th after them is the median.
     place = len(rows) - filled + (filled - 1) // 2
     return np.take_along_axis(ordered, place[None], axis=0)[0]
+
+
+def middle(samples: Sequence[float]) -> float:
+    """The median, the smaller middle one of an even number."""
+    return sorted(samples)[(len(samples) - 1) // 2]
 
 
 def blend_speeds(ms: np.ndarray, rows: tuple[tuple[float, ...], ...]) -> np.ndarray:

@@ -46,6 +46,7 @@ class RoundInfo:
       rows: examples of each replica.
       shares: parts of the joined batch that the replicas ran, as planned; empty if they ran whole batches.
       joined: batches of the joined batch, or 0.
+      policy: the policy of the round: with ``policy="auto"``, the one that was chosen.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -86,6 +87,7 @@ class RoundInfo:
     rows: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
     joined: int = 0
+    policy: str = ""
 
     @property
     def batches(self) -> int:

@@ -54,7 +54,7 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
     """Refuse unknown values, arguments that are no optimizers, and rules without effect."""
     one_of("average", average, ("parameters", "gradients"))
     one_of("merge", merge, MERGE_RULES)
-    one_of("opt_state", opt_state, ("local", "average", "reset"))
+    one_of("opt_state", opt_state, ("auto", "local", "average", "reset"))
     one_of("backend", backend, ("auto", "device", "host"))
     for name, transform in (("tx", tx), ("outer", outer)):
         if transform is not None and not (hasattr(transform, "init") and hasattr(transform, "update")):
@@ -209,14 +209,25 @@ def check_fleet(fleet: Any, world_size: int, num_processes: int, pace_ms: Any) -
         raise ValueError(f"pace_ms={pace_ms!r} pads real time, and fleet= replaces it; leave one of them out")
 
 
+def check_auto(average: Any, staged: bool, outer: Any, scaling: Any, che: Any, elastic: bool, joined: Any) -> None:
+    """Refuse arguments of one policy where ``policy="auto"`` changes between two."""
+    given = {"average": average, "outer": outer, "scaling": scaling, "che": che, "joined_batches": joined}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"policy='auto' changes between exact sync and local steps, and {name}= is of one of them; leave it "
+                "out, or write policy='sync' or policy='cadence'"
+            )
+    if staged or elastic:
+        what = "a jaxche.Partitioned" if staged else "an elastic run"
+        raise ValueError(f"policy='auto' has no programs for {what}; write policy='cadence' or policy='sync'")
+
+
 def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size: int, staged: bool) -> tuple[str, int]:
     """How rows are dealt out, and the number of batches joined in an update under ``sync``."""
-    sync = policy is ApplyPolicy.SYNC
-    if not sync and (rows is not None or joined_batches is not None):
-        name, value = ("rows", rows) if rows is not None else ("joined_batches", joined_batches)
+    if joined_batches is not None and policy is not ApplyPolicy.SYNC:
         raise ValueError(
-            f"{name}={value!r} is of policy='sync', and policy={policy.value!r} deals out whole batches; leave it out "
-            f"or write policy='sync'"
+            f"joined_batches={joined_batches!r} is of policy='sync'; with policy={policy.value!r} leave it out"
         )
     if staged and (rows == "speed" or joined_batches is not None):
         raise ValueError(
@@ -227,7 +238,7 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
         one_of("rows", rows, ("speed", "equal"))
     if joined_batches is not None:
         whole_number("joined_batches", joined_batches, 1, f"joined_batches={world_size}")
-    default = "speed" if sync and not staged else "equal"
+    default = "speed" if policy is not ApplyPolicy.ASYNC and not staged else "equal"
     return rows or default, world_size if joined_batches is None else int(joined_batches)
 
 

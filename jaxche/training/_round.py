@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -9,7 +10,17 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, Verdict, clamp_counts, limit_lead, plan_round
+from jaxche.cadence import (
+    ApplyPolicy,
+    ElChe,
+    RoundPlan,
+    RowShares,
+    Verdict,
+    active_counts,
+    clamp_counts,
+    limit_lead,
+    plan_round,
+)
 from jaxche.distributed import Group
 from jaxche.reports import RoundInfo
 from jaxche.training._merge import DIFFERS, HOST_COLUMNS, Merged
@@ -80,14 +91,15 @@ def next_plan(
         epoch, start, stop = state.pending_batches[0]
         wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
         return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
-    shares, joined = state.row_shares.rows, joined or world_size
-    if world_size > 1 and policy is ApplyPolicy.SYNC and (shares or joined != world_size):
-        left = size - state.cursor
+    shares, left = state.row_shares, size - state.cursor
+    if policy is ApplyPolicy.SYNC and not shares.rows and joined not in (None, world_size):
         # Before times are known, equal parts in steps of at most a batch.
-        steps = state.row_shares.steps if shares else (-(-joined // world_size),) * world_size
-        return RoundPlan(
-            state.round, state.epoch, state.cursor, steps, size, shares or (1,) * world_size, min(joined, left)
-        )
+        shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
+    if shares.rows:
+        joined = min(shares.joined, left)
+        return RoundPlan(state.round, state.epoch, state.cursor, shares.steps, size, shares.rows, joined)
+    if state.che is not None and state.choice is not None and state.choice.active:
+        return RoundPlan(state.round, state.epoch, state.cursor, active_counts(state.che, state.choice, left), size)
     if state.che is None:
         counts = (solo_steps,)
     else:
@@ -313,12 +325,13 @@ def advance(
     if che is not None and before is not None:
         # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
         whole = counts == limit_lead(che.batch_counts, che.max_batch_diff)
+        whole = whole or policy is ApplyPolicy.SYNC
         wall_ms, last_sync_ms, reported = table.wall_ms, table.last_sync_ms if whole else 0.0, counts
         if plan.shares:
             # A cadence counts whole batches: report the time that one would have taken.
             wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
-            last_sync_ms, reported = 0.0, [min(n, 1) for n in counts]
-        che = che.report_timing(wall_ms, reported, last_sync_ms)
+            last_sync_ms, reported = table.last_sync_ms, [min(n, 1) for n in counts]
+        che = che.report_timing(wall_ms, reported, last_sync_ms, travel_ms(max(table.wall_ms), merged.squares))
         if counts != plan.counts and not plan.shares:
             # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
             che = che.report_timing(wall_ms, counts, 0.0)
@@ -351,6 +364,7 @@ def advance(
         stop=table.stop,
         average="gradients" if rule is None else "parameters",
         merge=rule or "",
+        policy=policy.value,
         alpha=alpha,
         clock_ms=state.clock_ms + max(table.wall_ms) + sync_ms,
         rows=tuple(map(int, examples)),
@@ -374,6 +388,16 @@ def advance(
         clock_ms=info.clock_ms,
     )
     return after, info
+
+
+def travel_ms(wall_ms: float, squares: tuple[float, ...]) -> float:
+    """Time in which a replica moves as far as its parameters are long; 0 if not known.
+
+    ``squares`` are the arguments of :func:`~jaxche.averaging.measure_drift`.
+    """
+    mean_of_squares, _, mean_params_sq = squares
+    path = math.sqrt(mean_of_squares / mean_params_sq) if mean_params_sq > 0 else 0.0
+    return wall_ms / path if path > 0 and math.isfinite(wall_ms / path) else 0.0
 
 
 def _pending_batches(

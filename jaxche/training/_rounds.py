@@ -15,13 +15,14 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, RowShares, VirtualFleet
+from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RoundPlan, RowShares, VirtualFleet, choose
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_params
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
+    check_auto,
     check_fleet,
     check_joined,
     check_opt_state,
@@ -53,9 +54,13 @@ from jaxche.training._state import Stop, TrainerState
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
+# A round of a cadence in which the slowest replica has time for as many batches deals out whole ones.
+_WHOLE_BATCHES = 4
+# The number of batches in a shorter round changes if it is so far from the wanted one.
+_CHANGE = 0.15
 
-# The default cadence: from a small anchor the steady tuner finds the right one in a few rounds.
-DEFAULT_CADENCE: dict[str, Any] = {"anchor": 2, "overhead_target": 0.015, "tuner": "steady"}
+# The default cadence: from a small anchor the progress tuner finds the right round length in a few rounds.
+DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "tuner": "progress"}
 
 
 class Rounds:
@@ -72,7 +77,7 @@ class Rounds:
         che: ElChe | None = None,
         average: str | None = None,
         merge: str = "steps",
-        opt_state: str = "local",
+        opt_state: str = "auto",
         outer: optax.GradientTransformation | None = None,
         replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
         strategy: ShardingStrategy | None = None,
@@ -89,7 +94,12 @@ class Rounds:
         check_joined()
         self._group = group = process_group()
         self.policy = ApplyPolicy(policy)
+        if auto := self.policy is ApplyPolicy.AUTO:
+            elastic = isinstance(group, ElasticGroup)
+            check_auto(average, isinstance(loss_fn, Partitioned), outer, scaling, che, elastic, joined_batches)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
+        if opt_state == "auto":
+            opt_state = "average" if average == "parameters" else "local"
         check_rules(tx, average, merge, opt_state, outer, backend)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
@@ -143,7 +153,10 @@ class Rounds:
             scaling=scaled,
             host=host,
         )
-        self._engine = (StagedEngine if staged else Engine)(settings)
+        self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
+        # Under "auto" the programs of exact sync beside those of local steps.
+        self._sync_engine = Engine(replace(settings, average="gradients", merge="steps", opt_state="local"))
+        self._chooses = auto and self.world_size > 1
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,
@@ -192,7 +205,8 @@ class Rounds:
         if opt_state is not None:
             check_opt_state(self._tx, shapes, opt_state, staged=isinstance(self._engine, StagedEngine))
         local_states = self._engine.placement(params, model_state, opt_state)
-        return TrainerState(local_states, self._che, DivergenceCorrection(), _view=self._engine.view)
+        choice = Choice() if self._chooses else None
+        return TrainerState(local_states, self._che, DivergenceCorrection(), choice=choice, _view=self._engine.view)
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
@@ -309,6 +323,21 @@ class Rounds:
         """
         return self._engine.memory
 
+    def explain(self, state: TrainerState) -> str:
+        """What the trainer does with its replicas, and why, in one line.
+
+        Args:
+          state: after the rounds from which speeds and merges are measured.
+        """
+        if state.choice is not None:
+            return state.choice.reason
+        policy = f"policy={self.policy.value!r}, as given"
+        if state.row_shares.rows:
+            policy += f": rows {state.row_shares.rows} of {state.row_shares.joined} batches by speed"
+        elif state.che is not None:
+            policy += f": {state.che.batch_counts} batches in a round"
+        return policy
+
     @property
     def local_ranks(self) -> list[int]:
         """The ranks of the replicas of this process."""
@@ -330,9 +359,14 @@ class Rounds:
         last_epoch: int | None = None,
         cut: tuple[tuple[int, ...], int] = ((), 0),
     ) -> RoundPlan:
+        policy, joined = self._policy(state), self._joined
         if counts is not None:
-            return plan_of_counts(state, size, self.policy, self.world_size, counts, *cut)
-        return next_plan(state, size, self.policy, self.world_size, last_epoch, self._solo_steps, self._joined)
+            return plan_of_counts(state, size, policy, self.world_size, counts, *cut)
+        return next_plan(state, size, policy, self.world_size, last_epoch, self._solo_steps, joined)
+
+    def _policy(self, state: TrainerState) -> ApplyPolicy:
+        """The policy of the next round."""
+        return self.policy if state.choice is None else state.choice.policy
 
     def _settings(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
@@ -353,7 +387,9 @@ class Rounds:
         done: Sequence[int] | None = None,
         cut: tuple[tuple[int, ...], int] = ((), 0),
     ) -> tuple[TrainerState, RoundInfo]:
-        plan = self._plan(state, checked_length(data), counts, last_epoch, cut)
+        plan, policy = self._plan(state, checked_length(data), counts, last_epoch, cut), self._policy(state)
+        if self._chooses:
+            self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         clock = time.perf_counter()
         merge_scale = MergeScale()
@@ -389,16 +425,34 @@ class Rounds:
             wall_ms, sync_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
             table = table.with_wall_ms(wall_ms.tolist())
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
-        rule = self.merge if self.average == "parameters" else None
-        state, info = advance(state, plan, merged, table, self.policy, rule, sync_ms)
-        return replace(state, row_shares=self._row_shares(state.row_shares, info)), info
+        gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
+        rule = None if gradients else self.merge
+        state, info = advance(state, plan, merged, table, policy, rule, sync_ms)
+        return self._with_shares(state, info), info
 
-    def _row_shares(self, shares: RowShares, info: RoundInfo) -> RowShares:
-        """The shares of the rows after a round, from its times."""
-        if self.rows != "speed" or self.world_size == 1:
-            return shares
-        size, joined = self._engine.batch_size, self._joined
+    def _with_shares(self, state: TrainerState, info: RoundInfo) -> TrainerState:
+        """The state with the shares of the rows that follow from the times of the round, and with the choice."""
+        shares, che, choice, size = state.row_shares, state.che, state.choice, self._engine.batch_size
+        if self.rows != "speed" or che is None:
+            return state
+        shares = shares.report(info.counts, info.rows, info.wall_ms)
+        if choice is not None:
+            choice = choose(choice, shares, che, size, info.round)
+            if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
+                che = replace(che, travel_samples=())
+        state = replace(state, choice=choice, che=che)
+        return replace(state, row_shares=self._row_shares(state, shares))
+
+    def _row_shares(self, state: TrainerState, shares: RowShares) -> RowShares:
+        """The shares of the next round."""
+        che, choice, size = state.che, state.choice, self._engine.batch_size
+        assert che is not None, "a single replica has no shares"
+        joined, local = (choice and choice.joined) or self._joined, self._policy(state) is not ApplyPolicy.SYNC
+        if local:
+            if (choice and choice.active) or not 0 < che.round_ms < _WHOLE_BATCHES * max(che.ms_per_batch):
+                return shares.without()
+            exact = che.round_ms * sum(1 / ms for ms in che.ms_per_batch if ms)
+            # Other sizes are compiled for, so the number stays while it is about right.
+            joined = shares.joined if abs(shares.joined - exact) < _CHANGE * exact else max(1, round(exact))
         unit = math.lcm(self._unit, max(1, size // _SHARES_OF_A_BATCH))
-        return shares.report(info.counts, info.rows, info.wall_ms).split(
-            size * joined, unit, max_rows=self._engine.max_rows(self._max_rows)
-        )
+        return shares.split(joined, size, unit, self._engine.max_rows(self._max_rows), local)

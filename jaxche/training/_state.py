@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxche.cadence import DivergenceCorrection, ElChe, RowShares
+from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
 from jaxche.training._programs import LocalState
 
 
@@ -35,6 +35,7 @@ class TrainerState:
         ``(epoch, start, stop)``. The next rounds train on them first.
       clock_ms: time of all rounds so far, waiting and merging included.
       row_shares: the rows of a joined batch for each replica, and the times they follow from.
+      choice: what ``policy="auto"`` does now, or None.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
 
     Example:
@@ -58,6 +59,7 @@ class TrainerState:
     accumulated: int = 0
     clock_ms: float = 0.0
     row_shares: RowShares = field(default_factory=RowShares)
+    choice: Choice | None = None
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property

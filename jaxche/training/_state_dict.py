@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
-from jaxche.cadence import DivergenceCorrection, ElChe, RowShares
+from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
 from jaxche.training._programs import LocalState
 from jaxche.training._replica_mesh import ReplicaMesh
 from jaxche.training._state import TrainerState
@@ -123,6 +123,7 @@ def metadata(state: TrainerState) -> dict[str, Any]:
         "che": state.che and state.che.to_dict(),
         "correction": asdict(state.correction),
         "row_shares": state.row_shares.to_dict(),
+        "choice": state.choice and state.choice.to_dict(),
     }
 
 
@@ -133,6 +134,8 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
         if saved["che"]["world_size"] == che.world_size:
             if "row_shares" in saved:
                 state = replace(state, row_shares=RowShares.from_dict(saved["row_shares"]))
+            if saved.get("choice"):
+                state = replace(state, choice=Choice.from_dict(saved["choice"]))
             che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()})
         else:
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)

@@ -168,8 +168,8 @@ def test_policies_are_strings(policy):
 
 
 def test_names():
-    assert [policy.name for policy in ApplyPolicy] == ["SYNC", "CADENCE", "ASYNC"]
-    assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
+    assert [policy.name for policy in ApplyPolicy] == ["SYNC", "CADENCE", "ASYNC", "AUTO"]
+    assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async", "auto"]
 
 
 @pytest.mark.parametrize("value", ["Cadence", "", None, 1])

@@ -24,7 +24,7 @@ def run(ms_per_batch, fixed, total, rounds=12, jitter=0.0, shares=None, seed=0, 
             (n * fixed + (ms - fixed) * r / BATCH) * max(1 + jitter * noise.standard_normal(), 0.1)
             for ms, n, r in zip(ms_per_batch, steps, rows, strict=True)
         ]
-        shares = shares.report(steps, rows, wall).split(total, **limits)
+        shares = shares.report(steps, rows, wall).split(total // BATCH, BATCH, **limits)
         seen.append(shares.rows)
     return shares, seen
 
@@ -93,7 +93,7 @@ def test_little_time_is_not_worth_a_compilation():
 
 def test_one_absurd_report_changes_nothing():
     shares, _ = run((20, 50), 5.0, 32)
-    poisoned = shares.report(shares.steps, shares.rows, [26.0, 9000.0]).split(32)
+    poisoned = shares.report(shares.steps, shares.rows, [26.0, 9000.0]).split(2, BATCH)
     assert poisoned.rows == shares.rows
 
 
@@ -117,7 +117,7 @@ def test_a_share_above_the_limit_takes_several_steps():
 
 
 def test_local_updates_keep_the_size_of_their_batches():
-    shares, _ = run((20, 50), 0.0, 128, step_rows=BATCH)
+    shares, _ = run((20, 50), 0.0, 128, local=True)
     assert [r / n for r, n in zip(shares.rows, shares.steps, strict=True)] == pytest.approx([16, 16], rel=0.3)
     assert max(shares.steps) > 1
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxche
 from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp, collectives
+from jaxche.training._merge import HOST_COLUMNS
 
 # Even, odd and scalar leaves; 8 rows a batch.
 ROUNDS = ((2, 3), (1, 4), (3, 3), (2, 1))
@@ -134,21 +135,21 @@ def test_what_an_island_keeps_is_cut_and_the_view_is_no_copy(devices, train):
 def test_the_merge_sends_pieces_between_islands_only(devices, train):
     strategy = FullShard()
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]
-    trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy)
+    trainer, state, _ = train(meshes, ROUNDS[:1], strategy=strategy, opt_state="local")
     engine = trainer._engine
     carries = [r.idle(local).carry for r, local in zip(engine._replicas, state.local_states, strict=True)]
-    arguments = engine._merge.arguments(state.local_states, carries, np.zeros((2, 7), np.float32))
+    arguments = engine._merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))
     text = engine._merge._program.lower(*arguments).compile().as_text()
     found = collectives(text, 8)
     within, across = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
     assert {one.groups for one in found} == {within, across}
     # Between islands the pieces of a and b (a quarter each), c and scale whole, and the table with its few scalars.
-    pieces = (8 * 12 + 12 * 3) // 4 + 3 + 1
+    pieces, columns = (8 * 12 + 12 * 3) // 4 + 3 + 1, len(HOST_COLUMNS) + 3
     assert {one.kind for one in found if one.groups == across} == {"all-reduce"}
-    assert pieces < sum(one.nbytes for one in found if one.groups == across) // 4 < pieces + 2 * 4 * 11 + 10
-    # Inside them a few sums of scalars, and of the gathers none but that of the table: eleven numbers a device.
+    assert pieces < sum(one.nbytes for one in found if one.groups == across) // 4 < pieces + 2 * 4 * columns + 10
+    # Inside them a few sums of scalars, and of the gathers none but that of the table: one row a device.
     inside = [one for one in found if one.groups == within]
-    assert [one.nbytes for one in inside if one.kind == "all-gather"] == [4 * 2 * 4 * 11]
+    assert [one.nbytes for one in inside if one.kind == "all-gather"] == [4 * 2 * 4 * columns]
     assert sum(one.nbytes for one in inside if one.kind != "all-gather") < 4 * 10
 
 

@@ -197,6 +197,6 @@ def test_bad_arguments_are_named(problem, devices, options, message):
         trainer(problem, devices, **options)
 
 
-def test_other_policies_refuse_them(problem, devices):
-    with pytest.raises(ValueError, match="write policy='sync'"):
-        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], rows="speed")
+def test_only_sync_joins_a_given_number_of_batches(problem, devices):
+    with pytest.raises(ValueError, match="joined_batches=3 is of policy='sync'"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], joined_batches=3)

@@ -203,7 +203,7 @@ def test_every_stage_agrees(devices, average):
     stages = [lambda p, batch: p * batch["x"], lambda p, x: p + x]
     model = jaxche.Partitioned(stages, lambda y, batch: jnp.mean(y), jaxche.Direct())
     replicas = [devices[:2], devices[2:4]]
-    trainer = jaxche.Trainer(model, optax.adam(rate), replicas=replicas, average=average)
+    trainer = jaxche.Trainer(model, optax.adam(rate), replicas=replicas, average=average, opt_state="local")
     state = trainer.init([jnp.zeros(()), jnp.zeros(())])
     for counts in ((1, 4), (3, 2)):
         state, _ = trainer.round(state, DATA, counts=counts)
@@ -258,7 +258,7 @@ def test_an_optimizer_need_not_count(devices, opt_state, tx):
 
 
 def test_own_moments_count_the_updates_of_their_replica(devices):
-    trainer = jaxche.Trainer(slope, optax.adam(rate), replicas=devices[:2])
+    trainer = jaxche.Trainer(slope, optax.adam(rate), replicas=devices[:2], opt_state="local")
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 4))
     assert np.asarray(state.opt_state[0].count).tolist() == [1, 4]
 
@@ -273,7 +273,7 @@ def test_a_reset_forgets_moments_and_not_the_schedule(devices):
 
 
 def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices):
-    trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2])
+    trainer = jaxche.Trainer(slope, optax.adam(0.01), replicas=devices[:2], opt_state="local")
     state, _ = trainer.round(start(trainer), DATA, counts=(1, 5))
     state_dict = trainer._engine.state_dict(state.local_states)
     assert int(state_dict.pooled()["opt_state"][0].count) == 3

@@ -263,7 +263,7 @@ def test_a_recorded_run_replays_bit_for_bit(problem, devices, same):
 
 
 def test_the_replica_view_has_a_row_per_replica_and_costs_no_copy(problem, devices):
-    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:4])
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:4], opt_state="local")
     state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 2, 3, 4))
     view = state.params["w"]
     assert view.shape == (4, 5, 2)

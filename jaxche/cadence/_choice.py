@@ -1,0 +1,179 @@
+"""The choice of ``policy="auto"``: exact sync or rounds of local steps, and on which replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxche.cadence._counts import clamp_counts
+from jaxche.cadence._elche import ElChe
+from jaxche.cadence._rounds import ApplyPolicy
+from jaxche.cadence._row_shares import RowShares, fill
+from jaxche.cadence._tuner_progress import half_life_ms
+from jaxche.cadence._tuner_steady import middle
+
+# Progress of one update with the gradients of k batches, in steps on one batch: k to this power.
+_JOINED = 0.9
+# Progress of local steps that N replicas of equal speed merge, relative to as many steps one after the other: N to this
+# power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
+_MERGED = -0.12
+# Another choice must promise this much more progress: programs are compiled for it.
+_BETTER = 1.08
+# Before replicas have moved on their own: batches of the fastest in which local steps lose half of their worth.
+_USUAL = 50
+# Rounds of local steps before the choice is looked at again, and rounds after which exact sync tries them again.
+_TRIED, _FORGOTTEN = 4, 400
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``policy="auto"`` does.
+
+    Attributes:
+      policy: ``sync`` or ``cadence``.
+      joined: batches in an update under ``sync``.
+      active: whether each replica takes part; the others stay idle. Empty for all.
+      reason: why, in one line.
+      since: the round of the choice.
+    """
+
+    policy: ApplyPolicy = ApplyPolicy.SYNC
+    joined: int = 0
+    active: tuple[bool, ...] = ()
+    reason: str = "not measured yet: exact sync"
+    since: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return asdict(self) | {"policy": self.policy.value}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Choice:
+        """The choice that ``to_dict`` saved."""
+        return cls(**{**saved, "policy": ApplyPolicy(saved["policy"]), "active": tuple(saved["active"])})
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to use the replicas, and the progress it promises.
+
+    ``progress`` is in steps of the fastest replica alone; ``rate`` is the share of the summed speeds.
+    """
+
+    policy: ApplyPolicy
+    joined: int
+    active: tuple[bool, ...]
+    progress: float
+    rate: float
+    round_ms: float
+
+
+def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float) -> list[Option]:
+    """Every way to use these replicas, with its progress.
+
+    sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas do the rows of k batches
+    cadence:  N^-0.12 · Σ v_i · T / (T + C) / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
+
+    Args:
+      shares: the measured times.
+      batch_rows: rows in a batch.
+      sync_ms: time C of a merge.
+      tau_ms: length of a round in which local steps lose half of their worth.
+    """
+    fixed, slope = shares.fit()
+    ms = fixed + slope * batch_rows
+    speed, world = 1 / ms, len(ms)
+    fast, every = float(ms.min()), (True,) * world
+    found = []
+    wanted = fast * speed.sum()  # the fastest replica does about a batch
+    for k in sorted({max(1, math.floor(wanted)), math.ceil(wanted - 1e-9)}):
+        rows = fill(k * batch_rows, fixed, slope)
+        wall = float((fixed + slope * rows)[rows > 0].max())
+        progress, rate = k**_JOINED / (wall + sync_ms), k / (wall + sync_ms) / speed.sum()
+        found.append(Option(ApplyPolicy.SYNC, k, every, progress * fast, rate, wall))
+    order = np.argsort(ms, kind="stable")
+    for m in range(1, world + 1):
+        v = speed[order[:m]]
+        length = max(math.sqrt(sync_ms * tau_ms), fast) if m > 1 else alone_batches(sync_ms, fast) * fast
+        rate = float(v.sum()) * length / (length + sync_ms)
+        worth = float(v.sum() ** 2 / (v**2).sum()) ** _MERGED / (1 + length / tau_ms) if m > 1 else 1.0
+        active = every if m == world else tuple(bool(rank in order[:m]) for rank in range(world))
+        found.append(Option(ApplyPolicy.CADENCE, 0, active, rate * worth * fast, rate / speed.sum(), length))
+    return found
+
+
+def alone_batches(sync_ms: float, fast_ms: float) -> int:
+    """Batches of a replica that trains alone, between merges that only tell the others: 2 % of the time, or less."""
+    return max(50, math.ceil(50 * sync_ms / fast_ms))
+
+
+def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int) -> Choice:
+    """The choice after a round; ``now`` is kept unless another promises clearly more progress.
+
+    How fast replicas move apart is measured in rounds of local steps only. Exact sync that was chosen long ago forgets
+    it, so that local steps are tried again.
+
+    Args:
+      now: the choice so far.
+      shares: the measured times.
+      che: the measured merges, and how fast replicas move.
+      batch_rows: rows in a batch.
+      round: number of the round.
+    """
+    local = now.policy is ApplyPolicy.CADENCE
+    if not shares.is_measured or len(che.sync_samples) < 2 or (local and round - now.since < _TRIED):
+        return now
+    sync_ms = middle(che.sync_samples)
+    fast = min(ms for ms in che.ms_per_batch if ms)
+    known = che.travel_samples and (local or round - now.since < _FORGOTTEN)
+    tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
+    found = options(shares, batch_rows, sync_ms, tau_ms)
+    best = max(found, key=lambda one: one.progress)
+    same = [one for one in found if _is(one, now)]
+    if same and now.joined + sum(now.active) and best.progress < _BETTER * same[0].progress:
+        best = same[0]
+    active = () if all(best.active) else best.active
+    changed = (best.policy, active) != (now.policy, now.active)
+    since = round if changed or round - now.since >= _FORGOTTEN else now.since
+    return Choice(best.policy, best.joined, active, _reason(best, found, sync_ms), since)
+
+
+def active_counts(che: ElChe, choice: Choice, left: int) -> tuple[int, ...]:
+    """The batches of each replica where some are idle, at most ``left`` in all."""
+    active = [rank for rank, takes_part in enumerate(choice.active) if takes_part]
+    ms = [che.ms_per_batch[rank] for rank in active]
+    wanted = [max(1, round(che.round_ms / one)) for one in ms]
+    if len(active) == 1:
+        wanted = [alone_batches(middle(che.sync_samples), ms[0])]
+    found = dict(zip(active, clamp_counts(wanted, left), strict=True))
+    return tuple(found.get(rank, 0) for rank in range(len(choice.active)))
+
+
+def _is(one: Option, choice: Choice) -> bool:
+    active = () if all(one.active) else one.active
+    return (one.policy, one.joined, active) == (choice.policy, choice.joined, choice.active)
+
+
+def _reason(best: Option, found: Sequence[Option], sync_ms: float) -> str:
+    """The choice and its rivals in one line."""
+    rivals = {
+        policy.value: max(one.progress for one in found if one.policy is policy and all(one.active))
+        for policy in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE)
+    }
+    if best.policy is ApplyPolicy.SYNC:
+        what = f"exact sync of {best.joined} batches in {best.round_ms:.3g} ms"
+    elif sum(best.active) == 1:
+        what = f"rank {best.active.index(True)} alone"
+    else:
+        what = f"local steps in rounds of {best.round_ms:.3g} ms"
+    idle = [rank for rank, active in enumerate(best.active) if not active]
+    others = ", ".join(f"{name} {progress:.2f}" for name, progress in rivals.items())
+    out = f"; ranks {idle} would add nothing: leave them out, or give them evaluation" if idle else ""
+    return (
+        f"{what} and {sync_ms:.3g} ms to merge: {best.rate:.0%} of the summed speed, {best.progress:.2f} times the "
+        f"progress of the fastest alone ({others}){out}"
+    )

@@ -1,0 +1,86 @@
+"""The choice of policy="auto": exact sync where a merge is cheap, local steps where it is not, no useless device."""
+
+import json
+
+import pytest
+
+import jaxche
+from jaxche.cadence import ApplyPolicy, Choice, RowShares, active_counts, choose
+from jaxche.cadence._choice import options
+
+BATCH = 16
+
+
+def measured(ms, sync_ms, travel_ms=0.0, fixed=0.0):
+    """Shares and a cadence that have seen these devices."""
+    shares, che = RowShares(), jaxche.ElChe(len(ms), 1, tuner="progress")
+    for rows in (BATCH, BATCH, BATCH, BATCH // 2):
+        wall = [fixed + (t - fixed) * rows / BATCH for t in ms]
+        shares = shares.report([1] * len(ms), [rows] * len(ms), wall)
+    for _ in range(3):
+        che = che.report_timing(ms, [1] * len(ms), sync_ms, travel_ms)
+    return shares, che
+
+
+def chosen(ms, sync_ms, travel_ms=0.0, now=None, round=10, fixed=0.0):
+    return choose(now or Choice(), *measured(ms, sync_ms, travel_ms, fixed), BATCH, round)
+
+
+@pytest.mark.parametrize("ms", [(20, 50), (20, 20, 40, 80), (20,) * 8])
+def test_a_cheap_merge_is_for_exact_sync_and_a_dear_one_for_local_steps(ms):
+    assert chosen(ms, 0.2).policy is ApplyPolicy.SYNC
+    assert chosen(ms, 40.0, travel_ms=2e4).policy is ApplyPolicy.CADENCE
+
+
+def test_the_fastest_device_keeps_about_its_batch():
+    assert chosen((20, 20, 40, 80), 0.2).joined in (2, 3)
+    assert chosen((20,) * 8, 0.2).joined == 8
+
+
+def test_a_device_alone_where_merges_cost_more_than_the_others_add():
+    choice = chosen((20, 50), 500.0, travel_ms=5e3)
+    assert choice.active == (True, False)
+    assert "rank 0 alone" in choice.reason
+    assert "ranks [1] would add nothing" in choice.reason
+    _, che = measured((20, 50), 500.0)
+    counts = active_counts(che, choice, 10_000)
+    assert counts[1] == 0
+    assert counts[0] * 20 >= 50 * 500.0 * 0.99  # 2 % of the time in merges
+    assert active_counts(che, choice, 7) == (7, 0)
+
+
+def test_a_useless_device_is_left_out():
+    choice = chosen((20, 20, 4000), 0.2, fixed=15.0, now=Choice(ApplyPolicy.CADENCE))
+    assert choice.policy is ApplyPolicy.CADENCE or not choice.active
+
+
+def test_a_little_more_progress_is_no_reason_to_change():
+    shares, che = measured((20, 50), 5.0, 1e4)
+    found = {one.policy: one.progress for one in options(shares, BATCH, 5.0, 1500.0) if all(one.active)}
+    assert max(found.values()) < 1.08 * min(found.values())  # or this test needs other speeds
+    for policy in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE):
+        now = Choice(policy, 2 if policy is ApplyPolicy.SYNC else 0)
+        assert choose(now, shares, che, BATCH, 10).policy is policy
+
+
+def test_local_steps_are_given_a_few_rounds():
+    now = Choice(ApplyPolicy.CADENCE, since=8)
+    assert chosen((20,) * 8, 0.2, travel_ms=100.0, now=now, round=10) == now
+    assert chosen((20,) * 8, 0.2, travel_ms=100.0, now=now, round=12).policy is ApplyPolicy.SYNC
+
+
+def test_sync_forgets_how_fast_replicas_moved_long_ago():
+    now = Choice(ApplyPolicy.SYNC, 4, since=10)
+    arguments = {"ms": (20,) * 4, "sync_ms": 30.0, "travel_ms": 10.0, "now": now}
+    assert chosen(**arguments, round=11).policy is ApplyPolicy.SYNC
+    assert chosen(**arguments, round=1000).policy is ApplyPolicy.CADENCE
+
+
+def test_nothing_is_chosen_before_it_is_measured():
+    che = jaxche.ElChe(2, 1, tuner="progress")
+    assert choose(Choice(), RowShares(), che, BATCH, 1) == Choice()
+
+
+def test_a_saved_choice_is_equal():
+    choice = chosen((20, 50), 500.0, travel_ms=5e3)
+    assert Choice.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice

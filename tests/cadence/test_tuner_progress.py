@@ -1,0 +1,104 @@
+"""The progress tuner: rounds as long as merges and movement make best, whatever a single report says."""
+
+import math
+
+import numpy as np
+import pytest
+
+import jaxche
+from jaxche.cadence._tuner_progress import choose_anchor, half_life_ms
+
+SPEEDS = {"two": (20.0, 50.0), "four": (20.0, 20.0, 40.0, 80.0)}
+
+
+def run(ms, sync_ms, travel_ms, rounds=30, poison=None, che=None, jitter=0.0):
+    """The cadence after some rounds; ``poison`` maps a round to changes of its report."""
+    noise, che, seen = np.random.default_rng(0), che or jaxche.ElChe(len(ms), 1, tuner="progress"), []
+    for number in range(rounds):
+        counts = np.array(che.batch_counts)
+        report = {
+            "wall_ms": counts * ms * np.maximum(1 + jitter * noise.standard_normal(len(ms)), 0.1),
+            "actual_batches": counts,
+            "sync_ms": sync_ms * max(1 + jitter * noise.standard_normal(), 0.1),
+            "travel_ms": travel_ms * max(1 + jitter * noise.standard_normal(), 0.1),
+        } | (poison or {}).get(number, {})
+        che = che.report_timing(**report)
+        seen.append(che.round_ms)
+    return che, seen
+
+
+@pytest.mark.parametrize("ms", SPEEDS.values(), ids=SPEEDS)
+@pytest.mark.parametrize("sync_ms", [1.0, 11.0, 100.0])
+@pytest.mark.parametrize("travel_ms", [2e3, 2e4])
+def test_rounds_are_where_merges_and_local_steps_cost_alike(ms, sync_ms, travel_ms):
+    che, _ = run(ms, sync_ms, travel_ms)
+    tau = half_life_ms(travel_ms, min(ms))
+    best = max(math.sqrt(sync_ms * tau), min(ms))
+    assert best / 1.25 <= che.round_ms <= best * 1.25
+    # In whole batches no other anchor of such rounds makes more progress, but for the flat top.
+    value = {}
+    for anchor in range(1, max(1, math.ceil(2 * che.round_ms / max(ms))) + 1):
+        counts = np.round(anchor * max(ms) / np.array(ms))
+        wall = float((counts * ms).max())
+        value[anchor] = counts.sum() / (wall + sync_ms) / (1 + wall / tau)
+    assert value[che.anchor] >= 0.97 * max(value.values())
+
+
+def test_faster_movement_makes_rounds_shorter_and_slower_movement_longer():
+    early, _ = run(SPEEDS["two"], 11.0, 3e3)
+    late, _ = run(SPEEDS["two"], 11.0, 3e4, che=early)
+    assert late.round_ms > 2.5 * early.round_ms
+    again, _ = run(SPEEDS["two"], 11.0, 3e3, che=late)
+    assert again.round_ms == pytest.approx(early.round_ms, rel=0.3)
+
+
+def test_without_movement_the_anchor_stays():
+    """Averaged gradients and a first report tell none."""
+    che, _ = run(SPEEDS["two"], 11.0, 0.0)
+    assert (che.anchor, che.round_ms, che.batch_counts) == (1, 0.0, (3, 1))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"travel_ms": 1e9},
+        {"travel_ms": 1e-3},
+        {"sync_ms": 1e5},
+        {"wall_ms": [60.0, 90000.0]},
+    ],
+    ids=["still", "leaping", "merge", "rank"],
+)
+@pytest.mark.parametrize("at", [0, 1, 15])
+def test_one_absurd_report_is_forgotten(wrong, at):
+    usual, _ = run(SPEEDS["two"], 11.0, 5e3)
+    che, seen = run(SPEEDS["two"], 11.0, 5e3, poison={at: wrong})
+    assert che.round_ms == pytest.approx(usual.round_ms, rel=0.3)
+    assert max(seen) <= 8 * usual.round_ms
+
+
+def test_jitter_leaves_the_round_length_alone():
+    _, seen = run(SPEEDS["four"], 11.0, 5e3, rounds=100, jitter=0.05)
+    assert len(set(seen[10:])) <= 3
+
+
+def test_a_first_report_does_not_lengthen_a_round():
+    _, seen = run(SPEEDS["two"], 1000.0, 1e5, rounds=3)
+    assert seen[0] <= 50.0
+    assert seen[1] > seen[0]
+
+
+def test_a_saved_cadence_goes_on_the_same():
+    che, _ = run(SPEEDS["four"], 11.0, 5e3, rounds=7)
+    again = jaxche.ElChe.from_dict(che.to_dict())
+    assert again == che
+    assert run(SPEEDS["four"], 11.0, 5e3, che=again)[0] == run(SPEEDS["four"], 11.0, 5e3, che=che)[0]
+
+
+def test_the_anchor_counts_the_waiting_of_whole_batches():
+    """With a cheap merge one slow batch would do, but 2.5 : 1 then runs as 3 : 1."""
+    assert choose_anchor(np.array([20.0, 50.0]), 0.2, 1e5, 200.0, 200, None) == 2
+
+
+def test_a_travel_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match="travel_ms=nan"):
+        jaxche.ElChe(2, 1, tuner="progress").report_timing([20.0, 50.0], [1, 1], 5.0, travel_ms=math.nan)

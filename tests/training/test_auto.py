@@ -1,0 +1,111 @@
+"""policy="auto": a run changes between exact sync and local steps without losing an example or its place."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.training import Checkpoints
+
+
+def trainer(problem, devices, ms=(20, 20, 40, 80), sync_ms=11.0, tx=None, **options):
+    fleet = jaxche.VirtualFleet(ms, sync_ms=sync_ms)
+    replicas = devices[: len(ms)]
+    return jaxche.Trainer(
+        problem.loss, tx or optax.adam(1e-3), policy="auto", fleet=fleet, replicas=replicas, **options
+    )
+
+
+def fit(one, problem, epochs=3, **options):
+    return one.fit(one.init(problem.params), problem.data, epochs=epochs, progress=False, **options)
+
+
+@pytest.fixture
+def large(make_problem):
+    return make_problem(examples=16 * 60 + 5, batch_size=16)
+
+
+def test_it_starts_in_sync_and_goes_where_progress_is(large, devices):
+    one = trainer(large, devices)
+    state, history = fit(one, large)
+    assert history[0].policy == "sync"
+    assert history[-1].policy == "cadence"
+    assert {info.average for info in history if info.policy == "sync"} == {"gradients"}
+    assert {info.average for info in history if info.policy == "cadence"} == {"parameters"}
+    assert sum(info.examples for info in history) == 3 * (16 * 60 + 5)
+    assert one.explain(state).startswith("local steps in rounds of")
+
+
+def test_a_cheap_merge_keeps_exact_sync(large, devices):
+    one = trainer(large, devices, sync_ms=0.2)
+    state, history = fit(one, large)
+    assert {info.policy for info in history} == {"sync"}
+    assert one.explain(state).startswith("exact sync of")
+
+
+def test_replicas_that_add_nothing_are_idle(large, devices):
+    one = trainer(large, devices, ms=(20, 50), sync_ms=500.0)
+    state, history = fit(one, large)
+    assert history[-2].counts[1] == 0
+    assert sum(info.examples for info in history) == 3 * (16 * 60 + 5)
+    assert "ranks [1] would add nothing" in one.explain(state)
+
+
+def test_optimizer_and_schedule_go_on_over_a_change(large, devices):
+    schedule = optax.linear_schedule(1e-2, 0.0, 3 * 61)
+    one = trainer(large, devices, tx=optax.adam(schedule))
+    state, history = fit(one, large)
+    assert {info.policy for info in history} == {"sync", "cadence"}
+    adam, scheduled = state.opt_state[0], state.opt_state[1]
+    assert np.asarray(scheduled.count).tolist() == [3 * 61] * 4
+    assert len(set(np.asarray(adam.count).tolist())) == 1
+    assert (np.asarray(adam.nu["w"]) == np.asarray(adam.nu["w"])[:1]).all()
+
+
+def test_a_run_repeats_resumes_and_replays(large, devices, same, tmp_path, told):
+    one = trainer(large, devices)
+    state, history = fit(one, large, epochs=4)
+    replayed, _ = one.replay(one.init(large.params), large.data, history)
+    same(one.params(state), one.params(replayed))
+    fit(trainer(large, devices), large, epochs=1, checkpoints=Checkpoints(tmp_path))
+    other = trainer(large, devices)
+    resumed, whole = fit(other, large, epochs=4, checkpoints=Checkpoints(tmp_path))
+    same(one.params(state), other.params(resumed))
+    assert told(whole) == told(history)
+
+
+def test_one_replica_trains_plainly(problem, devices, same):
+    runs = []
+    for policy in ("auto", "cadence"):
+        one = jaxche.Trainer(problem.loss, optax.adam(0.05), policy=policy, replicas=devices[:1])
+        runs.append(one.params(fit(one, problem)[0]))
+    same(*runs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"average": "gradients"},
+        {"outer": optax.sgd(1.0)},
+        {"scaling": jaxche.AdaScale()},
+        {"che": jaxche.ElChe(2)},
+        {"joined_batches": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_belongs_to_one_policy_is_refused(problem, devices, options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}= is of one of them"):
+        jaxche.Trainer(problem.loss, optax.adam(0.05), policy="auto", replicas=devices[:2], **options)
+
+
+def test_stages_are_refused(devices):
+    stages = [lambda p, batch: p * batch["x"], lambda p, x: p + x]
+    model = jaxche.Partitioned(stages, lambda y, batch: jnp.mean(y), jaxche.Direct())
+    with pytest.raises(ValueError, match="policy='auto' has no programs for a jaxche"):
+        jaxche.Trainer(model, optax.adam(0.05), policy="auto", replicas=[devices[:2], devices[2:4]])
+
+
+def test_other_policies_explain_themselves(problem, devices):
+    one = jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:2])
+    assert one.explain(one.init(problem.params)).startswith("policy='cadence', as given")
