@@ -11,7 +11,8 @@ Each arm takes its learning rate from a grid, by its result on seed 0, and keeps
     python scripts/bench_quality.py --table                          # Markdown, from the results so far
 
 A cell is ``speeds@cost``: ms a batch of each device, and ms of a merge. Each run is one line of the results file; a run
-whose line exists is not repeated. To add an arm, add one line to ``ARMS``.
+whose line exists is not repeated. To add an arm, add one line to
+``ARMS`` in quality_arms.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from quality_arms import ARMS, BASELINE, CEILING, MAIN, PLAIN, Arm, Counts, Progress, Speeds, equal_fast
 
 import jaxche
 from jaxche.cli import _tasks
@@ -47,142 +49,10 @@ STANDARD = ("20/20/40/80@0.2", "20/20/40/80@11", "20/50@0.2", "20/50@5")
 DEADLINES = {"20/50": 40.0, "20/20/40/80": 24.0, "20/20/60": 24.0, "20/20/20/20/30/30/60/120": 12.0}
 # The image tasks need fewer batches, and a late phase is short.
 SHARE = {"text": 1.0, "late": 0.5, "mnist": 0.5, "digits": 0.25}
-GRIDS = {"text": (2e-3, 4e-3, 8e-3), "late": (2.5e-4, 5e-4, 1e-3, 2e-3), "mnist": (2e-3, 4e-3, 8e-3)}
+GRIDS = {"text": (2e-3, 4e-3, 8e-3, 16e-3), "late": (5e-4, 1e-3, 2e-3, 4e-3), "mnist": (1e-3, 2e-3, 4e-3, 8e-3)}
 GRIDS["digits"] = GRIDS["mnist"]
 POINTS = {"constant": 12, "annealed": 6}  # evaluations of a run
 LATE = {"epochs": 10, "learning_rate": 4e-3}  # of the run from which the late task starts
-
-Speeds = tuple[float, ...]
-Counts = tuple[int, ...]
-
-
-# Arms: ways to use a fleet.
-
-
-class Progress(NamedTuple):
-    """What the rule of an arm may look at before a round."""
-
-    speeds: Speeds  # ms a batch of the arm's devices
-    history: Sequence[jaxche.RoundInfo]
-    clock_ms: float
-    deadline_ms: float
-    decay: float  # learning rate now, relative to its peak
-
-
-@dataclass(frozen=True, eq=False)
-class Arm:
-    """A way to use a fleet: which of its devices, a trainer for them, and possibly a rule for the steps of a round."""
-
-    name: str
-    options: Mapping[str, Any]  # of jaxche.Trainer
-    devices: Callable[[Speeds], Speeds]
-    counts: Callable[[Progress], Counts] | None
-    every: int = 1  # with ``rarely``: options of every so-many-th round
-    rarely: Mapping[str, Any] = field(default_factory=dict)
-
-    def trainers(self, loss_fn: Any, tx: Any, fleet: jaxche.VirtualFleet) -> list[jaxche.Trainer]:
-        """The trainer of the ordinary rounds, and that of the rare ones."""
-        kinds = [self.options, {**self.options, **self.rarely}][: 2 if self.rarely else 1]
-        replicas = jax.devices()[: len(fleet.ms_per_batch)]
-        return [jaxche.Trainer(loss_fn, tx, replicas=replicas, fleet=fleet, **options) for options in kinds]
-
-
-def whole(speeds: Speeds) -> Speeds:
-    return speeds
-
-
-def fastest(speeds: Speeds) -> Speeds:
-    return (min(speeds),)
-
-
-def equal_fast(speeds: Speeds) -> Speeds:
-    return tuple(ms for ms in speeds if ms == min(speeds))
-
-
-def summed(speeds: Speeds) -> Speeds:
-    return (1 / sum(1 / ms for ms in speeds),)
-
-
-def fitting(speeds: Speeds, ms: float) -> Counts:
-    """Whole batches of each device in a round of ``ms``, or of one batch of the slowest if that takes longer."""
-    return tuple(int(max(ms, max(speeds)) / one + 1e-9) for one in speeds)
-
-
-def rounds_of(ms: float) -> Callable[[Progress], Counts]:
-    """Rounds of a fixed length."""
-    return lambda progress: fitting(progress.speeds, ms)
-
-
-def qsr(base_ms: float, share: float, most_ms: float) -> Callable[[Progress], Counts]:
-    """The quadratic synchronization rule, H = max(H_base, (alpha / lr)^2); at the peak (alpha / lr)^2 is a share."""
-
-    def counts(progress: Progress) -> Counts:
-        ms = base_ms * max(1.0, share / max(progress.decay, 1e-3) ** 2)
-        return fitting(progress.speeds, min(ms, most_ms))
-
-    return counts
-
-
-def adacomm(first_ms: float, interval_ms: float) -> Callable[[Progress], Counts]:
-    """AdaComm: in each interval rounds of tau = ceil(tau_0 sqrt(F / F_0)), halved where that is no shorter."""
-
-    def counts(progress: Progress) -> Counts:
-        tau, last = first_ms, 0
-        for info in progress.history:
-            if info.clock_ms // interval_ms > last:
-                last = info.clock_ms // interval_ms
-                wanted = first_ms * math.sqrt(info.loss / progress.history[0].loss)
-                tau = wanted if wanted < tau else tau / 2
-        return fitting(progress.speeds, tau)
-
-    return counts
-
-
-def arm(
-    name: str,
-    devices: Callable[[Speeds], Speeds] = whole,
-    counts: Callable[[Progress], Counts] | None = None,
-    every: int = 1,
-    rarely: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Arm:
-    """An arm; ``options`` are those of the trainer."""
-    return Arm(name, options, devices, counts, every, rarely or {})
-
-
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
-BASELINE, CEILING = "fast device alone", "one device of the summed speed"
-ARMS = {
-    one.name: one
-    for one in (
-        arm(BASELINE, fastest),
-        arm("equal fast devices, sync", equal_fast, policy="sync"),
-        arm("all devices, sync, equal batches", policy="sync"),
-        arm(CEILING, summed),
-        arm("cadence, default"),
-        *(
-            arm(f"rounds of {ms} ms, averaged", counts=rounds_of(ms), opt_state="average")
-            for ms in (80, 160, 200, 320, 640)
-        ),
-        *(arm(f"rounds of {ms} ms, local", counts=rounds_of(ms)) for ms in (80, 160, 200, 320, 640)),
-        arm("DiLoCo, 1280 ms", counts=rounds_of(1280), outer=NESTEROV),
-        arm("DiLoCo, 320 ms", counts=rounds_of(320), outer=NESTEROV),
-        arm("QSR from 160 ms", counts=qsr(160, 0.25, 1280), opt_state="average"),
-        arm("AdaComm from 640 ms", counts=adacomm(640, 2000), opt_state="average"),
-        arm("80 ms, moments every 3rd (DES-LOC)", counts=rounds_of(80), every=3, rarely={"opt_state": "average"}),
-    )
-}
-MAIN = [
-    BASELINE,
-    "equal fast devices, sync",
-    "cadence, default",
-    "rounds of 160 ms, averaged",
-    "rounds of 200 ms, averaged",
-    CEILING,
-]
-# What a user has without this library.
-PLAIN = [BASELINE, "equal fast devices, sync", "all devices, sync, equal batches"]
-
 
 # Cells: a task on a fleet.
 
@@ -397,8 +267,10 @@ def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
     """One run as a line of the results; ``known`` are the batches to the deadline, if another run has shown them."""
     began = time.perf_counter()
     arm, end = ARMS[job.arm], 1.0 if job.measure == "constant" else 0.0
-    total = known or (rehearsal(arm, job.cell, cache) if end == 0 else 3000)
     one = bench(arm, job.cell, cache)
+    total = round(sum(job.cell.deadline_s * 1e3 / ms for ms in one.speeds))  # here only the warm-up follows it
+    if end == 0:
+        total = known or rehearsal(arm, job.cell, cache)
     for _ in range(3):
         try:
             trained = one.train(job.lr, job.seed, total, end, POINTS[job.measure])
@@ -504,23 +376,30 @@ def next_rate(grid: Sequence[float], losses: Mapping[float, Any]) -> float | Non
 
 
 def next_job(results: Results, cells: Sequence[Cell], arms: Sequence[str], args: argparse.Namespace) -> Job | None:
-    """The next run that has no line yet: on seed 0 over the learning rates, then at the best one over the seeds."""
-    for measure in args.measures:
-        for cell in cells:
-            for name in arms:
-                if not cell.holds(ARMS[name]):
-                    continue
-                grid = tuple(args.grid or GRIDS[cell.task])
-                tried = {row["lr"]: results.score(row, cell) for row in results.of(cell, name, measure, seed=0)}
-                lr = next_rate(grid, {lr: score for lr, score in tried.items() if lr in grid})
-                seed = 0
-                if lr is None:
-                    runs = results.best(cell, name, measure)
-                    lr, done = runs[0]["lr"], {row["seed"] for row in runs}
-                    seed = next((seed for seed in args.seeds if seed not in done), None)
-                if seed is not None:
-                    return Job(cell.seen_by(ARMS[name]), name, lr, seed, measure)
-    return None
+    """The next run that has no line yet.
+
+    First every arm at the middle of the grid on seed 0, then over the grid, then at the best rate over the seeds.
+    """
+    every = [
+        (measure, cell, name) for measure in args.measures for cell in cells for name in arms if cell.holds(ARMS[name])
+    ]
+    again: list[Job] = []
+    for measure, cell, name in every:
+        grid = tuple(args.grid or GRIDS[cell.task])
+        tried = {row["lr"]: results.score(row, cell) for row in results.of(cell, name, measure, seed=0)}
+        tried = {lr: score for lr, score in tried.items() if lr in grid}
+        lr, seed = next_rate(grid, tried), 0
+        if lr is None:
+            runs = results.best(cell, name, measure)
+            lr, done = runs[0]["lr"], {row["seed"] for row in runs}
+            seed = next((seed for seed in args.seeds if seed not in done), None)
+        if seed is None:
+            continue
+        job = Job(cell.seen_by(ARMS[name]), name, lr, seed, measure)
+        if not tried:
+            return job
+        again.append(job)
+    return min(again, key=lambda job: job.seed > 0, default=None)
 
 
 # Tables.
@@ -540,7 +419,7 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
     lines = [
         f"**{cell.task}, {cell.fleet} ms, merges of {cell.sync_ms:g} ms, {cell.deadline_s:g} s, {cell.schedule}**",
         "",
-        "| arm | rate | batches | round, ms | loss at the deadline | gap closed | seconds to target | to the best plain |",
+        "| arm | rate | batches | round, ms | loss at deadline | gap closed | seconds to target | to the best plain |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in annealed.items():
@@ -557,7 +436,7 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
         shown = "" if math.isnan(ratio) else "not reached" if math.isinf(ratio) else f"{ratio:.2f}"
         lines.append(
             f"| {name}{' (best plain)' * (name == best_plain)} | {rate} | {first['batches']:,} | "
-            f"{first['round_ms']:g} | {spread(losses[name].values(), '.3f')} | {spread(gaps, '.0%')} | "
+            f"{'' if len(ARMS[name].devices(cell.speeds)) == 1 else format(first['round_ms'], 'g')} | {spread(losses[name].values(), '.3f')} | {spread(gaps, '.0%')} | "
             f"{spread(times[name], '.1f')} | {shown} |"
         )
     return "\n".join(lines)
