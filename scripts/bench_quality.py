@@ -431,14 +431,18 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
             if s in losses[BASELINE] and s in losses[CEILING]
         ]
         first = (runs or results.best(cell, name, "constant"))[0]
-        rate = f"{first['lr']:g}" + ("*" if first["lr"] in (grid[0], grid[-1]) else "")
         ratio = statistics.median(times[name]) / best_time if times[name] else math.nan
-        shown = "" if math.isnan(ratio) else "not reached" if math.isinf(ratio) else f"{ratio:.2f}"
-        lines.append(
-            f"| {name}{' (best plain)' * (name == best_plain)} | {rate} | {first['batches']:,} | "
-            f"{'' if len(ARMS[name].devices(cell.speeds)) == 1 else format(first['round_ms'], 'g')} | {spread(losses[name].values(), '.3f')} | {spread(gaps, '.0%')} | "
-            f"{spread(times[name], '.1f')} | {shown} |"
-        )
+        columns = [
+            name + " (best plain)" * (name == best_plain),
+            f"{first['lr']:g}" + "*" * (first["lr"] in (grid[0], grid[-1])),
+            f"{first['batches']:,}",
+            f"{first['round_ms']:g}" if len(ARMS[name].devices(cell.speeds)) > 1 else "",
+            spread(losses[name].values(), ".3f"),
+            spread(gaps, ".0%"),
+            spread(times[name], ".1f"),
+            "" if math.isnan(ratio) else spread([ratio], ".2f"),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
