@@ -302,7 +302,8 @@ def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    words = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
+    """The versions, and the commit of the tree that the package was imported from."""
+    words = ["git", "-C", str(Path(jaxche.__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
     return {"jaxche": jaxche.__version__, "commit": commit, "jax": jax.__version__}
 
