@@ -302,9 +302,13 @@ def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions, and the commit of the tree that the package was imported from."""
-    words = ["git", "-C", str(Path(jaxche.__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    """The versions, and the last commit of the package that was imported, with a mark for changes since."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(jaxche.__file__).parent), *words, "--", "."]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("log", "-1", "--format=%h") + "-dirty" * bool(git("status", "--porcelain"))
     return {"jaxche": jaxche.__version__, "commit": commit, "jax": jax.__version__}
 
 
