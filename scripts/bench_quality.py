@@ -424,8 +424,8 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
     lines = [
         f"**{cell.task}, {cell.fleet} ms, merges of {cell.sync_ms:g} ms, {cell.deadline_s:g} s, {cell.schedule}**",
         "",
-        "| arm | rate | batches | round, ms | loss at deadline | gap closed | seconds to target | to the best plain |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | rate | seeds | batches | round, ms | loss at deadline | gap closed | seconds to target | to the best plain |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in annealed.items():
         if not runs and not times[name]:
@@ -440,6 +440,7 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
         columns = [
             name + " (best plain)" * (name == best_plain),
             f"{first['lr']:g}" + "*" * (first["lr"] in (grid[0], grid[-1])),
+            str(max(len(runs), len(times[name]))),
             f"{first['batches']:,}",
             f"{first['round_ms']:g}" if len(ARMS[name].devices(cell.speeds)) > 1 else "",
             spread(losses[name].values(), ".3f"),

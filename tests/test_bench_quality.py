@@ -60,4 +60,4 @@ def test_a_run_is_not_repeated(tmp_path):
     again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "seed 0" not in again.stdout
     shown = subprocess.run([*command, "--table"], capture_output=True, text=True, timeout=300, check=True)
-    assert "| fast device alone (best plain) | 0.002* | 50 |" in shown.stdout
+    assert "| fast device alone (best plain) | 0.002* | 1 | 50 |" in shown.stdout
