@@ -424,7 +424,7 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
     lines = [
         f"**{cell.task}, {cell.fleet} ms, merges of {cell.sync_ms:g} ms, {cell.deadline_s:g} s, {cell.schedule}**",
         "",
-        "| arm | rate | seeds | batches | round, ms | loss at deadline | gap closed | seconds to target | to best plain |",
+        "| arm | rate | seeds | batches | round, ms | loss at deadline | gap closed | s to target | to best plain |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in annealed.items():
