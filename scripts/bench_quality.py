@@ -1,0 +1,511 @@
+"""Time to quality on a virtual clock: what each way to use a fleet of unequal devices makes of the same time.
+
+Every run trains for real in this process, on the clock of a ``jaxche.VirtualFleet``; nothing sleeps. There are two
+measures. ``constant``: the time until the held-out loss reaches that of the fast device alone at the deadline, at a
+constant learning rate. ``annealed``: the held-out loss at the deadline, with a learning rate that falls to zero there.
+Each arm takes its learning rate from a grid, by its result on seed 0, and keeps it for the other seeds.
+
+    python scripts/bench_quality.py                                  # the standard cells, the main arms, seed 0
+    python scripts/bench_quality.py --seeds 0 1 2 --minutes 10       # go on for ten minutes; repeat to go on
+    python scripts/bench_quality.py --task mnist --cells 20/50@5 --arms all
+    python scripts/bench_quality.py --table                          # Markdown, from the results so far
+
+A cell is ``speeds@cost``: ms a batch of each device, and ms of a merge. Each run is one line of the results file; a run
+whose line exists is not repeated. To add an arm, add one line to
+``ARMS`` in quality_arms.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# One core a run: before jax starts.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from quality_arms import ARMS, BASELINE, CEILING, MAIN, PLAIN, Arm, Counts, Progress, Speeds, equal_fast
+
+import jaxche
+from jaxche.cli import _tasks
+
+RESULTS = Path(__file__).with_name("quality.jsonl")
+STANDARD = ("20/20/40/80@0.2", "20/20/40/80@11", "20/50@0.2", "20/50@5")
+# Seconds to the deadline on the clock: about 3,000 batches of the text task over the fleet.
+DEADLINES = {"20/50": 40.0, "20/20/40/80": 24.0, "20/20/60": 24.0, "20/20/20/20/30/30/60/120": 12.0}
+# The image tasks need fewer batches, and a late phase is short.
+SHARE = {"text": 1.0, "late": 0.5, "mnist": 0.5, "digits": 0.25}
+GRIDS = {"text": (2e-3, 4e-3, 8e-3, 16e-3), "late": (5e-4, 1e-3, 2e-3, 4e-3), "mnist": (1e-3, 2e-3, 4e-3, 8e-3)}
+GRIDS["digits"] = GRIDS["mnist"]
+POINTS = {"constant": 12, "annealed": 6}  # evaluations of a run
+LATE = {"epochs": 10, "learning_rate": 4e-3}  # of the run from which the late task starts
+
+# Cells: a task on a fleet.
+
+
+@dataclass(frozen=True)
+class Cell:
+    task: str
+    fleet: str  # ms a batch of each device, e.g. "20/50"
+    sync_ms: float
+    fixed_ms: float
+    deadline_s: float
+    schedule: str
+
+    @property
+    def speeds(self) -> Speeds:
+        return tuple(map(float, self.fleet.split("/")))
+
+    def seen_by(self, arm: Arm) -> Cell:
+        """The cell as far as an arm depends on it: a single device has no merges and no smaller batches."""
+        if len(arm.devices(self.speeds)) > 1:
+            return self
+        return Cell(self.task, self.fleet, 0.0, 0.0, self.deadline_s, self.schedule)
+
+    def holds(self, arm: Arm) -> bool:
+        """Whether the arm is one of its own here; one fast device alone is no subset in sync."""
+        return arm.devices is not equal_fast or len(equal_fast(self.speeds)) > 1
+
+
+def parse_cell(text: str, args: argparse.Namespace) -> Cell:
+    fleet, _, sync = text.partition("@")
+    deadline = args.deadline or DEADLINES.get(fleet, 24.0) * SHARE[args.task]
+    return Cell(args.task, fleet, float(sync), args.fixed_ms, deadline, args.schedule)
+
+
+class Task(NamedTuple):
+    """A task of ``jaxche train``, by what a run needs of it."""
+
+    loss_fn: Callable[..., Any]
+    arrays: Any
+    batch_size: int
+    init: Callable[[int], Any]
+    evaluate: Callable[[Any], dict[str, float]]
+
+    def data(self, seed: int) -> jaxche.Batches:
+        # Epoch e is shuffled by seed + e: seeds far apart share no order.
+        return jaxche.Batches(self.arrays, self.batch_size, 1000 * seed)
+
+
+@functools.cache
+def load(name: str, cache: Path) -> Task:
+    found = _tasks.load("text" if name == "late" else name)
+
+    def evaluate(params: Any) -> dict[str, float]:
+        return {metric: round(value, 5) for metric, value in found.evaluate(params, None).items()}
+
+    task = Task(found.loss_fn, found.data.arrays, found.data.batch_size, lambda seed: found.init(seed)[0], evaluate)
+    if name == "late":
+        params = late_start(task, cache / "late.npz")
+        task = task._replace(init=lambda seed: params)
+    return task
+
+
+def late_start(task: Task, path: Path) -> Any:
+    """The parameters after a longer run on one device at a constant rate, from the cache or made now."""
+    params = task.init(0)
+    leaves, treedef = jax.tree.flatten(params)
+    if not path.exists():
+        print(f"training {LATE['epochs']} epochs for {path}", flush=True)
+        trainer = jaxche.Trainer(task.loss_fn, optax.adam(LATE["learning_rate"]), replicas=jax.devices()[:1])
+        state, _ = trainer.fit(trainer.init(params), task.data(99), epochs=LATE["epochs"], progress=False)
+        np.savez(path, *jax.tree.leaves(trainer.params(state)))
+    with np.load(path) as saved:
+        leaves = [saved[f"arr_{i}"] for i in range(len(leaves))]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+# The optimizer: Adam, with a schedule whose numbers are in its state, so that one compiled program serves all runs.
+
+
+class ScheduleState(NamedTuple):
+    batches: optax.ScaleByScheduleState  # of all replicas
+    peak: Any
+    total: Any  # batches until the rate is at its end
+    end: Any  # rate at the end, relative to the peak
+    linear: Any  # 1 for a line, 0 for half a cosine
+
+    def decay(self) -> Any:
+        """The learning rate relative to its peak, after a warm-up over a fortieth of the run."""
+        done = (self.batches.count + 1.0) / self.total
+        cosine, line = 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(done, 1))), jnp.maximum(1 - done, 0)
+        shape = self.linear * line + (1 - self.linear) * cosine
+        return jnp.minimum(1, 40 * done) * (self.end + (1 - self.end) * shape)
+
+
+def scheduled_adam() -> optax.GradientTransformation:
+    def init(params: Any) -> ScheduleState:
+        # Only the state from ``start`` has numbers.
+        return ScheduleState(optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)), *[jnp.full([], jnp.nan)] * 4)
+
+    def update(updates: Any, state: ScheduleState, params: Any = None) -> Any:
+        rate = state.peak * state.decay()
+        count = optax.ScaleByScheduleState(state.batches.count + 1)
+        return jax.tree.map(lambda u: -rate * u, updates), state._replace(batches=count)
+
+    return optax.chain(optax.scale_by_adam(), optax.GradientTransformation(init, update))
+
+
+def start(tx: Any, params: Any, peak: float, total: int, end: float, schedule: str) -> Any:
+    """The optimizer's state before the first batch."""
+    adam, state = tx.init(params)
+    numbers = map(jnp.float32, (peak, total, end, schedule == "linear"))
+    return adam, ScheduleState(state.batches, *numbers)
+
+
+# Runs.
+
+
+@dataclass(frozen=True)
+class Job:
+    cell: Cell
+    arm: str
+    lr: float
+    seed: int
+    measure: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (*asdict(self.cell).values(), self.arm, self.lr, self.seed, self.measure)
+
+
+class Trained(NamedTuple):
+    curve: list[tuple[float, float]]
+    metrics: dict[str, float]
+    history: list[jaxche.RoundInfo]
+
+    @property
+    def batches(self) -> int:
+        return sum(sum(info.counts) for info in self.history)
+
+
+class Bench:
+    """An arm on a cell, compiled once for all its learning rates and seeds."""
+
+    def __init__(self, arm: Arm, cell: Cell, task: Task):
+        self.arm, self.cell, self.task = arm, cell, task
+        self.speeds = arm.devices(cell.speeds)
+        fixed = cell.fixed_ms if len(self.speeds) > 1 else 0.0
+        self.fleet = jaxche.VirtualFleet(self.speeds, sync_ms=cell.sync_ms, fixed_ms=fixed)
+        self.tx = scheduled_adam()
+        self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet)
+
+    def train(self, lr: float, seed: int, total: int, end: float, points: int) -> Trained:
+        """Train to the deadline; with ``points`` evaluations at even times, the last one at the end."""
+        deadline, schedule = self.cell.deadline_s * 1e3, self.cell.schedule
+        params, data = self.task.init(seed), self.task.data(seed)
+        schedule_state = start(self.tx, params, lr, total, end, schedule)
+        state = self.trainers[0].init(params, opt_state=schedule_state)
+        curve, history, metrics = [], [], {}
+        marks = [deadline * (i + 1) / points for i in range(points)]
+        while True:
+            mark = next((mark for mark in marks if mark > state.clock_ms), deadline)
+            done = schedule_state[1]._replace(batches=optax.ScaleByScheduleState(sum(sum(i.counts) for i in history)))
+            progress = Progress(
+                self.speeds, history, state.clock_ms, deadline, float(done.decay()) if self.arm.counts else 1
+            )
+            trainer = self.trainers[-1 if len(history) % self.arm.every == self.arm.every - 1 else 0]
+            after, info = trainer.round(state, data, self._counts(progress, mark))
+            if info.clock_ms > deadline:
+                # Take the last round again, with the steps that fit; a round of averaged gradients is left out.
+                left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1)
+                counts = tuple(min(n, max(0, int(left / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
+                if info.average == "gradients" or not sum(counts):
+                    break
+                after, info = trainer.round(state, data, counts)
+                if info.clock_ms > deadline:
+                    break
+            state = after
+            history.append(info)
+            if points and info.clock_ms >= mark - 1e-6 and mark < deadline:
+                curve.append((info.clock_ms, self.task.evaluate(trainer.params(state))["loss"]))
+        if points:
+            metrics = self.task.evaluate(self.trainers[0].params(state))
+            curve.append((state.clock_ms, metrics["loss"]))
+        return Trained(curve, metrics, history)
+
+    def _counts(self, progress: Progress, mark: float) -> Counts | None:
+        if len(self.speeds) == 1:
+            # A round of a single replica only reports: up to the next evaluation.
+            return (max(1, math.ceil((mark - progress.clock_ms) / self.speeds[0] - 1e-9)),)
+        return self.arm.counts(progress) if self.arm.counts else None
+
+
+@functools.lru_cache(maxsize=1)
+def bench(arm: Arm, cell: Cell, cache: Path) -> Bench:
+    return Bench(arm, cell, load(cell.task, cache))
+
+
+def rehearsal(arm: Arm, cell: Cell, cache: Path) -> int:
+    """The batches to the deadline, from a run of the same rounds on a model of one number."""
+    task = load(cell.task, cache)
+    rows = np.zeros(len(jax.tree.leaves(task.arrays)[0]), np.float32)
+    toy = Task(lambda w, x: jnp.mean((w - x) ** 2), rows, task.batch_size, lambda seed: jnp.ones(()), lambda p: {})
+    one, total = Bench(arm, cell, toy), 3000
+    for _ in range(4):  # a rule that looks at the learning rate changes with the total
+        before, total = total, one.train(1e-3, 0, total, 0.0, 0).batches
+        if abs(total / before - 1) < 0.005 or arm.counts is None:
+            break
+    return total
+
+
+def perform(job: Job, known: int | None, cache: Path) -> dict[str, Any]:
+    """One run as a line of the results; ``known`` are the batches to the deadline, if another run has shown them."""
+    began = time.perf_counter()
+    arm, end = ARMS[job.arm], 1.0 if job.measure == "constant" else 0.0
+    one = bench(arm, job.cell, cache)
+    total = round(sum(job.cell.deadline_s * 1e3 / ms for ms in one.speeds))  # here only the warm-up follows it
+    if end == 0:
+        total = known or rehearsal(arm, job.cell, cache)
+    for _ in range(3):
+        try:
+            trained = one.train(job.lr, job.seed, total, end, POINTS[job.measure])
+        except jaxche.NonFiniteLossError:
+            trained = Trained([], {"loss": math.inf}, [])
+            break
+        # Rounds that depend on the loss are not those of the rehearsal.
+        if end == 1 or abs(trained.batches / total - 1) < 0.02:
+            break
+        total = trained.batches
+    periods = [info.period_ms for info in trained.history] or [math.nan]
+    return {
+        **asdict(job.cell),
+        "arm": job.arm,
+        "lr": job.lr,
+        "seed": job.seed,
+        "measure": job.measure,
+        "loss": trained.metrics["loss"],
+        "metrics": {name: value for name, value in trained.metrics.items() if name in ("loss", "accuracy")},
+        "curve": [(round(ms), loss) for ms, loss in trained.curve],
+        "batches": trained.batches,
+        "scheduled": total if end == 0 else None,
+        "rounds": len(trained.history),
+        "round_ms": round(statistics.median(periods), 2),
+        "seconds": round(time.perf_counter() - began, 1),
+        "versions": versions(),
+    }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """The versions, and the last commit of the package that was imported, with a mark for changes since."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(jaxche.__file__).parent), *words, "--", "."]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("log", "-1", "--format=%h") + "-dirty" * bool(git("status", "--porcelain"))
+    return {"jaxche": jaxche.__version__, "commit": commit, "jax": jax.__version__}
+
+
+class Results:
+    """The lines of a results file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        lines = path.read_text(encoding="utf8").splitlines() if path.exists() else []
+        self.rows = {self._job(row).key: row for row in map(json.loads, lines)}
+
+    @staticmethod
+    def _job(row: dict[str, Any]) -> Job:
+        cell = Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+        return Job(cell, row["arm"], row["lr"], row["seed"], row["measure"])
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows[self._job(row).key] = row
+        with self.path.open("a", encoding="utf8") as file:
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+    def of(self, cell: Cell, arm: str, measure: str, seed: int | None = None) -> list[dict[str, Any]]:
+        """The runs of an arm on a cell."""
+        head = (*asdict(cell.seen_by(ARMS[arm])).values(), arm)
+        found = [row for key, row in self.rows.items() if key[: len(head)] == head and key[-1] == measure]
+        return [row for row in found if seed is None or row["seed"] == seed]
+
+    def batches(self, cell: Cell, arm: str) -> int | None:
+        """The batches to the deadline, if a run has shown them."""
+        return next((row["batches"] for m in POINTS for row in self.of(cell, arm, m)[-1:] if row["batches"]), None)
+
+    def score(self, row: dict[str, Any], cell: Cell) -> tuple[float, float]:
+        """What the learning rate is chosen by: the time to the target at a constant rate, and the loss."""
+        reached = math.inf
+        if row["measure"] == "constant" and row["arm"] != BASELINE:
+            reached = self.seconds_to_target(row, cell)
+        return reached, row["loss"]
+
+    def best(self, cell: Cell, arm: str, measure: str) -> list[dict[str, Any]]:
+        """The runs of all seeds at the learning rate that is best on seed 0, by seed."""
+        tuned = self.of(cell, arm, measure, seed=0)
+        if not tuned:
+            return []
+        lr = min(tuned, key=lambda row: self.score(row, cell))["lr"]
+        return sorted((row for row in self.of(cell, arm, measure) if row["lr"] == lr), key=lambda row: row["seed"])
+
+    def seconds_to_target(self, row: dict[str, Any], cell: Cell) -> float:
+        """Seconds until this run of a constant rate has the loss of the baseline at the deadline, on the same seed."""
+        base = {one["seed"]: one["loss"] for one in self.best(cell, BASELINE, "constant")}
+        if row["seed"] not in base:
+            return math.inf
+        return crossing(row["curve"], base[row["seed"]])
+
+
+def crossing(curve: Sequence[Sequence[float]], target: float) -> float:
+    """Seconds at which a curve of (ms, loss) first reaches ``target``, between its points on a line; or infinity."""
+    for (before_ms, before), (ms, loss) in zip([(0.0, math.inf), *curve], curve, strict=False):
+        if loss <= target:
+            share = 1.0 if math.isinf(before) else (before - target) / (before - loss)
+            return (before_ms + share * (ms - before_ms)) / 1e3
+    return math.inf
+
+
+def next_rate(grid: Sequence[float], losses: Mapping[float, Any]) -> float | None:
+    """The next learning rate to try: from the middle of the grid up, then down, until both neighbours are worse."""
+    if not losses:
+        return grid[len(grid) // 2]
+    at = grid.index(min(losses, key=lambda lr: losses[lr]))
+    return next((grid[i] for i in (at + 1, at - 1) if 0 <= i < len(grid) and grid[i] not in losses), None)
+
+
+def next_job(results: Results, cells: Sequence[Cell], arms: Sequence[str], args: argparse.Namespace) -> Job | None:
+    """The next run that has no line yet.
+
+    First every arm at the middle of the grid on seed 0, then over the grid, then at the best rate over the seeds.
+    """
+    every = [
+        (measure, cell, name) for measure in args.measures for cell in cells for name in arms if cell.holds(ARMS[name])
+    ]
+    again: list[Job] = []
+    for measure, cell, name in every:
+        grid = tuple(args.grid or GRIDS[cell.task])
+        tried = {row["lr"]: results.score(row, cell) for row in results.of(cell, name, measure, seed=0)}
+        tried = {lr: score for lr, score in tried.items() if lr in grid}
+        lr, seed = next_rate(grid, tried), 0
+        if lr is None:
+            runs = results.best(cell, name, measure)
+            lr, done = runs[0]["lr"], {row["seed"] for row in runs}
+            seed = next((seed for seed in args.seeds if seed not in done), None)
+        if seed is None:
+            continue
+        job = Job(cell.seen_by(ARMS[name]), name, lr, seed, measure)
+        if not tried:
+            return job
+        again.append(job)
+    return min(again, key=lambda job: job.seed > 0, default=None)
+
+
+# Tables.
+
+
+def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
+    """Markdown of one cell: the loss at the deadline and the time to the target, medians over seeds (min to max)."""
+    annealed = {name: results.best(cell, name, "annealed") for name in ARMS if cell.holds(ARMS[name])}
+    losses = {name: {row["seed"]: row["loss"] for row in runs} for name, runs in annealed.items()}
+    times = {
+        name: [results.seconds_to_target(row, cell) for row in results.best(cell, name, "constant")]
+        for name in annealed
+    }
+    best_time = min((statistics.median(times[name]) for name in PLAIN if times.get(name)), default=math.nan)
+    plain = [name for name in PLAIN if losses.get(name)]
+    best_plain = min(plain, key=lambda name: statistics.median(losses[name].values()), default="")
+    lines = [
+        f"**{cell.task}, {cell.fleet} ms, merges of {cell.sync_ms:g} ms, {cell.deadline_s:g} s, {cell.schedule}**",
+        "",
+        "| arm | rate | seeds | batches | round, ms | loss at deadline | gap closed | s to target | to best plain |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in annealed.items():
+        if not runs and not times[name]:
+            continue
+        gaps = [
+            (losses[BASELINE][s] - loss) / (losses[BASELINE][s] - losses[CEILING][s])
+            for s, loss in losses[name].items()
+            if s in losses[BASELINE] and s in losses[CEILING]
+        ]
+        first = (runs or results.best(cell, name, "constant"))[0]
+        ratio = statistics.median(times[name]) / best_time if times[name] else math.nan
+        columns = [
+            name + " (best plain)" * (name == best_plain),
+            f"{first['lr']:g}" + "*" * (first["lr"] in (grid[0], grid[-1])),
+            str(max(len(runs), len(times[name]))),
+            f"{first['batches']:,}",
+            f"{first['round_ms']:g}" if len(ARMS[name].devices(cell.speeds)) > 1 else "",
+            spread(losses[name].values(), ".3f"),
+            spread(gaps, ".0%"),
+            spread(times[name], ".1f"),
+            "" if math.isnan(ratio) else spread([ratio], ".2f"),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """The median, and the range of several values."""
+    found = sorted(values)
+    if not found:
+        return ""
+    shown = [
+        "not reached" if math.isinf(x) else format(x, form) for x in (statistics.median(found), found[0], found[-1])
+    ]
+    return shown[0] if len(found) == 1 else f"{shown[0]} ({shown[1]} to {shown[2]})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=tuple(SHARE), default="text", help="late: text from a trained model")
+    parser.add_argument("--cells", nargs="+", default=STANDARD, help="speeds@cost (default: %(default)s)")
+    parser.add_argument("--fixed-ms", type=float, default=0.0, help="ms of a step that its rows do not change")
+    parser.add_argument("--deadline", type=float, help="seconds on the clock (default: by fleet and task)")
+    parser.add_argument("--schedule", choices=("cosine", "linear"), default="cosine", help="default: %(default)s")
+    parser.add_argument(
+        "--arms", nargs="+", default=MAIN, help='names, parts of names, or "all" (default: the main ones)'
+    )
+    parser.add_argument("--measures", nargs="+", choices=tuple(POINTS), default=("annealed",))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--grid", nargs="+", type=float, help="learning rates (default: by task)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after this time")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--cache", type=Path, default=Path("runs/quality"), help="compiled programs, start of late")
+    parser.add_argument("--table", action="store_true", help="print the tables instead")
+    args = parser.parse_args()
+    until = time.monotonic() + 60 * args.minutes
+    cells = [parse_cell(text, args) for text in args.cells]
+    arms = [name for name in ARMS if args.arms == ["all"] or any(part in name for part in args.arms)]
+    results, grid = Results(args.results), tuple(args.grid or GRIDS[args.task])
+    if args.table:
+        print("\n\n".join(table(results, cell, grid) for cell in cells))
+        return 0
+    args.cache.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_num_cpu_devices", max(len(cell.speeds) for cell in cells))
+    jax.config.update("jax_compilation_cache_dir", str(args.cache.absolute() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    print(
+        f"learning rates: {', '.join(f'{lr:g}' for lr in grid)}, from the middle; arms: {'; '.join(arms)}", flush=True
+    )
+    while time.monotonic() < until and (job := next_job(results, cells, arms, args)) is not None:
+        row = perform(job, results.batches(job.cell, job.arm), args.cache)
+        results.add(row)
+        print(
+            f"{row['fleet']}@{row['sync_ms']:g} {row['measure']} {row['arm']}: rate {row['lr']:g}, seed {row['seed']}: "
+            f"loss {row['loss']:.4f}, {row['batches']:,} batches, {row['rounds']} rounds, {row['seconds']} s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
