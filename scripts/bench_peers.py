@@ -206,7 +206,6 @@ def compare(fleets: dict[str, tuple[float, ...]], folder: Path, args: argparse.N
             continue
         tuned = run(name, paces, [(rate, TUNING_SEED) for rate in args.rates], folder, args)
         if tuned is None:
-            print(f"{name}: left out: its processes failed, see above")
             continue
         best = min(tuned, key=lambda trial: (reached(trial["curve"], args.target), trial["curve"][-1][2]))
         rows[name] = {"learning_rate": best["learning_rate"], "tuning": tuned, "runs": []}
@@ -252,12 +251,20 @@ def run(
             env={"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"},
             pin=False,  # with cheap all-reduces: the stronger opponents
         )
-    return None if code else json.loads((folder / "out.json").read_text())
+    if code:
+        print(f"{name}: left out: exit code {code}; the last lines of each process:")
+        for rank in range(len(paces)):
+            print(*Path(f"{spec['out']}.{rank}.log").read_text().splitlines()[-12:], sep=f"\n[{rank}] ")
+        return None
+    return json.loads((folder / "out.json").read_text())
 
 
 def worker(spec: dict[str, Any]) -> int:
     """A process of a system."""
     rank = int(os.environ["JAXCHE_PROCESS_ID"])
+    log = os.open(f"{spec['out']}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)  # torchft logs a dozen lines a merge
+    os.dup2(log, 2)
     if "groups" in spec:
         quota.join(Path(spec["groups"][rank]))
     faulthandler.dump_traceback_later(120 + len(spec["trials"]) * (30 + 3 * spec["deadline"]), exit=True)

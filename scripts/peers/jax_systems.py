@@ -108,8 +108,9 @@ class PlainJit(_OnJax):
     def run(self, batches: int) -> int:
         replicas = jax.process_count()
         steps = -(-batches // replicas)
-        for _ in range(steps):
-            self._pace.begin()
+        for i in range(steps):
+            if i == 0 or replicas > 1:
+                self._pace.begin()
             x, y = self._task.batch(self._seed, self._step * replicas + jax.process_index())
             gradient = jax.block_until_ready(self._gradient(self._flat.addressable_data(0), {"x": x, "y": y}))
             self._pace.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,7 +98,7 @@ def at(curve: list[list[float]], seconds: float, column: int) -> float:
 
 def reached(curve: list[list[float]], loss: float) -> float:
     """Seconds until the held-out loss first reached ``loss``, on the line between two points; infinite if never."""
-    for (t0, _, l0, _), (t1, _, l1, _) in zip(curve, curve[1:], strict=False):
+    for (t0, _, l0, _), (t1, _, l1, _) in itertools.pairwise(curve):
         if l1 <= loss:
             return t0 + (t1 - t0) * (l0 - loss) / (l0 - l1)
     return float("inf")

@@ -6,6 +6,7 @@ All pad the gradient of a step to the pace, and update and communicate after it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn.functional import cross_entropy
 def model_from(arrays: list[np.ndarray]) -> nn.Sequential:
     """The Flax model of ``jax_systems`` with these parameters; PyTorch keeps kernels transposed."""
     layers: list[nn.Module] = []
-    for i, (inputs, outputs) in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False)):
+    for i, (inputs, outputs) in enumerate(itertools.pairwise(WIDTHS)):
         layer = nn.Linear(inputs, outputs)
         with torch.no_grad():
             layer.weight.copy_(torch.from_numpy(arrays[2 * i]).T)
@@ -108,10 +109,9 @@ class DDP(Torch):
         self.every = 1
         self.model = nn.parallel.DistributedDataParallel(self.model)
 
-        def paced(state: None, bucket: Any) -> Any:
-            if bucket.index() == 0:  # the pace covers the local gradient
-                self.pace.wait()
-            return allreduce_hook(state, bucket)  # type: ignore[arg-type]
+        def paced(state, bucket):  # without types: DDP refuses those that are strings
+            self.pace.wait()  # the local gradient is there
+            return allreduce_hook(state, bucket)
 
         self.model.register_comm_hook(None, paced)
 
