@@ -157,7 +157,7 @@ class TorchFT(Torch):
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
 
-        return Manager(
+        manager = Manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
             load_state_dict=load,
             state_dict=lambda: {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()},
@@ -172,6 +172,8 @@ class TorchFT(Torch):
             replica_id=f"replica_{self.rank}",
             hostname="localhost",
         )
+        self.contexts.callback(manager.shutdown)
+        return manager
 
 
 class TorchFTLocalSGD(TorchFT):
