@@ -199,7 +199,7 @@ def members(name: str, paces: Sequence[float]) -> tuple[float, ...]:
 
 def ideal(name: str, paces: Sequence[float]) -> float:
     """Batches a second if neither updates nor merges took time."""
-    uneven = name in ARMS and ARMS[name].get("policy") != "sync"
+    uneven = name in ARMS and ARMS[name] != {"policy": "sync"}
     return 1e3 * (sum(1 / pace for pace in paces) if uneven else len(paces) / max(paces))
 
 
