@@ -95,10 +95,14 @@ class PlainJit(_OnJax):
             updates, opt_state = tx.update(gradients.mean(0), opt_state, flat)
             return jax.lax.with_sharding_constraint((optax.apply_updates(flat, updates), opt_state), everywhere)
 
+        @jax.jit
+        def alone(flat: Any, opt_state: Any, batch: Any) -> Any:
+            return update(flat, opt_state, gradient(flat, batch))
+
         def place(tree: Any) -> Any:
             return jax.tree.map(lambda x: jax.make_array_from_process_local_data(everywhere, np.asarray(x)), tree)
 
-        self._gradient, self._update = gradient, update
+        self._gradient, self._update, self._alone = gradient, update, alone
         first = place(flat), place(tx.init(flat))
         self._flat, self._opt_state = first
         for _ in range(2):  # compiles
@@ -108,18 +112,26 @@ class PlainJit(_OnJax):
     def run(self, batches: int) -> int:
         replicas = jax.process_count()
         steps = -(-batches // replicas)
-        for i in range(steps):
-            if i == 0 or replicas > 1:
-                self._pace.begin()
+        self._pace.begin()
+        for _ in range(steps):
             x, y = self._task.batch(self._seed, self._step * replicas + jax.process_index())
-            gradient = jax.block_until_ready(self._gradient(self._flat.addressable_data(0), {"x": x, "y": y}))
-            self._pace.wait()
-            shape = (replicas, *gradient.shape[1:])
-            gradients = jax.make_array_from_single_device_arrays(shape, self._split, [gradient])
-            self._flat, self._opt_state = self._update(self._flat, self._opt_state, gradients)
-            jax.block_until_ready(self._flat)
+            if replicas == 1:
+                self._flat, self._opt_state = self._alone(self._flat, self._opt_state, {"x": x, "y": y})
+                jax.block_until_ready(self._flat)
+                self._pace.wait()
+            else:
+                self._together({"x": x, "y": y})
             self._step += 1
         return steps * replicas
+
+    def _together(self, batch: Any) -> None:
+        self._pace.begin()
+        gradient = jax.block_until_ready(self._gradient(self._flat.addressable_data(0), batch))
+        self._pace.wait()
+        shape = (jax.process_count(), *gradient.shape[1:])
+        gradients = jax.make_array_from_single_device_arrays(shape, self._split, [gradient])
+        self._flat, self._opt_state = self._update(self._flat, self._opt_state, gradients)
+        jax.block_until_ready(self._flat)
 
     def parameters(self) -> list[np.ndarray]:
         return to_list(self._unravel(self._flat.addressable_data(0)))
