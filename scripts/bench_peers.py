@@ -12,8 +12,8 @@ compilation and evaluation are not counted.
     python scripts/bench_peers.py --quick                           # jaxche and plain jit for two seconds each
 
 The extra `bench` installs PyTorch. Its wheel on PyPI for Linux (2.15) does not import on a machine without GPU unless
-the CUDA libraries that it requires are installed too: 4.5 GB in all. torchft needs no lighthouse binary, its wheel has
-the server. Systems that cannot be imported are left out, with the reason in one line.
+the CUDA libraries that it requires are installed too: 4.5 GB, without triton, which may be missing. The wheel of
+torchft contains the lighthouse. Systems that cannot be imported are left out, with the reason in one line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from peers import quota
 from peers.task import Task, at, reached, train, write
 
 FLEETS = ((20.0, 50.0), (20.0, 20.0, 40.0, 80.0))
-GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+GRID = (2e-3, 4e-3, 8e-3, 16e-3)
 # An arm of jaxche is a line here: its name and the arguments of jaxche.Trainer.
 ARMS: dict[str, dict[str, Any]] = {
     "jaxche": {},
