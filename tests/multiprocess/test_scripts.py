@@ -1,5 +1,6 @@
 """The scripts that show what a run withstands, in short."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -34,3 +35,21 @@ def test_runs_come_through_a_fault_of_each_kind():
     done = run("chaos.py", "--faults", "6", "--undisturbed", "8", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 of 6 runs came through" in done.stdout
+
+
+@pytest.mark.slow
+def test_peers_are_compared_in_one_table(tmp_path):
+    done = run("bench_peers.py", "--quick", "--json", str(tmp_path / "peers.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    fleet = json.loads((tmp_path / "peers.json").read_text())["fleets"]["20/50"]
+    assert list(fleet) == ["jaxche", "plain jit"]
+    for name, row in fleet.items():
+        (trial,) = row["runs"]
+        seconds, batches, loss, _ = zip(*trial["curve"], strict=True)
+        assert list(seconds) == sorted(seconds)
+        assert seconds[0] == batches[0] == 0
+        assert seconds[-1] >= 2
+        assert loss[-1] < loss[0]
+        assert re.search(rf"^{name} +0\.002 .*\d$", done.stdout, re.M), done.stdout
+    # All begin with the same parameters.
+    assert len({row["runs"][0]["curve"][0][2] for row in fleet.values()}) == 1
