@@ -190,7 +190,7 @@ class Trained(NamedTuple):
 
     @property
     def batches(self) -> int:
-        return sum(sum(info.counts) for info in self.history)
+        return sum(info.batches for info in self.history)
 
 
 class Bench:
@@ -214,17 +214,17 @@ class Bench:
         marks = [deadline * (i + 1) / points for i in range(points)]
         while True:
             mark = next((mark for mark in marks if mark > state.clock_ms), deadline)
-            done = schedule_state[1]._replace(batches=optax.ScaleByScheduleState(sum(sum(i.counts) for i in history)))
+            done = schedule_state[1]._replace(batches=optax.ScaleByScheduleState(sum(i.batches for i in history)))
             progress = Progress(
                 self.speeds, history, state.clock_ms, deadline, float(done.decay()) if self.arm.counts else 1
             )
             trainer = self.trainers[-1 if len(history) % self.arm.every == self.arm.every - 1 else 0]
             after, info = trainer.round(state, data, self._counts(progress, mark))
             if info.clock_ms > deadline:
-                # Take the last round again, with the steps that fit; a round of averaged gradients is left out.
+                # Take the last round again, with the steps that fit; a round that cannot be cut is left out.
                 left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1)
                 counts = tuple(min(n, max(0, int(left / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
-                if info.average == "gradients" or not sum(counts):
+                if info.average == "gradients" or info.shares or not sum(counts):
                     break
                 after, info = trainer.round(state, data, counts)
                 if info.clock_ms > deadline:

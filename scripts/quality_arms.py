@@ -41,7 +41,8 @@ class Arm:
         """The trainer of the ordinary rounds, and that of the rare ones."""
         kinds = [self.options, {**self.options, **self.rarely}][: 2 if self.rarely else 1]
         replicas = jax.devices()[: len(fleet.ms_per_batch)]
-        return [jaxche.Trainer(loss_fn, tx, replicas=replicas, fleet=fleet, **options) for options in kinds]
+        made = [{n: option(len(replicas)) if n == "che" else option for n, option in one.items()} for one in kinds]
+        return [jaxche.Trainer(loss_fn, tx, replicas=replicas, fleet=fleet, **options) for options in made]
 
 
 def whole(speeds: Speeds) -> Speeds:
@@ -63,6 +64,11 @@ def summed(speeds: Speeds) -> Speeds:
 def fitting(speeds: Speeds, ms: float) -> Counts:
     """Whole batches of each device in a round of ``ms``, or of one batch of the slowest if that takes longer."""
     return tuple(int(max(ms, max(speeds)) / one + 1e-9) for one in speeds)
+
+
+def throughput(world_size: int) -> jaxche.ElChe:
+    """The cadence that keeps merging and waiting near 1.5 % of the time."""
+    return jaxche.ElChe(world_size, 2, 0.015, tuner="steady")
 
 
 def rounds_of(ms: float) -> Callable[[Progress], Counts]:
@@ -113,10 +119,13 @@ ARMS = {
     one.name: one
     for one in (
         arm(BASELINE, fastest),
-        arm("equal fast devices, sync", equal_fast, policy="sync"),
-        arm("all devices, sync, equal batches", policy="sync"),
+        arm("equal fast devices, sync", equal_fast, policy="sync", rows="equal"),
+        arm("all devices, sync, equal batches", policy="sync", rows="equal"),
         arm(CEILING, summed),
+        arm("auto", policy="auto"),
+        arm("sync, rows by speed", policy="sync"),
         arm("cadence, default"),
+        arm("cadence, most throughput", che=throughput, opt_state="local"),
         *(
             arm(f"rounds of {ms} ms, averaged", counts=rounds_of(ms), opt_state="average")
             for ms in (80, 160, 200, 320, 640)
@@ -132,9 +141,11 @@ ARMS = {
 MAIN = [
     BASELINE,
     "equal fast devices, sync",
+    "auto",
+    "sync, rows by speed",
     "cadence, default",
+    "cadence, most throughput",
     "rounds of 160 ms, averaged",
-    "rounds of 200 ms, averaged",
     CEILING,
 ]
 # What a user has without this library.
