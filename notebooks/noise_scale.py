@@ -120,7 +120,9 @@ RATE, EPOCHS = 0.05, 6
 
 
 def run(replicas, **options):
-    trainer = jaxche.Trainer(loss_fn, optax.sgd(RATE), policy="sync", replicas=devices[:replicas], pace_ms=5, **options)
+    trainer = jaxche.Trainer(
+        loss_fn, optax.sgd(RATE), policy="sync", rows="equal", replicas=devices[:replicas], pace_ms=5, **options
+    )
     state = trainer.init(params)
     state, history = trainer.fit(state, jaxche.Batches(train, BASE, seed=0), epochs=EPOCHS, progress=False)
     return trainer, state, history

@@ -9,6 +9,7 @@ Each arm takes its learning rate from a grid, by its result on seed 0, and keeps
     python scripts/bench_quality.py --seeds 0 1 2 --minutes 10       # go on for ten minutes; repeat to go on
     python scripts/bench_quality.py --task mnist --cells 20/50@5 --arms all
     python scripts/bench_quality.py --table                          # Markdown, from the results so far
+    python scripts/bench_quality.py --write                          # the same, into docs/policies.md
 
 A cell is ``speeds@cost``: ms a batch of each device, and ms of a merge. Each run is one line of the results file; a run
 whose line exists is not repeated. To add an arm, add one line to
@@ -44,6 +45,9 @@ import jaxche
 from jaxche.cli import _tasks
 
 RESULTS = Path(__file__).with_name("quality.jsonl")
+# The page with the tables of the standard cells, between these lines.
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "policies.md"
+BEGIN, END = "<!-- quality: scripts/bench_quality.py --write -->", "<!-- end of quality -->"
 STANDARD = ("20/20/40/80@0.2", "20/20/40/80@11", "20/50@0.2", "20/50@5")
 # Seconds to the deadline on the clock: about 3,000 batches of the text task over the fleet.
 DEADLINES = {"20/50": 40.0, "20/20/40/80": 24.0, "20/20/60": 24.0, "20/20/20/20/30/30/60/120": 12.0}
@@ -480,13 +484,19 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--cache", type=Path, default=Path("runs/quality"), help="compiled programs, start of late")
     parser.add_argument("--table", action="store_true", help="print the tables instead")
+    parser.add_argument("--write", action="store_true", help="put the tables of the standard cells into the docs")
     args = parser.parse_args()
     until = time.monotonic() + 60 * args.minutes
-    cells = [parse_cell(text, args) for text in args.cells]
+    cells = [parse_cell(name, args) for name in args.cells]
     arms = [name for name in ARMS if args.arms == ["all"] or any(part in name for part in args.arms)]
     results, grid = Results(args.results), tuple(args.grid or GRIDS[args.task])
-    if args.table:
-        print("\n\n".join(table(results, cell, grid) for cell in cells))
+    if args.table or args.write:
+        text = "\n\n".join(table(results, cell, grid) for cell in cells)
+        if args.write:
+            before, rest = PAGE.read_text(encoding="utf8").split(BEGIN)
+            PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf8")
+        else:
+            print(text)
         return 0
     args.cache.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_num_cpu_devices", max(len(cell.speeds) for cell in cells))

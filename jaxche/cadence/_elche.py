@@ -37,7 +37,7 @@ class ElChe(CadenceState):
     lengthen it. With it, ``max_batch_diff`` limits the lead itself. ``tuner="progress"`` finds the round length with
     the most progress a second, where merging costs as much of it as local steps apart from each other:
 
-    T = √(C · τ),  τ = 0.15 · (time in which a replica moves as far as its parameters are long)
+    T = √(C · τ),  τ = 0.45 · (time in which a replica moves as far as its parameters are long)
 
     with the time C of a merge. The learning rate, the optimizer and the phase of training change how fast replicas
     move, so τ follows them.

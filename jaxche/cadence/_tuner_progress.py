@@ -15,7 +15,7 @@ from jaxche.cadence._tuner_steady import MEMORY, blend_speeds, middle, push_samp
 
 # Local steps lose half of their worth in a round that takes this part of the time in which a replica moves as far as
 # its parameters are long.
-_HALF = 0.15
+_HALF = 0.45
 # That time lies within these numbers of batches of the fastest rank, whatever a report says.
 _SHORTEST, _LONGEST = 5.0, 2000.0
 # The round length is kept while it is this close to the best one, which is flat: other rows are compiled for.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxche.cadence import ElChe
 
 # Values of options. They repeat names of other packages, because `--help` must not import JAX.
-POLICIES = ("sync", "cadence", "async")
+POLICIES = ("sync", "cadence", "async", "auto")
 MERGE_RULES = ("steps", "batch", "fednova")
 # Scaling rules without required arguments: the option's value, and the class in `jaxche`.
 SCALING_RULES = {
@@ -52,6 +52,8 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if world_size == 1 or not given:
         return None
+    if "overhead_target" in given:
+        given.setdefault("tuner", "steady")  # the tuner that has such a target
     from jaxche.training import DEFAULT_CADENCE
 
     return ElChe(world_size=world_size, **(DEFAULT_CADENCE | given))
@@ -59,6 +61,14 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
 
 def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
     """The trainer's arguments for one policy."""
+    if policy == "auto":
+        refused = [name for name in ("average", "scaling") if getattr(args, name) is not None]
+        if refused and not args.compare:
+            raise ValueError(
+                f"--{refused[0]} is of one policy, and policy auto changes between two; leave it out or write --policy "
+                "cadence or --policy sync"
+            )
+        return {"policy": policy, "seed": args.seed}
     average = args.average or ("gradients" if policy == "sync" else "parameters")
     rules = {"merge": args.merge, "opt_state": args.opt_state}
     given = {name: value for name, value in rules.items() if value is not None}

@@ -84,14 +84,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", type=_compared, metavar="P,P,P", help="run these policies one after another from the same start")
     add("--average", choices=("parameters", "gradients"), help="default: gradients under sync, else parameters")
     add("--merge", choices=MERGE_RULES, help="weights of the replicas in a merge (default: steps)")
-    add("--opt-state", choices=("local", "average", "reset"), help="optimizer states in a merge (default: local)")
-    add("--anchor", type=integer("--anchor 4", 1, 200), help="batches of the slowest in the first round (default: 2)")
+    add("--opt-state", choices=("local", "average", "reset"), help="optimizer states in a merge (default: average)")
+    add("--anchor", type=integer("--anchor 4", 1, 200), help="batches of the slowest in the first round (default: 1)")
     add(
         "--overhead-target",
         type=number("--overhead-target 0.02", 0.01, 0.5),
-        help="share of merges in the time of a round (default: 0.015)",
+        help="tune for throughput: the share of merges in the time of a round, e.g. 0.015",
     )
-    add("--tuner", choices=("seed", "steady"), help="what tunes the anchor (default: steady)")
+    add("--tuner", choices=("seed", "steady", "progress"), help="what tunes the rounds (default: progress)")
     add(
         "--max-batch-diff",
         type=integer("--max-batch-diff 8", 0),

@@ -96,9 +96,10 @@ def train(args: argparse.Namespace, folder: Path) -> None:
 
     results, advice = [], []
     for chosen in options:
-        trainer = Trainer(task.loss_fn, task.tx, che=che, pace_ms=paces, **chosen)
+        own = None if chosen["policy"] == "auto" else che  # "auto" has its own
+        trainer = Trainer(task.loss_fn, task.tx, che=own, pace_ms=paces, **chosen)
         state = trainer.init(*start)
-        policy = f"policy {chosen['policy']}, averaging {trainer.average}"
+        policy = f"policy {chosen['policy']}, averaging {chosen.get('average', 'what makes progress')}"
         print_once(f"\n{policy}" if world > 1 else "\na plain training loop")
         if args.dry_run:
             _, history = trainer.fit(state, task.data, dry_run=True)

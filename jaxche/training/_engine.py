@@ -200,6 +200,7 @@ class Engine:
             self.batch_size = batch_size(whole)
             constants = self._build(local_states[0], batch, self.batch_size)
             for replica, local in zip(self._replicas, local_states, strict=True):
+                replica.batch_rows = self.batch_size
                 replica.compile(local, batch)
         except Exception as e:
             error = e

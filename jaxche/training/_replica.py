@@ -52,6 +52,8 @@ class Replica:
     def __init__(self, group: Group, rank: int, placement: BatchPlacement, programs: Programs, pace_ms: float | None):
         self._group = group
         self.rank, self.placement, self._programs, self._pace_ms = rank, placement, programs, pace_ms
+        # Rows of a whole batch: a step on a part of it is padded to that part of the pace.
+        self.batch_rows = 0
         self._executables: dict[Any, Steps] = {}
         self._padding: Any = None
         self._read_error: Exception | None = None
@@ -89,7 +91,7 @@ class Replica:
         """Run steps on a copy of the state until caches are warm; raises PaceError if a step exceeds the pace."""
         start, carry = self._begin(local, 0)
         steps, batch = self._executable(local, batch, (start, carry))
-        fastest = float("inf")
+        fastest, pace_ms = float("inf"), self._pace(batch)
         if steps.plain is not steps.measuring:
             carry, loss = steps.plain(start, carry, batch)
             loss.block_until_ready()
@@ -99,7 +101,7 @@ class Replica:
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
         self._programs.finish(local, carry)
-        if self._pace_ms and fastest > self._pace_ms:
+        if pace_ms and fastest > pace_ms and batch_size(batch) >= self.batch_rows:
             enough = np.ceil(1.3 * fastest)
             raise PaceError(
                 f"pace of rank {self.rank} is {self._pace_ms:g} ms, but a step takes {fastest:.1f} ms; "
@@ -150,7 +152,7 @@ class Replica:
                 steps += 1
                 if self._pace_ms:
                     loss.block_until_ready()
-                    due = max(due + self._pace_ms / 1e3, time.perf_counter())
+                    due = max(due + self._pace(batch) / 1e3, time.perf_counter())
                     time.sleep(max(0.0, due - time.perf_counter()))
                 losses.append(loss)
                 if len(losses) == in_flight:
@@ -166,6 +168,12 @@ class Replica:
             return LocalResult(carry, steps, wall_ms)
         except Exception as error:
             return self.idle(local)._replace(error=error)
+
+    def _pace(self, batch: Any) -> float:
+        """The milliseconds to which a step on this batch is padded."""
+        if not self._pace_ms:
+            return 0.0
+        return self._pace_ms * batch_size(batch) / (self.batch_rows or batch_size(batch))
 
     def memory(self, local: LocalState) -> dict[str, int]:
         """Bytes that a round needs on a device, for the largest compiled batch; see :func:`round_memory`."""

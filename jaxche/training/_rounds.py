@@ -60,7 +60,7 @@ _WHOLE_BATCHES = 4
 _CHANGE = 0.15
 
 # The default cadence: from a small anchor the progress tuner finds the right round length in a few rounds.
-DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "tuner": "progress"}
+DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "overhead_target": 0.015, "tuner": "progress"}
 
 
 class Rounds:

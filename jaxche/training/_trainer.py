@@ -33,15 +33,16 @@ class Trainer(Rounds):
         the batches of all replicas, as on one device (see the notes).
       policy: when to merge, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every step, ``"cadence"``
         when the slowest replica has done ``anchor`` batches, ``"async"`` the same with divergence correction and with
-        rounds that cross the end of an epoch.
-      che: the cadence; by default with the smallest anchor that keeps merging and waiting near 1.5 % of the time.
+        rounds that cross the end of an epoch, ``"auto"`` as ``"sync"`` or as ``"cadence"``, whichever promises more
+        progress (:meth:`explain` says why).
+      che: the cadence; by default with the rounds that make most progress a second (``tuner="progress"``).
       average: ``"parameters"`` (local SGD) or ``"gradients"`` (replicas accumulate the gradients of their batches
         and make one identical update, equal to one device on the joined batch). By default ``"gradients"`` under
         ``sync`` and ``"parameters"`` otherwise.
       merge: weights of parameters, see :func:`~jaxche.merge_weights`: ``"steps"``, ``"batch"`` or ``"fednova"``.
-      opt_state: what a merge does with each replica's optimizer state: ``"local"`` keeps it, ``"average"`` takes the
-        weighted mean of its moments and of their counts, ``"reset"`` initializes the moments anew. Schedules continue
-        in all three cases.
+      opt_state: what a merge does with each replica's optimizer state: ``"average"`` (default, where parameters are
+        averaged) takes the weighted mean of its moments and of their counts, ``"local"`` keeps it, ``"reset"``
+        initializes the moments again. Schedules continue in all three cases.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       replicas: the replicas of all processes, each a device or a mesh of devices (an *island*: a sharded replica). By
         default every device of :func:`jaxche.devices` is a replica; with ``strategy=HybridShard(n)`` every node of
@@ -55,8 +56,9 @@ class Trainer(Rounds):
         processes, so that no program spans accelerators; ``"auto"``, on the host if replicas are of different kinds or
         processes share a GPU.
       seed: seed of ``rng=``.
-      pace_ms: for experiments on equal devices: pad every local step to this wall time in ms, one number or one
-        per replica. ``jaxche launch --pace`` sets it through the variable ``JAXCHE_PACE_MS``.
+      pace_ms: for experiments on equal devices: pad every local step to this wall time in ms a batch, one number or
+        one per replica; a step on a part of a batch to that part. ``jaxche launch --pace`` sets it through the
+        variable ``JAXCHE_PACE_MS``.
       scaling: a scaling rule, e.g. ``jaxche.AdaScale()``. ``tx`` keeps the learning rate of one small batch, and the
         rule scales each update for the larger batch. When gradients are averaged, that is the batch of the round. When
         parameters are averaged, each local step counts for the :func:`~jaxche.scaling.effective_replicas` of the
@@ -70,11 +72,11 @@ class Trainer(Rounds):
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
         history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock. Replicas
         may share a device, and by default they are dealt out over those at hand; such replicas merge on CPU devices.
-      rows: under ``sync``, the rows of each replica in an update. ``"speed"`` (default): the batches of the update are
-        joined, and each replica takes the rows that it can do in the common time, from measured times
-        :math:`t_i(b) = f_i + s_i b`; the update is that of one device on the joined batch. Other shares are compiled
-        for before they are timed; they change if a round becomes at least 4 % and 0.5 ms shorter. ``"equal"``: one
-        whole batch each.
+      rows: under ``sync`` the rows of each replica in an update, and under ``cadence`` in rounds too short for a batch
+        of the slowest replica. ``"speed"`` (default): the batches are joined, and each replica takes the rows that it
+        can do in the common time, from measured times :math:`t_i(b) = f_i + s_i b`. Under ``sync`` the update is that
+        of one device on the joined batch. New shares are compiled for before they are timed; they change if a round
+        becomes at least 4 % and 0.5 ms shorter. ``"equal"``: whole batches.
       joined_batches: under ``sync``, the batches in an update; by default one per replica.
       max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default
         what a device has memory for, if it says how much it has.

@@ -55,7 +55,7 @@ def test_a_useless_device_is_left_out():
 
 
 def test_a_little_more_progress_is_no_reason_to_change():
-    shares, che = measured((20, 50), 5.0, 1e4)
+    shares, che = measured((20, 50), 5.0, 1500.0 / 0.45)
     found = {one.policy: one.progress for one in options(shares, BATCH, 5.0, 1500.0) if all(one.active)}
     assert max(found.values()) < 1.08 * min(found.values())  # or this test needs other speeds
     for policy in (ApplyPolicy.SYNC, ApplyPolicy.CADENCE):
