@@ -92,7 +92,7 @@ def result_from_history(
         curve=tuple(curve),
         seconds=sum(seconds.get(info.round, info.period_ms / 1e3) for info in counted),
         examples=sum(info.examples for info in counted),
-        batches=sum(sum(info.counts) for info in counted),
+        batches=sum(info.batches for info in counted),
         rates=tuple(rates),
         wait_ms=tuple(sum(waits) for waits in zip(*(info.wait_ms for info in counted), strict=True)),
         sync_ms=sum(info.sync_ms for info in counted),

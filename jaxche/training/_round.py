@@ -97,7 +97,9 @@ def next_plan(
         shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
     if shares.rows:
         joined = min(shares.joined, left)
-        return RoundPlan(state.round, state.epoch, state.cursor, shares.steps, size, shares.rows, joined)
+        # At the end of an epoch fewer steps, so that each has as many rows.
+        steps = tuple(n and max(1, round(n * joined / shares.joined)) for n in shares.steps)
+        return RoundPlan(state.round, state.epoch, state.cursor, steps, size, shares.rows, joined)
     if state.che is not None and state.choice is not None and state.choice.active:
         return RoundPlan(state.round, state.epoch, state.cursor, active_counts(state.che, state.choice, left), size)
     if state.che is None:

@@ -69,7 +69,7 @@ class Jaxche(_OnJax):
         done = 0
         while done < batches:
             self._state, info = self._trainer.round(self._state, self._data)
-            done += sum(info.counts)
+            done += info.batches
         return done
 
     def parameters(self) -> list[np.ndarray]:

@@ -181,7 +181,7 @@ def faults(problem):
     """Everything that goes wrong on one rank, one after the other, in processes that go on living."""
     _shared_folder._VISIBLE_S = 0.5
     rank = jax.process_index()
-    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05))
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), rows="equal")  # both ranks read whatever they take
     state = trainer.init(problem.params, problem.model_state)
     seen = {"torn": name_of_error(lambda: trainer.round(state, Torn(problem.data, [5]), counts=(4, 4)))}
     nan = [jax.tree.map(lambda x, i=i: x * np.float32(np.nan if i == 6 else 1), problem.data[i]) for i in range(12)]

@@ -62,7 +62,7 @@ def test_every_round_is_on_file(trained):
     assert len(history) == numbers["rounds"] == numbers["merges"]
     assert sum(info.examples for info in history) == numbers["examples"] == 1440
     assert numbers["efficiency"] == pytest.approx(numbers["batches"] / numbers["seconds"] / sum(numbers["rates"]))
-    assert numbers["batches"] == sum(sum(info.counts) for info in history) == 52
+    assert numbers["batches"] == sum(info.batches for info in history) == 52
     assert numbers["test"]["accuracy"] > 0.5
     assert len(numbers["rates"]) == 2
     assert result["arguments"]["batch_size"] == 28

@@ -35,7 +35,7 @@ def test_every_callback_sees_every_round_and_one_can_stop(trainer, problem):
     state, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[stop, watch], progress=False)
     assert len(history) == 2
     assert seen == [(who, r, r + 1) for r in range(2) for who in ("stop", "watch")]
-    assert state.cursor == sum(sum(info.counts) for info in history)
+    assert state.cursor == sum(info.batches for info in history)
 
 
 def test_a_requested_stop_takes_effect_in_the_next_merge(trainer, problem):
