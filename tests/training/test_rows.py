@@ -172,6 +172,20 @@ def test_a_limit_of_rows_makes_more_steps(make_problem, devices, close):
     close(one.params(state), single_device(problem, tx, 4, epochs=1), rtol=1e-4, atol=1e-5)
 
 
+def test_the_last_round_of_an_epoch_takes_fewer_steps(make_problem, devices):
+    """A round of local steps that joins 14 batches, where 5 are left: each step has about as many rows."""
+    problem = make_problem(examples=16 * 61, batch_size=16)
+    che = jaxche.ElChe(4, 1, tuner="progress", round_ms=100.0, ms_per_batch=FOUR.ms_per_batch)
+    replicas = devices[:4]
+    one = jaxche.Trainer(problem.loss, optax.sgd(1e-3), che=che, fleet=FOUR, replicas=replicas)
+    _, history = fit(one, problem, epochs=2)
+    short = [info for info in history if info.shares and info.joined < max(i.joined for i in history)]
+    assert short
+    assert all(max(info.counts) < 7 for info in short)
+    sizes = [rows / n for info in short for rows, n in zip(info.rows, info.counts, strict=True) if n]
+    assert np.median(sizes) > 8
+
+
 def test_the_noise_scale_of_unequal_rows_is_that_of_equal_ones(make_problem, devices):
     problem = make_problem(examples=16 * 400, batch_size=16)
     found = {}
