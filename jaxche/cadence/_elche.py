@@ -58,7 +58,7 @@ class ElChe(CadenceState):
       sync_samples: its last three known merge times, newest first, in ms.
       travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
       round_ms: the wanted length of a round in ms, with the progress tuner; 0.0 before it is known. It may be shorter
-        than a batch of the slowest rank: the trainer then deals out rows.
+        than a batch of the slowest rank.
 
     Raises:
       ValueError: for an argument out of range; the message names it, its value and what to write.

@@ -238,7 +238,7 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
         one_of("rows", rows, ("speed", "equal"))
     if joined_batches is not None:
         whole_number("joined_batches", joined_batches, 1, f"joined_batches={world_size}")
-    default = "speed" if policy is not ApplyPolicy.ASYNC and not staged else "equal"
+    default = "speed" if policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO) and not staged else "equal"
     return rows or default, world_size if joined_batches is None else int(joined_batches)
 
 

@@ -290,23 +290,41 @@ class Engine:
             self._reader = Reader(data)
         return self._reader
 
+    def start(
+        self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, done: Sequence[int] | None = None
+    ) -> list[Feed]:
+        """Start to read a round, and compile what it needs before any clock starts; one feed per local replica.
+
+        In a replay ``done`` is the recorded number of steps of each rank.
+        """
+        done = done or plan.counts
+        feeds = self._read(data).start([plan.steps(rank)[: done[rank]] for rank in self.ranks])
+        cut = (plan.joined, plan.shares, plan.counts)
+        new_cut, self._cut = bool(plan.shares) and cut != self._cut, cut
+        # The last batch of an epoch may be smaller, and new shares have other sizes. An error here occurs again in the
+        # run, and becomes part of the result.
+        for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
+            for position, step in enumerate(feed.steps):
+                if new_cut or any(piece.key[1] == plan.epoch_size - 1 for piece in step):
+                    with contextlib.suppress(Exception):
+                        batch = feed.peek(position)
+                        if replica.compile(local, batch) and not spans_processes(replica.placement):
+                            replica.warm_up(local, batch)
+        return feeds
+
     def run(
         self,
         local_states: Sequence[LocalState],
-        data: Any,
+        feeds: Sequence[Feed],
         plan: RoundPlan,
         merge_scale: MergeScale,
-        done: Sequence[int] | None = None,
         time_limit_ms: float | None = None,
     ) -> list[LocalResult]:
         """Run the local steps of a plan on all local replicas at once; results hold the errors of failed replicas.
 
-        In a replay ``done`` is the recorded number of steps of each rank. After ``time_limit_ms`` a replica begins no
-        further step.
+        After ``time_limit_ms`` a replica begins no further step.
         """
-        reader, done = self._read(data), done or plan.counts
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
-        feeds = reader.start([plan.steps(rank)[: done[rank]] for rank in self.ranks])
 
         def run_one(replica: Replica, local: LocalState, feed: Feed) -> LocalResult:
             if not feed.steps:
@@ -319,17 +337,6 @@ class Engine:
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             return replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
 
-        cut = (plan.joined, plan.shares, plan.counts)
-        new_cut, self._cut = bool(plan.shares) and cut != self._cut, cut
-        # The last batch of an epoch may be smaller: compile for it before any clock starts, and for new shares. An
-        # error here occurs again in the run, and becomes part of the result.
-        for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
-            for position, step in enumerate(feed.steps):
-                if new_cut or any(piece.key[1] == plan.epoch_size - 1 for piece in step):
-                    with contextlib.suppress(Exception):
-                        batch = feed.peek(position)
-                        if replica.compile(local, batch) and not spans_processes(replica.placement):
-                            replica.warm_up(local, batch)
         return list(self._pool.map(run_one, self._replicas, local_states, feeds))
 
     def prefetch(self, data: Any, plan: RoundPlan) -> None:

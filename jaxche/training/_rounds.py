@@ -391,13 +391,14 @@ class Rounds:
         if self._chooses:
             self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        feeds = self._engine.start(state.local_states, data, plan, done)
         clock = time.perf_counter()
         merge_scale = MergeScale()
         if self.scaling is not None:
             weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
             merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
         limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
-        results = self._engine.run(state.local_states, data, plan, merge_scale, done, limit)
+        results = self._engine.run(state.local_states, feeds, plan, merge_scale, limit)
         epoch, cursor = plan.end
         if prefetch and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
@@ -449,7 +450,8 @@ class Rounds:
         assert che is not None, "a single replica has no shares"
         joined, local = (choice and choice.joined) or self._joined, self._policy(state) is not ApplyPolicy.SYNC
         if local:
-            if (choice and choice.active) or not 0 < che.round_ms < _WHOLE_BATCHES * max(che.ms_per_batch):
+            # "auto" changes the length of a round often; whole batches need no other programs.
+            if choice is not None or not 0 < che.round_ms < _WHOLE_BATCHES * max(che.ms_per_batch):
                 return shares.without()
             exact = che.round_ms * sum(1 / ms for ms in che.ms_per_batch if ms)
             # Other sizes are compiled for, so the number stays while it is about right.

@@ -72,11 +72,11 @@ class Trainer(Rounds):
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
         history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock. Replicas
         may share a device, and by default they are dealt out over those at hand; such replicas merge on CPU devices.
-      rows: under ``sync`` the rows of each replica in an update, and under ``cadence`` in rounds too short for a batch
-        of the slowest replica. ``"speed"`` (default): the batches are joined, and each replica takes the rows that it
-        can do in the common time, from measured times :math:`t_i(b) = f_i + s_i b`. Under ``sync`` the update is that
-        of one device on the joined batch. New shares are compiled for before they are timed; they change if a round
-        becomes at least 4 % and 0.5 ms shorter. ``"equal"``: whole batches.
+      rows: ``"speed"`` (default under ``sync``): the batches of an update are joined, and each replica takes the rows
+        that it can do in the common time, from measured times :math:`t_i(b) = f_i + s_i b`. The update is that of one
+        device on the joined batch. New shares are compiled for before they are timed; they change if a round becomes
+        at least 4 % and 0.5 ms shorter. Under ``cadence`` it deals out rows in short rounds, of up to four batches of
+        the slowest replica, and compiles for each length of a round. ``"equal"``: whole batches.
       joined_batches: under ``sync``, the batches in an update; by default one per replica.
       max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default
         what a device has memory for, if it says how much it has.

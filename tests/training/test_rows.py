@@ -177,7 +177,7 @@ def test_the_last_round_of_an_epoch_takes_fewer_steps(make_problem, devices):
     problem = make_problem(examples=16 * 61, batch_size=16)
     che = jaxche.ElChe(4, 1, tuner="progress", round_ms=100.0, ms_per_batch=FOUR.ms_per_batch)
     replicas = devices[:4]
-    one = jaxche.Trainer(problem.loss, optax.sgd(1e-3), che=che, fleet=FOUR, replicas=replicas)
+    one = jaxche.Trainer(problem.loss, optax.sgd(1e-3), che=che, fleet=FOUR, replicas=replicas, rows="speed")
     _, history = fit(one, problem, epochs=2)
     short = [info for info in history if info.shares and info.joined < max(i.joined for i in history)]
     assert short
