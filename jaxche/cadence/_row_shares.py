@@ -145,7 +145,7 @@ def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.
 
     Example:
       >>> fill(48, np.zeros(4), np.array([20, 20, 40, 80]) / 16).tolist()
-      [18, 17, 9, 4]
+      [18, 18, 8, 4]
     """
     # The time at which the fastest m ranks finish all rows; ranks that start later get none.
     order = np.argsort(fixed, kind="stable")

@@ -115,7 +115,9 @@ class Rounds:
                 f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
             )
         if self.world_size > 1:
-            che = che or ElChe(world_size=self.world_size, **DEFAULT_CADENCE)
+            # Averaged gradients make one update, whatever the round: no replica moves on its own.
+            moves = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
+            che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
         else:
             average = "parameters"  # a plain training loop: one update per batch
         self.average, self.merge, self.scaling = average, merge, scaling

@@ -76,7 +76,8 @@ class Trainer(Rounds):
         that it can do in the common time, from measured times :math:`t_i(b) = f_i + s_i b`. The update is that of one
         device on the joined batch. New shares are compiled for before they are timed; they change if a round becomes
         at least 4 % and 0.5 ms shorter. Under ``cadence`` it deals out rows in short rounds, of up to four batches of
-        the slowest replica, and compiles for each length of a round. ``"equal"``: whole batches.
+        the slowest replica, and compiles for each length of a round. ``"equal"``: whole batches; a run under ``sync``
+        then repeats bit for bit, and does not follow times.
       joined_batches: under ``sync``, the batches in an update; by default one per replica.
       max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default
         what a device has memory for, if it says how much it has.

@@ -35,7 +35,7 @@ def test_completion_of_commands_options_and_values(complete):
     assert {"train", "report", "launch", "doctor", "simulate", "plan"} <= complete("jaxche", "")
     assert complete("jaxche", "tr") == {"train"}
     assert {"--policy", "--protocol"} <= complete("jaxche", "train", "--p")
-    assert complete("jaxche", "train", "--policy", "") == {"sync", "cadence", "async"}
+    assert complete("jaxche", "train", "--policy", "") == {"sync", "cadence", "async", "auto"}
 
 
 def test_completion_of_directories(complete, tmp_path):

@@ -55,10 +55,10 @@ CASES = {
         "opt_state": "average",
         "outer": optax.sgd(0.7, momentum=0.9),
     },
-    "gradients": lambda che: {"policy": "sync"},
+    "gradients": lambda che: {"policy": "sync", "rows": "equal"},
     "async": lambda che: {"policy": "async", "che": che},
     "scaled": lambda che: {"che": che, "scaling": jaxche.AdamScale()},
-    "scaled gradients": lambda che: {"policy": "sync", "scaling": jaxche.AdaScale()},
+    "scaled gradients": lambda che: {"policy": "sync", "rows": "equal", "scaling": jaxche.AdaScale()},
     "one replica": lambda che: {"replicas": jax.devices()[:1]},
     "one replica, scaled": lambda che: {"replicas": jax.devices()[:1], "scaling": jaxche.AdaScale()},
 }

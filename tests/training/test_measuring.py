@@ -83,7 +83,7 @@ def test_one_replica_equals_the_twin(long, devices, close, rule, later):
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_averaged_parameters_equal_the_twin(long, devices, close, rule, later):
     rounds, tx = ROUNDS, optax.adam(0.01)
-    trainer = jaxche.Trainer(long.loss, tx, replicas=devices[:2], scaling=rule)
+    trainer = jaxche.Trainer(long.loss, tx, replicas=devices[:2], scaling=rule, opt_state="local")
     state, infos = trainer.init(long.params), []
     for counts in rounds:
         state, info = trainer.round(state, long.data, counts=counts)

@@ -127,7 +127,7 @@ def test_averaged_gradients_equal_the_slow_twin(problem, devices, close, rule, m
 def test_averaged_parameters_equal_the_slow_twin(problem, devices, close, rule, merge):
     rounds = [(3, 5), (1, 3), (4, 8), (4, 0), (1, 1)]
     tx = optax.adam(0.01) if isinstance(rule, jaxche.AdamScale) else optax.sgd(0.02)
-    trainer = jaxche.Trainer(problem.loss, tx, merge=merge, replicas=devices[:2], scaling=rule)
+    trainer = jaxche.Trainer(problem.loss, tx, merge=merge, replicas=devices[:2], scaling=rule, opt_state="local")
     state, infos = run(problem, trainer, rounds)
     assert [info.counts for info in infos] == [(3, 5), (1, 3), (4, 8), (4, 0), (1, 1)]
     wanted, told = averaged_parameters(problem, tx, rule, rounds, merge)
