@@ -28,8 +28,9 @@ _CACHE = Path(__file__).resolve().parent.parent / ".cache" / "jax" / os.environ.
 # Not on a GPU, whose compiler reads the first of these flags too. Child processes inherit them.
 PLAIN_CODE = (
     "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
+    # Later versions end the process at a flag that they no longer have.
+    *(("--xla_cpu_use_fusion_emitters=false",) if jax.version.__version_info__ < (0, 11) else ()),
 )
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
