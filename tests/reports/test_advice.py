@@ -203,7 +203,7 @@ def histories():
 
     two, rule = jax.devices()[:2], jaxche.AdaScale()
     return {
-        "sync": train(policy="sync", replicas=two, scaling=rule, base_batch_size=4),
+        "sync": train(policy="sync", rows="equal", replicas=two, scaling=rule, base_batch_size=4),
         "parameters": train(replicas=two, scaling=rule, merge="fednova"),
         "one": train(replicas=two[:1], scaling=rule),
         "plain": train(replicas=two),

@@ -69,17 +69,17 @@ def test_missing_package(logger, package, monkeypatch, tmp_path):
 def test_profile(fit, tmp_path):
     recorder = jaxche.reports.profile(tmp_path, rounds=range(2, 4))
     assert recorder.path is None
-    fit(recorder, policy="sync")
+    fit(recorder, policy="sync", rows="equal")
     trace = json.loads(gzip.decompress(recorder.path.read_bytes()))
     assert trace["traceEvents"]
 
 
 def test_profile_as_a_context(fit, tmp_path):
     with jaxche.reports.profile(tmp_path / "first", rounds=range(1, 99)) as recorder:
-        fit(recorder, policy="sync")
+        fit(recorder, policy="sync", rows="equal")
     assert recorder.path is not None
     again = jaxche.reports.profile(tmp_path / "second", rounds=range(1, 2))  # JAX refuses two recordings at a time
-    fit(again, policy="sync")
+    fit(again, policy="sync", rows="equal")
     assert again.path is not None
 
 
@@ -87,7 +87,7 @@ def test_steps_of_a_resumed_run(problem, devices, tmp_path):
     seen = []
 
     def train(epochs):
-        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync")
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync", rows="equal")
         state = trainer.init(problem.params)
         callbacks = [lambda state, info: seen.append(state.examples) or None]
         return trainer.fit(state, problem.data, epochs, callbacks, progress=False, checkpoints=tmp_path)[1]

@@ -355,7 +355,7 @@ def test_a_scan_over_layers_trains_as_in_a_loop_of_nnx(problem, devices, close, 
     streams = {path: np.asarray(jax.random.key_data(key[...])) for path, key in _keys(model)}
     assert sorted(x.shape for x in streams.values()) == [(LAYERS, 2)]
     loss = jaxche.NNXLoss(Stacked(nnx.Rngs(0)), nnx_mse)
-    trainer = jaxche.Trainer(loss, optax.sgd(0.1), policy="sync", replicas=devices[:replicas], seed=5)
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), policy="sync", rows="equal", replicas=devices[:replicas], seed=5)
     state, _ = trainer.fit(trainer.init(loss.params, loss.model_state), problem.data, progress=False)
 
     params = jax.tree.map(jnp.copy, loss.params)
@@ -399,7 +399,9 @@ def test_stacked_streams_go_through_checkpoints_and_islands(problem, devices, sa
 
     def train():
         loss = jaxche.NNXLoss(Stacked(nnx.Rngs(0)), nnx_mse)
-        trainer = jaxche.Trainer(loss, optax.adam(0.01), policy="sync", replicas=replicas, strategy=strategy)
+        trainer = jaxche.Trainer(
+            loss, optax.adam(0.01), policy="sync", rows="equal", replicas=replicas, strategy=strategy
+        )
         state = trainer.init(loss.params, loss.model_state)
         state, _ = trainer.fit(state, problem.data, progress=False, checkpoints=tmp_path)
         return trainer.params(state)

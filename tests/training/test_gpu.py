@@ -110,7 +110,7 @@ def test_unlike_processes_train_as_two_cpus_do(gpus, close, tmp_path, monkeypatc
 def test_fit_on_gpus_ends_where_fit_on_cpus_does(problem, gpus, close):
     ends = []
     for replicas in (gpus, jax.devices("cpu")[: len(gpus)]):
-        trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), policy="sync", replicas=replicas)
+        trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), policy="sync", rows="equal", replicas=replicas)
         state, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=2, progress=False)
         ends.append((jax.device_get(trainer.params(state)), [info.loss for info in history]))
     (there, losses_there), (here, losses_here) = ends

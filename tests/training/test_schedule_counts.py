@@ -57,7 +57,7 @@ OPTIMIZERS = {
 SETTINGS = {
     "cadence": {},
     "async": {"policy": "async"},
-    "sync": {"policy": "sync"},
+    "sync": {"policy": "sync", "rows": "equal"},
     "gradients": {"average": "gradients"},
     "average": {"opt_state": "average"},
     "reset": {"opt_state": "reset"},

@@ -533,7 +533,7 @@ def test_an_optimizer_state_of_another_optimizer_is_refused(problem, devices):
 
 
 def test_a_stop_that_came_too_late_is_not_for_the_next_fit(problem, devices):
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync")
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], policy="sync", rows="equal")
     state, history = trainer.fit(trainer.init(problem.params), problem.data, progress=False)
 
     def stop_in_the_last(state, info):
