@@ -8,7 +8,7 @@ from . import scaling as scaling
 from . import sharding as sharding
 from . import stages as stages
 from . import training as training
-from .averaging import merge_weights, weighted_mean
+from .averaging import Weighted, merge_weights, weighted_mean
 from .cadence import ApplyPolicy, ElChe, VirtualFleet
 from .cluster import fake_devices, initialize
 from .distributed import PeerLostError, RankError
@@ -84,6 +84,7 @@ __all__ = [
     "Trainer",
     "TrainerState",
     "VirtualFleet",
+    "Weighted",
     "devices",
     "fake_devices",
     "initialize",

@@ -11,11 +11,13 @@ from jaxche.averaging._trees import path_names as path_names
 from jaxche.averaging._trees import sum_dtype as sum_dtype
 from jaxche.averaging._trees import weighted as weighted
 from jaxche.averaging._trees import zero_sums as zero_sums
+from jaxche.averaging._weighted import Weighted
 from jaxche.averaging._weights import MERGE_RULES, merge_weights
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.
 __all__ = [
     "MERGE_RULES",
+    "Weighted",
     "from_moments",
     "measure_drift",
     "merge_weights",
