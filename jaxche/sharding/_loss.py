@@ -8,8 +8,12 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-# call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); metrics are a dict of scalars.
+from jaxche.averaging import Weighted
+
+# call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); the loss and the metrics are float32 scalars,
+# or Weighted of two of them.
 Loss: TypeAlias = Callable[..., Any]
 
 
@@ -17,7 +21,8 @@ def as_loss(loss_fn: Callable[..., Any]) -> Loss:
     """Adapt a loss function to one signature.
 
     ``loss_fn(params, batch)`` returns ``loss`` or ``(loss, metrics)``. It gets ``rng=`` and ``model_state=`` if it has
-    parameters of these names, and with the latter returns ``(loss, (metrics, new_model_state))``.
+    parameters of these names, and with the latter returns ``(loss, (metrics, new_model_state))``. The loss and each
+    metric are scalars, means over the batch, or a :class:`~jaxche.Weighted`.
 
     Args:
       loss_fn: the function.
@@ -60,24 +65,52 @@ def _normalise(result: Any, wants_state: bool, model_state: Any) -> tuple[jax.Ar
                 "with no metrics write: return loss, ({}, new_model_state)"
             )
         loss, (metrics, model_state) = result
-    elif isinstance(result, tuple):
+    elif isinstance(result, tuple) and not isinstance(result, Weighted):
         if len(result) != 2:
             raise ValueError(f"loss_fn returned a tuple of {len(result)}; return loss or (loss, metrics)")
         loss, metrics = result
     else:
         loss, metrics = result, {}
-    loss = jnp.asarray(loss)
-    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ValueError(
-            f"loss_fn returned a loss of shape {loss.shape} and dtype {loss.dtype}; "
-            "it must be one float, the mean over the batch: return loss.mean()"
-        )
     if not isinstance(metrics, dict):
         raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}; return a dict of scalars")
-    for name, value in metrics.items():
-        if jnp.shape(value) != ():
-            raise ValueError(f"metric {name!r} has shape {jnp.shape(value)}; metrics are scalars: write {name}.mean()")
-    return loss.astype(jnp.float32), ({k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}, model_state)
+    return _loss_value(loss), ({name: _metric(name, value) for name, value in metrics.items()}, model_state)
+
+
+def _loss_value(loss: Any) -> Any:
+    total = jnp.asarray(loss.total if isinstance(loss, Weighted) else loss)
+    if total.shape != () or not jnp.issubdtype(total.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {total.shape} and dtype {total.dtype}; "
+            "it must be one float, the mean over the batch: return loss.mean()"
+        )
+    total = total.astype(jnp.float32)
+    return Weighted(total, _weight("the loss", loss.weight)) if isinstance(loss, Weighted) else total
+
+
+def _metric(name: str, value: Any) -> Any:
+    total = value.total if isinstance(value, Weighted) else value
+    if jnp.shape(total) != ():
+        raise ValueError(f"metric {name!r} has shape {jnp.shape(total)}; metrics are scalars: write {name}.mean()")
+    total = jnp.asarray(total, jnp.float32)
+    return Weighted(total, _weight(f"metric {name!r}", value.weight)) if isinstance(value, Weighted) else total
+
+
+def _weight(what: str, weight: Any) -> jax.Array:
+    if jnp.shape(weight) != ():
+        raise ValueError(
+            f"the weight of {what} has shape {jnp.shape(weight)}; it is one number, the sum of the weights in the "
+            "batch: write jaxche.Weighted((nll * mask).sum(), mask.sum())"
+        )
+    return lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+
+
+def mean_of(value: Any) -> Any:
+    """The mean that a loss or metric stands for; of a :class:`~jaxche.Weighted` without any weight it is 0."""
+    if not isinstance(value, Weighted):
+        return value
+    some = value.weight != 0
+    # Not 0 / 0 in either branch, whose gradient would be NaN.
+    return jnp.where(some, value.total / jnp.where(some, value.weight, 1), 0)
 
 
 def batch_size(batch: Any) -> int:

@@ -20,7 +20,7 @@ from jaxche.sharding._checks import (
 from jaxche.sharding._explain import Explanation, explain
 from jaxche.sharding._gradient import sharded_update, value_and_grad
 from jaxche.sharding._layout import Layout
-from jaxche.sharding._loss import Loss, as_loss
+from jaxche.sharding._loss import Loss, as_loss, mean_of
 from jaxche.sharding._strategy import ShardingStrategy
 
 
@@ -240,7 +240,7 @@ def sharded_step(
     Args:
       loss_fn: ``loss_fn(params, batch)`` returning the mean loss over the batch, or ``(loss, metrics)``; gets ``rng=``
         (a key of its own on every device and micro-batch) and ``model_state=`` if it names them, and with the latter
-        returns ``(loss, (metrics, new_model_state))``.
+        returns ``(loss, (metrics, new_model_state))``. A loss or metric over tokens is a :class:`~jaxche.Weighted`.
       tx: any ``optax.GradientTransformation``. Global norms are correct: clip with
         ``optax.chain(optax.clip_by_global_norm(1.0), ...)``.
       strategy: ``FullShard()``, ``ShardGradOp()``, ``NoShard()``, ``HybridShard(n)`` or ``HybridShardGradOp(n)``.
@@ -334,8 +334,10 @@ class _Programs:
         rng = jax.random.fold_in(jax.random.key(self._seed), state.index)
         value, grads = self._value_and_grad(state.params, state.model_state, batch, rng)
         loss, (metrics, model_state) = value
-        params, opt_state = sharded_update(self._tx, self.layout, grads, state.opt_state, state.params, value=loss)
-        return ShardedState(params, opt_state, model_state, state.index + 1), metrics | {"loss": loss}
+        means = {name: mean_of(value) for name, value in (metrics | {"loss": loss}).items()}
+        extra = {"value": means["loss"]}
+        params, opt_state = sharded_update(self._tx, self.layout, grads, state.opt_state, state.params, **extra)
+        return ShardedState(params, opt_state, model_state, state.index + 1), means
 
 
 def _shapes(tree: Any) -> Any:

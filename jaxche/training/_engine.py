@@ -18,6 +18,7 @@ from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes
+from jaxche.training._columns import Columns
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
@@ -77,7 +78,7 @@ class Engine:
         self._placements, self._paces = list(self._all_placements), list(self._all_paces)
         self.world_size = len(self._placements)
         self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
-        self.metrics: tuple[str, ...] = ()
+        self.columns = Columns()
         self.batch_size = 0  # examples in a whole batch, once the data is seen
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
@@ -213,7 +214,8 @@ class Engine:
             except Exception as e:
                 error = e
             self._group.raise_everywhere(error, self.ranks[0], "preparation")
-            self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics), "data": data_seen} | self._code
+            seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
+            self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
             refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
         except Exception:
@@ -240,12 +242,18 @@ class Engine:
         one = without_replica_axis((local.params, local.model_state))
         code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
         self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
-        self.metrics = tuple(sorted(shapes[1][0]))
+        self.columns = Columns.of(shapes[0], shapes[1][0])
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
         if before != after:
             raise ValueError(
                 f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
                 "return every entry of model_state, updated or not, with its shape and dtype"
+            )
+        loss_weight = self.columns.weight_of(0)
+        if loss_weight and self._settings.scaling is not None:
+            raise ValueError(
+                "loss_fn returns a jaxche.Weighted, and scaling= measures the noise of gradients by examples; return "
+                "the mean over the batch, loss.total / loss.weight, or leave scaling= out"
             )
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
 
@@ -256,7 +264,7 @@ class Engine:
                 self._tx,
                 average=self._settings.average,
                 seed=self._settings.seed,
-                metrics=self.metrics,
+                columns=self.columns,
                 scaling=scaling,
                 solo=len(self._all_placements) == 1,
             )
@@ -265,7 +273,7 @@ class Engine:
             Replica(self._group, rank, self._placements[rank], programs(self._placements[rank]), self._paces[rank])
             for rank in self.ranks
         ]
-        self._rules = self._settings.rules(self._tx, scaling)
+        self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
         self._merge = self._make_merge(local)
         return code.consts
 

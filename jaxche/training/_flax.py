@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxche.averaging import Weighted
+
 if TYPE_CHECKING:
     from flax import nnx
 
@@ -227,4 +229,4 @@ def _fresh(key: Any, stream: Any) -> Any:
 
 
 def _loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
-    return result if isinstance(result, tuple) else (result, {})
+    return result if isinstance(result, tuple) and not isinstance(result, Weighted) else (result, {})

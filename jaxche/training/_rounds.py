@@ -416,7 +416,7 @@ class Rounds:
             self._membership.poll()
         merged = self._engine.merge(state.local_states, results, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
-        table = RoundStatistics(merged.table, self._engine.metrics)
+        table = RoundStatistics(merged.table, self._engine.columns)
         table.check(self._group, state, plan, self._engine.ranks, results, merged.finite)
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
