@@ -9,6 +9,7 @@ from jaxche.drawing._style import WAIT as WAIT
 from jaxche.drawing._style import ranks_to_show as ranks_to_show
 from jaxche.drawing._style import text_on as text_on
 from jaxche.drawing._text import aligned as aligned
+from jaxche.drawing._text import brief as brief
 from jaxche.drawing._text import html_table as html_table
 from jaxche.drawing._text import odd_ones as odd_ones
 from jaxche.drawing._text import per_rank as per_rank

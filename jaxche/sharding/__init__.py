@@ -18,6 +18,7 @@ from jaxche.sharding._layout import Layout, Leaf
 from jaxche.sharding._loss import Loss as Loss
 from jaxche.sharding._loss import as_loss
 from jaxche.sharding._loss import batch_size as batch_size
+from jaxche.sharding._loss import loss_and_aux as loss_and_aux
 from jaxche.sharding._loss import mean_of as mean_of
 from jaxche.sharding._step import ShardedState, ShardedStep, sharded_step
 from jaxche.sharding._strategy import Device as Device

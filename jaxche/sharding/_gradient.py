@@ -62,27 +62,31 @@ def value_and_grad(
 
     def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         split = batch_size(batch) % (layout.devices * accumulate) == 0
-        micro = accumulate if split else 1
+        micro, rows = accumulate if split else 1, P(layout.axes) if split else P()
 
         def part(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
             if split:
                 rng = jax.random.fold_in(rng, lax.axis_index(layout.axes))
             sums, end = _accumulate(_local(call, layout, compute_dtype), params, model_state, batch, rng, micro)
             grads, values = sums
+            model_state, *outputs = end
+            for leaf in jax.tree.leaves(outputs):
+                _check_output(leaf, batch_size(batch), split)
             loss, metrics = jax.tree.map(partial(_over_devices, layout, micro, split), values, is_leaf=_is_weighted)
             # Of a weighted loss, these are gradients of its total.
             parts = layout.devices * micro if not _is_weighted(loss) else lax.psum(values[0].weight, layout.axes)
-            return (loss, (metrics, _pool(layout, end))), _reduce(layout, grads, parts)
+            return (loss, (metrics, _pool(layout, model_state))), _reduce(layout, grads, parts), outputs
 
         # check_vma=False: the zeros of a scan in a loss function do not vary over the mesh.
         mapped = jax.shard_map(
             part,
             mesh=layout.mesh,
-            in_specs=(layout.params_specs, P(), P(layout.axes) if split else P(), P()),
-            out_specs=(P(), layout.grads_specs),
+            in_specs=(layout.params_specs, P(), rows, P()),
+            out_specs=(P(), layout.grads_specs, rows),
             check_vma=False,
         )
-        return mapped(params, model_state, batch, rng)
+        (loss, aux), grads, outputs = mapped(params, model_state, batch, rng)
+        return (loss, (*aux, *outputs)), grads
 
     return fn
 
@@ -156,6 +160,15 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
     return local
 
 
+def _check_output(leaf: Any, rows: int, split: bool) -> None:
+    """Refuse an output that cannot be joined over the devices which share a batch."""
+    if split and leaf.shape[:1] != (rows,):
+        raise ValueError(
+            f"an output has the shape {leaf.shape}, and the devices of a sharded replica share the rows of a batch, "
+            f"{rows} each here; return outputs with a leading axis of the rows"
+        )
+
+
 def _with_total(loss: Any, aux: Any) -> Any:
     """The number to differentiate, and the rest: the gradient of a weighted loss is divided by the whole weight."""
     return (loss.total, (loss.weight, aux)) if _is_weighted(loss) else (loss, (None, aux))
@@ -174,10 +187,13 @@ def _over_devices(layout: Layout, micro: int, split: bool, value: Any) -> Any:
 
 
 def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any, micro: int) -> Any:
-    """Sums over this device's micro-batches of (grads, (loss, metrics)), and the model state after the last."""
+    """Sums over this device's micro-batches of (grads, (loss, metrics)), and the model state after the last, in a list.
+
+    With outputs, which only a batch without micro-batches may have, they are the second of the list.
+    """
     if micro == 1:
-        (loss, (metrics, model_state)), grads = local(params, model_state, batch, rng)
-        return (grads, (loss, metrics)), model_state
+        (loss, (metrics, *end)), grads = local(params, model_state, batch, rng)
+        return (grads, (loss, metrics)), end
     parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
 
     def one(carry: Any, turn: Any) -> Any:
@@ -193,7 +209,8 @@ def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any,
     first = jax.tree.map(lambda x: x[0], parts)
     (loss, (metrics, _)), grads = jax.eval_shape(local, params, model_state, first, rng)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, (loss, metrics)))
-    return lax.scan(one, (zeros, model_state), (parts, jnp.arange(micro)))[0]
+    sums, after = lax.scan(one, (zeros, model_state), (parts, jnp.arange(micro)))[0]
+    return sums, [after]
 
 
 def _reduce(layout: Layout, grads: Any, parts: Any) -> Any:

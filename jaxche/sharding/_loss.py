@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxche.averaging import Weighted
+from jaxche.drawing import brief
 
 # call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); the loss and the metrics are float32 scalars,
-# or Weighted of two of them.
+# or Weighted of two of them. With outputs, -> (loss, (metrics, model_state, outputs)).
 Loss: TypeAlias = Callable[..., Any]
 
 
-def as_loss(loss_fn: Callable[..., Any]) -> Loss:
+def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
     """Adapt a loss function to one signature.
 
     ``loss_fn(params, batch)`` returns ``loss`` or ``(loss, metrics)``. It gets ``rng=`` and ``model_state=`` if it has
@@ -26,10 +27,13 @@ def as_loss(loss_fn: Callable[..., Any]) -> Loss:
 
     Args:
       loss_fn: the function.
+      outputs: whether it may return more than scalars in place of ``metrics``: any arrays, or a dict of which the
+        scalars are metrics.
 
     Returns:
       ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``: without metrics the dict is empty,
-      without model state the given one is returned.
+      without model state the given one is returned. With ``outputs`` it returns
+      ``(loss, (metrics, model_state, outputs))``.
 
     Raises:
       ValueError: not callable, or it does not take ``(params, batch)``.
@@ -51,29 +55,92 @@ def as_loss(loss_fn: Callable[..., Any]) -> Loss:
 
     def call(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
         named = ({"rng": rng} if wants_rng else {}) | ({"model_state": model_state} if wants_state else {})
-        return _normalise(loss_fn(params, batch, **named), wants_state, model_state)
+        return _normalise(loss_fn(params, batch, **named), wants_state, model_state, outputs)
 
     return call
 
 
-def _normalise(result: Any, wants_state: bool, model_state: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
+def loss_and_aux(result: Any) -> tuple[Any, Any]:
+    """The loss that a function returned, and what it returned beside it: without that, no metrics."""
+    if not isinstance(result, tuple) or isinstance(result, Weighted):
+        return result, {}
+    if len(result) != 2:
+        raise ValueError(
+            f"loss_fn returned a tuple of {len(result)}; return loss or (loss, metrics), with all metrics in one dict: "
+            'return loss, {"accuracy": accuracy}'
+        )
+    return result
+
+
+def _normalise(result: Any, wants_state: bool, model_state: Any, keeps: bool) -> tuple[Any, tuple[Any, ...]]:
+    loss, aux = loss_and_aux(result)
     if wants_state:
-        nested = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], tuple)
-        if not nested or len(result[1]) != 2:
+        if not isinstance(aux, tuple) or isinstance(aux, Weighted) or len(aux) != 2:
             raise ValueError(
                 "loss_fn names model_state= and so must return (loss, (metrics, new_model_state)); "
                 "with no metrics write: return loss, ({}, new_model_state)"
             )
-        loss, (metrics, model_state) = result
-    elif isinstance(result, tuple) and not isinstance(result, Weighted):
-        if len(result) != 2:
-            raise ValueError(f"loss_fn returned a tuple of {len(result)}; return loss or (loss, metrics)")
-        loss, metrics = result
+        aux, model_state = aux
+    metrics, outputs = _metrics_and_outputs(aux, keeps)
+    return _loss_value(loss), (metrics, model_state, *((outputs,) if keeps else ()))
+
+
+def _metrics_and_outputs(aux: Any, keeps: bool) -> tuple[dict[str, Any], Any]:
+    """The scalars of a dict by name, and the rest, which is refused unless it is kept."""
+    if isinstance(aux, Mapping):
+        metrics = {name: _metric(name, value) for name, value in aux.items() if _is_scalar(value)}
+        rest: Any = {name: value for name, value in aux.items() if not _is_scalar(value)}
+        if rest and not keeps:
+            raise ValueError(_no_metric(*next(iter(rest.items()))))
+    elif _is_scalar(aux):
+        raise ValueError(
+            'loss_fn returned a number beside the loss, without a name; write: return loss, {"accuracy": accuracy}. '
+            "If the two are a sum and its weight, write: return jaxche.Weighted(total, weight)"
+        )
+    elif keeps:
+        metrics, rest = {}, aux
     else:
-        loss, metrics = result, {}
-    if not isinstance(metrics, dict):
-        raise ValueError(f"loss_fn returned metrics of type {type(metrics).__name__}; return a dict of scalars")
-    return _loss_value(loss), ({name: _metric(name, value) for name, value in metrics.items()}, model_state)
+        raise ValueError(
+            f"loss_fn returned {brief(aux)} beside the loss; metrics are a dict of numbers: return loss, "
+            '{"accuracy": accuracy}. To keep arrays of each batch, write '
+            "jaxche.Trainer(loss_fn, tx, outputs=lambda info, batches: kept.extend(batches))"
+        )
+    return metrics, _kept(rest) if keeps else None
+
+
+def _is_scalar(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and (value.shape != () or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+        return False
+    return dtype is not None or isinstance(value, Weighted | bool | int | float)
+
+
+def _no_metric(name: Any, value: Any) -> str:
+    """What is wrong with a metric that is not a number."""
+    if hasattr(value, "shape"):
+        return (
+            f"metric {name!r} has shape {value.shape}; metrics are scalars: write {name}.mean(). To keep the array of "
+            "each batch, write jaxche.Trainer(loss_fn, tx, outputs=lambda info, batches: kept.extend(batches))"
+        )
+    if isinstance(value, Mapping) and value:
+        inner = next(iter(value))
+        return (
+            f"metric {name!r} is a dict of {', '.join(map(repr, value))}; metrics are scalars, each with a name of its "
+            f'own: write {{"{name}_{inner}": {name}["{inner}"], ...}}'
+        )
+    return f"metric {name!r} is {brief(value)}, not a number; leave it out of the dict, or give an array of shape ()"
+
+
+def _kept(outputs: Any) -> Any:
+    if not jax.tree.leaves(outputs):
+        raise ValueError(
+            "outputs= has nothing to keep, because loss_fn returns numbers alone; leave outputs= out, or return arrays "
+            'beside the loss: return loss, {"logits": logits, "accuracy": accuracy}'
+        )
+    for path, leaf in jax.tree.leaves_with_path(outputs):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float):
+            raise ValueError(f"outputs{jax.tree_util.keystr(path)} is {brief(leaf)}, not an array; leave it out")
+    return jax.tree.map(jnp.asarray, outputs)
 
 
 def _loss_value(loss: Any) -> Any:
@@ -89,8 +156,8 @@ def _loss_value(loss: Any) -> Any:
 
 def _metric(name: str, value: Any) -> Any:
     total = value.total if isinstance(value, Weighted) else value
-    if jnp.shape(total) != ():
-        raise ValueError(f"metric {name!r} has shape {jnp.shape(total)}; metrics are scalars: write {name}.mean()")
+    if not _is_scalar(total) or isinstance(total, Weighted):
+        raise ValueError(_no_metric(name, total))
     total = jnp.asarray(total, jnp.float32)
     return Weighted(total, _weight(f"metric {name!r}", value.weight)) if isinstance(value, Weighted) else total
 

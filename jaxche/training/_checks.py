@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
+from jaxche.drawing import brief
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     Device,
@@ -240,6 +241,23 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
         whole_number("joined_batches", joined_batches, 1, f"joined_batches={world_size}")
     default = "speed" if policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO) and not staged else "equal"
     return rows or default, world_size if joined_batches is None else int(joined_batches)
+
+
+def check_outputs(outputs: Any, staged: bool, placements: Sequence[BatchPlacement]) -> None:
+    """Refuse what cannot be called, and replicas whose outputs are not on one process."""
+    if outputs is None:
+        return
+    if not callable(outputs):
+        raise ValueError(
+            f"outputs={brief(outputs)} is not a function; write outputs=lambda info, batches: kept.extend(batches)"
+        )
+    if staged:
+        raise ValueError("outputs= are those of a loss function, and loss_fn is a jaxche.Partitioned; leave them out")
+    if any(map(spans_processes, placements)):
+        raise ValueError(
+            "outputs= are given to the process of a replica, and here a replica spans several; leave outputs= out, or "
+            "give each process replicas of its own"
+        )
 
 
 def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] | None:

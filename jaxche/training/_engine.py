@@ -22,6 +22,7 @@ from jaxche.training._columns import Columns
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
+from jaxche.training._outputs import check_rows
 from jaxche.training._placement import (
     Placement,
     add_replica_axis,
@@ -53,6 +54,7 @@ class Settings:
     paces: Sequence[float | None]  # ms a step, for each replica
     scaling: Scaling | None
     host: bool  # merge on CPU devices
+    joins_rows: bool = False  # steps may join rows of several batches
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
@@ -241,6 +243,8 @@ class Engine:
             )
         one = without_replica_axis((local.params, local.model_state))
         code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
+        if self._settings.joins_rows:
+            check_rows(shapes[1][2:], batch_size(batch))
         self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
         self.columns = Columns.of(shapes[0], shapes[1][0])
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxche.averaging import Weighted
+from jaxche.sharding import loss_and_aux
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -72,7 +72,7 @@ def linen_loss(
             collections.update(updated)
             return output
 
-        loss, metrics = _loss_and_metrics(loss_fn(apply, batch))
+        loss, metrics = loss_and_aux(loss_fn(apply, batch))
         return loss, (metrics, None if model_state is None else collections)
 
     return call
@@ -209,7 +209,7 @@ class NNXLoss:
         before = flatten_dict(model_state)
         keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
         model = self.rebuild(params, unflatten_dict(before | keys))
-        loss, metrics = _loss_and_metrics(self._loss_fn(model, batch))
+        loss, metrics = loss_and_aux(self._loss_fn(model, batch))
         _, _, rest = nnx.split(model, nnx.Param, ...)
         after = flatten_dict(nnx.to_pure_dict(rest))
         return loss, (metrics, unflatten_dict(after | {path: before[path] for path in self._streams}))
@@ -226,7 +226,3 @@ def _fresh(key: Any, stream: Any) -> Any:
 
     words = jax.random.key_data(stream)
     return jax.vmap(folded)(words.reshape(stream.size, -1)).reshape(stream.shape)
-
-
-def _loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
-    return result if isinstance(result, tuple) and not isinstance(result, Weighted) else (result, {})

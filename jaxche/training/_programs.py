@@ -45,6 +45,8 @@ def non_finite_flag(finite: Any) -> Any:
 class Steps(NamedTuple):
     """The compiled steps of a round, ``step(constants, carry, batch) -> (carry, loss)``.
 
+    With outputs a step returns them third.
+
     Steps that measure the gradient noise may have a program of their own; otherwise both are the same.
     """
 
@@ -217,21 +219,21 @@ class LocalPrograms:
         present = {name: tree for name, tree in trees._asdict().items() if tree is not None}
         return trees._replace(**self._placement.constrain(present))
 
-    def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry]:
-        """Loss, gradients, the row of the sums, and the carry with the new model state, index and sums."""
+    def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry, list[Any]]:
+        """Loss, gradients, the row of the sums, the carry with new model state, index and sums, and any outputs."""
         rng = jax.random.fold_in(jax.random.key(self._seed), carry.index)
-        (loss, (metrics, model_state)), grads = self._objective(
+        (loss, (metrics, model_state, *outputs)), grads = self._objective(
             params, drop_replica_axis(carry.model_state), batch, rng
         )
         row = self._columns.row(loss, metrics, jnp.float32(batch_size(batch)))
         counted = carry._replace(
             model_state=add_replica_axis(model_state), index=carry.index + 1, sums=carry.sums + row[None]
         )
-        return mean_of(loss), grads, row, counted
+        return mean_of(loss), grads, row, counted, outputs
 
-    def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
+    def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
         params, opt_state, scaled = drop_replica_axis(carry.params), drop_replica_axis(carry.opt_state), {}
-        loss, grads, row, carry = self._value_and_grad(params, carry, batch)
+        loss, grads, row, carry, outputs = self._value_and_grad(params, carry, batch)
         if self._scaling is not None:
             scaled, carry = self._scale(start, carry, grads, row[0], measures)
         if start.stride is None:
@@ -243,9 +245,8 @@ class LocalPrograms:
         if scaled:
             gain = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
             carry = carry._replace(scaled=carry.scaled + gain[None])
-        return self._constrained(
-            carry._replace(params=add_replica_axis(params), opt_state=add_replica_axis(opt_state))
-        ), loss
+        carry = carry._replace(params=add_replica_axis(params), opt_state=add_replica_axis(opt_state))
+        return self._constrained(carry), loss, *outputs
 
     def _scale(
         self, start: Constants, carry: Carry, grads: Any, examples: Any, measures: bool
@@ -266,15 +267,15 @@ class LocalPrograms:
             carry = carry._replace(tracked=add_replica_axis(tracked))
         return scaling.arguments(noise, progress, examples, merge_scale.replicas), carry
 
-    def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
-        loss, grads, row, carry = self._value_and_grad(drop_replica_axis(start.params), carry, batch)
+    def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
+        loss, grads, row, carry, outputs = self._value_and_grad(drop_replica_axis(start.params), carry, batch)
         if self._scaling is not None and measures:
             tracked, noise = drop_replica_axis(carry.tracked), drop_replica_axis(start.noise)
             preconditioner = drop_replica_axis(start.preconditioner)
             tracked = self._scaling.accumulate(tracked, noise, grads, row[0], preconditioner)
             carry = carry._replace(tracked=add_replica_axis(tracked))
         summed = add_weighted(carry.grads, add_replica_axis(grads), row[self._columns.weight_of(0)])
-        return self._constrained(carry._replace(grads=summed)), loss
+        return self._constrained(carry._replace(grads=summed)), loss, *outputs
 
 
 def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
@@ -284,6 +285,6 @@ def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
     return start, carry._replace(tracked=None, noise=None)
 
 
-def _plain_step(step: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Carry, Any]:
-    rest, loss = step(*_without_noise(start, carry), batch)
-    return rest._replace(tracked=carry.tracked, noise=carry.noise), loss
+def _plain_step(step: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Any, ...]:
+    rest, *more = step(*_without_noise(start, carry), batch)
+    return rest._replace(tracked=carry.tracked, noise=carry.noise), *more

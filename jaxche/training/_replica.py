@@ -15,6 +15,7 @@ import numpy as np
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes_per_device
 from jaxche.training._data import Feed
+from jaxche.training._outputs import BatchOutputs, of_step
 from jaxche.training._placement import BatchPlacement, spans_processes
 from jaxche.training._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.training._scaling import MergeScale
@@ -29,12 +30,16 @@ _MEMORY_SHARE = 0.8
 
 
 class LocalResult(NamedTuple):
-    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed."""
+    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
+
+    With outputs, those of each batch.
+    """
 
     carry: Carry
     steps: int
     wall_ms: float
     error: Exception | None = None
+    outputs: Sequence[BatchOutputs] = ()
 
 
 class PaceError(ValueError):
@@ -93,11 +98,11 @@ class Replica:
         steps, batch = self._executable(local, batch, (start, carry))
         fastest, pace_ms = float("inf"), self._pace(batch)
         if steps.plain is not steps.measuring:
-            carry, loss = steps.plain(start, carry, batch)
+            carry, loss, *_ = steps.plain(start, carry, batch)
             loss.block_until_ready()
         for _ in range(3 if self._pace_ms else 1):
             clock = time.perf_counter()
-            carry, loss = steps.measuring(start, carry, batch)
+            carry, loss, *_ = steps.measuring(start, carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
         self._programs.finish(local, carry)
@@ -126,6 +131,8 @@ class Replica:
         """
         self._read_error = None
         losses: list[Any] = []
+        outputs: list[BatchOutputs] = []
+        pending: list[tuple[Any, int, Any]] = []  # outputs on the device, at most those of the steps in flight
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
         together = None
         if time_limit_ms is not None and isinstance(feed, Feed):
@@ -148,8 +155,12 @@ class Replica:
                 if self.compilations != before:
                     start += time.perf_counter() - clock  # no compilation is ever timed
                 step = programs.measuring if steps < measured else programs.plain
-                carry, loss = step(constants, carry, batch)
+                carry, loss, *kept = step(constants, carry, batch)
                 steps += 1
+                if kept and isinstance(feed, Feed):
+                    pending.append((feed.taken, batch_size(batch), *kept))
+                    if len(pending) > in_flight // 2:
+                        outputs += of_step(*pending.pop(0))
                 if self._pace_ms:
                     loss.block_until_ready()
                     due = max(due + self._pace(batch) / 1e3, time.perf_counter())
@@ -160,12 +171,13 @@ class Replica:
                     losses[in_flight // 2 - 1].block_until_ready()
                     del losses[: in_flight // 2]
             jax.block_until_ready(carry)
+            outputs += itertools.chain.from_iterable(of_step(*one) for one in pending)
             wall_ms = (time.perf_counter() - start) * 1e3 if steps else 0.0
             # Before an error is raised: the other processes of the replica take part in this.
             carry = self._programs.finish(local, carry)
             if self._read_error is not None:
                 raise self._read_error
-            return LocalResult(carry, steps, wall_ms)
+            return LocalResult(carry, steps, wall_ms, outputs=outputs)
         except Exception as error:
             return self.idle(local)._replace(error=error)
 

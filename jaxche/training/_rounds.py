@@ -26,6 +26,7 @@ from jaxche.training._checks import (
     check_fleet,
     check_joined,
     check_opt_state,
+    check_outputs,
     check_rules,
     check_unscaled,
     checked_max_rows,
@@ -39,6 +40,7 @@ from jaxche.training._checks import (
 from jaxche.training._data import checked_length
 from jaxche.training._engine import Engine, Settings
 from jaxche.training._fingerprint import abbreviated
+from jaxche.training._outputs import BatchOutputs, in_order
 from jaxche.training._round import (
     SOLO_ROUND,
     RoundStatistics,
@@ -90,6 +92,7 @@ class Rounds:
         rows: str | None = None,
         joined_batches: int | None = None,
         max_rows: int | Sequence[int] | None = None,
+        outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
     ):
         check_joined()
         self._group = group = process_group()
@@ -140,7 +143,9 @@ class Rounds:
                 joined=not any(placement.makes_pieces for placement in placements),
             )
         host = merges_on_host(backend, placements)
-        loss: Any = loss_fn if staged else as_loss(loss_fn)
+        check_outputs(outputs, staged, placements)
+        self._outputs = outputs
+        loss: Any = loss_fn if staged else as_loss(loss_fn, outputs is not None)
         settings = Settings(
             group=group,
             loss=loss,
@@ -154,6 +159,7 @@ class Rounds:
             paces=paces,
             scaling=scaled,
             host=host,
+            joins_rows=self.rows == "speed" or self._joined != self.world_size,
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -431,6 +437,8 @@ class Rounds:
         gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
         rule = None if gradients else self.merge
         state, info = advance(state, plan, merged, table, policy, rule, sync_ms)
+        if self._outputs is not None:
+            self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return self._with_shares(state, info), info
 
     def _with_shares(self, state: TrainerState, info: RoundInfo) -> TrainerState:
