@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ def brief(value: Any, most: int = 80) -> str:
         # The repr of a model has a page.
         text = repr(value)
         text = text if "\n" not in text or isinstance(value, str) else f"{type(value).__name__}(...)"
+        text = re.sub(r" at 0x[0-9a-f]+", "", text).replace("<locals>.", "")
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxche.averaging import Weighted
 from jaxche.drawing import brief
+from jaxche.sharding._loss_errors import taught
+from jaxche.sharding._models import flax_kind
+
+# The names of a random key.
+RNG_NAMES = ("rng", "key")
 
 # call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); the loss and the metrics are float32 scalars,
 # or Weighted of two of them. With outputs, -> (loss, (metrics, model_state, outputs)).
@@ -21,9 +27,10 @@ Loss: TypeAlias = Callable[..., Any]
 def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
     """Adapt a loss function to one signature.
 
-    ``loss_fn(params, batch)`` returns ``loss`` or ``(loss, metrics)``. It gets ``rng=`` and ``model_state=`` if it has
-    parameters of these names, and with the latter returns ``(loss, (metrics, new_model_state))``. The loss and each
-    metric are scalars, means over the batch, or a :class:`~jaxche.Weighted`.
+    ``loss_fn(params, batch)`` returns ``loss`` or ``(loss, metrics)``. It gets ``rng=`` (or ``key=``) and
+    ``model_state=`` if it has parameters of these names, and with the latter returns
+    ``(loss, (metrics, new_model_state))``. The loss and each metric are scalars, means over the batch, or a
+    :class:`~jaxche.Weighted`.
 
     Args:
       loss_fn: the function.
@@ -45,19 +52,49 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
       >>> float(loss), metrics, model_state
       (2.0, {}, None)
     """
+    if kind := flax_kind(loss_fn):
+        loss = "jaxche.NNXLoss(model, loss_fn)" if kind == "nnx" else "jaxche.linen_loss(module, loss_fn)"
+        raise ValueError(f"loss_fn is a model, {brief(loss_fn)}, not its loss; write {loss}")
     if not callable(loss_fn):
-        raise ValueError(f"loss_fn={loss_fn!r} is not a function; write def loss_fn(params, batch): ... return loss")
-    parameters = inspect.signature(loss_fn).parameters
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        raise ValueError(f"loss_fn takes {list(parameters)}; write def loss_fn(params, batch)")
-    wants_rng, wants_state = "rng" in parameters, "model_state" in parameters
+        raise ValueError(
+            f"loss_fn={brief(loss_fn)} is not a function; write def loss_fn(params, batch): ... return loss"
+        )
+    wanted = wanted_names(loss_fn, "params, batch", (*RNG_NAMES, "model_state"))
+    wants_state = "model_state" in wanted
 
-    def call(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
-        named = ({"rng": rng} if wants_rng else {}) | ({"model_state": model_state} if wants_state else {})
-        return _normalise(loss_fn(params, batch, **named), wants_state, model_state, outputs)
+    def call(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, tuple[Any, ...]]:
+        named = {name: model_state if name == "model_state" else rng for name in wanted}
+        try:
+            result = loss_fn(params, batch, **named)
+        except Exception as error:
+            if better := taught(error, params, batch):
+                raise better from None
+            raise
+        return _normalise(result, wants_state, model_state, outputs)
 
     return call
+
+
+def wanted_names(loss_fn: Callable[..., Any], first: str, known: Sequence[str]) -> list[str]:
+    """The ``known`` names among the parameters of a function; refuses others without a default.
+
+    ``first`` are the names of the two that it gets by position.
+    """
+    try:
+        parameters = inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    by_position = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(by_position) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        raise ValueError(f"loss_fn takes ({', '.join(parameters)}); write def loss_fn({first})")
+    rest = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY or p in by_position[2:]]
+    for p in rest:
+        if p.name not in known and p.default is p.empty:
+            raise ValueError(
+                f"loss_fn takes ({', '.join(parameters)}), and nothing is known for {p.name!r}; for a random key write "
+                f"def loss_fn({first}, rng), and bind other values: functools.partial(loss_fn, {p.name}=...)"
+            )
+    return [p.name for p in rest if p.name in known]
 
 
 def loss_and_aux(result: Any) -> tuple[Any, Any]:
@@ -144,7 +181,12 @@ def _kept(outputs: Any) -> Any:
 
 
 def _loss_value(loss: Any) -> Any:
-    total = jnp.asarray(loss.total if isinstance(loss, Weighted) else loss)
+    total = loss.total if isinstance(loss, Weighted) else loss
+    if total is None:
+        raise ValueError("loss_fn returned None; does its last line lack a return? Write return loss")
+    if not hasattr(total, "dtype") and not isinstance(total, bool | int | float):
+        raise ValueError(f'loss_fn returned {brief(loss)}; write return loss, or return loss, {{"accuracy": accuracy}}')
+    total = jnp.asarray(total)
     if total.shape != () or not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(
             f"loss_fn returned a loss of shape {total.shape} and dtype {total.dtype}; "
@@ -184,8 +226,10 @@ def batch_size(batch: Any) -> int:
     """Examples in a batch, the common leading axis of its leaves; ValueError for a batch without one."""
     sizes = {}
     for path, leaf in jax.tree.leaves_with_path(batch):
-        shape = jnp.shape(leaf)
         name = jax.tree_util.keystr(path) or "batch"
+        if not is_numeric(leaf):
+            raise ValueError(_no_numbers(name, leaf))
+        shape = jnp.shape(leaf)
         if not shape:
             raise ValueError(f"{name} is a scalar; every array of a batch needs a leading batch axis, e.g. x[None]")
         sizes[name] = shape[0]
@@ -198,3 +242,31 @@ def batch_size(batch: Any) -> int:
     if size == 0:
         raise ValueError("a batch with no examples (leading axis 0); leave empty batches out of the data")
     return size
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether JAX takes this leaf of a batch as an array."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
+        return True
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names:
+        return False
+    try:
+        return bool(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    except TypeError:
+        return False
+
+
+# Kinds of NumPy's dtypes: text, objects, and times.
+_NO_NUMBERS = tuple("USOTMm")
+
+
+def _no_numbers(name: str, leaf: Any) -> str:
+    if isinstance(leaf, str | bytes) or getattr(getattr(leaf, "dtype", None), "kind", "") in _NO_NUMBERS:
+        return (
+            f"{name} of a batch is {brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. "
+            "np.int32, or leave it out of the batch"
+        )
+    return (
+        f"{name} of a batch is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; "
+        "write np.asarray(x) for it, for each batch of the data"
+    )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import Piece
+from jaxche.drawing import short_traceback
 from jaxche.sharding import batch_size
 
 
@@ -78,6 +79,18 @@ def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size
         "index, read them all first: data = list(iterator), or give the arrays: jaxche.Batches(arrays, batch_size=32). "
         "If it augments examples at random, draw from the index: rng = np.random.default_rng((seed, i))"
     )
+
+
+def non_finite_leaves(key: tuple[int, int], batch: Any) -> list[str]:
+    """The leaves of a batch with values that are NaN or infinite, and the first row of each."""
+    found = []
+    for name, leaf in _leaves(batch).items():
+        x = _on_host(leaf)
+        if x.dtype.kind in "fc" and not (finite := np.isfinite(x)).all():
+            row = int(np.flatnonzero(~finite.reshape(len(x), -1).all(1))[0])
+            kind = "NaN" if np.isnan(x).any() else "infinity"
+            found.append(f"{kind} in {name.lstrip('.') or 'the array'} of batch {key[1]} of epoch {key[0]} (row {row})")
+    return found
 
 
 def _leaves(batch: Any) -> dict[str, Any]:
@@ -171,6 +184,8 @@ class Batches:
         rows = self._order[i * self.batch_size : (i + 1) * self.batch_size]
         return jax.tree.map(lambda x: np.asarray(x)[rows], self.arrays)
 
+
+Batches.__init__ = short_traceback(Batches.__init__)
 
 Key = tuple[int, int]  # (epoch, index in the epoch)
 Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins

@@ -17,9 +17,10 @@ import optax
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
-from jaxche.sharding import batch_size, nbytes
+from jaxche.sharding import batch_size, is_maker, nbytes
+from jaxche.training._checks import check_state_of_tx
 from jaxche.training._columns import Columns
-from jaxche.training._data import Feed, Reader
+from jaxche.training._data import Feed, Key, Reader, non_finite_leaves
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
 from jaxche.training._outputs import check_rows
@@ -61,6 +62,9 @@ class Settings:
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
+# For the messages of errors in Engine.prepare.
+_LOOKED_AT = 200  # batches, after a number that is not finite
+_PLACE = "the compilation before the first step"
 # In JSON, unlike infinity.
 _MOST_ROWS = 2.0**40
 
@@ -91,6 +95,7 @@ class Engine:
         self._replicas: list[Replica] = []
         self._memory: dict[int, dict[str, int]] = {}
         self._row_limits: dict[int, float] = {}
+        self._form: Any = None  # of the state that was last checked
         self._cut: Any = None  # of the last round whose batches were joined
         self._reader: Reader | None = None
         self._digest: tuple[Reader, str] | None = None
@@ -108,9 +113,9 @@ class Engine:
             scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
             return add_replica_axis(LocalState(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
-        if callable(params) and not self._placements[0].makes_pieces:
+        if is_maker(params) and not self._placements[0].makes_pieces:
             params = params()  # once, so that all replicas get the same numbers
-        self._set_layout(jax.eval_shape(params) if callable(params) else params)
+        self._set_layout(jax.eval_shape(params) if is_maker(params) else params)
         return tuple(
             LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
         )
@@ -181,6 +186,22 @@ class Engine:
             for local, placement, noise in zip(local_states, placements, noises, strict=True)
         )
 
+    def check_state(self, local_states: Sequence[LocalState]) -> None:
+        """Refuse the state of another trainer."""
+        if len(local_states) != len(self.ranks):
+            raise ValueError(
+                f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
+                "state = trainer.init(params), with the parameters of the other trainer: other.params(state)"
+            )
+        form = jax.tree.structure(local_states[0])
+        if self._form is None or form != self._form:
+            self._check_opt_state(local_states[0])
+            self._form = form
+
+    def _check_opt_state(self, local: LocalState) -> None:
+        params, opt_state = without_replica_axis((local.params, local.opt_state))
+        check_state_of_tx(self._tx, params, opt_state)
+
     def prepare(
         self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
     ) -> None:
@@ -209,13 +230,13 @@ class Engine:
             error = e
         try:
             # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
-            self._group.raise_everywhere(error, self.ranks[0], "preparation")
+            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
             try:
                 for replica, local in zip(self._replicas, local_states, strict=True):
                     replica.warm_up(local, batch)
             except Exception as e:
                 error = e
-            self._group.raise_everywhere(error, self.ranks[0], "preparation")
+            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
             seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
             self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
@@ -301,6 +322,14 @@ class Engine:
                 self._reader.close()
             self._reader = Reader(data)
         return self._reader
+
+    def non_finite(self, data: Any, keys: Sequence[Key]) -> str:
+        """The batches and leaves with values that are NaN or infinite, as text; empty if there are none."""
+        found, reader = [], self._read(data)
+        for key in keys[:_LOOKED_AT]:
+            with contextlib.suppress(Exception):  # the data may not be read again
+                found += non_finite_leaves(key, reader.take(key))
+        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
     def start(
         self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, done: Sequence[int] | None = None

@@ -25,6 +25,7 @@ from jaxche.sharding import (
     ShardingStrategy,
     batch_size,
     devices,
+    is_maker,
     mean_of,
     sharded_update,
     value_and_grad,
@@ -234,7 +235,7 @@ class ShardedPlacement:
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
         # From a function each device computes its own shards: no device holds the whole tree.
-        given = () if callable(params) else (jax.tree.map(self._put, params, self._decided.params_specs),)
+        given = () if is_maker(params) else (jax.tree.map(self._put, params, self._decided.params_specs),)
 
         def program(model_state: Any, opt_state: Any, *given: Any) -> dict[str, Any]:
             return begin(given[0] if given else params(), model_state, opt_state)

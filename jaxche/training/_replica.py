@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes_per_device
-from jaxche.training._data import Feed
+from jaxche.training._data import Feed, Key
 from jaxche.training._outputs import BatchOutputs, of_step
 from jaxche.training._placement import BatchPlacement, spans_processes
 from jaxche.training._programs import Carry, Constants, LocalState, Programs, Steps
@@ -62,6 +62,7 @@ class Replica:
         self._executables: dict[Any, Steps] = {}
         self._padding: Any = None
         self._read_error: Exception | None = None
+        self._taken: Sequence[tuple[Key, slice]] = ()  # the batches of the present step
         self.compilations = 0
 
     def begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> Carry:
@@ -81,9 +82,36 @@ class Replica:
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
             start, carry = begun or self._begin(local, 0)
-            self._executables[key] = self._programs.compile(start, carry, batch)
+            try:
+                self._executables[key] = self._programs.compile(start, carry, batch)
+            except Exception as error:
+                if unlike := self._unlike_the_first(batch):
+                    raise ValueError(unlike) from error
+                if self._taken:
+                    error.add_note(f"the step was on {self._where}")
+                raise
             self.compilations += 1
         return self._executables[key], batch
+
+    @property
+    def _where(self) -> str:
+        """The batches of the step that is being taken."""
+        return ", ".join(f"batch {index} of epoch {epoch}" for (epoch, index), _ in self._taken) or "a batch"
+
+    def _unlike_the_first(self, batch: Any) -> str | None:
+        """The difference between a batch that cannot be compiled and the first, if it has other entries."""
+        if not self._executables:
+            return None
+        structure = next(iter(self._executables))[0]
+        first = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+        names = [[jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (first, batch)]
+        if set(names[0]) == set(names[1]):
+            return None
+        lacks = ", ".join(name for name in names[0] if name not in names[1])
+        return (
+            f"{self._where} has {', '.join(names[1])}, and the first batch has {', '.join(names[0])}; every batch of "
+            f"the data needs what loss_fn reads: {f'add {lacks}' if lacks else 'give all of them the same entries'}"
+        )
 
     def compile(self, local: LocalState, batch: Any) -> bool:
         """Compile for the shapes of this batch without running; false if they were compiled before."""
@@ -150,6 +178,7 @@ class Replica:
                     late = steps > 0 and steps % in_flight == 0 and together(late)
                 if late:
                     break
+                self._taken = feed.taken if isinstance(feed, Feed) else ()
                 before, clock = self.compilations, time.perf_counter()
                 programs, batch = self._executable(local, batch, (constants, carry))
                 if self.compilations != before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -249,8 +249,11 @@ class RoundStatistics:
         ranks: Sequence[int],
         results: Sequence[LocalResult],
         finite: bool,
+        look: Callable[[Sequence[tuple[int, int]]], str] = lambda keys: "",
     ) -> None:
         """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
+
+        ``look`` finds the numbers of these batches that are not finite, as text.
 
         Raises:
           Exception: the error of a local replica.
@@ -272,25 +275,39 @@ class RoundStatistics:
         losses = self._sums[:, 1]
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
         if bad:
-            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}")
+            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}", look)
         broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
         if broken:
             what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
-            self._refuse_numbers(state, plan, broken[0], what)
+            self._refuse_numbers(state, plan, broken[0], what, look)
         if not finite:
-            self._refuse_numbers(state, plan, None, "the merged parameters or optimizer state became NaN or infinite")
+            what = "the merged parameters or optimizer state became NaN or infinite"
+            self._refuse_numbers(state, plan, None, what, look)
 
-    def _refuse_numbers(self, state: TrainerState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
+    def _refuse_numbers(
+        self,
+        state: TrainerState,
+        plan: RoundPlan,
+        rank: int | None,
+        what: str,
+        look: Callable[[Sequence[tuple[int, int]]], str],
+    ) -> NoReturn:
         ranks = range(len(plan.counts)) if rank is None else [rank]
         ends = [None if plan.shares else self.counts[r] for r in ranks]
         batches = tuple(
             dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in plan.share(r)[:end])
         )
+        found = look(batches)
+        advice = (
+            f"The data has {found}; take these examples out, or write np.nan_to_num(x)"
+            if found
+            else "The numbers in these batches are finite. Try a lower learning rate or "
+            "tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient that is not finite although "
+            "the loss is (sqrt or log at 0, a mean of nothing)"
+        )
         raise NonFiniteLossError(
-            f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. The round was not merged; "
-            "this error's .state is the one before it. Look for NaN, infinite or empty values in these batches and for "
-            "a gradient that is not finite although the loss is (sqrt or log at 0); else try a lower learning rate or "
-            "optax.chain(optax.clip_by_global_norm(1.0), tx)",
+            f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. {advice}. The round was not "
+            "merged; this error's .state is the one before it",
             rank,
             plan.round,
             state,

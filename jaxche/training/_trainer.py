@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from jaxche.drawing import short_traceback
 from jaxche.reports import History
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._fit import fit
@@ -124,6 +125,7 @@ class Trainer(Rounds):
 
     _membership_type = Membership
 
+    @short_traceback
     def fit(
         self,
         state: TrainerState,
