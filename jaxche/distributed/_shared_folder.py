@@ -11,7 +11,7 @@ from jaxche.distributed._group import Group
 
 # Until other machines see a new file, and between two checks.
 _VISIBLE_S, _POLL_S = 10.0, 0.2
-_PLACE = "the preparation of checkpoints"
+_PLACE = "the check of the checkpoints folder"
 
 
 def shared_folder(group: Group, path: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""Layer 0, drawing: colours and style of figures, lanes of bars as SVG, tables as text; imports no jax."""
+"""Layer 0, drawing: colours and style of figures, lanes of bars as SVG, text and tracebacks; imports no jax."""
 
 from jaxche.drawing._lanes import Bar as Bar
 from jaxche.drawing._lanes import Lane as Lane
@@ -9,9 +9,13 @@ from jaxche.drawing._style import WAIT as WAIT
 from jaxche.drawing._style import ranks_to_show as ranks_to_show
 from jaxche.drawing._style import text_on as text_on
 from jaxche.drawing._text import aligned as aligned
+from jaxche.drawing._text import brief as brief
 from jaxche.drawing._text import html_table as html_table
 from jaxche.drawing._text import odd_ones as odd_ones
 from jaxche.drawing._text import per_rank as per_rank
+from jaxche.drawing._tracebacks import TRACEBACK as TRACEBACK
+from jaxche.drawing._tracebacks import short_traceback as short_traceback
+from jaxche.drawing._tracebacks import without_library as without_library
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.
 __all__ = ["COLOURS", "figure_of", "label_outside", "logarithmic"]

@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+def brief(value: Any, most: int = 80) -> str:
+    """The value as text on one line of at most ``most`` characters, for messages; of an array dtype and shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    if type(value) in (list, tuple):
+        text, (left, right) = ", ".join(map(brief, value[:most])), "[]" if isinstance(value, list) else "()"
+        text = f"{left}{text}{right}"
+    elif type(value) is dict:
+        text = "{" + ", ".join(f"{name!r}: {brief(value[name])}" for name in list(value)[:most]) + "}"
+    else:
+        # The repr of a model has a page.
+        text = repr(value)
+        text = text if "\n" not in text or isinstance(value, str) else f"{type(value).__name__}(...)"
+        text = re.sub(r" at 0x[0-9a-f]+", "", text).replace("<locals>.", "")
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -13,17 +14,19 @@ import jax
 from jaxche.reports._history import History
 from jaxche.reports._round_info import RoundInfo
 
+_log = logging.getLogger("jaxche")
+
 
 class LivePlot:
     """A callback that updates the plot of a run in a notebook during training.
 
-    An update takes about half a second. Training waits, and the times of rounds exclude it.
+    An update takes about half a second. Training waits, and the times of rounds exclude it. Outside a notebook it draws
+    nothing, and one line in the log says so.
 
     Args:
       every_s: seconds between updates.
 
     Raises:
-      ImportError: IPython is not installed.
       ValueError: ``every_s`` is not positive.
 
     Example:
@@ -33,22 +36,17 @@ class LivePlot:
       >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1))
       >>> live = jaxche.LivePlot()
       >>> state, history = trainer.fit(trainer.init(jnp.zeros(2)), data, callbacks=[live], progress=False)
-      Figure(...)
       >>> live.draw()  # with the rounds since the last drawing; a notebook replaces the first picture
-      Figure(...)
     """
 
     def __init__(self, every_s: float = 2.0):
-        try:
-            from IPython import display
-        except ImportError as error:
-            raise ImportError(
-                "LivePlot draws in notebooks, and IPython is missing; write: pip install ipykernel, or draw at the "
-                "end: history.plot().savefig('history.png')"
-            ) from error
-        self._display = display.display
         if not every_s > 0:
             raise ValueError(f"every_s={every_s!r} must be above 0; write e.g. every_s=2.0")
+        self._display = _notebook_display()
+        if self._display is None:
+            _log.warning(
+                "LivePlot draws in notebooks, and this is none; draw at the end: history.plot().savefig('history.png')"
+            )
         self._every_s = every_s
         self._handle: Any = None
         self._drawn = float("-inf")
@@ -62,12 +60,23 @@ class LivePlot:
 
     def draw(self) -> None:
         """Draws all rounds, in place of the last plot."""
+        if self._display is None:
+            return
         figure = self._history.plot()
         if self._handle is None:
             self._handle = self._display(figure, display_id=True)
         else:
             self._handle.update(figure)
         self._drawn = time.perf_counter()
+
+
+def _notebook_display() -> Any:
+    """The function that displays in the notebook of this process, or None without a notebook."""
+    try:
+        from IPython import display, get_ipython  # pyright: ignore[reportPrivateImportUsage]
+    except ImportError:
+        return None
+    return display.display if hasattr(get_ipython(), "kernel") else None
 
 
 _RANKS = 16

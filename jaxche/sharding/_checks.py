@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxche.averaging import is_float
+from jaxche.drawing import brief
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import batch_size
+from jaxche.sharding._models import not_an_array
 
 # Collections of linen variables beside the parameters.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
@@ -19,8 +21,7 @@ _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
 def check_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
     """ValueError for an invalid argument of :func:`sharded_step`."""
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.adam(1e-3)")
+    check_transform("tx", tx)
     if isinstance(strategy, type) or not hasattr(strategy, "shards_params"):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -30,6 +31,21 @@ def check_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any)
             f"compute_dtype={compute_dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it "
             "out to compute in the parameters' own"
         )
+
+
+def check_transform(name: str, tx: Any) -> None:
+    """ValueError for a value that is not an optax transformation."""
+    if hasattr(tx, "init") and hasattr(tx, "update"):
+        return
+    # An nnx.Optimizer has a transformation, and the state of the optimizer too.
+    if hasattr(tx, "tx") and hasattr(tx, "opt_state"):
+        raise ValueError(
+            f"{name} is a {type(tx).__name__}, which holds the transformation and its state; write "
+            "loss = jaxche.NNXLoss(model, loss_fn, optimizer), tx=loss.tx and trainer.init(loss.params, "
+            "loss.model_state, loss.opt_state), or tx=optimizer.tx to begin with a new state"
+        )
+    made = f"optax.{tx.__name__}(0.1)" if getattr(tx, "__module__", "").startswith("optax") else "optax.adam(1e-3)"
+    raise ValueError(f"{name}={brief(tx)} is not an optax transformation; write e.g. {name}={made}")
 
 
 def check_params(params: Any, init: str = "step.init") -> None:
@@ -47,8 +63,11 @@ def check_params(params: Any, init: str = "step.init") -> None:
             f'{init}(variables.pop("params"), variables)'
         )
     for path, leaf in leaves:
+        name = jax.tree_util.keystr(path)
+        if message := not_an_array(f"params{name}", leaf, init):
+            raise ValueError(message)
         if not is_float(leaf):
-            name, kind = jax.tree_util.keystr(path), getattr(leaf, "dtype", type(leaf).__name__)
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
             raise ValueError(f"params{name} is {kind}, not float; move it into {init}(params, model_state=...)")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxche.averaging import from_moments, is_float, sum_dtype, to_moments
+from jaxche.averaging import Weighted, from_moments, is_float, sum_dtype, to_moments
 from jaxche.sharding._gather import DeferredTranspose, all_gather, deferred_gradients, gather_twice, reduce_scatter
 from jaxche.sharding._layout import REPLICA, Layout
 from jaxche.sharding._loss import batch_size
@@ -29,6 +30,9 @@ def value_and_grad(
     kept in between. Sharded gradients are reduce-scattered over ``shard``, then summed over ``replica``; all others are
     all-reduced. Sums are in float32 at least. With micro-batches, all-reduces follow the last one.
 
+    A loss or metric may be a :class:`~jaxche.Weighted`: it then is the total over all rows divided by their weight, and
+    so is its gradient.
+
     If the devices (times ``accumulate``) do not divide the rows of the batch, every device computes the whole batch:
     slower, with the same result. ``rng`` is then used unchanged; otherwise the index of the device is folded into it,
     and that of the micro-batch if there are several.
@@ -42,8 +46,8 @@ def value_and_grad(
 
     Returns:
       ``fn(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``: loss and metrics are means
-      over the batch, float leaves of the model state means over the devices (variances by the law of total
-      variance), ``grads`` are laid out as ``layout.grads``.
+      over the batch, or a :class:`~jaxche.Weighted` of its sums, float leaves of the model state means over the devices
+      (variances by the law of total variance), ``grads`` are laid out as ``layout.grads``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -58,26 +62,31 @@ def value_and_grad(
 
     def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         split = batch_size(batch) % (layout.devices * accumulate) == 0
-        micro = accumulate if split else 1
+        micro, rows = accumulate if split else 1, P(layout.axes) if split else P()
 
         def part(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
             if split:
                 rng = jax.random.fold_in(rng, lax.axis_index(layout.axes))
             sums, end = _accumulate(_local(call, layout, compute_dtype), params, model_state, batch, rng, micro)
-            grads, (loss, metrics) = sums
-            grads = _reduce(layout, grads, layout.devices * micro)
-            loss, metrics = jax.tree.map(lambda x: lax.pmean(x / micro, layout.axes), (loss, metrics))
-            return (loss, (metrics, _pool(layout, end))), grads
+            grads, values = sums
+            model_state, *outputs = end
+            for leaf in jax.tree.leaves(outputs):
+                _check_output(leaf, batch_size(batch), split)
+            loss, metrics = jax.tree.map(partial(_over_devices, layout, micro, split), values, is_leaf=_is_weighted)
+            # Of a weighted loss, these are gradients of its total.
+            parts = layout.devices * micro if not _is_weighted(loss) else lax.psum(values[0].weight, layout.axes)
+            return (loss, (metrics, _pool(layout, model_state))), _reduce(layout, grads, parts), outputs
 
         # check_vma=False: the zeros of a scan in a loss function do not vary over the mesh.
         mapped = jax.shard_map(
             part,
             mesh=layout.mesh,
-            in_specs=(layout.params_specs, P(), P(layout.axes) if split else P(), P()),
-            out_specs=(P(), layout.grads_specs),
+            in_specs=(layout.params_specs, P(), rows, P()),
+            out_specs=(P(), layout.grads_specs, rows),
             check_vma=False,
         )
-        return mapped(params, model_state, batch, rng)
+        (loss, aux), grads, outputs = mapped(params, model_state, batch, rng)
+        return (loss, (*aux, *outputs)), grads
 
     return fn
 
@@ -136,13 +145,14 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
         batch = jax.tree.map(lambda x: _cast(x, compute_dtype), batch)
 
         def forward(params: Any) -> Any:
-            return jax.vjp(lambda params: call(params, model_state, batch, rng), params, has_aux=True)
+            return jax.vjp(lambda params: _with_total(*call(params, model_state, batch, rng)), params, has_aux=True)
 
         if gathers:
-            loss, pullback, aux = gather_twice(forward, whole, params)
+            total, pullback, (weight, aux) = gather_twice(forward, whole, params)
         else:
-            loss, pullback, aux = forward(whole(params))
-        grads = deferred_gradients(pullback, jnp.ones_like(loss))
+            total, pullback, (weight, aux) = forward(whole(params))
+        loss = total if weight is None else Weighted(total, weight)
+        grads = deferred_gradients(pullback, jnp.ones_like(total))
         # Sums are in float32 at least, whatever the dtype of the computation.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
         return (loss, aux), reduce_scatter(layout, grads) if scatters else grads
@@ -150,11 +160,40 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
     return local
 
 
+def _check_output(leaf: Any, rows: int, split: bool) -> None:
+    """Refuse an output that cannot be joined over the devices which share a batch."""
+    if split and leaf.shape[:1] != (rows,):
+        raise ValueError(
+            f"an output has the shape {leaf.shape}, and the devices of a sharded replica share the rows of a batch, "
+            f"{rows} each here; return outputs with a leading axis of the rows"
+        )
+
+
+def _with_total(loss: Any, aux: Any) -> Any:
+    """The number to differentiate, and the rest: the gradient of a weighted loss is divided by the whole weight."""
+    return (loss.total, (loss.weight, aux)) if _is_weighted(loss) else (loss, (None, aux))
+
+
+def _is_weighted(value: Any) -> bool:
+    return isinstance(value, Weighted)
+
+
+def _over_devices(layout: Layout, micro: int, split: bool, value: Any) -> Any:
+    """A loss or metric of the whole batch, from its sum over the micro-batches of each device."""
+    if not _is_weighted(value):
+        return lax.pmean(value / micro, layout.axes)
+    # Unless the batch is split, each device has the whole of it.
+    return jax.tree.map(lambda x: (lax.psum if split else lax.pmean)(x, layout.axes), value)
+
+
 def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any, micro: int) -> Any:
-    """Sums over this device's micro-batches of (grads, (loss, metrics)), and the model state after the last."""
+    """Sums over this device's micro-batches of (grads, (loss, metrics)), and the model state after the last, in a list.
+
+    With outputs, which only a batch without micro-batches may have, they are the second of the list.
+    """
     if micro == 1:
-        (loss, (metrics, model_state)), grads = local(params, model_state, batch, rng)
-        return (grads, (loss, metrics)), model_state
+        (loss, (metrics, *end)), grads = local(params, model_state, batch, rng)
+        return (grads, (loss, metrics)), end
     parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
 
     def one(carry: Any, turn: Any) -> Any:
@@ -170,11 +209,12 @@ def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any,
     first = jax.tree.map(lambda x: x[0], parts)
     (loss, (metrics, _)), grads = jax.eval_shape(local, params, model_state, first, rng)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, (loss, metrics)))
-    return lax.scan(one, (zeros, model_state), (parts, jnp.arange(micro)))[0]
+    sums, after = lax.scan(one, (zeros, model_state), (parts, jnp.arange(micro)))[0]
+    return sums, [after]
 
 
-def _reduce(layout: Layout, grads: Any, parts: int) -> Any:
-    """Means over all devices, after the sums over the axes that are not summed yet."""
+def _reduce(layout: Layout, grads: Any, parts: Any) -> Any:
+    """Sums over all devices divided by ``parts``, after the sums over the axes that are not summed yet."""
     leaves, treedef = jax.tree.flatten(grads)
     cut = [leaf.axis is not None for leaf in layout.leaves]
     for axes, chosen in ((layout.axes, False), ((REPLICA,), True)):
@@ -182,6 +222,8 @@ def _reduce(layout: Layout, grads: Any, parts: int) -> Any:
         if where and set(axes) <= set(layout.axes):
             for i, total in zip(where, lax.psum([leaves[i] for i in where], axes), strict=True):
                 leaves[i] = total
+    if not isinstance(parts, int):
+        parts = jnp.where(parts != 0, parts, 1)  # without any weight, the sums are 0
     means = [(g / parts).astype(leaf.dtype) for g, leaf in zip(leaves, layout.leaves, strict=True)]
     deferred = jax.tree.unflatten(treedef, means)
     return jax.tree.map(lambda x: x.transposed(), deferred, is_leaf=lambda x: isinstance(x, DeferredTranspose))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxche.drawing import short_traceback
 from jaxche.sharding._checks import (
     check_arguments,
     check_batch,
@@ -20,7 +21,8 @@ from jaxche.sharding._checks import (
 from jaxche.sharding._explain import Explanation, explain
 from jaxche.sharding._gradient import sharded_update, value_and_grad
 from jaxche.sharding._layout import Layout
-from jaxche.sharding._loss import Loss, as_loss
+from jaxche.sharding._loss import Loss, as_loss, mean_of
+from jaxche.sharding._models import is_maker, shapes_of
 from jaxche.sharding._strategy import ShardingStrategy
 
 
@@ -75,6 +77,7 @@ class ShardedStep:
         self._programs: dict[Any, _Programs] = {}
         self._latest: _Programs | None = None
 
+    @short_traceback
     def init(self, params: Any, model_state: Any = None) -> ShardedState:
         """The state before the first step, computed directly in slices.
 
@@ -90,7 +93,7 @@ class ShardedStep:
         Raises:
           ValueError: no parameters, some that are not float, or some laid out on another mesh.
         """
-        if callable(params):
+        if is_maker(params):
             return self.lower_init(params, model_state).compile()()
         programs = self._programs_for(params)
         check_mesh(programs.layout, params, "params")
@@ -148,6 +151,7 @@ class ShardedStep:
         """
         return self._programs_for(params).layout
 
+    @short_traceback
     def explain(self, params: Any, batch: Any, model_state: Any = None) -> Explanation:
         """The cost of a step for each device: bytes kept, bytes sent, and which parameters stay whole and why.
 
@@ -187,6 +191,7 @@ class ShardedStep:
         inputs = batch, state.model_state
         return explain(programs.layout, compiled, state, inputs, self._accumulate, self._compute_dtype)
 
+    @short_traceback
     def __call__(self, state: ShardedState, batch: Any) -> tuple[ShardedState, dict[str, Any]]:
         """Dispatch one step, without waiting for it.
 
@@ -211,11 +216,12 @@ class ShardedStep:
         return programs.step(state, jax.device_put(batch, programs.layout.batch))
 
     def _programs_for(self, params: Any) -> _Programs:
-        shapes = _shapes(params)
+        shapes = shapes_of(params, "step.init")
+        check_params(shapes)
+        shapes = _shapes(shapes)
         leaves, treedef = jax.tree.flatten(shapes)
         key = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
-            check_params(shapes)
             layout = Layout(self.strategy, self.mesh, shapes)
             self._programs[key] = _Programs(
                 layout, self._loss, self._tx, self._accumulate, self._compute_dtype, self._seed
@@ -223,6 +229,7 @@ class ShardedStep:
         return self._programs[key]
 
 
+@short_traceback
 def sharded_step(
     loss_fn: Callable[..., Any],
     tx: Any,
@@ -240,7 +247,7 @@ def sharded_step(
     Args:
       loss_fn: ``loss_fn(params, batch)`` returning the mean loss over the batch, or ``(loss, metrics)``; gets ``rng=``
         (a key of its own on every device and micro-batch) and ``model_state=`` if it names them, and with the latter
-        returns ``(loss, (metrics, new_model_state))``.
+        returns ``(loss, (metrics, new_model_state))``. A loss or metric over tokens is a :class:`~jaxche.Weighted`.
       tx: any ``optax.GradientTransformation``. Global norms are correct: clip with
         ``optax.chain(optax.clip_by_global_norm(1.0), ...)``.
       strategy: ``FullShard()``, ``ShardGradOp()``, ``NoShard()``, ``HybridShard(n)`` or ``HybridShardGradOp(n)``.
@@ -334,9 +341,11 @@ class _Programs:
         rng = jax.random.fold_in(jax.random.key(self._seed), state.index)
         value, grads = self._value_and_grad(state.params, state.model_state, batch, rng)
         loss, (metrics, model_state) = value
-        params, opt_state = sharded_update(self._tx, self.layout, grads, state.opt_state, state.params, value=loss)
-        return ShardedState(params, opt_state, model_state, state.index + 1), metrics | {"loss": loss}
+        means = {name: mean_of(value) for name, value in (metrics | {"loss": loss}).items()}
+        extra = {"value": means["loss"]}
+        params, opt_state = sharded_update(self._tx, self.layout, grads, state.opt_state, state.params, **extra)
+        return ShardedState(params, opt_state, model_state, state.index + 1), means
 
 
 def _shapes(tree: Any) -> Any:
-    return jax.eval_shape(tree) if callable(tree) else jax.eval_shape(lambda x: x, tree)
+    return jax.eval_shape(tree) if is_maker(tree) else jax.eval_shape(lambda x: x, tree)

@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.extend.core import ClosedJaxpr
 
+from jaxche.drawing import short_traceback
 from jaxche.sharding import Device, local_devices
 from jaxche.stages._runner import Pace, Runner
 from jaxche.stages._stage import as_stage, spec, stage_key, trace_stages
@@ -109,6 +110,7 @@ class Partitioned:
       (4, 1)
     """
 
+    @short_traceback
     def __init__(
         self,
         stages: Sequence[Callable[..., Any]],
@@ -153,6 +155,7 @@ class Partitioned:
         """For each stage, the most micro-batches whose activations it kept at once in the last step; None elsewhere."""
         return self._runner.peaks
 
+    @short_traceback
     def value_and_grad(self, params: Sequence[Any], batch: Any, *, step: int | None = None) -> tuple[Any, tuple]:
         """The loss and the gradients of every stage.
 
@@ -176,6 +179,7 @@ class Partitioned:
         self._runner.wire().finish(step)
         return loss, self._runner.by_stage({stage: result.grads for stage, result in results.items()})
 
+    @short_traceback
     def init(self, params: Sequence[Any], tx: optax.GradientTransformation) -> PartitionedState:
         """Put the parameters of each stage on its device, and initialize its optimizer state.
 
@@ -242,6 +246,7 @@ class Partitioned:
         """
         self._runner.prepare(params, batch)
 
+    @short_traceback
     def explain(self, params: Sequence[Any], batch: Any) -> str:
         """Describe the micro-batches of batches of these shapes; compiles their programs as :meth:`compile` does.
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxche.averaging import is_float
+from jaxche.averaging import Weighted, is_float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,6 +99,11 @@ def trace_stages(
         source = f"what stage {stage.index - 1} gives" if outputs else "the batch"
         outputs.append(_evaluate(stage, (params[stage.index], x, key), f"{stage.name} does not accept {source}", x))
     value = _evaluate(loss, (outputs[-1], batch), "loss does not accept what the last stage gives", outputs[-1])
+    if isinstance(value, Weighted):
+        raise ValueError(
+            "loss returned a jaxche.Weighted, and stages take the mean over their micro-batches; "
+            "write return loss.total / loss.weight"
+        )
     is_array = isinstance(value, jax.ShapeDtypeStruct)
     if not is_array or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
         shown = f"shape {value.shape} and dtype {value.dtype}" if is_array else f"a {type(value).__name__}"

@@ -4,6 +4,7 @@ from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._data import Batches
 from jaxche.training._fit import fit
 from jaxche.training._flax import NNXLoss, linen_loss
+from jaxche.training._outputs import BatchOutputs
 from jaxche.training._replica import PaceError
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
 from jaxche.training._rounds import DEFAULT_CADENCE
@@ -12,6 +13,7 @@ from jaxche.training._trainer import Trainer
 
 __all__ = [
     "DEFAULT_CADENCE",
+    "BatchOutputs",
     "Batches",
     "Checkpoints",
     "NNXLoss",

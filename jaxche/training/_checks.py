@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -17,6 +20,7 @@ from jax.sharding import Mesh
 from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
+from jaxche.drawing import brief
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     Device,
@@ -28,6 +32,7 @@ from jaxche.sharding import (
     RemoteDevice,
     ShardGradOp,
     ShardingStrategy,
+    check_transform,
     devices,
     is_private,
     local_devices,
@@ -40,6 +45,7 @@ from jaxche.training._placement import (
     devices_by_process,
     spans_processes,
 )
+from jaxche.training._state import TrainerState
 
 _log = logging.getLogger("jaxche")
 
@@ -56,9 +62,9 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
     one_of("merge", merge, MERGE_RULES)
     one_of("opt_state", opt_state, ("auto", "local", "average", "reset"))
     one_of("backend", backend, ("auto", "device", "host"))
-    for name, transform in (("tx", tx), ("outer", outer)):
-        if transform is not None and not (hasattr(transform, "init") and hasattr(transform, "update")):
-            raise ValueError(f"{name}={transform!r} is not an optax transformation; write e.g. {name}=optax.sgd(0.1)")
+    check_transform("tx", tx)
+    if outer is not None:
+        check_transform("outer", outer)
     if average == "gradients" and (opt_state != "local" or outer is not None or merge != "steps"):
         raise ValueError(
             "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
@@ -242,6 +248,23 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
     return rows or default, world_size if joined_batches is None else int(joined_batches)
 
 
+def check_outputs(outputs: Any, staged: bool, placements: Sequence[BatchPlacement]) -> None:
+    """Refuse what cannot be called, and replicas whose outputs are not on one process."""
+    if outputs is None:
+        return
+    if not callable(outputs):
+        raise ValueError(
+            f"outputs={brief(outputs)} is not a function; write outputs=lambda info, batches: kept.extend(batches)"
+        )
+    if staged:
+        raise ValueError("outputs= are those of a loss function, and loss_fn is a jaxche.Partitioned; leave them out")
+    if any(map(spans_processes, placements)):
+        raise ValueError(
+            "outputs= are given to the process of a replica, and here a replica spans several; leave outputs= out, or "
+            "give each process replicas of its own"
+        )
+
+
 def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] | None:
     """The largest step of each replica in rows, or None."""
     if max_rows is None:
@@ -266,8 +289,75 @@ def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: An
     if form(opt_state) != form(wanted):
         raise ValueError(
             "opt_state is not one of this tx and these parameters; give a state from tx.init(params) or "
-            f"tx.update. It has {form(opt_state)}, and tx.init(params) makes {form(wanted)}"[:1500]
+            f"tx.update. It has {brief(form(opt_state), 160)}, and tx.init(params) makes {brief(form(wanted), 160)}"
         )
+
+
+def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
+    """Refuse the state of a trainer with another optimizer."""
+
+    def form(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.shape, tree)
+
+    wanted = jax.eval_shape(tx.init, params)
+    if form(wanted) != form(opt_state):
+        raise ValueError(
+            f"state is of a trainer with another tx: its optimizer state is {brief(form(opt_state))}, and tx.init "
+            f"makes {brief(form(wanted))}; write state = trainer.init(other.params(state)), with the trainer it is of "
+            "as other"
+        )
+
+
+def check_state(state: Any) -> None:
+    """Refuse what is not a state of a trainer."""
+    if isinstance(state, TrainerState):
+        return
+    if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
+        line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
+    elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
+        line = "state, history = trainer.fit(state, data), which returns both"
+    else:
+        line = "state = trainer.init(params), then trainer.fit(state, data)"
+    raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")
+
+
+def check_untraced(call: str) -> None:
+    """Refuse a call inside a function that JAX traces."""
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise ValueError(
+            f"{call} was called inside a function that JAX traces (jit, grad, vmap, scan); it compiles its own steps, "
+            f"and loops in Python. Take the @jax.jit from the function around it, and write {call}(...) outside"
+        )
+
+
+def _name_of(callback: Any) -> str:
+    name = getattr(callback, "__name__", "")
+    return name if name.isidentifier() else "callback"
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse callbacks that are not a list of functions of ``(state, info)``."""
+    if callable(callbacks) or not isinstance(callbacks, Iterable):
+        name = _name_of(callbacks)
+        raise ValueError(f"callbacks={brief(callbacks)} is not a list of functions; write callbacks=[{name}]")
+    for i, callback in enumerate(callbacks):
+        if isinstance(callback, type):
+            name = callback.__name__
+            raise ValueError(f"callbacks[{i}]={name} is a class; write callbacks=[{name}()], with its arguments")
+        if not callable(callback):
+            raise ValueError(
+                f"callbacks[{i}]={brief(callback)} is not a function; write def callback(state, info): ..., and "
+                "callbacks=[callback]"
+            )
+        with contextlib.suppress(ValueError):  # a builtin without a signature
+            signature = inspect.signature(callback)
+            try:
+                signature.bind(None, None)
+            except TypeError:
+                raise TypeError(
+                    f"callbacks[{i}] takes {signature}, and is called with the state and the RoundInfo of each round; "
+                    f"write def {_name_of(callback)}(state, info): ..."
+                ) from None
 
 
 def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:

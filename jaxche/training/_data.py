@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import Piece
+from jaxche.drawing import short_traceback
 from jaxche.sharding import batch_size
 
 
@@ -78,6 +79,18 @@ def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size
         "index, read them all first: data = list(iterator), or give the arrays: jaxche.Batches(arrays, batch_size=32). "
         "If it augments examples at random, draw from the index: rng = np.random.default_rng((seed, i))"
     )
+
+
+def non_finite_leaves(key: tuple[int, int], batch: Any) -> list[str]:
+    """The leaves of a batch with values that are NaN or infinite, and the first row of each."""
+    found = []
+    for name, leaf in _leaves(batch).items():
+        x = _on_host(leaf)
+        if x.dtype.kind in "fc" and not (finite := np.isfinite(x)).all():
+            row = int(np.flatnonzero(~finite.reshape(len(x), -1).all(1))[0])
+            kind = "NaN" if np.isnan(x).any() else "infinity"
+            found.append(f"{kind} in {name.lstrip('.') or 'the array'} of batch {key[1]} of epoch {key[0]} (row {row})")
+    return found
 
 
 def _leaves(batch: Any) -> dict[str, Any]:
@@ -172,6 +185,8 @@ class Batches:
         return jax.tree.map(lambda x: np.asarray(x)[rows], self.arrays)
 
 
+Batches.__init__ = short_traceback(Batches.__init__)
+
 Key = tuple[int, int]  # (epoch, index in the epoch)
 Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
 
@@ -259,6 +274,7 @@ class Feed:
     def __init__(self, reader: Reader, steps: Sequence[Step]):
         self._reader = reader
         self.steps = list(steps)
+        self.taken: Sequence[tuple[Key, slice]] = ()  # the batches, and their rows, of the step that was last taken
 
     def request(self, position: int) -> None:
         if position < len(self.steps):
@@ -267,26 +283,30 @@ class Feed:
 
     def peek(self, position: int) -> Any:
         """The batch of a step, whose batches stay ready."""
-        return join_pieces(self.steps[position], self._reader.peek)
+        return join_pieces(self.steps[position], self._reader.peek)[0]
 
     def __iter__(self) -> Iterator[Any]:
         for position, step in enumerate(self.steps):
-            batch = join_pieces(step, self._reader.take)
+            batch, self.taken = join_pieces(step, self._reader.take)
             self.request(position + self._reader.depth)
             if batch is not None:
                 yield batch
 
 
-def join_pieces(step: Step, read: Callable[[Key], Any]) -> Any:
-    """One batch of the rows of all pieces, None without rows; a whole batch is not copied."""
+def join_pieces(step: Step, read: Callable[[Key], Any]) -> tuple[Any, list[tuple[Key, slice]]]:
+    """One batch of the rows of all pieces, None without rows, and what it has of which batch.
+
+    A whole batch is not copied, and its slice has no end.
+    """
     if len(step) == 1 and (step[0].begin, step[0].end) == (0, step[0].of):
-        return read(step[0].key)
+        return read(step[0].key), [(step[0].key, slice(0, None))]
     batches = [(piece, read(piece.key)) for piece in step]
-    cuts = [(piece.rows(batch_size(batch)), batch) for piece, batch in batches]
-    parts = [jax.tree.map(itemgetter(rows), batch) for rows, batch in cuts if rows.start < rows.stop]
+    cuts = [(piece.key, piece.rows(batch_size(batch)), batch) for piece, batch in batches]
+    cuts = [(key, rows, batch) for key, rows, batch in cuts if rows.start < rows.stop]
+    parts, taken = [jax.tree.map(itemgetter(rows), batch) for _, rows, batch in cuts], [cut[:2] for cut in cuts]
     if len(parts) < 2:
-        return parts[0] if parts else None
-    return jax.tree.map(_concatenate, *parts)
+        return parts[0] if parts else None, taken
+    return jax.tree.map(_concatenate, *parts), taken
 
 
 def _concatenate(*parts: Any) -> Any:

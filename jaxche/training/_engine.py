@@ -17,10 +17,13 @@ import optax
 from jaxche.averaging import outer_init
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
-from jaxche.sharding import batch_size, nbytes
-from jaxche.training._data import Feed, Reader
+from jaxche.sharding import batch_size, is_maker, nbytes
+from jaxche.training._checks import check_state_of_tx
+from jaxche.training._columns import Columns
+from jaxche.training._data import Feed, Key, Reader, non_finite_leaves
 from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
+from jaxche.training._outputs import check_rows
 from jaxche.training._placement import (
     Placement,
     add_replica_axis,
@@ -52,12 +55,16 @@ class Settings:
     paces: Sequence[float | None]  # ms a step, for each replica
     scaling: Scaling | None
     host: bool  # merge on CPU devices
+    joins_rows: bool = False  # steps may join rows of several batches
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
+# For the messages of errors in Engine.prepare.
+_LOOKED_AT = 200  # batches, after a number that is not finite
+_PLACE = "the compilation before the first step"
 # In JSON, unlike infinity.
 _MOST_ROWS = 2.0**40
 
@@ -77,7 +84,7 @@ class Engine:
         self._placements, self._paces = list(self._all_placements), list(self._all_paces)
         self.world_size = len(self._placements)
         self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
-        self.metrics: tuple[str, ...] = ()
+        self.columns = Columns()
         self.batch_size = 0  # examples in a whole batch, once the data is seen
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
@@ -88,6 +95,7 @@ class Engine:
         self._replicas: list[Replica] = []
         self._memory: dict[int, dict[str, int]] = {}
         self._row_limits: dict[int, float] = {}
+        self._form: Any = None  # of the state that was last checked
         self._cut: Any = None  # of the last round whose batches were joined
         self._reader: Reader | None = None
         self._digest: tuple[Reader, str] | None = None
@@ -105,9 +113,9 @@ class Engine:
             scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
             return add_replica_axis(LocalState(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
 
-        if callable(params) and not self._placements[0].makes_pieces:
+        if is_maker(params) and not self._placements[0].makes_pieces:
             params = params()  # once, so that all replicas get the same numbers
-        self._set_layout(jax.eval_shape(params) if callable(params) else params)
+        self._set_layout(jax.eval_shape(params) if is_maker(params) else params)
         return tuple(
             LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
         )
@@ -178,6 +186,22 @@ class Engine:
             for local, placement, noise in zip(local_states, placements, noises, strict=True)
         )
 
+    def check_state(self, local_states: Sequence[LocalState]) -> None:
+        """Refuse the state of another trainer."""
+        if len(local_states) != len(self.ranks):
+            raise ValueError(
+                f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
+                "state = trainer.init(params), with the parameters of the other trainer: other.params(state)"
+            )
+        form = jax.tree.structure(local_states[0])
+        if self._form is None or form != self._form:
+            self._check_opt_state(local_states[0])
+            self._form = form
+
+    def _check_opt_state(self, local: LocalState) -> None:
+        params, opt_state = without_replica_axis((local.params, local.opt_state))
+        check_state_of_tx(self._tx, params, opt_state)
+
     def prepare(
         self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
     ) -> None:
@@ -206,14 +230,15 @@ class Engine:
             error = e
         try:
             # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
-            self._group.raise_everywhere(error, self.ranks[0], "preparation")
+            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
             try:
                 for replica, local in zip(self._replicas, local_states, strict=True):
                     replica.warm_up(local, batch)
             except Exception as e:
                 error = e
-            self._group.raise_everywhere(error, self.ranks[0], "preparation")
-            self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics), "data": data_seen} | self._code
+            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
+            seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
+            self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
             refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
         except Exception:
@@ -239,13 +264,21 @@ class Engine:
             )
         one = without_replica_axis((local.params, local.model_state))
         code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
+        if self._settings.joins_rows:
+            check_rows(shapes[1][2:], batch_size(batch))
         self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
-        self.metrics = tuple(sorted(shapes[1][0]))
+        self.columns = Columns.of(shapes[0], shapes[1][0])
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
         if before != after:
             raise ValueError(
                 f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
                 "return every entry of model_state, updated or not, with its shape and dtype"
+            )
+        loss_weight = self.columns.weight_of(0)
+        if loss_weight and self._settings.scaling is not None:
+            raise ValueError(
+                "loss_fn returns a jaxche.Weighted, and scaling= measures the noise of gradients by examples; return "
+                "the mean over the batch, loss.total / loss.weight, or leave scaling= out"
             )
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
 
@@ -256,7 +289,7 @@ class Engine:
                 self._tx,
                 average=self._settings.average,
                 seed=self._settings.seed,
-                metrics=self.metrics,
+                columns=self.columns,
                 scaling=scaling,
                 solo=len(self._all_placements) == 1,
             )
@@ -265,7 +298,7 @@ class Engine:
             Replica(self._group, rank, self._placements[rank], programs(self._placements[rank]), self._paces[rank])
             for rank in self.ranks
         ]
-        self._rules = self._settings.rules(self._tx, scaling)
+        self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
         self._merge = self._make_merge(local)
         return code.consts
 
@@ -289,6 +322,14 @@ class Engine:
                 self._reader.close()
             self._reader = Reader(data)
         return self._reader
+
+    def non_finite(self, data: Any, keys: Sequence[Key]) -> str:
+        """The batches and leaves with values that are NaN or infinite, as text; empty if there are none."""
+        found, reader = [], self._read(data)
+        for key in keys[:_LOOKED_AT]:
+            with contextlib.suppress(Exception):  # the data may not be read again
+                found += non_finite_leaves(key, reader.take(key))
+        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
     def start(
         self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, done: Sequence[int] | None = None

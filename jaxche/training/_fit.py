@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
-from jaxche.distributed import PREEMPTED_CODE, Group, PeerLostError
+from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import History, RoundInfo
 from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._checks import check_callbacks
 from jaxche.training._data import checked_length
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
@@ -73,7 +74,7 @@ def fit(
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
     """
-    last_epoch, size, config = _agree(trainer._group, state, data, epochs, dry_run, checkpoints)
+    last_epoch, size, config = _agree(trainer, state, data, epochs, callbacks, dry_run, checkpoints)
     with contextlib.ExitStack() as stack:
         # Requests that come too late must not reach the next fit.
         stack.callback(trainer.reset_requests)
@@ -93,7 +94,7 @@ def fit(
         warnings.warn(
             f"an outer optimizer over only {len(run.history)} rounds: its momentum mostly overshoots; "
             "leave outer=None for short runs",
-            stacklevel=3,
+            stacklevel=4,
         )
     return run.state, run.history
 
@@ -155,13 +156,16 @@ def _stop(run: Run, preempted: bool = False) -> None:
 
 
 def _agree(
-    group: Group, state: TrainerState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
+    trainer: Rounds, state: TrainerState, data: Any, epochs: int, callbacks: Any, dry_run: bool, checkpoints: Any
 ) -> tuple[int, int, Checkpoints | None]:
     """The last epoch, the batches in an epoch and the checkpoints, checked to be equal in all processes."""
+    group = trainer._group
     error, wanted, last_epoch, size, config = None, {}, 0, 0, None
     try:
         if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
             raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
+        check_callbacks(callbacks)
+        trainer.check_state(state, "trainer.fit")
         last_epoch, size = state.epoch + int(epochs), checked_length(data)
         if checkpoints is not None:
             config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxche.drawing import brief, short_traceback
+from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
+
 if TYPE_CHECKING:
     from flax import nnx
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from jaxche.training._trainer import Trainer
 
 
+@short_traceback
 def linen_loss(
     module: nn.Module, loss_fn: Callable[..., Any], rngs: Sequence[str] = ("dropout",)
 ) -> Callable[..., tuple[Any, tuple[dict[str, Any], Any]]]:
@@ -28,7 +32,8 @@ def linen_loss(
       module: the linen module.
       loss_fn: ``loss_fn(apply, batch) -> loss`` or ``(loss, metrics)``, where ``apply(x, ...)`` is ``module.apply``
         with parameters, collections and random streams filled in, and returns the output alone. Collections it
-        updates (batch statistics) become the replica's new ``model_state``.
+        updates (batch statistics) become the replica's new ``model_state``. It gets ``params=``, e.g. for an L2
+        penalty, and ``rng=`` (or ``key=``), a new key for every batch, if it names them.
       rngs: names of the random streams the module draws from in training.
 
     Returns:
@@ -58,7 +63,8 @@ def linen_loss(
       ['batch_stats']
     """
     if not isinstance(module, nn.Module):
-        raise ValueError(f"module={module!r} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
+        raise ValueError(f"module={brief(module)} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
+    wanted = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES))
 
     def call(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
         collections = dict(model_state or {})
@@ -70,7 +76,8 @@ def linen_loss(
             collections.update(updated)
             return output
 
-        loss, metrics = _loss_and_metrics(loss_fn(apply, batch))
+        named = {name: params if name == "params" else jax.random.fold_in(rng, len(rngs)) for name in wanted}
+        loss, metrics = loss_and_aux(loss_fn(apply, batch, **named))
         return loss, (metrics, None if model_state is None else collections)
 
     return call
@@ -81,7 +88,8 @@ class NNXLoss:
 
     Args:
       model: the nnx model, in training mode. It is not changed; :meth:`rebuild` makes a trained one.
-      loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, metrics)``, as in nnx training code.
+      loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, metrics)``, as in nnx training code. It gets ``rngs=``, an
+        ``nnx.Rngs`` with new keys for every batch, and ``rng=`` (or ``key=``), such a key, if it names them.
       optimizer: the model's ``nnx.Optimizer``, if there is one: every replica starts from its state, and :meth:`update`
         updates model and optimizer after training.
 
@@ -126,13 +134,15 @@ class NNXLoss:
       True
     """
 
+    @short_traceback
     def __init__(self, model: nnx.Module, loss_fn: Callable[..., Any], optimizer: nnx.Optimizer | None = None):
         from flax import nnx
 
         if not isinstance(model, nnx.Module):
             raise ValueError(
-                f"model={model!r} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn)"
+                f"model={brief(model)} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn)"
             )
+        self._wanted = wanted_names(loss_fn, "model, batch", ("rngs", *RNG_NAMES))
         self._graph, self._params, self._rest = nnx.split(model, nnx.Param, ...)
         self._loss_fn = loss_fn
         self.params = nnx.to_pure_dict(self._params)
@@ -153,6 +163,7 @@ class NNXLoss:
             )
         return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in leaves])
 
+    @short_traceback
     def update(self, trainer: Trainer, state: TrainerState, history: History) -> None:
         """Update the model, and the optimizer if there is one, in place as ``nnx.update`` does.
 
@@ -207,7 +218,9 @@ class NNXLoss:
         before = flatten_dict(model_state)
         keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
         model = self.rebuild(params, unflatten_dict(before | keys))
-        loss, metrics = _loss_and_metrics(self._loss_fn(model, batch))
+        own = jax.random.fold_in(rng, len(self._keys))
+        named = {name: nnx.Rngs(own) if name == "rngs" else own for name in self._wanted}
+        loss, metrics = loss_and_aux(self._loss_fn(model, batch, **named))
         _, _, rest = nnx.split(model, nnx.Param, ...)
         after = flatten_dict(nnx.to_pure_dict(rest))
         return loss, (metrics, unflatten_dict(after | {path: before[path] for path in self._streams}))
@@ -224,7 +237,3 @@ def _fresh(key: Any, stream: Any) -> Any:
 
     words = jax.random.key_data(stream)
     return jax.vmap(folded)(words.reshape(stream.size, -1)).reshape(stream.shape)
-
-
-def _loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
-    return result if isinstance(result, tuple) else (result, {})

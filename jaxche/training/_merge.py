@@ -37,6 +37,8 @@ HOST_COLUMNS = ("count", "batches", "wall_ms", "last_sync_ms", "failed", "stop",
 _COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
+# The weight of batches of padding alone, where something has to be divided by it: beside others it is nothing.
+TINY_WEIGHT = 1e-20
 
 
 class MergeRules(NamedTuple):
@@ -48,6 +50,8 @@ class MergeRules(NamedTuple):
     tx: optax.GradientTransformation
     outer: optax.GradientTransformation | None
     scaling: Scaling | None
+    # The column of the sums with the weights of the loss: the examples, or weights of its own.
+    loss_weight: int = 0
 
 
 class Report(NamedTuple):
@@ -79,7 +83,7 @@ class MergeProgram:
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
         self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
-        self._outer, self._scaling = rules.outer, rules.scaling
+        self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
         self._tx: Any = optax.with_extra_args_support(rules.tx)
         self._schedules = are_schedules(local.opt_state)
         # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
@@ -141,7 +145,7 @@ class MergeProgram:
         # Not normalised: the same all-reduce sums the weights.
         weight = {
             "steps": host[0, 0, _BATCHES],
-            "batch": examples / jnp.maximum(count, 1.0),
+            "batch": self._some_weight(sums[0]) / jnp.maximum(count, 1.0),
             "fednova": (count > 0).astype(jnp.float32),
         }[self._rule]
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
@@ -208,6 +212,11 @@ class MergeProgram:
             )
         return merged, total["table"], _to_vector(report, scaled)
 
+    def _some_weight(self, sums: Any) -> Any:
+        """The weight of the loss in these sums, above 0 where there are examples, also if all of them are padding."""
+        weight = sums[self._loss_weight]
+        return weight if self._loss_weight == 0 else jnp.where(sums[0] > 0, jnp.maximum(weight, TINY_WEIGHT), 0)
+
     def _merged_counts(self, old_counts: Any, new_counts: Any, total: Any) -> list[Any]:
         """The optimizer's counts after a merge: schedules add the steps of all replicas, moments the weighted mean."""
         merged = []
@@ -239,9 +248,9 @@ class MergeProgram:
                 drop_replica_axis(measured["tracked"]), None, None, None, sums[0, 0]
             )
         total = self._sum(payload)
-        examples = total["sums"][0]
-        grads = jax.tree.map(lambda g, p: (g / examples.astype(g.dtype)).astype(p.dtype), total["grads"], params)
-        loss = total["sums"][1] / examples
+        examples, weight = total["sums"][0], self._some_weight(total["sums"])
+        grads = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), total["grads"], params)
+        loss = total["sums"][1] / weight
         before, arguments, scaled = drop_replica_axis(start["opt_state"]), {}, None
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
@@ -297,7 +306,7 @@ class Merged(NamedTuple):
     """The result of a merge; all but the local states is equal on every host."""
 
     local_states: tuple[LocalState, ...]
-    table: np.ndarray  # [R, len(HOST_COLUMNS) + 3 + metrics]
+    table: np.ndarray  # [R, len(HOST_COLUMNS) + 1 + Columns.count]
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
     squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # the arguments of measure_drift

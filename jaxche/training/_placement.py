@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxche.averaging import Weighted
 from jaxche.sharding import (
     Device,
     FullShard,
@@ -24,6 +25,8 @@ from jaxche.sharding import (
     ShardingStrategy,
     batch_size,
     devices,
+    is_maker,
+    mean_of,
     sharded_update,
     value_and_grad,
 )
@@ -65,7 +68,10 @@ class Placement(BatchPlacement, Protocol):
         ...
 
     def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``, for use inside ``jit``."""
+        """``(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``, for use inside ``jit``.
+
+        The gradient of a weighted loss is that of its mean.
+        """
         ...
 
     def update(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
@@ -139,7 +145,15 @@ class DevicePlacement:
         return P()
 
     def value_and_grad(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.value_and_grad(call, has_aux=True)
+        def value_and_grad(params: Any, *rest: Any) -> Any:
+            def objective(params: Any) -> Any:
+                loss, aux = call(params, *rest)
+                return mean_of(loss), (loss if isinstance(loss, Weighted) else None, aux)
+
+            (mean, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
+            return (mean if loss is None else loss, aux), grads
+
+        return value_and_grad
 
     def update(self, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
@@ -221,7 +235,7 @@ class ShardedPlacement:
 
     def start(self, begin: Begin, params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
         # From a function each device computes its own shards: no device holds the whole tree.
-        given = () if callable(params) else (jax.tree.map(self._put, params, self._decided.params_specs),)
+        given = () if is_maker(params) else (jax.tree.map(self._put, params, self._decided.params_specs),)
 
         def program(model_state: Any, opt_state: Any, *given: Any) -> dict[str, Any]:
             return begin(given[0] if given else params(), model_state, opt_state)

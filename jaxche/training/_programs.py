@@ -12,7 +12,8 @@ import optax
 from jax import lax
 
 from jaxche.averaging import add_weighted, is_float, zero_sums
-from jaxche.sharding import Loss, batch_size
+from jaxche.sharding import Loss, batch_size, mean_of
+from jaxche.training._columns import Columns
 from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
@@ -43,6 +44,8 @@ def non_finite_flag(finite: Any) -> Any:
 
 class Steps(NamedTuple):
     """The compiled steps of a round, ``step(constants, carry, batch) -> (carry, loss)``.
+
+    With outputs a step returns them third.
 
     Steps that measure the gradient noise may have a program of their own; otherwise both are the same.
     """
@@ -87,8 +90,8 @@ class Constants(NamedTuple):
 class Carry(NamedTuple):
     """The carry of the steps of a round; fields that the settings do not need are None.
 
-    Arrays have a leading axis of 1. ``index`` is the number of the next batch, for its random key; ``sums`` are the
-    examples, and loss and metrics times examples.
+    Arrays have a leading axis of 1. ``index`` is the number of the next batch, for its random key; ``sums`` has the
+    :class:`Columns` of the loss function.
     """
 
     model_state: Any
@@ -97,7 +100,7 @@ class Carry(NamedTuple):
     # If parameters are averaged: those of the replica.
     params: Any = None
     opt_state: Any = None
-    # If gradients are averaged: their sum, weighted by examples.
+    # If gradients are averaged: their sum, weighted by examples, or by the weights of the loss.
     grads: Any = None
     # Scaling: sums for the noise estimate, gains and learning rate factors, and the noise scale of a single replica.
     tracked: Any = None
@@ -134,8 +137,8 @@ class LocalPrograms:
     """The compiled programs of a replica's local steps.
 
     ``begin`` copies the state, so that steps can donate their buffers and the last good state stays valid after an
-    error. With ``average="gradients"`` a step adds its gradient, weighted by examples, to an accumulator; else it
-    updates the replica's parameters. With ``scaling``, ``tx`` is already wrapped.
+    error. With ``average="gradients"`` a step adds its gradient, weighted by examples or by the weight of the loss, to
+    an accumulator; else it updates the replica's parameters. With ``scaling``, ``tx`` is already wrapped.
     """
 
     def __init__(
@@ -145,14 +148,14 @@ class LocalPrograms:
         tx: optax.GradientTransformation,
         average: str,
         seed: int,
-        metrics: tuple[str, ...],
+        columns: Columns,
         scaling: Scaling | None = None,
         solo: bool = False,
     ):
         self._placement, self._seed, self._solo = placement, seed, solo
         self._objective = placement.value_and_grad(loss)
         self._tx: Any = optax.with_extra_args_support(tx)
-        self._metrics, self._scaling = metrics, scaling
+        self._columns, self._scaling = columns, scaling
         step = self._local_step if average == "parameters" else self._accumulate
         self._average = average
         # keep_unused: the arguments also determine the device of the zeros.
@@ -197,7 +200,7 @@ class LocalPrograms:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local)
         made = Constants()
-        carry = Carry(copied.model_state, index, jnp.zeros((1, 2 + len(self._metrics)), jnp.float32))
+        carry = Carry(copied.model_state, index, jnp.zeros((1, self._columns.count), jnp.float32))
         if self._scaling is not None:
             noise, params, opt_state = drop_replica_axis((local.noise, local.params, local.opt_state))
             preconditioner, trees = self._scaling.begin(noise, params, opt_state)
@@ -216,24 +219,23 @@ class LocalPrograms:
         present = {name: tree for name, tree in trees._asdict().items() if tree is not None}
         return trees._replace(**self._placement.constrain(present))
 
-    def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry]:
-        """Loss, gradients, examples, and the carry with the new model state, index and sums."""
+    def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry, list[Any]]:
+        """Loss, gradients, the row of the sums, the carry with new model state, index and sums, and any outputs."""
         rng = jax.random.fold_in(jax.random.key(self._seed), carry.index)
-        (loss, (metrics, model_state)), grads = self._objective(
+        (loss, (metrics, model_state, *outputs)), grads = self._objective(
             params, drop_replica_axis(carry.model_state), batch, rng
         )
-        examples = jnp.float32(batch_size(batch))
-        row = jnp.stack([jnp.float32(1), loss, *(metrics[name] for name in self._metrics)]) * examples
+        row = self._columns.row(loss, metrics, jnp.float32(batch_size(batch)))
         counted = carry._replace(
             model_state=add_replica_axis(model_state), index=carry.index + 1, sums=carry.sums + row[None]
         )
-        return loss, grads, examples, counted
+        return mean_of(loss), grads, row, counted, outputs
 
-    def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
+    def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
         params, opt_state, scaled = drop_replica_axis(carry.params), drop_replica_axis(carry.opt_state), {}
-        loss, grads, examples, carry = self._value_and_grad(params, carry, batch)
+        loss, grads, row, carry, outputs = self._value_and_grad(params, carry, batch)
         if self._scaling is not None:
-            scaled, carry = self._scale(start, carry, grads, examples, measures)
+            scaled, carry = self._scale(start, carry, grads, row[0], measures)
         if start.stride is None:
             params, opt_state = self._placement.update(self._tx, grads, opt_state, params, value=loss, **scaled)
         else:
@@ -243,9 +245,8 @@ class LocalPrograms:
         if scaled:
             gain = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
             carry = carry._replace(scaled=carry.scaled + gain[None])
-        return self._constrained(
-            carry._replace(params=add_replica_axis(params), opt_state=add_replica_axis(opt_state))
-        ), loss
+        carry = carry._replace(params=add_replica_axis(params), opt_state=add_replica_axis(opt_state))
+        return self._constrained(carry), loss, *outputs
 
     def _scale(
         self, start: Constants, carry: Carry, grads: Any, examples: Any, measures: bool
@@ -266,15 +267,15 @@ class LocalPrograms:
             carry = carry._replace(tracked=add_replica_axis(tracked))
         return scaling.arguments(noise, progress, examples, merge_scale.replicas), carry
 
-    def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Carry, Any]:
-        loss, grads, examples, carry = self._value_and_grad(drop_replica_axis(start.params), carry, batch)
+    def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
+        loss, grads, row, carry, outputs = self._value_and_grad(drop_replica_axis(start.params), carry, batch)
         if self._scaling is not None and measures:
             tracked, noise = drop_replica_axis(carry.tracked), drop_replica_axis(start.noise)
             preconditioner = drop_replica_axis(start.preconditioner)
-            tracked = self._scaling.accumulate(tracked, noise, grads, examples, preconditioner)
+            tracked = self._scaling.accumulate(tracked, noise, grads, row[0], preconditioner)
             carry = carry._replace(tracked=add_replica_axis(tracked))
-        summed = add_weighted(carry.grads, add_replica_axis(grads), examples)
-        return self._constrained(carry._replace(grads=summed)), loss
+        summed = add_weighted(carry.grads, add_replica_axis(grads), row[self._columns.weight_of(0)])
+        return self._constrained(carry._replace(grads=summed)), loss, *outputs
 
 
 def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
@@ -284,6 +285,6 @@ def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:
     return start, carry._replace(tracked=None, noise=None)
 
 
-def _plain_step(step: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Carry, Any]:
-    rest, loss = step(*_without_noise(start, carry), batch)
-    return rest._replace(tracked=carry.tracked, noise=carry.noise), loss
+def _plain_step(step: Any, start: Constants, carry: Carry, batch: Any) -> tuple[Any, ...]:
+    rest, *more = step(*_without_noise(start, carry), batch)
+    return rest._replace(tracked=carry.tracked, noise=carry.noise), *more

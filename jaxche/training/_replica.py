@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes_per_device
-from jaxche.training._data import Feed
+from jaxche.training._data import Feed, Key
+from jaxche.training._outputs import BatchOutputs, of_step
 from jaxche.training._placement import BatchPlacement, spans_processes
 from jaxche.training._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.training._scaling import MergeScale
@@ -29,12 +30,16 @@ _MEMORY_SHARE = 0.8
 
 
 class LocalResult(NamedTuple):
-    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed."""
+    """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
+
+    With outputs, those of each batch.
+    """
 
     carry: Carry
     steps: int
     wall_ms: float
     error: Exception | None = None
+    outputs: Sequence[BatchOutputs] = ()
 
 
 class PaceError(ValueError):
@@ -57,6 +62,7 @@ class Replica:
         self._executables: dict[Any, Steps] = {}
         self._padding: Any = None
         self._read_error: Exception | None = None
+        self._taken: Sequence[tuple[Key, slice]] = ()  # the batches of the present step
         self.compilations = 0
 
     def begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> Carry:
@@ -76,9 +82,36 @@ class Replica:
         if key not in self._executables:
             batch_size(batch)  # refuses ragged batches by name before XLA sees them
             start, carry = begun or self._begin(local, 0)
-            self._executables[key] = self._programs.compile(start, carry, batch)
+            try:
+                self._executables[key] = self._programs.compile(start, carry, batch)
+            except Exception as error:
+                if unlike := self._unlike_the_first(batch):
+                    raise ValueError(unlike) from error
+                if self._taken:
+                    error.add_note(f"the step was on {self._where}")
+                raise
             self.compilations += 1
         return self._executables[key], batch
+
+    @property
+    def _where(self) -> str:
+        """The batches of the step that is being taken."""
+        return ", ".join(f"batch {index} of epoch {epoch}" for (epoch, index), _ in self._taken) or "a batch"
+
+    def _unlike_the_first(self, batch: Any) -> str | None:
+        """The difference between a batch that cannot be compiled and the first, if it has other entries."""
+        if not self._executables:
+            return None
+        structure = next(iter(self._executables))[0]
+        first = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+        names = [[jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (first, batch)]
+        if set(names[0]) == set(names[1]):
+            return None
+        lacks = ", ".join(name for name in names[0] if name not in names[1])
+        return (
+            f"{self._where} has {', '.join(names[1])}, and the first batch has {', '.join(names[0])}; every batch of "
+            f"the data needs what loss_fn reads: {f'add {lacks}' if lacks else 'give all of them the same entries'}"
+        )
 
     def compile(self, local: LocalState, batch: Any) -> bool:
         """Compile for the shapes of this batch without running; false if they were compiled before."""
@@ -93,11 +126,11 @@ class Replica:
         steps, batch = self._executable(local, batch, (start, carry))
         fastest, pace_ms = float("inf"), self._pace(batch)
         if steps.plain is not steps.measuring:
-            carry, loss = steps.plain(start, carry, batch)
+            carry, loss, *_ = steps.plain(start, carry, batch)
             loss.block_until_ready()
         for _ in range(3 if self._pace_ms else 1):
             clock = time.perf_counter()
-            carry, loss = steps.measuring(start, carry, batch)
+            carry, loss, *_ = steps.measuring(start, carry, batch)
             loss.block_until_ready()
             fastest = min(fastest, (time.perf_counter() - clock) * 1e3)
         self._programs.finish(local, carry)
@@ -126,6 +159,8 @@ class Replica:
         """
         self._read_error = None
         losses: list[Any] = []
+        outputs: list[BatchOutputs] = []
+        pending: list[tuple[Any, int, Any]] = []  # outputs on the device, at most those of the steps in flight
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
         together = None
         if time_limit_ms is not None and isinstance(feed, Feed):
@@ -143,13 +178,18 @@ class Replica:
                     late = steps > 0 and steps % in_flight == 0 and together(late)
                 if late:
                     break
+                self._taken = feed.taken if isinstance(feed, Feed) else ()
                 before, clock = self.compilations, time.perf_counter()
                 programs, batch = self._executable(local, batch, (constants, carry))
                 if self.compilations != before:
                     start += time.perf_counter() - clock  # no compilation is ever timed
                 step = programs.measuring if steps < measured else programs.plain
-                carry, loss = step(constants, carry, batch)
+                carry, loss, *kept = step(constants, carry, batch)
                 steps += 1
+                if kept and isinstance(feed, Feed):
+                    pending.append((feed.taken, batch_size(batch), *kept))
+                    if len(pending) > in_flight // 2:
+                        outputs += of_step(*pending.pop(0))
                 if self._pace_ms:
                     loss.block_until_ready()
                     due = max(due + self._pace(batch) / 1e3, time.perf_counter())
@@ -160,12 +200,13 @@ class Replica:
                     losses[in_flight // 2 - 1].block_until_ready()
                     del losses[: in_flight // 2]
             jax.block_until_ready(carry)
+            outputs += itertools.chain.from_iterable(of_step(*one) for one in pending)
             wall_ms = (time.perf_counter() - start) * 1e3 if steps else 0.0
             # Before an error is raised: the other processes of the replica take part in this.
             carry = self._programs.finish(local, carry)
             if self._read_error is not None:
                 raise self._read_error
-            return LocalResult(carry, steps, wall_ms)
+            return LocalResult(carry, steps, wall_ms, outputs=outputs)
         except Exception as error:
             return self.idle(local)._replace(error=error)
 

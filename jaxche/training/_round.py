@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -23,7 +23,8 @@ from jaxche.cadence import (
 )
 from jaxche.distributed import Group
 from jaxche.reports import RoundInfo
-from jaxche.training._merge import DIFFERS, HOST_COLUMNS, Merged
+from jaxche.training._columns import Columns
+from jaxche.training._merge import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Merged
 from jaxche.training._replica import LocalResult
 from jaxche.training._state import TrainerState
 
@@ -149,7 +150,8 @@ def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
 
 
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
-_NOT_FINITE, _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(4))
+_NOT_FINITE = len(HOST_COLUMNS)
+_SUMS = _NOT_FINITE + 1
 
 
 def host_row(
@@ -174,15 +176,15 @@ def host_row(
 class RoundStatistics:
     """The statistics of a round by name, from the merged table; equal on every host."""
 
-    def __init__(self, numbers: np.ndarray, metrics: Sequence[str]):
+    def __init__(self, numbers: np.ndarray, columns: Columns):
         self._numbers = np.asarray(numbers, np.float64)
-        self._metrics = metrics
+        self._columns, self._sums = columns, self._numbers[:, _SUMS:]
 
     def with_wall_ms(self, wall_ms: Sequence[float]) -> RoundStatistics:
         """The same statistics with other times."""
         numbers = self._numbers.copy()
         numbers[:, _COLUMN["wall_ms"]] = wall_ms
-        return RoundStatistics(numbers, self._metrics)
+        return RoundStatistics(numbers, self._columns)
 
     def _host(self, name: str) -> np.ndarray:
         return self._numbers[:, _COLUMN[name]]
@@ -211,22 +213,33 @@ class RoundStatistics:
 
     @property
     def examples(self) -> np.ndarray:
-        return self._numbers[:, _EXAMPLES]
+        return self._sums[:, 0]
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The weight of the loss of each replica, above 0 where there are examples."""
+        weights = self._weights(0)
+        return weights if self._columns.weight_of(0) == 0 else np.where(self.examples, weights.clip(TINY_WEIGHT), 0)
+
+    def _weights(self, position: int) -> np.ndarray:
+        return self._sums[:, self._columns.weight_of(position)]
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Mean loss of each replica, NaN without a step."""
-        with np.errstate(invalid="ignore"):
-            return tuple((self._numbers[:, _LOSS] / self.examples).tolist())
+        """Mean loss of each replica, NaN without a step, or without weight."""
+        return tuple(_ratio(self._sums[:, 1], self._weights(0)).tolist())
+
+    def _mean(self, position: int) -> float:
+        """The mean of the loss (position 0) or of a metric over all replicas, NaN without weight."""
+        return float(_ratio(self._sums[:, 1 + position].sum(), self._weights(position).sum()))
 
     @property
     def loss(self) -> float:
-        return float(self._numbers[:, _LOSS].sum() / self.examples.sum())
+        return self._mean(0)
 
     @property
     def metrics(self) -> dict[str, float]:
-        means = self._numbers[:, _METRICS:].sum(axis=0) / self.examples.sum()
-        return dict(zip(self._metrics, means.tolist(), strict=True))
+        return {name: self._mean(1 + i) for i, name in enumerate(self._columns.metrics)}
 
     def check(
         self,
@@ -236,8 +249,11 @@ class RoundStatistics:
         ranks: Sequence[int],
         results: Sequence[LocalResult],
         finite: bool,
+        look: Callable[[Sequence[tuple[int, int]]], str] = lambda keys: "",
     ) -> None:
         """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
+
+        ``look`` finds the numbers of these batches that are not finite, as text.
 
         Raises:
           Exception: the error of a local replica.
@@ -256,33 +272,52 @@ class RoundStatistics:
                 f"{[r for r, d in enumerate(digests) if d != tuple(map(float, plan.digest_halves()))]} something else; "
                 "use the same data, seed and settings on all of them"
             )
-        losses = self._numbers[:, _LOSS]
+        losses = self._sums[:, 1]
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
         if bad:
-            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}")
+            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}", look)
         broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
         if broken:
             what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
-            self._refuse_numbers(state, plan, broken[0], what)
+            self._refuse_numbers(state, plan, broken[0], what, look)
         if not finite:
-            self._refuse_numbers(state, plan, None, "the merged parameters or optimizer state became NaN or infinite")
+            what = "the merged parameters or optimizer state became NaN or infinite"
+            self._refuse_numbers(state, plan, None, what, look)
 
-    def _refuse_numbers(self, state: TrainerState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
+    def _refuse_numbers(
+        self,
+        state: TrainerState,
+        plan: RoundPlan,
+        rank: int | None,
+        what: str,
+        look: Callable[[Sequence[tuple[int, int]]], str],
+    ) -> NoReturn:
         ranks = range(len(plan.counts)) if rank is None else [rank]
         ends = [None if plan.shares else self.counts[r] for r in ranks]
         batches = tuple(
             dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in plan.share(r)[:end])
         )
+        found = look(batches)
+        advice = (
+            f"The data has {found}; take these examples out, or write np.nan_to_num(x)"
+            if found
+            else "The numbers in these batches are finite. Try a lower learning rate or "
+            "tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient that is not finite although "
+            "the loss is (sqrt or log at 0, a mean of nothing)"
+        )
         raise NonFiniteLossError(
-            f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. The round was not merged; "
-            "this error's .state is the one before it. Look for NaN, infinite or empty values in these batches and for "
-            "a gradient that is not finite although the loss is (sqrt or log at 0); else try a lower learning rate or "
-            "optax.chain(optax.clip_by_global_norm(1.0), tx)",
+            f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. {advice}. The round was not "
+            "merged; this error's .state is the one before it",
             rank,
             plan.round,
             state,
             batches,
         )
+
+
+def _ratio(sums: Any, weights: Any) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.divide(sums, weights)
 
 
 def _batch_names(batches: Sequence[tuple[int, int]]) -> str:
@@ -341,9 +376,9 @@ def advance(
             correction, che, verdict = correction.apply(before, che, rel)
     examples = table.examples
     if rule is None:
-        weights, alpha = tuple((examples / examples.sum()).tolist()), 1.0
+        weights, alpha = tuple((table.weights / table.weights.sum()).tolist()), 1.0
     else:
-        sizes = [e / max(n, 1) for e, n in zip(examples, counts, strict=True)]
+        sizes = [weight / max(n, 1) for weight, n in zip(table.weights, counts, strict=True)]
         parts = [part if n else 0.0 for part, n in zip(plan.batches, counts, strict=True)] if plan.shares else counts
         weights, alpha = merge_weights(rule, parts if rule == "steps" else counts, batch_sizes=sizes)
     info = RoundInfo(

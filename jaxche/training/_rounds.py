@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,17 +18,21 @@ from jax.sharding import Mesh
 from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RoundPlan, RowShares, VirtualFleet, choose
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
+from jaxche.drawing import short_traceback
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_params
+from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_params, shapes_of
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
     check_fleet,
     check_joined,
     check_opt_state,
+    check_outputs,
     check_rules,
+    check_state,
     check_unscaled,
+    check_untraced,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -39,6 +44,7 @@ from jaxche.training._checks import (
 from jaxche.training._data import checked_length
 from jaxche.training._engine import Engine, Settings
 from jaxche.training._fingerprint import abbreviated
+from jaxche.training._outputs import BatchOutputs, in_order
 from jaxche.training._round import (
     SOLO_ROUND,
     RoundStatistics,
@@ -69,6 +75,7 @@ class Rounds:
     # Follows the processes of an elastic run.
     _membership_type: Callable[[Any, ElasticGroup], Any] | None = None
 
+    @short_traceback
     def __init__(
         self,
         loss_fn: Callable[..., Any] | Partitioned,
@@ -90,6 +97,7 @@ class Rounds:
         rows: str | None = None,
         joined_batches: int | None = None,
         max_rows: int | Sequence[int] | None = None,
+        outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
     ):
         check_joined()
         self._group = group = process_group()
@@ -140,7 +148,9 @@ class Rounds:
                 joined=not any(placement.makes_pieces for placement in placements),
             )
         host = merges_on_host(backend, placements)
-        loss: Any = loss_fn if staged else as_loss(loss_fn)
+        check_outputs(outputs, staged, placements)
+        self._outputs = outputs
+        loss: Any = loss_fn if staged else as_loss(loss_fn, outputs is not None)
         settings = Settings(
             group=group,
             loss=loss,
@@ -154,6 +164,7 @@ class Rounds:
             paces=paces,
             scaling=scaled,
             host=host,
+            joins_rows=self.rows == "speed" or self._joined != self.world_size,
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -180,6 +191,7 @@ class Rounds:
         self._solo_steps = SOLO_ROUND
         self.last_good_state: TrainerState | None = None
 
+    @short_traceback
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
         """Put one set of parameters on every replica.
 
@@ -199,7 +211,8 @@ class Rounds:
           ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, or an ``opt_state`` of
             another optimizer.
         """
-        shapes = jax.eval_shape(params) if callable(params) else params
+        check_untraced("trainer.init")
+        shapes = shapes_of(params, "trainer.init")
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         if model_state is not None and isinstance(self._engine, StagedEngine):
@@ -222,6 +235,7 @@ class Rounds:
         """The measured gradient noise scale, or None without ``scaling=``."""
         return self._engine.unreplicate(state.local_states[0].noise)
 
+    @short_traceback
     def round(
         self, state: TrainerState, data: Any, counts: Sequence[int] | None = None
     ) -> tuple[TrainerState, RoundInfo]:
@@ -252,8 +266,16 @@ class Rounds:
           RankError: another process failed.
           PlanMismatchError: the hosts planned different rounds.
         """
+        self.check_state(state, "trainer.round")
         return self._round(state, data, counts)
 
+    def check_state(self, state: Any, call: str) -> None:
+        """Refuse what is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
+        check_state(state)
+        check_untraced(call)
+        self._engine.check_state(state.local_states)
+
+    @short_traceback
     def replay(self, state: TrainerState, data: Any, history: Iterable[RoundInfo]) -> tuple[TrainerState, History]:
         """Repeat recorded rounds: the same batches on the same replicas, at any speed.
 
@@ -270,6 +292,7 @@ class Rounds:
         Raises:
           ValueError: the history begins at another place than the state, or has another number of replicas.
         """
+        self.check_state(state, "trainer.replay")
         again, history = History(), list(history)
         for number, info in enumerate(history):
             if len(info.counts) != self.world_size:
@@ -300,6 +323,7 @@ class Rounds:
         if self._membership:
             self._membership.reset()
 
+    @short_traceback
     def measure_rates(self, state: TrainerState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
         """Batches per second of every replica, all running at once without merges: the upper bound of any cadence.
 
@@ -313,6 +337,7 @@ class Rounds:
         """
         if self._fleet is not None:
             return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
+        self.check_state(state, "trainer.measure_rates")
         plan = self._plan(state, checked_length(data))
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         return tuple(self._engine.free_run(state.local_states, data, seconds))
@@ -361,6 +386,11 @@ class Rounds:
         last_epoch: int | None = None,
         cut: tuple[tuple[int, ...], int] = ((), 0),
     ) -> RoundPlan:
+        if state.cursor >= size:
+            raise ValueError(
+                f"data has {size} batches in an epoch, and state is at batch {state.cursor} of one; go on with the "
+                "data it was trained on, or begin an epoch of others: state = trainer.init(trainer.params(state))"
+            )
         policy, joined = self._policy(state), self._joined
         if counts is not None:
             return plan_of_counts(state, size, policy, self.world_size, counts, *cut)
@@ -416,8 +446,16 @@ class Rounds:
             self._membership.poll()
         merged = self._engine.merge(state.local_states, results, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
-        table = RoundStatistics(merged.table, self._engine.metrics)
-        table.check(self._group, state, plan, self._engine.ranks, results, merged.finite)
+        table = RoundStatistics(merged.table, self._engine.columns)
+        table.check(
+            self._group,
+            state,
+            plan,
+            self._engine.ranks,
+            results,
+            merged.finite,
+            look=partial(self._engine.non_finite, data),
+        )
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         if self._fleet is None:
@@ -431,6 +469,8 @@ class Rounds:
         gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
         rule = None if gradients else self.merge
         state, info = advance(state, plan, merged, table, policy, rule, sync_ms)
+        if self._outputs is not None:
+            self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return self._with_shares(state, info), info
 
     def _with_shares(self, state: TrainerState, info: RoundInfo) -> TrainerState:

@@ -18,7 +18,7 @@ from jaxche.averaging import add_weighted, measure_drift, zero_sums
 from jaxche.distributed import Group
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
-from jaxche.training._checks import check_local_devices
+from jaxche.training._checks import check_local_devices, check_state_of_tx
 from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import digest, update_digest
 from jaxche.training._merge import Merge, Merged, MergeRules
@@ -382,6 +382,10 @@ class StagedEngine(Engine):
         self._rules = self._settings.rules(self._tx, None)
         self._merge = self._make_merge(local)
         return code.consts
+
+    def _check_opt_state(self, local: LocalState) -> None:
+        for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
+            check_state_of_tx(self._tx, params, opt_state)
 
     def _row_limits_here(self, local_states: Sequence[LocalState]) -> list[float]:
         """Empty: stages take whole batches."""

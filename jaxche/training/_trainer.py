@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from jaxche.drawing import short_traceback
 from jaxche.reports import History
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._fit import fit
@@ -81,6 +82,10 @@ class Trainer(Rounds):
       joined_batches: under ``sync``, the batches in an update; by default one per replica.
       max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default
         what a device has memory for, if it says how much it has.
+      outputs: ``outputs(info, batches)`` is called after every round with the :class:`RoundInfo` and the outputs of
+        each batch of this process's replicas, in the order of the data: what ``loss_fn`` returns beside the loss, such
+        as logits, on the host. Then ``loss_fn`` may return ``(loss, outputs)`` with arrays of any shape, or a dict, of
+        which the scalars are metrics. All processes give this argument.
 
     Notes:
       **Schedules.** On one device a schedule in ``tx`` is a function of the number of updates, one per batch. Here it
@@ -120,6 +125,7 @@ class Trainer(Rounds):
 
     _membership_type = Membership
 
+    @short_traceback
     def fit(
         self,
         state: TrainerState,

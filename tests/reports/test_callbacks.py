@@ -4,13 +4,14 @@ import gzip
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import optax
 import pytest
 
 import jaxche
-from jaxche.reports._callbacks import scalars
+from jaxche.reports._callbacks import _notebook_display, scalars
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_live_plot_updates_one_figure(problem, devices, monkeypatch):
     import optax
 
     screen = Screen()
-    monkeypatch.setattr("IPython.display.display", screen.display)
+    monkeypatch.setattr("jaxche.reports._callbacks._notebook_display", lambda: screen.display)
     live = jaxche.LivePlot(every_s=1e-9)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     _, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[live], progress=False)
@@ -129,6 +130,30 @@ def test_live_plot_updates_one_figure(problem, devices, monkeypatch):
     assert len(screen.updates) == len(history) - 1
     last = screen.updates[-1].axes[1].lines[0]
     assert len(last.get_xdata()) == len(history)
+
+
+def test_live_plot_outside_a_notebook_draws_nothing_and_says_so_once(round_info, caplog, monkeypatch):
+    screen = Screen()
+    monkeypatch.setattr("IPython.display.display", screen.display)
+    live = jaxche.LivePlot(every_s=1e-9)
+    for _ in range(2):
+        live(None, round_info())
+    live.draw()
+    assert not screen.shown
+    [line] = caplog.messages
+    assert "this is none; draw at the end: history.plot().savefig('history.png')" in line
+
+
+def test_a_notebook_is_an_ipython_with_a_kernel(monkeypatch):
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace())
+    assert _notebook_display() is None
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=None))
+    assert callable(_notebook_display())
+
+
+def test_live_plot_needs_no_ipython(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    jaxche.LivePlot().draw()
 
 
 def test_invalid_interval():

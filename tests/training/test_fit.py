@@ -77,7 +77,7 @@ def test_dry_run_tries_everything_and_changes_nothing(trainer, problem):
     other = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=jax.devices()[:2])
     bad = [{"x": np.ones((4, 5)), "y": np.ones((3, 2))}]
     with pytest.raises(ValueError, match="leading axes"):
-        other.fit(start, bad, dry_run=True)
+        other.fit(other.init(problem.params), bad, dry_run=True)
 
 
 def test_an_interrupt_returns_what_was_reached(trainer, problem):

@@ -10,6 +10,7 @@ import jaxche
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
 from jaxche.training import PlanMismatchError
+from jaxche.training._columns import Columns
 from jaxche.training._merge import HOST_COLUMNS, reduce_rows
 from jaxche.training._round import RoundStatistics
 
@@ -161,7 +162,7 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table[0, :, HOST_COLUMNS.index("wall_ms")] = 10, 30
     rows = reduce_rows(table)
     assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
-    RoundStatistics(rows, ()).check(Group(), None, plan, (), (), True)
+    RoundStatistics(rows, Columns()).check(Group(), None, plan, (), (), True)
     table[1, 1, HOST_COLUMNS.index(name)] -= 1
     with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):
-        RoundStatistics(reduce_rows(table), ()).check(Group(), None, plan, (), (), True)
+        RoundStatistics(reduce_rows(table), Columns()).check(Group(), None, plan, (), (), True)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
 from jaxche.training import TrainerState
+from jaxche.training._columns import Columns
 from jaxche.training._merge import HOST_COLUMNS, Merged
 from jaxche.training._round import RoundStatistics, advance
 
@@ -21,7 +22,7 @@ def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 
         host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": n, "batches": n, "wall_ms": w, "last_sync_ms": last_sync}
         rows.append([*host.values(), 0.0, n * b, n * b * 0.5])
     table = np.array(rows)
-    return Merged(("after",), table, drift), RoundStatistics(table, ())
+    return Merged(("after",), table, drift), RoundStatistics(table, Columns())
 
 
 def after(che, counts, wall, policy=ApplyPolicy.CADENCE, rule="steps", start=0, planned=None, **options):

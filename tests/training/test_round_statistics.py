@@ -9,6 +9,7 @@ from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group, RankError
 from jaxche.training import NonFiniteLossError, PlanMismatchError
 from jaxche.training import _round as module
+from jaxche.training._columns import Columns
 from jaxche.training._replica import LocalResult
 from jaxche.training._round import RoundStatistics, host_row
 
@@ -22,7 +23,7 @@ def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
     numbers = np.float32([row + s for row, s in zip(rows, sums, strict=True)])
     for name, (rank, value) in host.items():
         numbers[rank, module._COLUMN.get(name, module._NOT_FINITE)] = value
-    return RoundStatistics(numbers, ("mae",))
+    return RoundStatistics(numbers, Columns(("mae",)))
 
 
 DONE = (LocalResult({}, 2, 1.0), LocalResult({}, 1, 1.0))
@@ -54,7 +55,7 @@ def test_rows_of_which_all_differ_within_agree_with_nobody_either():
     numbers = table()._numbers
     numbers[:, [module._COLUMN["plan_high"], module._COLUMN["plan_low"]]] = module.DIFFERS
     with pytest.raises(PlanMismatchError, match=r"ranks \[0, 1\]"):
-        refuse(RoundStatistics(numbers, ("mae",)))
+        refuse(RoundStatistics(numbers, Columns(("mae",))))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -65,7 +66,9 @@ def test_a_loss_that_is_not_finite_names_its_rank(bad):
 
 
 def test_a_state_that_is_not_finite_names_its_rank_and_its_batches():
-    with pytest.raises(NonFiniteLossError, match=r"a state of rank 0 became.*batches 0 to 1 of epoch 0.*NaN") as caught:
+    with pytest.raises(
+        NonFiniteLossError, match=r"a state of rank 0 became.*batches 0 to 1 of epoch 0.*are finite"
+    ) as caught:
         refuse(table(not_finite=(0, 1.0), count=(0, 2.0)))
     assert (caught.value.rank, caught.value.batches) == (0, ((0, 0), (0, 1)))
 
@@ -80,7 +83,7 @@ def test_a_merge_that_is_not_finite_names_all_batches():
     counts = table(count=(0, 2.0))._numbers
     counts[1, module._COLUMN["count"]] = 1
     with pytest.raises(NonFiniteLossError, match="the merged parameters") as caught:
-        refuse(RoundStatistics(counts, ("mae",)), merged=False)
+        refuse(RoundStatistics(counts, Columns(("mae",))), merged=False)
     assert caught.value.rank is None
     assert caught.value.batches == ((0, 0), (0, 1), (0, 2))
 

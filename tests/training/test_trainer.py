@@ -412,7 +412,7 @@ def test_batches_by_number_are_data_whatever_they_are_in(problem, devices):
     [
         (lambda p, b: b["x"] @ p["w"], r"shape \(8, 2\).*loss.mean\(\)"),
         (lambda p, b: (jnp.sum(p["w"]), {"vector": p["b"]}), "metric 'vector'"),
-        (lambda p, b: (jnp.sum(p["w"]), 3.0), "metrics of type float"),
+        (lambda p, b: (jnp.sum(p["w"]), 3.0), "a number beside the loss"),
         (lambda p, b: (1.0, {}, {}), "tuple of 3"),
         (lambda p, b: jnp.sum(b["z"]), "z"),
     ],

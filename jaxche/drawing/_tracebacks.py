@@ -1,0 +1,97 @@
+"""Tracebacks that end in the user's line, without the frames of this package."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# "full" keeps all frames.
+TRACEBACK = "JAXCHE_TRACEBACK"
+
+_PACKAGE = __name__.partition(".")[0]
+_OWN = str(Path(__file__).resolve().parent.parent) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def short_traceback(call: Callable[P, R]) -> Callable[P, R]:
+    """A public call whose errors have no frames of this package.
+
+    An error that this package raises about an argument ends in the line of the user; one raised in the user's own
+    functions keeps their frames. Other errors are unexpected, and keep all.
+    """
+
+    @functools.wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if os.environ.get(TRACEBACK) != "full":
+                _shorten(error)
+            raise
+
+    return wrapped
+
+
+def _shorten(error: BaseException | None) -> None:
+    while error is not None:
+        error.__traceback__ = _users_part(error, error.__traceback__)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def without_library(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback as far as the last function of the user."""
+    entries = _entries(trace)
+    while entries and _kind(entries[-1]) != "user":
+        entries.pop()
+    return _chain(entries)
+
+
+def _users_part(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """The entries of the user's functions, and of what they call; all entries of an unexpected error."""
+    entries = _entries(trace)
+    kinds = [_kind(entry) for entry in entries]
+    if not entries or (not _is_ours(error) if kinds[-1] == "own" else "user" not in kinds):
+        return trace
+    # Before the first function of the user are those of JAX, of threads and of context managers.
+    return _chain(
+        entry
+        for i, (entry, kind) in enumerate(zip(entries, kinds, strict=True))
+        if kind == "user" or (kind == "library" and "user" in kinds[:i])
+    )
+
+
+def _entries(trace: TracebackType | None) -> list[TracebackType]:
+    found = []
+    while trace is not None:
+        found.append(trace)
+        trace = trace.tb_next
+    return found
+
+
+def _chain(entries: Iterable[TracebackType]) -> TracebackType | None:
+    rest = None
+    for entry in reversed(list(entries)):
+        rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raises such errors on purpose, about something that the user gave."""
+    return isinstance(error, ValueError | ImportError) or type(error).__module__.startswith(f"{_PACKAGE}.")
+
+
+def _kind(entry: TracebackType) -> str:
+    path, module = entry.tb_frame.f_code.co_filename, str(entry.tb_frame.f_globals.get("__name__"))
+    # The initializer of a dataclass has no file.
+    if path.startswith(_OWN) or module.startswith(f"{_PACKAGE}."):
+        return "own"
+    # Code without a file, as of a notebook or of exec, is the user's; frozen modules are not.
+    return "library" if path.startswith(_LIBRARIES) or path.startswith("<frozen") else "user"
