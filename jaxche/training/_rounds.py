@@ -19,15 +19,17 @@ from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, Rou
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_params
+from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
     check_fleet,
     check_joined,
+    check_line_search,
     check_opt_state,
     check_rules,
     check_unscaled,
+    check_update,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -39,6 +41,7 @@ from jaxche.training._checks import (
 from jaxche.training._data import checked_length
 from jaxche.training._engine import Engine, Settings
 from jaxche.training._fingerprint import abbreviated
+from jaxche.training._frozen import FrozenArrays
 from jaxche.training._round import (
     SOLO_ROUND,
     RoundStatistics,
@@ -101,6 +104,7 @@ class Rounds:
         if opt_state == "auto":
             opt_state = "average" if average == "parameters" else "local"
         check_rules(tx, average, merge, opt_state, outer, backend)
+        check_line_search(tx)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
         if staged:
@@ -140,7 +144,7 @@ class Rounds:
                 joined=not any(placement.makes_pieces for placement in placements),
             )
         host = merges_on_host(backend, placements)
-        loss: Any = loss_fn if staged else as_loss(loss_fn)
+        loss: Any = loss_fn if staged else FrozenArrays(loss_fn)
         settings = Settings(
             group=group,
             loss=loss,
@@ -196,12 +200,13 @@ class Rounds:
           The state before the first round.
 
         Raises:
-          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, or an ``opt_state`` of
-            another optimizer.
+          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled or whose update needs more
+            than gradients and the loss, or an ``opt_state`` of another optimizer.
         """
         shapes = jax.eval_shape(params) if callable(params) else params
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
+        check_update(self._tx, shapes, staged=isinstance(self._engine, StagedEngine))
         if model_state is not None and isinstance(self._engine, StagedEngine):
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:
