@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxche.sharding import Loss, as_loss
+from jaxche.training._placement import Placement
 
 
 class FrozenArrays:
@@ -23,9 +24,17 @@ class FrozenArrays:
         self._leaves, self._treedef = jax.tree.flatten(loss_fn)
         self._places = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
         self.arrays = tuple(self._leaves[i] for i in self._places)
+        self._placed: dict[Any, tuple[Any, ...]] = {}
 
     def __call__(self, params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         return self._loss(params, model_state, batch, rng)
+
+    def put(self, placement: Placement) -> tuple[Any, ...]:
+        """The arrays on the devices of a replica, once for all its programs."""
+        devices = tuple(placement.devices.flat)
+        if devices not in self._placed:
+            self._placed[devices] = placement.put_whole(self.arrays)
+        return self._placed[devices]
 
     def with_arrays(self, params: Any, inputs: tuple[Sequence[Any], Any], batch: Any, rng: Any) -> Any:
         """The loss with other arrays in their places; ``inputs`` are those arrays and the model state."""

@@ -154,7 +154,7 @@ class LocalPrograms:
     ):
         self._placement, self._seed, self._solo = placement, seed, solo
         self._objective = placement.value_and_grad(loss.with_arrays)
-        self._frozen = placement.put_whole(loss.arrays)
+        self._frozen = loss.put(placement)
         self._tx: Any = optax.with_extra_args_support(tx)
         self._metrics, self._scaling = metrics, scaling
         step = self._local_step if average == "parameters" else self._accumulate

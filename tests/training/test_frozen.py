@@ -11,6 +11,7 @@ import jaxche
 from jaxche.sharding._hlo import collectives
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._merge import HOST_COLUMNS
+from jaxche.training._placement import DevicePlacement
 
 WIDE = 48
 
@@ -62,6 +63,14 @@ def test_they_are_on_every_replica_of_every_kind(problem, devices, head, backbon
         state, _ = trainer.round(trainer.init(head), problem.data, counts=(1, 1))
         trained.append(trainer.params(state))
     close(*trained)
+
+
+def test_all_programs_of_a_replica_share_them(devices, backbone):
+    frozen = FrozenArrays(jax.tree_util.Partial(with_backbone, backbone=backbone))
+    one, other = (DevicePlacement(device) for device in devices[1:3])
+    assert frozen.put(one) is frozen.put(one)
+    for placement, device in ((one, devices[1]), (other, devices[2])):
+        assert [x.devices() for x in frozen.put(placement)] == [{device}]
 
 
 def test_other_leaves_stay_as_they_are():
