@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.core
@@ -402,6 +402,46 @@ def check_unscaled(tx: Any, params: Any) -> None:
             "noise; give the inner optimizer and the rule separately: "
             "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
         )
+
+
+def check_line_search(tx: Any) -> None:
+    """Refuse an optimizer that evaluates the loss again, as far as parameters of one array show it."""
+    try:
+        _trace_update(tx, jnp.zeros(2))
+    except Exception as error:  # e.g. a mask for other parameters
+        if "value_fn" in str(error):
+            _refuse_update(error)
+
+
+def check_update(tx: Any, params: Any, staged: bool) -> None:
+    """Refuse an optimizer whose update needs more than gradients, parameters and ``value=``."""
+    for part in params if staged else [params]:
+        try:
+            _trace_update(tx, part)
+        except Exception as error:
+            _refuse_update(error)
+
+
+def _trace_update(tx: Any, params: Any) -> None:
+    wide: Any = optax.with_extra_args_support(tx)
+
+    def step(params: Any, value: Any) -> Any:
+        return wide.update(params, wide.init(params), params, value=value)
+
+    jax.eval_shape(step, params, jax.ShapeDtypeStruct((), "float32"))
+
+
+def _refuse_update(error: Exception) -> NoReturn:
+    if "value_fn" in str(error):
+        raise ValueError(
+            "tx searches along its direction with further values of the loss (value_fn=), as optax.lbfgs and "
+            "optax.scale_by_backtracking_linesearch do, and a step on one batch has one value; write "
+            "optax.lbfgs(0.1, linesearch=None) with policy='sync', or optax.adam(1e-3)"
+        ) from error
+    raise ValueError(
+        "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
+        f"{type(error).__name__}: {error}; write e.g. tx=optax.adam(1e-3)"
+    ) from error
 
 
 def rule_text(rule: Any) -> str:

@@ -44,7 +44,7 @@ class Settings:
     """The checked settings of a trainer."""
 
     group: Group
-    loss: Any  # as_loss(loss_fn), or a model in stages
+    loss: Any  # FrozenArrays(loss_fn), or a model in stages
     tx: optax.GradientTransformation
     average: str
     merge: str

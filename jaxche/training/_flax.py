@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,15 +93,19 @@ class NNXLoss:
         ``nnx.Rngs`` with new keys for every batch, and ``rng=`` (or ``key=``), such a key, if it names them.
       optimizer: the model's ``nnx.Optimizer``, if there is one: every replica starts from its state, and :meth:`update`
         updates model and optimizer after training.
+      wrt: the nnx filter of the variables to train, e.g. ``nnx.LoRAParam``; by default that of the optimizer, or
+        ``nnx.Param``. Other parameters are frozen: constants on every replica, which are neither merged nor saved in
+        checkpoints.
 
     Attributes:
       params: pytree of plain dicts, for ``trainer.init``.
+      frozen: the parameters that are not trained, likewise. They are no part of the state.
       model_state: all variables that are not parameters (batch statistics, random streams), likewise.
       tx: optax transformation of ``optimizer``, for the trainer; None without one.
       opt_state: state of ``optimizer``, for ``trainer.init``; None without one.
 
     Raises:
-      ValueError: ``model`` is not an nnx module, or ``optimizer`` is not one of its parameters (``wrt=nnx.Param``).
+      ValueError: ``model`` is not an nnx module, ``optimizer`` is not one of its parameters, or ``wrt`` selects none.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -135,7 +140,13 @@ class NNXLoss:
     """
 
     @short_traceback
-    def __init__(self, model: nnx.Module, loss_fn: Callable[..., Any], optimizer: nnx.Optimizer | None = None):
+    def __init__(
+        self,
+        model: nnx.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: nnx.Optimizer | None = None,
+        wrt: Any = None,
+    ):
         from flax import nnx
 
         if not isinstance(model, nnx.Module):
@@ -143,9 +154,15 @@ class NNXLoss:
                 f"model={brief(model)} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn)"
             )
         self._wanted = wanted_names(loss_fn, "model, batch", ("rngs", *RNG_NAMES))
-        self._graph, self._params, self._rest = nnx.split(model, nnx.Param, ...)
+        self._wrt = _wrt(optimizer, wrt)
+        self._graph, self._params, self._frozen, self._rest = nnx.split(model, self._wrt, nnx.Param, ...)
         self._loss_fn = loss_fn
-        self.params = nnx.to_pure_dict(self._params)
+        self.params, self.frozen = nnx.to_pure_dict(self._params), nnx.to_pure_dict(self._frozen)
+        if not jax.tree.leaves(self.params):
+            raise ValueError(
+                f"wrt={_filter_name(self._wrt)} selects no variable of the model; write wrt=nnx.Param for all "
+                "parameters, or wrt=nnx.LoRAParam for adapters"
+            )
         self.model_state = nnx.to_pure_dict(self._rest)
         self._keys = sorted(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngKey))), key=str)
         self._streams = list(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngState))))
@@ -159,7 +176,8 @@ class NNXLoss:
         leaves = jax.tree.leaves(optimizer.opt_state)
         if [x.shape for x in jax.tree.leaves(form)] != [x.shape for x in leaves]:
             raise ValueError(
-                "optimizer is not one of all parameters of the model; write nnx.Optimizer(model, tx, wrt=nnx.Param)"
+                "optimizer is not one of the parameters of this model; write "
+                f"nnx.Optimizer(model, tx, wrt={_filter_name(self._wrt)})"
             )
         return jax.tree.unflatten(jax.tree.structure(form), [jnp.copy(x) for x in leaves])
 
@@ -205,10 +223,10 @@ class NNXLoss:
         """
         from flax import nnx
 
-        own_params, own_rest = jax.tree.map(lambda x: x, (self._params, self._rest))
-        nnx.replace_by_pure_dict(own_params, params)
-        nnx.replace_by_pure_dict(own_rest, model_state)
-        return nnx.merge(self._graph, own_params, own_rest)
+        own = jax.tree.map(lambda x: x, (self._params, self._frozen, self._rest))
+        for variables, values in zip(own, (params, self.frozen, model_state), strict=True):
+            nnx.replace_by_pure_dict(variables, values)
+        return nnx.merge(self._graph, *own)
 
     def __call__(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
         """The loss in the trainer's form."""
@@ -221,9 +239,37 @@ class NNXLoss:
         own = jax.random.fold_in(rng, len(self._keys))
         named = {name: nnx.Rngs(own) if name == "rngs" else own for name in self._wanted}
         loss, metrics = loss_and_aux(self._loss_fn(model, batch, **named))
-        _, _, rest = nnx.split(model, nnx.Param, ...)
+        _, _, _, rest = nnx.split(model, self._wrt, nnx.Param, ...)
         after = flatten_dict(nnx.to_pure_dict(rest))
         return loss, (metrics, unflatten_dict(after | {path: before[path] for path in self._streams}))
+
+
+def _with_frozen(loss: NNXLoss, children: tuple[Any]) -> NNXLoss:
+    other = copy.copy(loss)
+    (other.frozen,) = children
+    return other
+
+
+# The trainer hands the arrays of this pytree to the compiled steps as inputs.
+jax.tree_util.register_pytree_node(NNXLoss, lambda loss: ((loss.frozen,), loss), _with_frozen)
+
+
+def _wrt(optimizer: nnx.Optimizer | None, wrt: Any) -> Any:
+    """The filter of the trained variables, that of the optimizer if there is one."""
+    from flax import nnx
+
+    if optimizer is None:
+        return nnx.Param if wrt is None else wrt
+    if wrt is not None and wrt != optimizer.wrt:
+        raise ValueError(
+            f"wrt={_filter_name(wrt)}, but the optimizer is of {_filter_name(optimizer.wrt)}; leave wrt= out, or write "
+            f"nnx.Optimizer(model, tx, wrt={_filter_name(wrt)})"
+        )
+    return optimizer.wrt
+
+
+def _filter_name(wrt: Any) -> str:
+    return f"nnx.{wrt.__name__}" if isinstance(wrt, type) else repr(wrt)
 
 
 def _fresh(key: Any, stream: Any) -> Any:

@@ -90,6 +90,10 @@ class Placement(BatchPlacement, Protocol):
         """Named trees on these devices, resharded as :meth:`specs`."""
         ...
 
+    def put_whole(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Arrays without a replica axis, whole on each of these devices."""
+        ...
+
     def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
         """A named tree from the shards of each leaf of ``tree`` on the devices of this process."""
         ...
@@ -169,6 +173,9 @@ class DevicePlacement:
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:
         return trees
 
+    def put_whole(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(jax.device_put(x, self._device) for x in arrays)
+
     def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [piece for (piece,) in pieces])
 
@@ -247,6 +254,9 @@ class ShardedPlacement:
 
     def move(self, trees: dict[str, Any]) -> dict[str, Any]:
         return jax.jit(_same, out_shardings=self._shardings(trees))(trees)
+
+    def put_whole(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(self._put(x, P()) for x in arrays)
 
     def assemble(self, name: str, tree: Any, pieces: Sequence[Any]) -> Any:
         leaves, treedef = jax.tree.flatten(tree)

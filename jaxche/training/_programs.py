@@ -12,8 +12,9 @@ import optax
 from jax import lax
 
 from jaxche.averaging import add_weighted, is_float, zero_sums
-from jaxche.sharding import Loss, batch_size, mean_of
+from jaxche.sharding import batch_size, mean_of
 from jaxche.training._columns import Columns
+from jaxche.training._frozen import FrozenArrays
 from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
@@ -71,10 +72,12 @@ class LocalState(NamedTuple):
 class Constants(NamedTuple):
     """The inputs that all steps of a round share; fields that the settings do not need are None.
 
-    Arrays have a leading axis of 1, except ``stride`` and ``merge_scale``. To dispatch an array in the carry costs ten
-    times as much.
+    Arrays have a leading axis of 1, except ``frozen``, ``stride`` and ``merge_scale``. To dispatch an array in the
+    carry costs ten times as much.
     """
 
+    # The frozen arrays of the loss function.
+    frozen: Any = ()
     # If gradients are averaged: the parameters they are computed at.
     params: Any = None
     # If a schedule needs them: the optimizer's counts at the start, and the steps of all replicas per own step.
@@ -144,7 +147,7 @@ class LocalPrograms:
     def __init__(
         self,
         placement: Placement,
-        loss: Loss,
+        loss: FrozenArrays,
         tx: optax.GradientTransformation,
         average: str,
         seed: int,
@@ -153,7 +156,8 @@ class LocalPrograms:
         solo: bool = False,
     ):
         self._placement, self._seed, self._solo = placement, seed, solo
-        self._objective = placement.value_and_grad(loss)
+        self._objective = placement.value_and_grad(loss.with_arrays)
+        self._frozen = loss.put(placement)
         self._tx: Any = optax.with_extra_args_support(tx)
         self._columns, self._scaling = columns, scaling
         step = self._local_step if average == "parameters" else self._accumulate
@@ -166,6 +170,7 @@ class LocalPrograms:
         )
 
     def constants(self, local: LocalState, made: Constants) -> Constants:
+        made = made._replace(frozen=self._frozen)
         if self._average == "gradients":
             made = made._replace(params=local.params)
         if made.stride is not None:
@@ -219,11 +224,13 @@ class LocalPrograms:
         present = {name: tree for name, tree in trees._asdict().items() if tree is not None}
         return trees._replace(**self._placement.constrain(present))
 
-    def _value_and_grad(self, params: Any, carry: Carry, batch: Any) -> tuple[Any, Any, Any, Carry, list[Any]]:
+    def _value_and_grad(
+        self, params: Any, frozen: Any, carry: Carry, batch: Any
+    ) -> tuple[Any, Any, Any, Carry, list[Any]]:
         """Loss, gradients, the row of the sums, the carry with new model state, index and sums, and any outputs."""
         rng = jax.random.fold_in(jax.random.key(self._seed), carry.index)
         (loss, (metrics, model_state, *outputs)), grads = self._objective(
-            params, drop_replica_axis(carry.model_state), batch, rng
+            params, (frozen, drop_replica_axis(carry.model_state)), batch, rng
         )
         row = self._columns.row(loss, metrics, jnp.float32(batch_size(batch)))
         counted = carry._replace(
@@ -233,7 +240,7 @@ class LocalPrograms:
 
     def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
         params, opt_state, scaled = drop_replica_axis(carry.params), drop_replica_axis(carry.opt_state), {}
-        loss, grads, row, carry, outputs = self._value_and_grad(params, carry, batch)
+        loss, grads, row, carry, outputs = self._value_and_grad(params, start.frozen, carry, batch)
         if self._scaling is not None:
             scaled, carry = self._scale(start, carry, grads, row[0], measures)
         if start.stride is None:
@@ -268,7 +275,8 @@ class LocalPrograms:
         return scaling.arguments(noise, progress, examples, merge_scale.replicas), carry
 
     def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
-        loss, grads, row, carry, outputs = self._value_and_grad(drop_replica_axis(start.params), carry, batch)
+        params = drop_replica_axis(start.params)
+        loss, grads, row, carry, outputs = self._value_and_grad(params, start.frozen, carry, batch)
         if self._scaling is not None and measures:
             tracked, noise = drop_replica_axis(carry.tracked), drop_replica_axis(start.noise)
             preconditioner = drop_replica_axis(start.preconditioner)

@@ -249,12 +249,18 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
 
     A round keeps the given state and works on a copy, with ``in_flight`` batches dispatched ahead.
     """
-    # The constants are arrays of the local state; only the carry adds to them.
-    (_, carry, batch), (_, carry_shardings, batch_shardings) = executable.args_info[0], executable.input_shardings[0]
+    # The other constants are arrays of the local state; only the carry adds to them.
+    (start, carry, batch), (_, carry_shardings, batch_shardings) = (
+        executable.args_info[0],
+        executable.input_shardings[0],
+    )
+    # Whole on each device.
+    frozen = sum(math.prod(x.shape) * x.dtype.itemsize for x in start.frozen)
     parts = {
         "parameters": nbytes_per_device(local.params),
         "optimizer state": nbytes_per_device(local.opt_state),
         "model state": nbytes_per_device((local.model_state, local.outer_state, local.noise, local.progress)),
+        **({"frozen arrays": frozen} if frozen else {}),
         "working copy": nbytes_per_device(carry, carry_shardings),
         # In a tuple: for a batch of one array that the loss does not read, the sharding is None.
         f"{in_flight} batches ahead": in_flight * nbytes_per_device((batch,), (batch_shardings,)),

@@ -21,18 +21,20 @@ from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, as_loss, check_params, shapes_of
+from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
     check_fleet,
     check_joined,
+    check_line_search,
     check_opt_state,
     check_outputs,
     check_rules,
     check_state,
     check_unscaled,
     check_untraced,
+    check_update,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -44,6 +46,7 @@ from jaxche.training._checks import (
 from jaxche.training._data import checked_length
 from jaxche.training._engine import Engine, Settings
 from jaxche.training._fingerprint import abbreviated
+from jaxche.training._frozen import FrozenArrays
 from jaxche.training._outputs import BatchOutputs, in_order
 from jaxche.training._round import (
     SOLO_ROUND,
@@ -109,6 +112,7 @@ class Rounds:
         if opt_state == "auto":
             opt_state = "average" if average == "parameters" else "local"
         check_rules(tx, average, merge, opt_state, outer, backend)
+        check_line_search(tx)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
         if staged:
@@ -150,7 +154,7 @@ class Rounds:
         host = merges_on_host(backend, placements)
         check_outputs(outputs, staged, placements)
         self._outputs = outputs
-        loss: Any = loss_fn if staged else as_loss(loss_fn, outputs is not None)
+        loss: Any = loss_fn if staged else FrozenArrays(loss_fn, outputs is not None)
         settings = Settings(
             group=group,
             loss=loss,
@@ -208,13 +212,14 @@ class Rounds:
           The state before the first round.
 
         Raises:
-          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, or an ``opt_state`` of
-            another optimizer.
+          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled or whose update needs more
+            than gradients and the loss, or an ``opt_state`` of another optimizer.
         """
         check_untraced("trainer.init")
         shapes = shapes_of(params, "trainer.init")
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
+        check_update(self._tx, shapes, staged=isinstance(self._engine, StagedEngine))
         if model_state is not None and isinstance(self._engine, StagedEngine):
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:

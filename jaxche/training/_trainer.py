@@ -28,10 +28,13 @@ class Trainer(Rounds):
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss`` or ``(loss, metrics)``, the loss a mean over the batch, metrics a
         dict of scalars. It gets ``rng=`` (a new key for every batch) and ``model_state=`` if it names them; with the
-        latter it returns ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with ``Direct`` or
+        latter it returns ``(loss, (metrics, new_model_state))``. Frozen weights are arrays of a
+        ``jax.tree_util.Partial(loss_fn, backbone=weights)``: every replica has them on its device, and no step changes
+        them, no merge sums them, no checkpoint saves them. Or a :class:`~jaxche.Partitioned` with ``Direct`` or
         ``Pipeline``: every replica is then a pipeline, and parameters have one entry per stage.
-      tx: any ``optax.GradientTransformation``. Each replica has its own optimizer state. A schedule in ``tx`` counts
-        the batches of all replicas, as on one device (see the notes).
+      tx: any ``optax.GradientTransformation`` whose update needs no more than gradients, parameters and ``value=``, the
+        loss of the batch; a line search needs more. Each replica has its own optimizer state. A schedule in ``tx``
+        counts the batches of all replicas, as on one device (see the notes).
       policy: when to merge, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every step, ``"cadence"``
         when the slowest replica has done ``anchor`` batches, ``"async"`` the same with divergence correction and with
         rounds that cross the end of an epoch, ``"auto"`` as ``"sync"`` or as ``"cadence"``, whichever promises more

@@ -4,6 +4,8 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import numpy as np
+import optax
 import pytest
 
 import jaxche
@@ -11,7 +13,9 @@ from jaxche.sharding import FullShard, NoShard, RemoteDevice, set_devices
 from jaxche.sharding import _devices as sharding_devices
 from jaxche.training._checks import (
     check_joined,
+    check_line_search,
     check_local_devices,
+    check_update,
     checked_paces,
     make_placements,
     merges_on_host,
@@ -83,6 +87,57 @@ def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
     set_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
     make_placements(devices[:2], NoShard())
     assert "replicas=jaxche.devices()" in caplog.text
+
+
+PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}
+EXTRA_ARGUMENTS = {
+    "polyak_sgd": optax.polyak_sgd(),
+    "momo": optax.contrib.momo(),
+    "reduce_on_plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    "lbfgs without line search": optax.lbfgs(0.1, linesearch=None),
+    "schedule_free": optax.contrib.schedule_free_sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("tx", EXTRA_ARGUMENTS)
+def test_an_optimizer_may_read_the_loss(tx):
+    check_line_search(EXTRA_ARGUMENTS[tx])
+    check_update(EXTRA_ARGUMENTS[tx], PARAMS, staged=False)
+    check_update(EXTRA_ARGUMENTS[tx], [PARAMS, PARAMS["w"]], staged=True)
+
+
+def labelled(tx):
+    return optax.partition({"all": tx}, {"w": "all", "b": "all"})
+
+
+@pytest.mark.parametrize("wrapped", [lambda tx: tx, labelled, lambda tx: optax.chain(optax.clip(1.0), tx)])
+@pytest.mark.parametrize(
+    "tx", [optax.lbfgs(), optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5))]
+)
+def test_a_line_search_is_refused_with_the_line_to_write(devices, tx, wrapped):
+    reason = r"value_fn=.*a step on one batch has one value; write optax\.lbfgs\(0\.1, linesearch=None\)"
+    with pytest.raises(ValueError, match=reason):
+        jaxche.Trainer(lambda p, b: p["w"].sum(), wrapped(tx), replicas=devices[:2]).init(PARAMS)
+    if wrapped is not labelled:  # labels are of the parameters
+        with pytest.raises(ValueError, match=reason):
+            jaxche.Trainer(lambda p, b: p["w"].sum(), wrapped(tx), replicas=devices[:2])
+
+
+@pytest.mark.parametrize(
+    ("tx", "named"),
+    [
+        (optax.contrib.sophia(0.1), "obj_fn must be provided"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)), "unexpected keyword argument 'value'"),
+        (optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), "per_example"),
+    ],
+)
+def test_other_needs_of_an_optimizer_are_named(devices, tx, named):
+    trainer = jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1])
+    with pytest.raises(ValueError, match=rf"value= \(the loss of the batch\) alone: .*{named}.*; write e\.g\. tx="):
+        trainer.init(PARAMS)
+    staged = [PARAMS, {"w": PARAMS["w"]}]
+    with pytest.raises(ValueError, match=named):
+        check_update(tx, staged, staged=True)
 
 
 STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0"}

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from jaxche.distributed import Group
-from jaxche.sharding import as_loss
 from jaxche.training import PaceError
 from jaxche.training._columns import Columns
+from jaxche.training._frozen import FrozenArrays
 from jaxche.training._placement import DevicePlacement, add_replica_axis, drop_replica_axis
 from jaxche.training._programs import LocalPrograms, LocalState
 from jaxche.training._replica import Replica
@@ -22,7 +22,7 @@ def make(devices):
     def build(average="parameters", pace_ms=None, loss=lambda w, b: jnp.mean((w - b) ** 2)):
         tx = optax.sgd(0.1)
         placement = DevicePlacement(devices[3])
-        programs = LocalPrograms(placement, as_loss(loss), tx, average, 0, Columns())
+        programs = LocalPrograms(placement, FrozenArrays(loss), tx, average, 0, Columns())
         local = jax.device_put(
             add_replica_axis(LocalState(jnp.zeros(()), tx.init(jnp.zeros(())), None, None)), devices[3]
         )
