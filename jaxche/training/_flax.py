@@ -153,7 +153,7 @@ class NNXLoss:
             raise ValueError(
                 f"model={brief(model)} is not an nnx module; for linen write jaxche.linen_loss(module, loss_fn)"
             )
-        self._wanted = wanted_names(loss_fn, "model, batch", ("rngs", *RNG_NAMES))
+        self._wanted = _wanted_keys(loss_fn)
         self._wrt = _wrt(optimizer, wrt)
         self._graph, self._params, self._frozen, self._rest = nnx.split(model, self._wrt, nnx.Param, ...)
         self._loss_fn = loss_fn
@@ -228,20 +228,55 @@ class NNXLoss:
             nnx.replace_by_pure_dict(variables, values)
         return nnx.merge(self._graph, *own)
 
+    def in_eval_mode(self, metric_fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """A metric function in the trainer's form that calls ``metric_fn`` with the model in evaluation mode.
+
+        ``trainer.evaluate`` of a trainer with this loss does this by itself.
+
+        Args:
+          metric_fn: ``metric_fn(model, batch)``; None for the loss function.
+
+        Returns:
+          ``call(params, batch, rng, model_state)``.
+        """
+        function = metric_fn._loss_fn if isinstance(metric_fn, NNXLoss) else metric_fn or self._loss_fn
+        wanted = _wanted_keys(function)
+
+        def call(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+            model = self._with_keys(params, rng, flatten_dict(model_state))
+            model.eval()
+            return function(model, batch, **self._named_keys(wanted, rng))
+
+        return call
+
+    def _with_keys(self, params: Any, rng: Any, before: dict[Any, Any]) -> nnx.Module:
+        """The model with these variables and with random keys of a batch."""
+        keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
+        return self.rebuild(params, unflatten_dict(before | keys))
+
+    def _named_keys(self, wanted: Sequence[str], rng: Any) -> dict[str, Any]:
+        """The random keys that a function of the user names."""
+        from flax import nnx
+
+        own = jax.random.fold_in(rng, len(self._keys))
+        return {name: nnx.Rngs(own) if name == "rngs" else own for name in wanted}
+
     def __call__(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
         """The loss in the trainer's form."""
         from flax import nnx
 
         # The keys depend on the batch, not on the replica; the streams are returned unchanged.
         before = flatten_dict(model_state)
-        keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
-        model = self.rebuild(params, unflatten_dict(before | keys))
-        own = jax.random.fold_in(rng, len(self._keys))
-        named = {name: nnx.Rngs(own) if name == "rngs" else own for name in self._wanted}
+        model = self._with_keys(params, rng, before)
+        named = self._named_keys(self._wanted, rng)
         loss, metrics = loss_and_aux(self._loss_fn(model, batch, **named))
         _, _, _, rest = nnx.split(model, self._wrt, nnx.Param, ...)
         after = flatten_dict(nnx.to_pure_dict(rest))
         return loss, (metrics, unflatten_dict(after | {path: before[path] for path in self._streams}))
+
+
+def _wanted_keys(function: Callable[..., Any]) -> list[str]:
+    return wanted_names(function, "model, batch", ("rngs", *RNG_NAMES))
 
 
 def _with_frozen(loss: NNXLoss, children: tuple[Any]) -> NNXLoss:
