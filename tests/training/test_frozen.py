@@ -66,7 +66,7 @@ def test_they_are_on_every_replica_of_every_kind(problem, devices, head, backbon
 
 
 def test_all_programs_of_a_replica_share_them(devices, backbone):
-    frozen = FrozenArrays(jax.tree_util.Partial(with_backbone, backbone=backbone))
+    frozen = FrozenArrays(jax.tree_util.Partial(with_backbone, backbone=backbone, scale=1.0))
     one, other = (DevicePlacement(device) for device in devices[1:3])
     assert frozen.put(one) is frozen.put(one)
     for placement, device in ((one, devices[1]), (other, devices[2])):
