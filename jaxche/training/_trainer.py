@@ -27,9 +27,10 @@ class Trainer(Rounds):
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss`` or ``(loss, metrics)``, the loss a mean over the batch, metrics a
-        dict of scalars. It gets ``rng=`` (a new key for every batch) and ``model_state=`` if it names them; with the
-        latter it returns ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with ``Direct`` or
-        ``Pipeline``: every replica is then a pipeline, and parameters have one entry per stage.
+        dict of scalars; each of them may be a :class:`~jaxche.Weighted`, a total with its weight. It gets ``rng=`` or
+        ``key=`` (a new key for every batch) and ``model_state=`` if it names them; with the latter it returns
+        ``(loss, (metrics, new_model_state))``. Or a :class:`~jaxche.Partitioned` with ``Direct`` or ``Pipeline``: every
+        replica is then a pipeline, and parameters have one entry per stage.
       tx: any ``optax.GradientTransformation``. Each replica has its own optimizer state. A schedule in ``tx`` counts
         the batches of all replicas, as on one device (see the notes).
       policy: when to merge, an :class:`~jaxche.ApplyPolicy` or its value: ``"sync"`` after every step, ``"cadence"``
