@@ -17,11 +17,13 @@ def brief(value: Any, most: int = 80) -> str:
         text = f"{left}{text}{right}"
     elif type(value) is dict:
         text = "{" + ", ".join(f"{name!r}: {brief(value[name])}" for name in list(value)[:most]) + "}"
+    elif hasattr(value, "__qualname__") and not isinstance(value, type):
+        text = f"<{type(value).__name__} {value.__qualname__.replace('<locals>.', '')}>"
     else:
         # The repr of a model has a page.
         text = repr(value)
         text = text if "\n" not in text or isinstance(value, str) else f"{type(value).__name__}(...)"
-        text = re.sub(r" at 0x[0-9a-f]+", "", text).replace("<locals>.", "")
+        text = re.sub(r" at 0x[0-9a-f]+", "", text)
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

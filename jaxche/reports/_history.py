@@ -71,12 +71,15 @@ class History(list[RoundInfo]):
         if self.scaled:
             keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
         evaluated = dict.fromkeys(name for info in self for name in info.validation)
+        rows = [
+            {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} for info in self
+        ]
+        # A metric may have the name of another column.
         return [
-            {key: getattr(info, key) for key in keys}
-            | {"wait_ms": info.wait_ms, "ms": info.period_ms}
-            | info.metrics
+            row
+            | {f"metric {name}" if name in row else name: value for name, value in info.metrics.items()}
             | {f"validation_{name}": info.validation.get(name, math.nan) for name in evaluated}
-            for info in self
+            for row, info in zip(rows, self, strict=True)
         ]
 
     def table(self, rows: int = 10) -> str:
@@ -164,8 +167,8 @@ class History(list[RoundInfo]):
         """Plots :attr:`last_ranks`.
 
         The panels are a timeline of the last rounds (compute, wait and merge of each rank), counts and anchor,
-        efficiency, drift, the loss by examples and by time, the gradient noise of a run with scaled learning rates, and
-        the memory, if it was measured.
+        efficiency, drift, the loss by examples and by time, the metrics, the gradient noise of a run with scaled
+        learning rates, and the memory, if it was measured.
 
         Returns:
           A matplotlib ``Figure`` with the width of a notebook.

@@ -25,6 +25,8 @@ def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
     if world > 1:
         rows = [(["rounds"], 0.9 + 0.28 * min(world, 8)), (["counts"], 2.0), (["efficiency", "drift"], 1.9)]
     rows.append((["examples", "seconds"], 2.0))
+    if rounds[0].metrics:
+        rows.append((["metrics"], 1.9))
     if is_scaled(rounds):
         rows.append((["noise", "gain"], 1.9))
     if memory:
@@ -160,6 +162,18 @@ def _loss(axes: Any, x: np.ndarray, run: _Run) -> None:
     axes.set_ylabel("loss")
 
 
+def _metrics(axes: Any, run: _Run) -> None:
+    names = list(run.infos[0].metrics)
+    shown = names[: len(COLOURS)]
+    for name, colour in zip(shown, COLOURS, strict=False):
+        values = np.array([info.metrics.get(name, np.nan) for info in run.infos])
+        axes.plot(run.examples, values, color=colour, lw=1.6, label=name)
+    some = f", {len(shown)} of {len(names)}" if len(shown) < len(names) else ""
+    axes.set(xlabel="examples trained on", title=f"Metrics: means over a round{some}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    label_outside(axes)
+
+
 def _noise(axes: Any, run: _Run) -> None:
     noise = np.array([info.noise for info in run.infos])
     noise = np.where(np.isfinite(noise) & (noise > 0), noise, np.nan)
@@ -226,6 +240,7 @@ _PANELS = {
     "drift": _drift,
     "examples": _loss_per_examples,
     "seconds": _loss_per_second,
+    "metrics": _metrics,
     "noise": _noise,
     "gain": _gain,
     "memory": _memory,

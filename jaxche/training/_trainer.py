@@ -28,8 +28,9 @@ class Trainer(Rounds):
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss`` or ``(loss, metrics)``, the loss a mean over the batch, metrics a
-        dict of scalars. It gets ``rng=`` (a new key for every batch) and ``model_state=`` if it names them; with the
-        latter it returns ``(loss, (metrics, new_model_state))``. Frozen weights are arrays of a
+        dict of scalars; each of them may be a :class:`~jaxche.Weighted`, a total with its weight. It gets ``rng=`` or
+        ``key=`` (a new key for every batch) and ``model_state=`` if it names them; with the latter it returns
+        ``(loss, (metrics, new_model_state))``. Frozen weights are arrays of a
         ``jax.tree_util.Partial(loss_fn, backbone=weights)``: every replica has them on its device, and no step changes
         them, no merge sums them, no checkpoint saves them. Or a :class:`~jaxche.Partitioned` with ``Direct`` or
         ``Pipeline``: every replica is then a pipeline, and parameters have one entry per stage.

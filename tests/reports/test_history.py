@@ -104,3 +104,12 @@ def test_damaged_lines(tmp_path, told, round_info, caplog):
     assert not caplog.records
     assert told(History.from_json(path, skip_damaged=True)) == told([history[0], history[2]])
     assert "history.jsonl: 2 damaged lines are left out of the record (the first is line 2)" in caplog.text
+
+
+def test_metrics_are_columns_whatever_their_names(round_info):
+    history = History([round_info(metrics={"accuracy": 0.25, "loss": 7.0})])
+    [row] = history.rows()
+    assert (row["loss"], row["metric loss"], row["accuracy"]) == (1.0, 7.0, 0.25)
+    for text in (history.table(), repr(history), history._repr_html_()):
+        assert "accuracy" in text
+        assert "0.25" in text

@@ -33,7 +33,7 @@ def test_every_panel_has_a_title_and_units(world, tmp_path, history):
     assert isinstance(figure, Figure)
     assert not plt.get_fignums()  # nothing left open
     drawn = panels(figure)
-    assert list(drawn) == ["rounds", "counts", "efficiency", "drift", "examples", "seconds"]
+    assert list(drawn) == ["rounds", "counts", "efficiency", "drift", "examples", "seconds", "metrics"]
     for axes in drawn.values():
         assert axes.get_xlabel()
         assert axes.get_title(loc="left")
@@ -74,7 +74,15 @@ def test_markers_of_held_rounds(history):
 
 
 def test_panels_of_one_replica(history):
-    assert list(panels(history(1).plot())) == ["examples", "seconds"]
+    assert list(panels(history(1, metrics={}).plot())) == ["examples", "seconds"]
+
+
+def test_metrics_have_a_line_each_by_name(history):
+    axes = panels(history(2, metrics={"accuracy": 0.5, "late": math.nan}).plot())["metrics"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["accuracy", "late"]
+    assert axes.lines[0].get_xdata()[-1] == 6 * 32
+    many = panels(history(2, metrics={f"m{i}": 1.0 for i in range(20)}).plot())["metrics"]
+    assert f"{len(many.lines)} of 20" in many.get_title(loc="left")
 
 
 def test_loss_panels(history):
