@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from jaxche.cadence._checks import finite_number, whole_number
-from jaxche.cadence._elche import ElChe
+from jaxche.cadence._elche import ElChe, short_row
 from jaxche.cadence._rounds import plan_round
 from jaxche.drawing import COLOURS, figure_of, label_outside
 
@@ -38,7 +38,7 @@ class Slowdown:
     factor: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VirtualFleet:
     """Replicas of given speeds, with jitter, a merge cost, compilation times and a change of speed.
 
@@ -105,6 +105,13 @@ class VirtualFleet:
         finite_number("first_sync_ms", self.first_sync_ms, "first_sync_ms=500.0", least=0.0)
         if self.slowdown is not None and not 0 <= self.slowdown.rank < speeds.size:
             raise ValueError(f"slowdown.rank={self.slowdown.rank} is not one of {speeds.size} ranks")
+
+    def __repr__(self) -> str:
+        """One line, without the arguments that have their defaults."""
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        rows = {name: short_row(row, "{:.4g}".format) for name, row in shown.items() if isinstance(row, tuple)}
+        given = [f.name for f in fields(self) if shown[f.name] != f.default]
+        return f"VirtualFleet({', '.join(f'{name}={rows.get(name, shown[name])}' for name in given)})"
 
     def speeds(self, round: int) -> np.ndarray:
         """True ms a batch of each rank in a round, [R]."""
@@ -243,7 +250,8 @@ class FleetRun:
             )
         lines += [
             f"run of {rounds} rounds, {size} ranks: efficiency {self.efficiency:.3f}",
-            f"equal batches, a sync each: {self.equal_batch_efficiency:.3f} (free sync: {self.equal_batch_limit:.3f})",
+            f"equal counts, a merge after each step: {self.equal_batch_efficiency:.3f} "
+            f"({self.equal_batch_limit:.3f} if merges were free)",
             f"controller: {np.median(self.controller_ms):.3f} ms a report, {np.median(self.plan_ms):.3f} ms a plan",
         ]
         return "\n".join(lines)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxche.cli import _doctor, _launch, _plan, _report, _simulate, _train
-from jaxche.cli._command import Command, directory_path, file_path
+from jaxche.cli._command import Command, Parser, directory_path, file_path
 
 _OVERVIEW = """\
 jaxche trains one Flax model on whatever mix of devices you have, as fast as all of them together.
@@ -62,13 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
       0
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(words)
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(words)
+    command = vars(args).pop("command_object", None)
+    if unknown:
+        (parser if command is None else _parsers(parser)[command.name]).refuse(unknown)
     if args.version:
         import jaxche
 
         print(f"jaxche {jaxche.__version__}")
         return 0
-    command = vars(args).pop("command_object", None)
     if command is None:
         print(_OVERVIEW)
         return 0
@@ -76,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command.run(args)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of all commands; it sets ``args.command_object``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxche",
         usage="jaxche COMMAND [options]",
         description=_OVERVIEW,
@@ -93,12 +96,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parsers(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
+    """The parser of each command."""
+    return next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+
+
 def _print_completion(args: argparse.Namespace) -> int:
     import shtab
 
     parser = make_parser()
     kinds = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
-    for command in next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)).values():
+    for command in _parsers(parser).values():
         for action in command._actions:
             if action.type in kinds:
                 vars(action).update(complete=kinds[action.type])
