@@ -18,6 +18,7 @@ from jaxche.sharding._layout import Layout, Leaf
 from jaxche.sharding._loss import Loss as Loss
 from jaxche.sharding._loss import as_loss
 from jaxche.sharding._loss import batch_size as batch_size
+from jaxche.sharding._plan import plan
 from jaxche.sharding._step import ShardedState, ShardedStep, sharded_step
 from jaxche.sharding._strategy import Device as Device
 from jaxche.sharding._strategy import (
@@ -48,6 +49,7 @@ __all__ = [
     "as_loss",
     "compare_strategies",
     "devices",
+    "plan",
     "sharded_step",
     "sharded_update",
     "value_and_grad",
