@@ -280,13 +280,15 @@ class FleetRun:
                     band = f"all {size:,} ranks"
                     axes[name].fill_between(x, low, high, step="mid", color=COLOURS[4], alpha=0.35, label=band)
                     axes[name].step(x, half, where="mid", color=COLOURS[0], label="median rank")
-            axes["counts"].step(x, self.anchor, where="mid", color="black", linestyle=":", label="anchor: batches\nof the slowest")
+            axes["counts"].step(
+                x, self.anchor, where="mid", color="black", linestyle=":", label="anchor: batches\nof the slowest"
+            )
             axes["counts"].set(ylabel="batches a round", title="Cadence: batches of each rank between two merges")
             share = 100 * self.round_efficiency
             axes["efficiency"].step(x, share, where="mid", color=COLOURS[0], label="this run")
             limit = 100 * self.equal_batch_limit
             axes["efficiency"].axhline(limit, color=COLOURS[5], linestyle="--", label="equal batches,\nfree merge")
-            title = f"Efficiency {self.efficiency:.1%} of the summed speeds; equal batches reach at most {self.equal_batch_limit:.1%}"
+            title = f"Efficiency {self.efficiency:.1%} of the summed speeds; equal batches reach at most {limit:.1f}%"
             axes["efficiency"].set(ylabel="efficiency (%)", title=title)
             axes["efficiency"].set_ylim(0, 105)
             axes["wait"].set(ylabel="wait (ms)", xlabel="round", title="Waiting for the slowest before the merge")

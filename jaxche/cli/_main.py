@@ -16,9 +16,9 @@ jaxche trains one Flax model on whatever mix of devices you have, as fast as all
   jaxche train --compare sync,cadence,async
                                    the same with three policies, side by side
   jaxche report runs/mine          one HTML file with the pictures and tables of a run
-  jaxche simulate --ms 20,50       simulate the cadence on devices of these speeds
+  jaxche simulate --ms 20,50       how much of these devices, in ms a step, training would use
   jaxche launch -n 2 train.py      run your own script once a device
-  jaxche plan --memory 16GiB       memory and traffic of a device under every sharding strategy
+  jaxche plan train.py:make_model  memory and traffic of your model on several devices
   jaxche launch --emit slurm ...   print a file that runs it on a cluster
   jaxche doctor -n 2               check these machines and the links between them
 

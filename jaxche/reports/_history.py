@@ -157,8 +157,8 @@ class History(list[RoundInfo]):
         """Plots :attr:`last_ranks`.
 
         The panels are a timeline of the last rounds (compute, wait and merge of each rank), counts and anchor (the
-        steps of the slowest rank), efficiency, the two drifts, the loss by examples and by time, the gradient noise of a run with scaled learning rates, and
-        the memory, if it was measured.
+        steps of the slowest rank), efficiency, the two drifts, the loss by examples and by time, the gradient noise of
+        a run with scaled learning rates, and the memory, if it was measured.
 
         Returns:
           A matplotlib ``Figure`` with the width of a notebook.

@@ -104,7 +104,9 @@ def _efficiency(axes: Any, run: _Run) -> None:
     wait = sum(max(info.wall_ms) - np.mean(info.wall_ms) for info in run.infos) / 1e3 / run.seconds[-1]
     merge = run.sync.sum() / 1e3 / run.seconds[-1]
     _over_rounds(axes, ylabel="efficiency (%)")
-    axes.set_title(f"Efficiency {efficiency_of(run.infos):.1%} of the summed speeds: wait {wait:.1%}, merge {merge:.1%}")
+    axes.set_title(
+        f"Efficiency {efficiency_of(run.infos):.1%} of the summed speeds: wait {wait:.1%}, merge {merge:.1%}"
+    )
     axes.set_ylim(0, 105)
 
 

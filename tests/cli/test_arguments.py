@@ -85,6 +85,50 @@ def test_help_fits_100_columns(command, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("words", "usage", "message"),
+    [
+        (["report", "runs", "--outt", "x"], "jaxche report RUN", "--outt x; did you mean --out?"),
+        (["train", "--lr", "1"], "jaxche train [options]", "unrecognized arguments: --lr 1\n"),
+        (["train", "--epoch", "x"], "jaxche train [options]", "argument --epochs"),
+        (["simulate", "--merge-ms", "3"], "jaxche simulate [options]", "unrecognized arguments: --merge-ms 3"),
+        (["plan", "a.py:f", "b.py:g"], "jaxche plan [FILE.py:FUNCTION]", "unrecognized arguments: b.py:g"),
+        (["doctor", "--processs", "2"], "jaxche doctor", "did you mean --processes?"),
+        (["report"], "jaxche report RUN", "the following arguments are required: RUN"),
+        (["repot"], "jaxche COMMAND", "invalid choice: 'repot'"),
+        (["--versoin"], "jaxche COMMAND", "did you mean --version?"),
+    ],
+)
+def test_usage_of_the_command_that_failed(words, usage, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: {usage}")
+    assert message in err
+    command = usage.split()[1]
+    prog = "jaxche" if command == "COMMAND" else f"jaxche {command}"
+    assert f"\n{prog}: error: " in err
+    assert err.endswith(f"\n{prog} --help has the options\n")
+
+
+WRITING = ["train", "report", "launch", "simulate", "plan"]
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_out_alike_in_all_commands(command, capsys):
+    needed = {"report": ["runs"]}.get(command, [])
+    for words in (["-o", "there", *needed], ["--out", "there", *needed]):
+        assert make_parser().parse_args([command, *words]).out == "there"
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    kind = "FOLDER" if command == "train" else "FILE"
+    assert f"-o {kind}, --out {kind} where to write: " in shown
+    assert "--plot" not in shown
+    assert make_parser().parse_args(["simulate", "--plot", "there"]).out == "there"
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--epochs", "0"], "write --epochs 3"),

@@ -76,7 +76,12 @@ WHOLE_ONE, STATE, FULL, HYBRID = NoShard(), ShardGradOp(), FullShard(), HybridSh
             HYBRID,
             "advice: HybridShard(2): it fits 1.0 KiB and NoShard() does not, and no other that fits sends less",
         ),
-        (1024, [(WHOLE_ONE, 102, 90), (STATE, 100, 60)], STATE, "advice: ShardGradOp(): it fits 1.0 KiB, and sends least"),
+        (
+            1024,
+            [(WHOLE_ONE, 102, 90), (STATE, 100, 60)],
+            STATE,
+            "advice: ShardGradOp(): it fits 1.0 KiB, and sends least",
+        ),
         (None, [(FULL, 150, 60)], FULL, "advice: FullShard(): it sends least"),
         (
             1024,
