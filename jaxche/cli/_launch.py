@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     args.max_restarts = args.max_restarts or 0
     command = _command(args.module, args.command, sys.executable)
-    if command[0] == sys.executable and args.module is None and not os.path.isfile(command[1]):
+    if command[0] == sys.executable and command[1].endswith(".py") and not os.path.isfile(command[1]):
         raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
     if shutil.which(command[0]) is None:
         raise ValueError(f"no program {command[0]!r} to run; for a script write: jaxche launch -n 2 train.py")

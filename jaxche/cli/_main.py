@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxche.cli import _doctor, _launch, _plan, _report, _simulate, _train
 from jaxche.cli._command import Command, Parser, directory_path, file_path
@@ -105,7 +106,7 @@ def _print_completion(args: argparse.Namespace) -> int:
     import shtab
 
     parser = make_parser()
-    kinds = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
+    kinds: dict[Any, Any] = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
     for command in _parsers(parser).values():
         for action in command._actions:
             if action.type in kinds:

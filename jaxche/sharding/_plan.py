@@ -195,7 +195,8 @@ def _nnx_step(model: Any, inputs: Sequence[Any]) -> tuple[Callable[..., _Step], 
             nnx.replace_by_pure_dict(other, model_state)
             called = nnx.merge(graph, own, other)
             loss = _mean_square(called(*merged(batch)))
-            return loss, ({}, nnx.to_pure_dict(nnx.split(called, nnx.Param, ...)[2]))
+            _, _, after = nnx.split(called, nnx.Param, ...)
+            return loss, ({}, nnx.to_pure_dict(after))
 
         return _model_step(loss_fn, nnx.to_pure_dict(params), batch, nnx.to_pure_dict(rest))
 

@@ -44,10 +44,13 @@ def test_no_arguments_print_an_overview(capsys):
 
 LIGHT = [[], ["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
 LIGHT += [["completion", "bash"], ["simulate", "--ms", "20,50", "--rounds", "3", "--tuner", "both"]]
+LIGHT += [["launch", "--emit", "slurm", "--nodes", "2x8", "train.py"]]
+LIGHT += [["launch", "-n", "2", "--max-restarts", "1", "--hang-timeout", "60", "--", sys.executable, "-c", "print(1)"]]
+LIGHT += [["launch", "-n", "2", "--elastic", "--", sys.executable, "-c", "print(1)"]]
 
 
 @pytest.mark.parametrize("words", LIGHT, ids=" ".join)
-def test_help_imports_no_jax(words):
+def test_help_and_launcher_import_no_jax(words):
     program = (
         "import sys\n"
         "from jaxche.cli import main\n"
