@@ -126,4 +126,4 @@ large = VirtualFleet(speeds, sync_ms=20.0, jitter=0.03).run(jaxche.ElChe(10_000,
 print(large)
 
 # %% [markdown]
-# On the command line: `jaxche simulate --ms 20,30,50 --sync-ms 8 --jitter 0.02 --plot fleet.png`.
+# On the command line: `jaxche simulate --ms 20,30,50 --sync-ms 8 --jitter 0.02 -o fleet.png`.

@@ -78,7 +78,7 @@ f"{sum(x.size for x in jax.tree.leaves(shapes)):,} parameters"
 # ## What every strategy costs
 #
 # Each step is compiled, none is run: the bytes are those of the compiled program, next to what theory says it must send.
-# With a memory it says which strategies fit, and which of these sends least.
+# With a memory it says which strategies fit, and which of these to take.
 
 # %%
 costs = jaxche.sharding.compare_strategies(loss_fn, tx, shapes, batch, devices=devices, memory="8MiB")
@@ -148,4 +148,4 @@ history.plot()
 # The memory table at the end is measured on the compiled step: an island's device holds a quarter of the state, and the
 # round's working copy of it, which is what lets a round fail without harm.
 #
-# On the command line: `jaxche plan --devices 16 --intra-node-size 8 --memory 16GiB`.
+# On the command line, for a function that makes your model: `jaxche plan train.py:make_model --memory 16GiB`.

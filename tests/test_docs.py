@@ -128,7 +128,8 @@ def test_a_train_state_loop_changes_in_five_lines():
 
 
 @pytest.mark.parametrize("command", commands())
-def test_the_commands_are_understood(command, monkeypatch, capsys):
+def test_the_commands_are_understood(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command.replace("<name>", "mine"))
     assert make_parser().parse_args(words[1:])
     if "--emit" in words:

@@ -29,7 +29,7 @@ _USUAL = 50
 _TRIED, _FORGOTTEN = 4, 400
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Choice:
     """What ``policy="auto"`` does.
 
@@ -46,6 +46,12 @@ class Choice:
     active: tuple[bool, ...] = ()
     reason: str = "not measured yet: exact sync"
     since: int = 0
+
+    def __repr__(self) -> str:
+        """One line, without the reason."""
+        joined = f", {self.joined} batches an update" if self.policy is ApplyPolicy.SYNC and self.joined else ""
+        part = f", {sum(self.active)} of {len(self.active)} replicas" if self.active else ""
+        return f"Choice(policy {self.policy.value!r} since round {self.since}{joined}{part})"
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name."""

@@ -74,7 +74,7 @@ class GrowthGuard:
         return replace(seen, rising=rising, racing=racing), verdict
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DivergenceCorrection:
     """A ceiling on the anchor: set while the replicas drift apart, raised and removed once they are calm.
 
@@ -99,6 +99,10 @@ class DivergenceCorrection:
     guard: GrowthGuard = field(default_factory=GrowthGuard)
     ceiling: int | None = None
     calm: int = 0
+
+    def __repr__(self) -> str:
+        """One line: what limits the anchor, and the growth that the guard has seen."""
+        return f"DivergenceCorrection(ceiling={self.ceiling}, calm={self.calm}, growth={self.guard.rate:.4g} a step)"
 
     def apply(self, before: ElChe, after: ElChe, drift: float) -> tuple[DivergenceCorrection, ElChe, Verdict]:
         """Judge a round and limit the cadence that its timings gave.

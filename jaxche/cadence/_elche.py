@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -271,12 +271,12 @@ class ElChe(CadenceState):
         return cls(**saved)
 
     def __repr__(self) -> str:
-        counts, ms = _short(self.batch_counts, str), _short(self.ms_per_batch, "{:.4g}".format)
-        return (
-            f"ElChe(world_size={self.world_size}, anchor={self.anchor}, overhead_target={self.overhead_target}, "
-            f"max_anchor={self.max_anchor}, max_batch_diff={self.max_batch_diff}, tuner={self.tuner!r}, "
-            f"batch_counts={counts}, ms_per_batch={ms})"
-        )
+        """One line: the number of ranks, the settings that are not the defaults, counts and times."""
+        settings = [f for f in fields(self) if not f.kw_only and f.name != "world_size"]
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in settings if getattr(self, f.name) != f.default]
+        counts, ms = short_row(self.batch_counts, str), short_row(self.ms_per_batch, "{:.4g}".format)
+        named = [f"world_size={self.world_size}", *changed, f"batch_counts={counts}", f"ms_per_batch={ms}"]
+        return f"ElChe({', '.join(named)})"
 
     def _repr_html_(self) -> str:
         """The next round as lanes of bars: every step of every rank, in ms once speeds are known."""
@@ -316,6 +316,7 @@ class ElChe(CadenceState):
         return replace(self, **changes)
 
 
-def _short(row: Sequence[Any], show: Any) -> str:
+def short_row(row: Sequence[Any], show: Callable[[Any], str]) -> str:
+    """A tuple of one value a rank as text, long ones cut."""
     shown = [show(x) for x in row] if len(row) <= 8 else [*map(show, row[:4]), "…", *map(show, row[-2:])]
     return f"({', '.join(shown)})"

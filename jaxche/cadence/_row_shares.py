@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxche.cadence._tuner_steady import JUMP, MEMORY, middle
+from jaxche.drawing import per_rank
 
 # Sizes of a step that are remembered for each rank.
 _SIZES = 4
@@ -24,7 +25,7 @@ _REPORTS = 3
 Sample = tuple[float, tuple[float, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RowShares:
     """The rows of a joined batch for each rank, in proportion to its measured speed.
 
@@ -51,6 +52,12 @@ class RowShares:
     steps: tuple[int, ...] = ()
     joined: int = 0
     samples: tuple[tuple[Sample, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        """One line, without the measured times."""
+        if not self.rows:
+            return "RowShares(whole batches)"
+        return f"RowShares({per_rank(self.rows)} rows of {self.joined} batches, in {per_rank(self.steps)} steps)"
 
     def report(self, steps: Sequence[int], rows: Sequence[float], wall_ms: Sequence[float]) -> RowShares:
         """The shares with the times of a round: ``wall_ms`` of each rank for ``steps`` on ``rows`` in all."""

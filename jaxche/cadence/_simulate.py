@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from jaxche.cadence._checks import finite_number, whole_number
-from jaxche.cadence._elche import ElChe
+from jaxche.cadence._elche import ElChe, short_row
 from jaxche.cadence._rounds import plan_round
 from jaxche.drawing import COLOURS, figure_of, label_outside
 
@@ -38,7 +38,7 @@ class Slowdown:
     factor: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VirtualFleet:
     """Replicas of given speeds, with jitter, a merge cost, compilation times and a change of speed.
 
@@ -105,6 +105,13 @@ class VirtualFleet:
         finite_number("first_sync_ms", self.first_sync_ms, "first_sync_ms=500.0", least=0.0)
         if self.slowdown is not None and not 0 <= self.slowdown.rank < speeds.size:
             raise ValueError(f"slowdown.rank={self.slowdown.rank} is not one of {speeds.size} ranks")
+
+    def __repr__(self) -> str:
+        """One line, without the arguments that have their defaults."""
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        rows = {name: short_row(row, "{:.4g}".format) for name, row in shown.items() if isinstance(row, tuple)}
+        given = [f.name for f in fields(self) if shown[f.name] != f.default]
+        return f"VirtualFleet({', '.join(f'{name}={rows.get(name, shown[name])}' for name in given)})"
 
     def speeds(self, round: int) -> np.ndarray:
         """True ms a batch of each rank in a round, [R]."""
@@ -243,7 +250,8 @@ class FleetRun:
             )
         lines += [
             f"run of {rounds} rounds, {size} ranks: efficiency {self.efficiency:.3f}",
-            f"equal batches, a sync each: {self.equal_batch_efficiency:.3f} (free sync: {self.equal_batch_limit:.3f})",
+            f"equal counts, a merge after each step: {self.equal_batch_efficiency:.3f} "
+            f"({self.equal_batch_limit:.3f} if merges were free)",
             f"controller: {np.median(self.controller_ms):.3f} ms a report, {np.median(self.plan_ms):.3f} ms a plan",
         ]
         return "\n".join(lines)
@@ -272,13 +280,15 @@ class FleetRun:
                     band = f"all {size:,} ranks"
                     axes[name].fill_between(x, low, high, step="mid", color=COLOURS[4], alpha=0.35, label=band)
                     axes[name].step(x, half, where="mid", color=COLOURS[0], label="median rank")
-            axes["counts"].step(x, self.anchor, where="mid", color="black", linestyle=":", label="anchor")
+            axes["counts"].step(
+                x, self.anchor, where="mid", color="black", linestyle=":", label="anchor: batches\nof the slowest"
+            )
             axes["counts"].set(ylabel="batches a round", title="Cadence: batches of each rank between two merges")
             share = 100 * self.round_efficiency
             axes["efficiency"].step(x, share, where="mid", color=COLOURS[0], label="this run")
             limit = 100 * self.equal_batch_limit
             axes["efficiency"].axhline(limit, color=COLOURS[5], linestyle="--", label="equal batches,\nfree merge")
-            title = f"Efficiency {self.efficiency:.1%}; equal batches reach at most {self.equal_batch_limit:.1%}"
+            title = f"Efficiency {self.efficiency:.1%} of the summed speeds; equal batches reach at most {limit:.1f}%"
             axes["efficiency"].set(ylabel="efficiency (%)", title=title)
             axes["efficiency"].set_ylim(0, 105)
             axes["wait"].set(ylabel="wait (ms)", xlabel="round", title="Waiting for the slowest before the merge")

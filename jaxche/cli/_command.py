@@ -6,17 +6,37 @@ Every ``jaxche --help`` imports the modules of all commands, so they import JAX 
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from jaxche.cluster import ClusterInfo
 
 _CODES = {"bad": "1;31", "good": "32", "strong": "1"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors say which command has the help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(
+            2, f"{self.prog}: {paint('error', 'bad', sys.stderr)}: {message}\n{self.prog} --help has the options\n"
+        )
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Raises the error of words that no option takes, with the options that are spelt alike."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
+        known = [option for action in shown for option in action.option_strings]
+        alike = [found for word in words for found in difflib.get_close_matches(word.partition("=")[0], known, 1)]
+        meant = f"; did you mean {' or '.join(dict.fromkeys(alike))}?" if alike else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{meant}")
 
 
 @dataclass(frozen=True)
@@ -32,16 +52,18 @@ class Command:
     # Returns the exit code.
     action: Callable[[argparse.Namespace], int]
     usage: str = "%(prog)s [options]"
+    # Lines of ``--help`` after the summary, for a reader who does not know the words of the options.
+    about: str = ""
     # Exceptions for invalid arguments: one line on standard error, and exit code 2.
     usage_errors: tuple[type[Exception], ...] = (ValueError, ImportError)
 
-    def register(self, subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def register(self, subparsers: argparse._SubParsersAction[Parser]) -> None:
         """Adds a parser of this command; it sets ``args.command_object`` to this object."""
         parser = subparsers.add_parser(
             self.name,
             usage=self.usage,
             help=self.summary,
-            description=f"{self.summary[0].upper()}{self.summary[1:]}.",
+            description=f"{self.summary[0].upper()}{self.summary[1:]}.\n\n{self.about}".rstrip(),
             epilog=self.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -70,6 +92,24 @@ def non_default_options(
 def flag(name: str) -> str:
     """The flag of an option on the command line."""
     return "-n" if name == "processes" else "--" + name.replace("_", "-")
+
+
+def add_out(
+    parser: argparse._ActionsContainer,
+    what: str,
+    default: str | None = None,
+    kind: Callable[[str], str] | None = None,
+    old: str | None = None,
+) -> None:
+    """Adds ``-o`` and ``--out``, the one option of all commands for the place of what they write.
+
+    ``what`` is written there; ``kind`` is ``file_path`` (default) or ``directory_path``, and ``old`` an earlier name.
+    """
+    kind = kind or file_path
+    metavar = "FOLDER" if kind is directory_path else "FILE"
+    parser.add_argument("-o", "--out", type=kind, metavar=metavar, default=default, help=f"where to write: {what}")
+    if old is not None:
+        parser.add_argument(old, dest="out", type=kind, help=argparse.SUPPRESS)
 
 
 def directory_path(text: str) -> str:
@@ -130,6 +170,15 @@ def print_error(command: str, error: object) -> None:
     """Prints ``jaxche COMMAND: error: ...`` on standard error."""
     sys.stderr.write(f"jaxche {command}: {paint('error', 'bad', sys.stderr)}: {error}\n")
     sys.stderr.flush()
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes what ``--out`` asks for, and prints where it is."""
+    try:
+        Path(path).write_text(text, encoding="utf8")
+    except OSError as error:
+        raise ValueError(f"--out {path}: {error.strerror}; write e.g. --out {Path(path).name or 'plan.txt'}") from None
+    print(f"written to {path}")
 
 
 def launcher() -> str:

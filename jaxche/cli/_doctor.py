@@ -39,8 +39,15 @@ exit codes:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--processes", type=integer("-n 2"), help="start this many processes and measure between them")
-    add("--store", type=directory_path, metavar="URL", help="check this store: a folder, s3://..., gs://...")
+    add(
+        "-n", "--processes", type=integer("-n 2"), metavar="N", help="start so many, and measure the links between them"
+    )
+    add(
+        "--store",
+        type=directory_path,
+        metavar="URL",
+        help="also check that this can be written: a folder, s3://..., gs://...",
+    )
     add(
         "--timeout",
         type=number("--timeout 60", above=True),

@@ -8,7 +8,21 @@ import shlex
 import shutil
 import sys
 
-from jaxche.cli._command import Command, file_path, flag, integer, non_default_options, number, numbers
+from jaxche.cli._command import (
+    Command,
+    add_out,
+    file_path,
+    flag,
+    integer,
+    non_default_options,
+    number,
+    numbers,
+    write_text,
+)
+
+_ABOUT = """\
+Each process has a replica: a copy of the model on its own device. Its rank is its number, from 0.
+The script calls jaxche.initialize() before its first array. If one process fails, all are stopped."""
 
 _EPILOG = """\
 examples:
@@ -20,15 +34,14 @@ examples:
   jaxche launch -n 2 -- python -O train.py           any command
   jaxche launch -n 4 --max-restarts 3 --hang-timeout 600 --events run.jsonl train.py
   jaxche launch -n 4 --elastic --max-restarts 3 train.py   survivors continue, a replacement joins
-  jaxche launch --emit slurm --nodes 2x8 train.py >train.sbatch
-  jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 train.py >train.sbatch    two kinds in one job
-  jaxche launch --emit jobset --nodes 2x8 --image me/train:1 --volume c:/ckpt train.py >train.yaml
-  jaxche launch --emit mpirun --nodes 2x8 train.py >train.sh; HOSTS=node1,node2 bash train.sh
+  jaxche launch --emit slurm --nodes 2x8 -o train.sbatch train.py
+  jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 -o train.sbatch train.py   two kinds in one job
+  jaxche launch --emit jobset --nodes 2x8 --image me/train:1 --volume c:/ckpt -o job.yaml train.py
+  jaxche launch --emit mpirun --nodes 2x8 -o train.sh train.py; HOSTS=node1,node2 bash train.sh
 
-The script calls jaxche.initialize() before its first array. If one process fails, all are stopped.
-With --max-restarts all are then restarted, on a new port and with JAXCHE_RESTART=1, 2, ...; the
-script resumes from its checkpoint. With --survivors a rank that fails first in two starts in a row
-is removed from the next start, as long as one process is left.
+With --max-restarts all processes are restarted after a failure, on a new port and with
+JAXCHE_RESTART=1, 2, ...; the script resumes from its checkpoint. With --survivors a rank that fails
+first in two starts in a row is removed from the next start, as long as one process is left.
 With --elastic the other ranks continue after the death of a rank other than 0. With --max-restarts
 the dead rank alone is then restarted, with the same number, and joins the others at the end of a
 round. Each replacement counts as a restart. The death of rank 0 restarts all.
@@ -50,25 +63,30 @@ exit codes:
 """
 
 # Options that also work with --emit.
-_EMIT_OPTIONS = ("emit", "nodes", "image", "volume", "max_restarts", "hang_timeout", "module", "command")
+_EMIT_OPTIONS = ("emit", "nodes", "image", "volume", "out", "max_restarts", "hang_timeout", "module", "command")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--processes", type=integer("-n 2"), help="number of processes (default: one per GPU)")
+    parser.add_argument(
+        "-n", "--processes", type=integer("-n 2"), metavar="N", help="number of processes (default: one per GPU)"
+    )
     parser.add_argument(
         "--on-cpu",
         type=integer("--on-cpu 1", 0),
         default=0,
         metavar="N",
-        help="number of these that train on the CPU instead of a GPU (default: 0)",
+        help="how many of them train on the CPU instead of a GPU (default: 0)",
     )
     parser.add_argument(
         "--pace",
         type=numbers("--pace 20,50"),
         metavar="MS,MS,...",
-        help="pad each local step to this wall time, one value per process",
+        help="milliseconds of a training step of each process, e.g. 20,50; shorter steps wait, so that equal devices "
+        "act as devices of different speeds (default: as fast as each can)",
     )
-    parser.add_argument("--only-rank0", action="store_true", help="print standard output of rank 0 only")
+    parser.add_argument(
+        "--only-rank0", action="store_true", help="print standard output of rank 0 (the first process) only"
+    )
     parser.add_argument("--no-pin", action="store_true", help="do not pin processes without a GPU to a core")
     parser.add_argument("--no-prefix", action="store_true", help="do not start each line with its rank")
     parser.add_argument(
@@ -106,8 +124,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("on a cluster")
     group.add_argument(
-        "--emit", choices=("slurm", "jobset", "mpirun"), help="print a file that starts the script there, and exit"
+        "--emit", choices=("slurm", "jobset", "mpirun"), help="make a file that starts the script there, and exit"
     )
+    add_out(group, "the file of --emit (default: the screen)")
     group.add_argument(
         "--nodes",
         metavar="COUNTxGPUS:KIND,...",
@@ -132,15 +151,19 @@ def _run(args: argparse.Namespace) -> int:
     from jaxche.cluster import launch
 
     if args.emit:
-        sys.stdout.write(_scheduler_file(args))
+        text = _scheduler_file(args)
+        if args.out is None:
+            sys.stdout.write(text)
+        else:
+            write_text(args.out, text)
         return 0
-    if args.nodes or args.image or args.volume:
+    if args.nodes or args.image or args.volume or args.out:
         raise ValueError(
-            "--nodes, --image and --volume are for a cluster. Write: jaxche launch --emit slurm --nodes 2x8 ..."
+            "--nodes, --image, --volume and --out are for a cluster. Write: jaxche launch --emit slurm --nodes 2x8 ..."
         )
     args.max_restarts = args.max_restarts or 0
     command = _command(args.module, args.command, sys.executable)
-    if command[0] == sys.executable and args.module is None and not os.path.isfile(command[1]):
+    if command[0] == sys.executable and command[1].endswith(".py") and not os.path.isfile(command[1]):
         raise ValueError(f"no script {command[1]!r} in {os.getcwd()}")
     if shutil.which(command[0]) is None:
         raise ValueError(f"no program {command[0]!r} to run; for a script write: jaxche launch -n 2 train.py")
@@ -235,4 +258,5 @@ COMMAND = Command(
     _add_arguments,
     _run,
     usage="%(prog)s [options] train.py [its arguments]",
+    about=_ABOUT,
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxche.cli import _doctor, _launch, _plan, _report, _simulate, _train
-from jaxche.cli._command import Command, directory_path, file_path
+from jaxche.cli._command import Command, Parser, directory_path, file_path
 
 _OVERVIEW = """\
 jaxche trains one Flax model on whatever mix of devices you have, as fast as all of them together.
@@ -16,9 +17,9 @@ jaxche trains one Flax model on whatever mix of devices you have, as fast as all
   jaxche train --compare sync,cadence,async
                                    the same with three policies, side by side
   jaxche report runs/mine          one HTML file with the pictures and tables of a run
-  jaxche simulate --ms 20,50       simulate the cadence on devices of these speeds
+  jaxche simulate --ms 20,50       how much of these devices, in ms a step, training would use
   jaxche launch -n 2 train.py      run your own script once a device
-  jaxche plan --memory 16GiB       memory and traffic of a device under every sharding strategy
+  jaxche plan train.py:make_model  memory and traffic of your model on several devices
   jaxche launch --emit slurm ...   print a file that runs it on a cluster
   jaxche doctor -n 2               check these machines and the links between them
 
@@ -62,13 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
       0
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(words)
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(words)
+    command = vars(args).pop("command_object", None)
+    if unknown:
+        (parser if command is None else _parsers(parser)[command.name]).refuse(unknown)
     if args.version:
         import jaxche
 
         print(f"jaxche {jaxche.__version__}")
         return 0
-    command = vars(args).pop("command_object", None)
     if command is None:
         print(_OVERVIEW)
         return 0
@@ -76,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command.run(args)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of all commands; it sets ``args.command_object``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxche",
         usage="jaxche COMMAND [options]",
         description=_OVERVIEW,
@@ -93,12 +97,17 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parsers(parser: argparse.ArgumentParser) -> Mapping[str, Parser]:
+    """The parser of each command."""
+    return next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+
+
 def _print_completion(args: argparse.Namespace) -> int:
     import shtab
 
     parser = make_parser()
-    kinds = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
-    for command in next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)).values():
+    kinds: dict[Any, Any] = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
+    for command in _parsers(parser).values():
         for action in command._actions:
             if action.type in kinds:
                 vars(action).update(complete=kinds[action.type])

@@ -3,91 +3,171 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxche.cli._command import Command, flag, integer, non_default_options
+from jaxche.cli._command import Command, add_out, flag, integer, non_default_options, write_text
 from jaxche.cli._settings import TASKS
 
+if TYPE_CHECKING:
+    from jaxche.sharding import Comparison
+
+# Rows of a batch of a task.
+_ROWS = 64
+
+_ABOUT = """\
+Says before a run whether a model fits the memory of your devices, what they send in a training
+step, and which sharding strategy to take. A strategy says what each device keeps: all of the
+model (NoShard), or a slice of parameters, gradients or optimizer state, which costs traffic.
+Nothing is trained: each step is compiled for so many devices, which this machine pretends to have."""
+
 _EPILOG = """\
+your model:
+  jaxche plan train.py:make_model imports train.py and calls make_model() for its shapes. It returns
+    model, x                        a linen or nnx model and example inputs; with an optimizer
+                                    like Adam, and the mean square of the outputs as loss
+    loss_fn, tx, params, batch      a whole step, as jaxche.sharded_step takes it
+    params                          parameters or an nnx model; without activations
+  What the file runs as a script belongs under if __name__ == "__main__":
+  In Python: jaxche.sharding.plan(make_model)
+
 examples:
-  jaxche plan                                        the text task on 8 fake devices
-  jaxche plan --memory 2MiB                          also the cheapest that fits 2 MiB a device
-  jaxche plan --devices 16 --intra-node-size 8       nodes of 8 for the hybrid strategies
-  jaxche plan --batch-size 256 --accumulate 4 --compute-dtype bfloat16
+  jaxche plan train.py:make_model --memory 16GiB     your model on 8 devices of 16 GiB
+  jaxche plan train.py:make_model --batch-size 256 --accumulate 4 --compute-dtype bfloat16
+  jaxche plan my_package.models:make -o plan.json    a function of a module, and the table as data
+  jaxche plan --devices 16 --intra-node-size 8       the text task of jaxche train on two nodes of 8
+
+The table has bytes of a device: parameters, gradients, optimizer state, and other (activations,
+gathered parameters). "in all" is what XLA plans for a step; devices of other kinds differ there.
+"counted" is what a device sends in a step by the compiled program, "theory" by the formula.
 
 exit codes:
   0     planned, and with --memory some strategy fits
   1     nothing fits --memory
-  2     invalid arguments
+  2     invalid arguments, or an error in your file
 """
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--task", choices=tuple(TASKS), default="text", help="what to train (default: %(default)s)")
-    add("--devices", type=integer("--devices 8"), default=8, help="number of devices (default: %(default)s)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="FILE.py:FUNCTION",
+        help="a function without arguments that makes your model, see below; default: a model of jaxche train",
+    )
+    group = parser.add_argument_group("devices")
+    add = group.add_argument
+    add("--devices", type=integer("--devices 8"), default=8, metavar="N", help="how many (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="of one device, e.g. 16GiB: the plan then says what fits")
     add(
         "--intra-node-size",
         type=integer("--intra-node-size 4", 2),
-        help="devices in a node (default: half of an even number)",
+        metavar="N",
+        help="devices of a node, in which links are fast; the hybrid strategies cut within nodes only (default: half "
+        "of an even number)",
     )
-    add("--memory", metavar="SIZE", help="memory of a device, e.g. 16GiB; names the cheapest strategy that fits")
-    add("--batch-size", type=integer("--batch-size 64"), default=64, help="rows on all devices (default: %(default)s)")
-    add("--accumulate", type=integer("--accumulate 1"), default=1, help="micro-batches a step (default: %(default)s)")
-    add("--compute-dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="default: %(default)s")
-    add("--details", action="store_true", help="the full table of each strategy, and which parameters are replicated")
+    group = parser.add_argument_group("model and step")
+    add = group.add_argument
+    add("--task", choices=tuple(TASKS), default="text", help="without FILE.py: the model of (default: %(default)s)")
+    add(
+        "--batch-size",
+        type=integer("--batch-size 64"),
+        metavar="N",
+        help="examples in a step, on all devices together (default: 64; with FILE.py those of the example inputs)",
+    )
+    add(
+        "--accumulate",
+        type=integer("--accumulate 1"),
+        default=1,
+        metavar="N",
+        help="compute a step in so many parts, one after the other, which needs less memory (default: %(default)s)",
+    )
+    add(
+        "--compute-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the model's arithmetic; parameters keep theirs (default: %(default)s)",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--details",
+        action="store_true",
+        help="also a table of each strategy, with the parameters that stay whole on every device and why",
+    )
+    add_out(group, "what is printed, or with the ending .json the table as data (default: only the screen)")
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Compiles a training step of the task under each strategy and prints its costs."""
+    """Compiles a training step under each strategy, and prints its costs."""
+    if args.model is not None and args.task != "text":
+        raise ValueError(f"{args.model} and --task {args.task} are two models; leave one of them out")
     devices = _devices(args.devices)
     import jax.numpy as jnp
 
-    from jaxche.cli._tasks import load
-    from jaxche.sharding import (
-        FullShard,
-        HybridShard,
-        HybridShardGradOp,
-        NoShard,
-        ShardGradOp,
-        as_bytes,
-        compare_strategies,
-    )
+    from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp, as_bytes
 
     if args.memory is not None:
         as_bytes(args.memory)  # refuse a bad value before compiling
-    task = load(args.task, batch_size=args.batch_size)
-    params, model_state = task.init(0)
     strategies: list[Any] = [NoShard(), ShardGradOp(), FullShard()]
     node = args.intra_node_size or (len(devices) // 2 if len(devices) % 2 == 0 else 1)
     if node > 1:
         strategies += [HybridShardGradOp(node), HybridShard(node)]
-    costs = compare_strategies(
-        task.loss_fn,
-        task.tx,
-        params,
-        task.data[0],
-        strategies=strategies,
-        devices=devices,
-        memory=args.memory,
-        model_state=model_state,
-        accumulate=args.accumulate,
-        compute_dtype=None if args.compute_dtype == "float32" else jnp.dtype(args.compute_dtype),
-    )
-    print(f"task {args.task}, batches of {args.batch_size} on {len(devices)} devices, compiled for cpu\n")
-    for explanation in costs.explanations if args.details else ():
-        print(f"{explanation}\n")
-    print(costs)
+    options = {
+        "strategies": strategies,
+        "devices": devices,
+        "memory": args.memory,
+        "accumulate": args.accumulate,
+        "compute_dtype": None if args.compute_dtype == "float32" else jnp.dtype(args.compute_dtype),
+    }
+    costs = _of_task(args, options) if args.model is None else _of_function(args, options)
+    lines = [f"{_name(args, costs)}, batches of {costs.batch_size} on {len(devices)} devices, compiled for cpu\n"]
+    lines += [f"{explanation}\n" for explanation in costs.explanations if args.details]
+    lines += [f"{costs}\n", f"next: {_next(args, costs)}"]
+    text = "\n".join(lines)
+    print(text)
+    if args.out is not None:
+        write_text(args.out, json.dumps(costs.rows, indent=2) if args.out.endswith(".json") else text + "\n")
+    return 0 if costs.cheapest else 1
+
+
+def _of_task(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
+    from jaxche.cli._tasks import load
+    from jaxche.sharding import compare_strategies
+
+    task = load(args.task, batch_size=args.batch_size or _ROWS)
+    params, model_state = task.init(0)
+    return compare_strategies(task.loss_fn, task.tx, params, task.data[0], model_state=model_state, **options)
+
+
+def _of_function(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
+    from jaxche.cli._target import load_function, users_errors
+    from jaxche.sharding import plan
+
+    make = load_function(args.model)
+    with users_errors(args.model):
+        return plan(make, batch_size=args.batch_size, **options)
+
+
+def _name(args: argparse.Namespace, costs: Comparison) -> str:
+    if args.model is None:
+        return f"task {args.task}"
+    parameters = sum(math.prod(leaf.shape) for leaf in costs.explanations[0].leaves)
+    return f"{args.model} with {parameters:,} parameters"
+
+
+def _next(args: argparse.Namespace, costs: Comparison) -> str:
+    """The line to write for the advised strategy, or the command of a plan that needs less."""
     cheapest = costs.cheapest
     if cheapest is None:
-        print(f"\nnext: {_smaller(args)}")
-        return 1
+        return _smaller(args, costs.batch_size)
     more = f", accumulate={args.accumulate}" if args.accumulate > 1 else ""
     more += f", compute_dtype=jnp.{args.compute_dtype}" if args.compute_dtype != "float32" else ""
-    print(f"\nnext: jaxche.sharded_step(loss_fn, tx, jaxche.{cheapest}{more})")
-    print(f"      jaxche.Trainer(loss_fn, tx, strategy=jaxche.{cheapest}) where nodes differ in speed")
-    return 0
+    step = f"jaxche.sharded_step(loss_fn, tx, jaxche.{cheapest}{more})"
+    if not (cheapest.shards_params or cheapest.shards_state):
+        return f"jaxche.Trainer(loss_fn, tx), in which each device is a replica\n      {step}"
+    return f"{step}\n      jaxche.Trainer(loss_fn, tx, strategy=jaxche.{cheapest}) where nodes differ in speed"
 
 
 def _devices(count: int) -> list[Any]:
@@ -99,9 +179,9 @@ def _devices(count: int) -> list[Any]:
         raise ValueError(f"--devices {count}: {error}") from error
 
 
-def _smaller(args: argparse.Namespace) -> str:
+def _smaller(args: argparse.Namespace, rows: int) -> str:
     """The same command with less on each device: half the rows at once if they divide, else half the parameters."""
-    devices, accumulate, rows = args.devices, args.accumulate, args.batch_size
+    devices, accumulate = args.devices, args.accumulate
     if rows % (2 * devices * accumulate) == 0:
         return _line(args, accumulate=2 * accumulate)
     if rows % (2 * devices) == 0:
@@ -112,16 +192,19 @@ def _smaller(args: argparse.Namespace) -> str:
 
 def _line(args: argparse.Namespace, **changed: int) -> str:
     """The command line of these arguments with some of them changed."""
-    words = ["jaxche", "plan"]
+    words = ["jaxche", "plan", *([args.model] if args.model else [])]
     for name, value in non_default_options(_add_arguments, argparse.Namespace(**vars(args) | changed)).items():
-        words += [flag(name)] if value is True else [flag(name), str(value)]
+        if name != "model":
+            words += [flag(name)] if value is True else [flag(name), str(value)]
     return shlex.join(words)
 
 
 COMMAND = Command(
     "plan",
-    "memory and traffic of a device under every sharding strategy",
+    "memory and traffic of a model on several devices, before it is trained",
     _EPILOG,
     _add_arguments,
     _run,
+    usage="%(prog)s [FILE.py:FUNCTION] [options]",
+    about=_ABOUT,
 )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxche.cli._command import Command, directory_path, file_path
+from jaxche.cli._command import Command, add_out, directory_path
 from jaxche.cli._result import Result, read_json, result_rows
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   jaxche report runs/mine                        writes runs/mine/report.html
-  jaxche report runs/mine --out /tmp/mine.html   writes another file
+  jaxche report runs/mine -o /tmp/mine.html      writes another file
   jaxche report runs/mine --open                 opens it in the browser
 
 A run is a folder with a history.jsonl, or, after --compare, with one such folder for each policy.
@@ -49,11 +49,14 @@ pre { white-space: pre-wrap; }
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=directory_path, metavar="RUN", help="folder of the run, e.g. runs/mine")
     parser.add_argument(
-        "--out", type=file_path, metavar="FILE", help="output file (default: report.html in that folder)"
+        "folder",
+        type=directory_path,
+        metavar="RUN",
+        help="folder of the run, as jaxche train names it at its end, e.g. runs/mine",
     )
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    add_out(parser, "the page (default: report.html in the folder of the run)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -7,18 +7,28 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxche.cli._command import Command, file_path, integer, number, numbers
+from jaxche.cli._command import Command, add_out, integer, number, numbers
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
 
+_ABOUT = """\
+Devices of different speeds train copies of one model. Between two merges, which average the
+copies, each device takes its own number of training steps (its count), so that none waits long.
+ElChe, the controller, chooses the counts from measured times. Here it runs on a virtual clock:
+nothing is trained, no device is needed, and it takes a second."""
+
 _EPILOG = """\
 examples:
-  jaxche simulate --ms 20,50
-  jaxche simulate --ms 20,50 --slowdown 0@50x2 --tuner both   rank 0 slows down in round 50
+  jaxche simulate --ms 20,50                                  two devices, 20 and 50 ms a step
+  jaxche simulate --ms 20,50 --slowdown 0@50x2 --tuner both   device 0 slows down in round 50
   jaxche simulate --ranks 10000 --spread 4 --rounds 20        speeds between 20 and 80 ms
-  jaxche simulate --ms 10,10,23 --sync-ms 45 --plot fleet.png
+  jaxche simulate --ms 10,10,23 --sync-ms 45 -o fleet.png     and a plot
+
+The table has some of the rounds. A round is the steps up to a merge, and the merge. The anchor is
+the count of the slowest device; the others take as many steps as fit into the same time.
+Efficiency 1 means that every device works all the time; waiting and merging lower it.
 
 exit codes:
   0     simulated
@@ -27,38 +37,102 @@ exit codes:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    fleet = parser.add_mutually_exclusive_group()
-    fleet.add_argument("--ms", type=numbers("--ms 20,50"), help="ms a batch of each rank (default: 20,50)")
-    fleet.add_argument("--ranks", type=integer("--ranks 64", 2), help="number of ranks with random speeds")
-    add("--spread", type=number("--spread 4", 1.0), help="slowest over fastest random speed (default: 4)")
-    add("--seed", type=integer("--seed 0", 0), default=0, help="seed of speeds and jitter (default: 0)")
-    add(
-        "--jitter", type=number("--jitter 0.05", 0.0, 1.0), default=0.0, help="relative deviation of times (default: 0)"
+    group = parser.add_argument_group("devices")
+    add = group.add_argument
+    fleet = group.add_mutually_exclusive_group()
+    fleet.add_argument(
+        "--ms",
+        type=numbers("--ms 20,50"),
+        metavar="MS,MS,...",
+        help="time of a training step on each device, in milliseconds (default: 20,50)",
     )
-    add("--sync-ms", type=number("--sync-ms 8"), default=8.0, help="cost of a merge (default: %(default)g)")
-    add("--slowdown", type=_slowdown, metavar="RANK@ROUNDxFACTOR", help="a rank that becomes slower")
+    fleet.add_argument(
+        "--ranks",
+        type=integer("--ranks 64", 2),
+        metavar="N",
+        help="this many devices of random speeds instead, the fastest with 20 ms a step; a rank is the number of a "
+        "device, from 0",
+    )
+    add(
+        "--spread",
+        type=number("--spread 4", 1.0),
+        metavar="X",
+        help="with --ranks: how many times as long the slowest takes as the fastest (default: 4)",
+    )
+    add(
+        "--jitter",
+        type=number("--jitter 0.05", 0.0, 1.0),
+        default=0.0,
+        metavar="SHARE",
+        help="random variation of all times, e.g. 0.05 for 5 %% (default: 0)",
+    )
+    add(
+        "--slowdown",
+        type=_slowdown,
+        metavar="RANK@ROUNDxFACTOR",
+        help="a device that becomes slower: 0@50x2 is device 0, which takes twice as long from round 50 on",
+    )
     add(
         "--first-report-ms",
         type=number("--first-report-ms 3000"),
         default=0.0,
-        help="compilation time in round 0",
+        metavar="MS",
+        help="time that round 0 takes longer on each device, as compilation does (default: 0)",
     )
-    add("--rounds", type=integer("--rounds 100"), default=100, help="number of rounds (default: %(default)s)")
+    add(
+        "--seed",
+        type=integer("--seed 0", 0),
+        default=0,
+        metavar="N",
+        help="of random speeds and times; the same seed gives the same run (default: 0)",
+    )
+
+    group = parser.add_argument_group("rounds")
+    add = group.add_argument
+    add(
+        "--sync-ms",
+        type=number("--sync-ms 8"),
+        default=8.0,
+        metavar="MS",
+        help="time of a merge, in milliseconds; jaxche doctor -n 2 measures it (default: %(default)g)",
+    )
+    add(
+        "--rounds",
+        type=integer("--rounds 100"),
+        default=100,
+        metavar="N",
+        help="how many to simulate (default: %(default)s)",
+    )
+
+    group = parser.add_argument_group("controller (ElChe)")
+    add = group.add_argument
     add(
         "--anchor",
         type=integer("--anchor 4", 1, 200),
         default=4,
-        help="batches of the slowest rank in the first round (default: %(default)s)",
+        metavar="N",
+        help="count of the slowest device in the first round; later the controller chooses it (default: %(default)s)",
     )
     add(
         "--overhead-target",
         type=number("--overhead-target 0.02", 0.01, 0.5),
         default=0.02,
-        help="share of merges in the time of a round (default: %(default)g)",
+        metavar="SHARE",
+        help="time that merging and waiting may cost, relative to the steps, e.g. 0.02 for 2 %%; a smaller target "
+        "makes longer rounds (default: %(default)g)",
     )
-    add("--tuner", choices=("seed", "steady", "both"), default="steady", help="default: %(default)s")
-    add("--plot", type=file_path, metavar="FILE.png", help="plot the run (with --tuner both: one file each)")
+    add(
+        "--tuner",
+        choices=("seed", "steady", "both"),
+        default="steady",
+        help="how the controller follows the target: steady computes the shortest round that meets it, seed is the "
+        "method of flodl, both runs one after the other (default: %(default)s)",
+    )
+
+    group = parser.add_argument_group("files")
+    add_out(
+        group, "a plot of the run, e.g. fleet.png; with --tuner both one file each (default: no plot)", old="--plot"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -68,8 +142,8 @@ def _run(args: argparse.Namespace) -> int:
     print(_describe(fleet))
     for tuner, done in runs.items():
         print(f"\ntuner {tuner}\n{done.table()}")
-    for tuner, done in runs.items() if args.plot else ():
-        path = Path(args.plot)
+    for tuner, done in runs.items() if args.out else ():
+        path = Path(args.out)
         _draw(done, path.with_stem(f"{path.stem}-{tuner}") if len(runs) > 1 else path)
     return 0
 
@@ -116,7 +190,7 @@ def _draw(done: FleetRun, path: Path) -> None:
     try:
         done.plot().savefig(path, dpi=110)
     except ValueError as error:  # matplotlib does not support the format
-        raise ValueError(f"--plot {path}: {error}") from None
+        raise ValueError(f"--out {path}: {error}") from None
     print(f"drawn to {path}")
 
 
@@ -131,9 +205,10 @@ def _slowdown(text: str) -> Slowdown:
 
 COMMAND = Command(
     "simulate",
-    "simulate the cadence on devices of given speeds",
+    "simulate training on devices of given speeds, without the devices",
     _EPILOG,
     _add_arguments,
     _run,
     usage_errors=(ValueError, ImportError, OSError),
+    about=_ABOUT,
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxche.cli._command import (
     Command,
+    add_out,
     directory_path,
     flag,
     integer,
@@ -36,6 +37,12 @@ from jaxche.cli._stages import check_stages, run_stages
 
 _DEFAULT_PROCESSES = 2
 
+_ABOUT = """\
+Shows what jaxche does, on real data, in about a minute. Each process has a replica: a copy of the
+model with its own optimizer state, on its own device. In a round every replica takes the training
+steps that fit into the time of the round (its count); then a merge averages the replicas.
+To train a model of your own, start your script with jaxche launch."""
+
 _EPILOG = f"""\
 tasks:
 {chr(10).join(f"  {name:8s} {text}" for name, (text, _) in TASKS.items())}
@@ -44,7 +51,7 @@ examples:
   jaxche train                                     two processes, one 2.5 times slower
   jaxche train --compare sync,cadence,async        three policies in turn, side by side
   jaxche train -n 4 --ratios 1,1,2,4 --task text   four replicas of these speeds
-  jaxche train --pace 20,50                        exactly 20 and 50 ms a step
+  jaxche train --pace 20,50 -o /tmp/runs           exactly 20 and 50 ms a step
   jaxche train -n 1                                a plain training loop
   jaxche train --scaling adamscale                 learning rates by gradient noise, and advice
   jaxche train --task text --protocol pipeline     one model in two stages, on two devices
@@ -73,74 +80,173 @@ Under Slurm or mpirun the launcher restarts a failed run; see jaxche launch --he
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--task", choices=tuple(TASKS), default="mnist", help="what to train (default: %(default)s)")
-    add("-n", "--processes", type=integer("-n 2"), help="one per replica (default: one per GPU, 2 without GPUs)")
-    add("--pace", type=pace_argument, metavar="auto|none|MS,MS", help="default: auto on CPU cores, none on GPUs")
-    add("--ratios", type=numbers("--ratios 1,2.5"), metavar="R,R", help="step times under --pace auto (default: 1,2.5)")
+    add("--task", choices=tuple(TASKS), default="mnist", help="what to train, see below (default: %(default)s)")
+    add("--replay", type=directory_path, metavar="RUN", help="repeat a recorded run, e.g. runs/first, and compare")
+    add("--dry-run", action="store_true", help="only try: one batch on every replica and one merge; writes nothing")
 
-    group = parser.add_argument_group("merging")
+    group = parser.add_argument_group("replicas and their speeds")
     add = group.add_argument
-    add("--policy", choices=POLICIES, help="when replicas merge (default: cadence)")
-    add("--compare", type=_compared, metavar="P,P,P", help="run these policies one after another from the same start")
-    add("--average", choices=("parameters", "gradients"), help="default: gradients under sync, else parameters")
-    add("--merge", choices=MERGE_RULES, help="weights of the replicas in a merge (default: steps)")
-    add("--opt-state", choices=("local", "average", "reset"), help="optimizer states in a merge (default: average)")
-    add("--anchor", type=integer("--anchor 4", 1, 200), help="batches of the slowest in the first round (default: 1)")
+    add(
+        "-n",
+        "--processes",
+        type=integer("-n 2"),
+        metavar="N",
+        help="number of processes, each with one replica (default: one per GPU; 2 without GPUs)",
+    )
+    add(
+        "--ratios",
+        type=numbers("--ratios 1,2.5"),
+        metavar="R,R,...",
+        help="how long a step takes on each replica, relative to the others: with 1,2.5 the second is 2.5 times slower "
+        "(default on CPU cores: 1,2.5)",
+    )
+    add(
+        "--pace",
+        type=pace_argument,
+        metavar="auto|none|MS,MS,...",
+        help="time of a step of each replica in milliseconds, e.g. 20,50; shorter steps wait. auto: by --ratios; none: "
+        "as fast as each can (default: auto on CPU cores, none on GPUs)",
+    )
+
+    group = parser.add_argument_group("merging, which makes the replicas equal again")
+    add = group.add_argument
+    add(
+        "--policy",
+        choices=POLICIES,
+        help="sync: after every step, which is exact; cadence: after a round, in which each replica takes the steps "
+        "that fit into it (default); async: likewise, with shorter rounds while replicas drift apart; auto: sync or "
+        "cadence, as measured times suggest",
+    )
+    add(
+        "--compare",
+        type=_compared,
+        metavar="P,P,...",
+        help="train with each of these policies from the same start, and compare, e.g. sync,cadence",
+    )
+    add(
+        "--average",
+        choices=("parameters", "gradients"),
+        help="what a merge averages: parameters, which each replica has changed, or gradients, for one step that all "
+        "take (default: gradients under sync, else parameters)",
+    )
+    add(
+        "--merge",
+        choices=MERGE_RULES,
+        help="weight of a replica in a merge: by its steps (default), by its batch size, or fednova: all alike, "
+        "however many their steps",
+    )
+    add(
+        "--opt-state",
+        choices=("local", "average", "reset"),
+        help="what a merge does with optimizer states, e.g. Adam's moments: average them (default), leave each replica "
+        "its own, or start them anew",
+    )
+    add(
+        "--anchor",
+        type=integer("--anchor 4", 1, 200),
+        metavar="N",
+        help="steps of the slowest replica in the first round; later rounds follow measured times (default: 1)",
+    )
+    add(
+        "--tuner",
+        choices=("seed", "steady", "progress"),
+        help="what chooses the length of rounds: progress, the most progress a second (default); steady, the shortest "
+        "round that meets --overhead-target; seed, the method of flodl",
+    )
     add(
         "--overhead-target",
         type=number("--overhead-target 0.02", 0.01, 0.5),
-        help="tune for throughput: the share of merges in the time of a round, e.g. 0.015",
+        metavar="SHARE",
+        help="time that merging and waiting may cost, relative to the steps, e.g. 0.015 for 1.5 %%; selects the tuner "
+        "steady",
     )
-    add("--tuner", choices=("seed", "steady", "progress"), help="what tunes the rounds (default: progress)")
     add(
         "--max-batch-diff",
         type=integer("--max-batch-diff 8", 0),
-        help="largest lead of the fastest in batches (default: no limit)",
+        metavar="N",
+        help="most steps in a round that a replica may take more than the slowest (default: no limit)",
     )
 
-    group = parser.add_argument_group("stages, instead of replicas")
+    group = parser.add_argument_group("optimizer and data")
     add = group.add_argument
-    add("--protocol", choices=("direct", "pipeline", "store"), help="how stages communicate; with --task text")
-    add("--stages", type=integer("--stages 2", 1), help="one per device, under store one per process (default: 2)")
+    add("--epochs", type=integer("--epochs 3"), metavar="N", help="passes over the data (default: the task's own)")
     add(
-        "--micro-batch-size",
-        type=integer("--micro-batch-size 4"),
-        help="default: a quarter of the batch under pipeline",
+        "--batch-size",
+        type=integer("--batch-size 32"),
+        metavar="N",
+        help="examples in a step of one replica (default: the task's own)",
     )
-    add("--store", type=directory_path, metavar="URL", help="for --protocol store: a folder, or s3://bucket/path")
+    add(
+        "--learning-rate",
+        type=number("--learning-rate 1e-3", above=True),
+        metavar="RATE",
+        help="of Adam (default: the task's own)",
+    )
+    add(
+        "--scaling",
+        choices=tuple(SCALING_RULES),
+        help="raise the learning rate, because several replicas together train on a larger batch: linear and sqrt by "
+        "its size, adascale (for SGD) and adamscale (for Adam) by the measured noise of gradients (default: not)",
+    )
+    add(
+        "--seed",
+        type=integer("--seed 0", 0),
+        default=0,
+        metavar="N",
+        help="of first parameters, order of the data and dropout (default: 0)",
+    )
 
-    group = parser.add_argument_group("model and optimizer")
+    group = parser.add_argument_group("files and failures")
     add = group.add_argument
-    add("--batch-size", type=integer("--batch-size 32"), help="default: the task's own")
-    add("--scaling", choices=tuple(SCALING_RULES), help="scale the learning rate with the batch (default: no scaling)")
-    add("--learning-rate", type=number("--learning-rate 1e-3", above=True), help="default: the task's own")
-    add("--epochs", type=integer("--epochs 3"), help="default: the task's own")
-    add("--seed", type=integer("--seed 0", 0), default=0, help="seed of parameters, order and dropout (default: 0)")
-    add("--dry-run", action="store_true", help="one batch on every replica and one merge; writes nothing")
-
-    group = parser.add_argument_group("files")
-    add = group.add_argument
-    add("--name", help="of the run (default: task-policy-date-time); required for checkpoints under srun or mpirun")
-    add("--out", type=directory_path, default="runs", help="folder of all runs (default: %(default)s)")
+    add_out(
+        group, "the folder of all runs; this one gets a folder in it (default: %(default)s)", "runs", directory_path
+    )
+    add(
+        "--name",
+        help="of the run and its folder (default: task-policy-date-time); required for checkpoints under srun, mpirun",
+    )
     add(
         "--checkpoint-every",
         type=integer("--checkpoint-every 10"),
         metavar="ROUNDS",
-        help="rounds between checkpoints; the same command with the same --name resumes (default: no checkpoints)",
+        help="save all that a run needs to go on, so often; the same command with the same --name resumes (default: "
+        "no checkpoints)",
     )
     add(
         "--max-restarts",
         type=integer("--max-restarts 3", 0),
         default=0,
-        help="restarts after a failure, from the last checkpoint (default: 0)",
+        metavar="N",
+        help="start again so often after a failure, from the last checkpoint (default: 0)",
     )
     add(
         "--hang-timeout",
         type=number("--hang-timeout 600", above=True),
         metavar="S",
-        help="fail if no process finishes a round in this time, start included (default: no limit)",
+        help="fail if no process finishes a round in so many seconds, start included (default: no limit)",
     )
-    add("--replay", type=directory_path, metavar="RUN", help="repeat a recorded run, e.g. runs/first, and compare")
+
+    group = parser.add_argument_group("one model cut into stages, instead of replicas (with --task text)")
+    add = group.add_argument
+    add(
+        "--protocol",
+        choices=("direct", "pipeline", "store"),
+        help="how a stage sends its output to the next: direct, a whole batch at a time; pipeline, in micro-batches, "
+        "so that all stages work at once; store, through a shared folder or bucket",
+    )
+    add(
+        "--stages",
+        type=integer("--stages 2", 1),
+        metavar="N",
+        help="number of stages, one per device; under store one per process (default: 2)",
+    )
+    add(
+        "--micro-batch-size",
+        type=integer("--micro-batch-size 4"),
+        metavar="N",
+        help="examples that a stage works on at a time (default: a quarter of the batch under pipeline)",
+    )
+    add("--store", type=directory_path, metavar="URL", help="for --protocol store: a folder, or s3://bucket/path")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -278,4 +384,5 @@ COMMAND = Command(
     _add_arguments,
     _run,
     usage_errors=(ValueError, ImportError, TimeoutError, ConnectionError),
+    about=_ABOUT,
 )

@@ -22,8 +22,6 @@ from jaxche.distributed import is_loopback
 
 # Variables of gRPC, in lower or upper case.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
-# Set by ``jaxche launch --elastic``.
-ELASTIC = "JAXCHE_ELASTIC"
 # Seconds without a heartbeat after which jaxlib ends a process, and the others unless the run is elastic.
 _HEARTBEAT_TIMEOUT_S = 100
 

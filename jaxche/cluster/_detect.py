@@ -10,6 +10,8 @@ from jaxche.distributed import NUM_PROCESSES, scheduled
 
 COORDINATOR = "JAXCHE_COORDINATOR"
 PROCESS_ID = "JAXCHE_PROCESS_ID"
+# Set by ``jaxche launch --elastic``.
+ELASTIC = "JAXCHE_ELASTIC"
 
 _ARGUMENTS = ("coordinator_address", "num_processes", "process_id")
 _VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)

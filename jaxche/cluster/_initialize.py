@@ -21,8 +21,8 @@ from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 
 from jaxche.cluster._all_gather import share
-from jaxche.cluster._connect import ELASTIC, connect, local_device_ids, resolve_scheduler
-from jaxche.cluster._detect import detect
+from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
+from jaxche.cluster._detect import ELASTIC, detect
 from jaxche.cluster._handshake import cache_folder, handshake, local_process_info, refuse_mismatch, visible_devices
 from jaxche.cluster._heterogeneous import (
     configure_platforms,

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxche.cluster._connect import ELASTIC
+from jaxche.cluster._detect import ELASTIC
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._output import LinePrinter, event_log
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment

@@ -16,7 +16,7 @@ from jaxche.reports._round_info import RoundInfo
 from jaxche.scaling import effective_replicas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Choice:
     """The counts of a round and their estimated goodput.
 
@@ -41,6 +41,13 @@ class Choice:
     examples_per_second: float
     efficiency: float
     goodput: float
+
+    def __repr__(self) -> str:
+        return (
+            f"Choice({per_rank(self.counts)} steps in {self.ms:.4g} ms, batch {self.batch:.4g}: "
+            f"{self.examples_per_second:.4g} examples a second, efficiency {self.efficiency:.4g}, "
+            f"goodput {self.goodput:.4g})"
+        )
 
 
 @dataclass(frozen=True, repr=False)

@@ -166,9 +166,9 @@ class History(list[RoundInfo]):
     def plot(self) -> Any:
         """Plots :attr:`last_ranks`.
 
-        The panels are a timeline of the last rounds (compute, wait and merge of each rank), counts and anchor,
-        efficiency, drift, the loss by examples and by time, the metrics, the gradient noise of a run with scaled
-        learning rates, and the memory, if it was measured.
+        The panels are a timeline of the last rounds (compute, wait and merge of each rank), counts and anchor (the
+        steps of the slowest rank), efficiency, the two drifts, the loss by examples and by time, the metrics, the
+        gradient noise of a run with scaled learning rates, and the memory, if it was measured.
 
         Returns:
           A matplotlib ``Figure`` with the width of a notebook.

@@ -13,6 +13,8 @@ from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled
 
 # More rounds make the bars too narrow for their labels.
 ROUNDS_DRAWN = 8
+# Above this drift against the merged step, the steps of the replicas cancel more than they agree.
+_APART = 1.0
 
 
 def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
@@ -23,7 +25,7 @@ def draw(rounds: Sequence[RoundInfo], memory: Sequence[dict[str, int]]) -> Any:
     world = len(rounds[0].counts)
     rows: list[tuple[list[str], float]] = []
     if world > 1:
-        rows = [(["rounds"], 0.9 + 0.28 * min(world, 8)), (["counts"], 2.0), (["efficiency", "drift"], 1.9)]
+        rows = [(["rounds"], 0.9 + 0.28 * min(world, 8)), (["counts"], 2.0), (["efficiency"], 1.5), (["drift"], 1.7)]
     rows.append((["examples", "seconds"], 2.0))
     if rounds[0].metrics:
         rows.append((["metrics"], 1.9))
@@ -90,8 +92,9 @@ def _counts(axes: Any, run: _Run) -> None:
         colour = COLOURS[lane % len(COLOURS)]
         axes.step(run.rounds, run.counts[:, rank], where="mid", color=colour, lw=1.6, label=f"rank {rank}")
     anchor = [info.anchor for info in run.infos]
-    axes.step(run.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor")
+    axes.step(run.rounds, anchor, where="mid", color="black", lw=1.2, ls=":", label="anchor: steps\nof the slowest")
     _over_rounds(axes, ylabel="local steps", title="Cadence: steps of each rank between two merges")
+    axes.yaxis.get_major_locator().set_params(integer=True, nbins=5)
     axes.set_ylim(bottom=0)
     label_outside(axes)
 
@@ -103,31 +106,35 @@ def _efficiency(axes: Any, run: _Run) -> None:
     wait = sum(max(info.wall_ms) - np.mean(info.wall_ms) for info in run.infos) / 1e3 / run.seconds[-1]
     merge = run.sync.sum() / 1e3 / run.seconds[-1]
     _over_rounds(axes, ylabel="efficiency (%)")
-    axes.set_title(f"Efficiency {efficiency_of(run.infos):.1%}: wait {wait:.1%}, merge {merge:.1%}")
+    axes.set_title(
+        f"Efficiency {efficiency_of(run.infos):.1%} of the summed speeds: wait {wait:.1%}, merge {merge:.1%}"
+    )
     axes.set_ylim(0, 105)
 
 
 def _drift(axes: Any, run: _Run) -> None:
-    _over_rounds(axes, ylabel="distance, relative", title="Drift of the replicas before each merge")
-    series = {
-        "to the parameters": [info.drift for info in run.infos],
-        "to the merged step": [info.drift_dir for info in run.infos],
-    }
-    if not np.nanmax([*series["to the parameters"], 0.0]) > 0:
+    _over_rounds(axes, ylabel="relative distance", title="Drift: distance of the replicas before a merge")
+    drift, direction = ([getattr(info, name) for info in run.infos] for name in ("drift", "drift_dir"))
+    if not np.nanmax([*drift, 0.0]) > 0:
         axes.text(0.5, 0.5, "none: gradients are averaged", ha="center", va="center", transform=axes.transAxes)
         axes.set(xticks=[], yticks=[])
         return
-    for (label, values), colour, style in zip(series.items(), (COLOURS[5], COLOURS[4]), ("-", "--"), strict=True):
+    lines = (
+        (direction, "to the merged step,\nsquared (bad: above 1)", COLOURS[4], "--"),
+        (drift, "to the parameters\n(bad: if it grows)", COLOURS[5], "-"),
+    )
+    for values, label, colour, style in lines:
         positive = np.where(np.array(values) > 0, values, np.nan)
         axes.plot(run.rounds, positive, color=colour, ls=style, lw=1.4, label=label)
     held = [i for i, info in enumerate(run.infos) if info.verdict != Verdict.CALM]
     if held:
-        values = np.array(series["to the parameters"])[held]
-        axes.plot(run.rounds[held], values, "v", color="black", ms=4, label="held")
+        axes.plot(run.rounds[held], np.array(drift)[held], "v", color="black", ms=4, label="grew: rounds\nheld short")
     logarithmic(axes.yaxis)
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend above the lines
-    axes.legend(loc="upper right", ncols=3 if held else 2, columnspacing=1.0)
+    high = max(high, 1.5 * _APART)
+    axes.set_ylim(low, high)
+    axes.axhspan(_APART, high, color=COLOURS[5], alpha=0.12, lw=0)
+    label_outside(axes)
 
 
 def _loss_per_examples(axes: Any, run: _Run) -> None:
@@ -178,7 +185,7 @@ def _noise(axes: Any, run: _Run) -> None:
     noise = np.array([info.noise for info in run.infos])
     noise = np.where(np.isfinite(noise) & (noise > 0), noise, np.nan)
     batch = [info.effective_batch for info in run.infos]
-    axes.plot(run.rounds, noise, color=COLOURS[2], lw=1.8, label="critical batch (noise scale)")
+    axes.plot(run.rounds, noise, color=COLOURS[2], lw=1.8, label="critical batch: noise equals signal")
     axes.plot(run.rounds, batch, color="black", lw=1, ls=":", label="effective batch of a step")
     _over_rounds(axes, ylabel="examples", title="Gradient noise scale")
     if np.isfinite(noise).any():

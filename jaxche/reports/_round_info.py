@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
+from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, per_rank, ranks_to_show
 from jaxche.scaling import effective_replicas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RoundInfo:
     """One round, with equal values on all processes.
 
@@ -128,6 +128,17 @@ class RoundInfo:
         without merges.
         """
         return efficiency_of([self])
+
+    def __repr__(self) -> str:
+        """One line; numbers have four digits."""
+        ran = f"{per_rank(self.counts, '{:,}')} steps"
+        if self.shares:
+            ran = f"{per_rank(self.rows, '{:,}')} rows"
+        merge = f" + {self.sync_ms:.4g} ms merge" if len(self.counts) > 1 else ""
+        return (
+            f"RoundInfo(round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, {ran}, "
+            f"{max(self.wall_ms):.4g} ms{merge}, efficiency {100 * self.efficiency:.4g} %)"
+        )
 
     def _repr_html_(self) -> str:
         caption = f"round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, efficiency {self.efficiency:.1%}"

@@ -26,6 +26,7 @@ from jaxche.sharding._loss import wanted_names as wanted_names
 from jaxche.sharding._models import flax_kind as flax_kind
 from jaxche.sharding._models import is_maker as is_maker
 from jaxche.sharding._models import shapes_of as shapes_of
+from jaxche.sharding._plan import plan
 from jaxche.sharding._step import ShardedState, ShardedStep, sharded_step
 from jaxche.sharding._strategy import Device as Device
 from jaxche.sharding._strategy import (
@@ -56,6 +57,7 @@ __all__ = [
     "as_loss",
     "compare_strategies",
     "devices",
+    "plan",
     "sharded_step",
     "sharded_update",
     "value_and_grad",

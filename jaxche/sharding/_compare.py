@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxche.sharding._explain import Explanation, as_bytes, show_bytes
+from jaxche.sharding._loss import batch_size
 from jaxche.sharding._step import sharded_step
 from jaxche.sharding._strategy import (
     Device,
@@ -21,14 +22,19 @@ from jaxche.sharding._strategy import (
     ShardingStrategy,
 )
 
+# Bytes sent that count as equal, as a factor: the loss and norms are sent too.
+_EQUAL = 1.01
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """The costs of a step under several strategies; ``str()`` and notebooks show it as a table.
+    """The costs of a step under several strategies; its ``repr`` is a table, and one line of advice.
 
     Attributes:
       explanations: an :class:`Explanation` for each strategy.
       memory: bytes of a device's memory, or None.
+      batch_size: examples in the batch, on all devices.
+      note: what the costs leave out, in one line, or nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -42,15 +48,40 @@ class Comparison:
 
     explanations: tuple[Explanation, ...]
     memory: int | None
+    batch_size: int
+    note: str = ""
 
     @property
     def cheapest(self) -> ShardingStrategy | None:
-        """The strategy that fits and sends least, at equal bytes with the least memory; None if none fits.
+        """The strategy that fits and sends least; None if none fits.
 
-        Without ``memory`` every strategy fits.
+        At equal bytes it is one that cuts nothing (``NoShard``), else the one with the least memory. Bytes are equal
+        within 1 %. Without ``memory`` every strategy fits.
         """
         fitting = [e for e in self.explanations if self.memory is None or e.peak <= self.memory]
-        return min(fitting, key=lambda e: (e.sent, e.peak)).strategy if fitting else None
+        least = min((e.sent for e in fitting), default=0.0)
+        best = sorted((e for e in fitting if e.sent <= _EQUAL * least), key=lambda e: (_cuts(e.strategy), e.peak))
+        return best[0].strategy if best else None
+
+    @property
+    def advice(self) -> str:
+        """What to take and why, in one line."""
+        cheapest, least = self.cheapest, min(self.explanations, key=lambda e: e.peak)
+        size = "" if self.memory is None else show_bytes(self.memory)
+        if cheapest is None:
+            return (
+                f"nothing fits {size}; {least.strategy} needs least, {show_bytes(least.peak)}: take more devices, or "
+                "accumulate="
+            )
+        fits = f"it fits {size}, and " if size else ""
+        whole = [e for e in self.explanations if not _cuts(e.strategy)]
+        if not _cuts(cheapest):
+            return f"advice: {cheapest}, the default of the trainer: {fits}no other strategy sends less"
+        if self.memory is not None and whole and whole[0].peak > self.memory:
+            why = f"it fits {size} and {whole[0].strategy} does not, and no other that fits sends less"
+        else:
+            why = f"{fits or 'it '}sends least"
+        return f"advice: {cheapest}: {why}"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -67,12 +98,12 @@ class Comparison:
             for e in self.explanations
         ]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         head = _row(_HEAD)
         sent = head.index(_HEAD[-2]) + len(_HEAD[-2])  # the end of the last column of bytes sent
         lines = [f"bytes a device{'sent a step':>{sent - len('bytes a device')}}", head]
         lines += [_row(self._cells(row)) for row in self.rows]
-        return "\n".join([*lines, self._verdict()])
+        return "\n".join([*lines, *filter(None, [self.note]), self.advice])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in _HEAD)
@@ -80,21 +111,12 @@ class Comparison:
             "<tr>" + "".join(f"<td align=right>{html.escape(cell)}</td>" for cell in self._cells(row)) + "</tr>"
             for row in self.rows
         )
-        return f"<table><tr>{head}</tr>{''.join(rows)}</table>{html.escape(self._verdict())}"
+        notes = map(html.escape, filter(None, [self.note, self.advice]))
+        return f"<table><tr>{head}</tr>{''.join(rows)}</table>{'<br>'.join(notes)}"
 
     def _cells(self, row: dict[str, Any]) -> list[str]:
         sizes = [show_bytes(row[name]) for name in list(row)[1:-1]]
         return [row["strategy"], *sizes, "yes" if row["fits"] else "no"]
-
-    def _verdict(self) -> str:
-        given = "" if self.memory is None else f" and fits {show_bytes(self.memory)}"
-        if self.cheapest is None:
-            least = min(self.explanations, key=lambda e: e.peak)
-            return (
-                f"nothing fits {show_bytes(self.memory or 0)}; {least.strategy} needs least, {show_bytes(least.peak)}: "
-                "take more devices, or accumulate="
-            )
-        return f"sends least{given}: {self.cheapest}"
 
 
 def compare_strategies(
@@ -155,7 +177,12 @@ def compare_strategies(
         sharded_step(loss_fn, tx, strategy, strategy.mesh(devices), accumulate=accumulate, compute_dtype=compute_dtype)
         for strategy in chosen
     ]
-    return Comparison(tuple(step.explain(params, batch, model_state) for step in steps), limit)
+    explanations = tuple(step.explain(params, batch, model_state) for step in steps)
+    return Comparison(explanations, limit, batch_size(batch))
+
+
+def _cuts(strategy: ShardingStrategy) -> bool:
+    return strategy.shards_params or strategy.shards_state
 
 
 def _default_strategies(devices: list[Device]) -> tuple[ShardingStrategy, ...]:

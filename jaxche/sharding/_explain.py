@@ -21,9 +21,9 @@ _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """The cost of a sharded step for each device; ``str()`` and notebooks show it as a table.
+    """The cost of a sharded step for each device; its ``repr`` is a table.
 
     Attributes:
       strategy: the strategy.
@@ -73,7 +73,7 @@ class Explanation:
         rows = [{"what": w, "whole": self.whole.get(w), "per_device": size} for w, size in self.per_device.items()]
         return [*rows, {"what": "peak", "whole": None, "per_device": self.peak}]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:

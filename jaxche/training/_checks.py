@@ -8,19 +8,21 @@ import itertools
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES
 from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
-from jaxche.drawing import brief
+from jaxche.drawing import brief, per_rank
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     Device,
@@ -447,3 +449,15 @@ def _refuse_update(error: Exception) -> NoReturn:
 def rule_text(rule: Any) -> str:
     """The text of a rule in the fingerprint; a default ``repr`` would contain an address in memory."""
     return type(rule).__qualname__ if type(rule).__repr__ is object.__repr__ else repr(rule)
+
+
+def replicas_text(replicas: Sequence[np.ndarray], fleet: VirtualFleet | None) -> str:
+    """The replicas and their devices, e.g. ``"3 replicas on 2 x NVIDIA H100 and 1 x NVIDIA L4"``."""
+    sizes = sorted({devices.size for devices in replicas})
+    text = f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}"
+    if fleet is not None:
+        return f"{text} on a virtual clock, {per_rank(fleet.ms_per_batch, '{:g}')} ms a batch"
+    if sizes[-1] > 1:
+        text += f" of {' or '.join(map(str, sizes))} devices"
+    kinds = Counter(device.device_kind for devices in replicas for device in devices.flat)
+    return f"{text} on {' and '.join(f'{count} x {kind}' for kind, count in kinds.items())}"

@@ -118,7 +118,7 @@ def _on_host(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Batches:
     """Arrays in memory as a sequence of shuffled batches.
 
@@ -160,6 +160,9 @@ class Batches:
             raise ValueError("arrays hold no examples: the data set is empty")
         if int(self.batch_size) != self.batch_size or self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1, e.g. batch_size=32")
+
+    def __repr__(self) -> str:
+        return f"Batches({self._examples:,} examples in {len(self):,} batches of {self.batch_size}, seed={self.seed})"
 
     @property
     def _examples(self) -> int:

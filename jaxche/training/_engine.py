@@ -425,6 +425,11 @@ class Engine:
         return [self._row_limits.get(one, _MOST_ROWS) for one in self.order]
 
     @property
+    def devices(self) -> list[np.ndarray]:
+        """The devices of each replica that takes part."""
+        return [placement.devices for placement in self._placements]
+
+    @property
     def memory(self) -> list[dict[str, int]]:
         """Bytes that a round needs on a device of each replica; empty before the first round."""
         known = {rank: self._memory[one] for rank, one in enumerate(self.order) if one in self._memory}

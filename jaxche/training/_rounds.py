@@ -41,6 +41,7 @@ from jaxche.training._checks import (
     checked_scaling,
     make_placements,
     merges_on_host,
+    replicas_text,
     rule_text,
 )
 from jaxche.training._data import checked_length
@@ -190,6 +191,7 @@ class Rounds:
             **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
         }
         self.seed = seed
+        self._strategy = "" if staged or strategy is None or strategy == NoShard() else str(strategy)
         self._stop = Stop.NO
         self._membership = (
             self._membership_type(self, group) if self._membership_type and isinstance(group, ElasticGroup) else None
@@ -198,6 +200,21 @@ class Rounds:
         self._loss_fn = loss_fn
         self._metric_programs: list[Any] = []  # of the last evaluations
         self.last_good_state: TrainerState | None = None
+
+    def __repr__(self) -> str:
+        """One line: the replicas, and the arguments by which they train."""
+        if self.world_size == 1:
+            rules = ["a plain training loop"]
+        else:
+            rules = [f"policy={self.policy.value!r}"]
+            if self.policy is not ApplyPolicy.AUTO:
+                rules.append(f"average={self.average!r}")
+                rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
+        by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
+        rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
+        rules += [f"strategy={self._strategy}"] if self._strategy else []
+        rules += [f"scaling={rule_text(self.scaling)}"] if self.scaling else []
+        return f"Trainer({', '.join([replicas_text(self._engine.devices, self._fleet), *rules])})"
 
     @short_traceback
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
@@ -370,6 +387,8 @@ class Rounds:
         policy = f"policy={self.policy.value!r}, as given"
         if state.row_shares.rows:
             policy += f": rows {state.row_shares.rows} of {state.row_shares.joined} batches by speed"
+        elif self.policy is ApplyPolicy.SYNC:
+            policy += f": {self._joined} batches in a round"
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
         return policy

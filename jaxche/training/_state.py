@@ -92,7 +92,11 @@ class TrainerState:
     def __repr__(self) -> str:
         count = sum(x.size for x in jax.tree.leaves(self.local_states[0].params))
         place = f"round={self.round}, epoch={self.epoch}, cursor={self.cursor}"
-        return f"TrainerState({place}, parameters={count:,}, local_replicas={len(self.local_states)}, che={self.che})"
+        pending = f", pending={sum(stop - start for _, start, stop in self.pending_batches)}"
+        return (
+            f"TrainerState({place}{pending if self.pending_batches else ''}, examples={self.examples:,}, "
+            f"parameters={count:,}, local_replicas={len(self.local_states)})"
+        )
 
 
 class Stop(IntEnum):

@@ -84,3 +84,10 @@ def test_nothing_is_chosen_before_it_is_measured():
 def test_a_saved_choice_is_equal():
     choice = chosen((20, 50), 500.0, travel_ms=5e3)
     assert Choice.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice
+
+
+def test_repr_leaves_the_reason_out():
+    assert repr(Choice()) == "Choice(policy 'sync' since round 0)"
+    assert repr(Choice(joined=3, since=4)) == "Choice(policy 'sync' since round 4, 3 batches an update)"
+    local = Choice(ApplyPolicy.CADENCE, 0, (True, False, True), "a reason", 9)
+    assert repr(local) == "Choice(policy 'cadence' since round 9, 2 of 3 replicas)"

@@ -157,3 +157,11 @@ def test_plans_that_cut_otherwise_have_another_digest():
         for shares, joined in (((), 0), ((1, 1), 2), ((1, 2), 2), ((1, 1), 3))
     ]
     assert len({plan.digest() for plan in plans}) == 4
+
+
+def test_repr_is_one_line():
+    shares = RowShares()
+    assert repr(shares) == "RowShares(whole batches)"
+    for _ in range(3):
+        shares = shares.report([1, 1], [16, 16], [20.0, 50.0]).split(joined=2, batch_rows=16)
+    assert repr(shares) == "RowShares(23:9 rows of 2 batches, in 1:1 steps)"

@@ -140,3 +140,13 @@ def test_plot_says_what_to_install(monkeypatch):
 def test_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_repr_of_a_fleet_is_one_line():
+    fleet = VirtualFleet([20, 50], sync_ms=8.0, slowdown=Slowdown(0, 10, 2.0))
+    assert repr(fleet) == (
+        "VirtualFleet(ms_per_batch=(20, 50), sync_ms=8.0, slowdown=Slowdown(rank=0, round=10, factor=2.0))"
+    )
+    assert eval(repr(fleet)) == fleet
+    large = VirtualFleet([20.0] * 10_000, first_report_ms=[1000.0] * 10_000)
+    assert len(repr(large)) < 150

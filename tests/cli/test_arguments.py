@@ -44,10 +44,13 @@ def test_no_arguments_print_an_overview(capsys):
 
 LIGHT = [[], ["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
 LIGHT += [["completion", "bash"], ["simulate", "--ms", "20,50", "--rounds", "3", "--tuner", "both"]]
+LIGHT += [["launch", "--emit", "slurm", "--nodes", "2x8", "train.py"]]
+LIGHT += [["launch", "-n", "2", "--max-restarts", "1", "--hang-timeout", "60", "--", sys.executable, "-c", "print(1)"]]
+LIGHT += [["launch", "-n", "2", "--elastic", "--", sys.executable, "-c", "print(1)"]]
 
 
 @pytest.mark.parametrize("words", LIGHT, ids=" ".join)
-def test_help_imports_no_jax(words):
+def test_help_and_launcher_import_no_jax(words):
     program = (
         "import sys\n"
         "from jaxche.cli import main\n"
@@ -82,6 +85,50 @@ def test_help_fits_100_columns(command, capsys, monkeypatch):
     assert stop.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert not [line for line in lines if len(line) > 100]
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "message"),
+    [
+        (["report", "runs", "--outt", "x"], "jaxche report RUN", "--outt x; did you mean --out?"),
+        (["train", "--lr", "1"], "jaxche train [options]", "unrecognized arguments: --lr 1\n"),
+        (["train", "--epoch", "x"], "jaxche train [options]", "argument --epochs"),
+        (["simulate", "--merge-ms", "3"], "jaxche simulate [options]", "unrecognized arguments: --merge-ms 3"),
+        (["plan", "a.py:f", "b.py:g"], "jaxche plan [FILE.py:FUNCTION]", "unrecognized arguments: b.py:g"),
+        (["doctor", "--processs", "2"], "jaxche doctor", "did you mean --processes?"),
+        (["report"], "jaxche report RUN", "the following arguments are required: RUN"),
+        (["repot"], "jaxche COMMAND", "invalid choice: 'repot'"),
+        (["--versoin"], "jaxche COMMAND", "did you mean --version?"),
+    ],
+)
+def test_usage_of_the_command_that_failed(words, usage, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: {usage}")
+    assert message in err
+    command = usage.split()[1]
+    prog = "jaxche" if command == "COMMAND" else f"jaxche {command}"
+    assert f"\n{prog}: error: " in err
+    assert err.endswith(f"\n{prog} --help has the options\n")
+
+
+WRITING = ["train", "report", "launch", "simulate", "plan"]
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_out_alike_in_all_commands(command, capsys):
+    needed = {"report": ["runs"]}.get(command, [])
+    for words in (["-o", "there", *needed], ["--out", "there", *needed]):
+        assert make_parser().parse_args([command, *words]).out == "there"
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    kind = "FOLDER" if command == "train" else "FILE"
+    assert f"-o {kind}, --out {kind} where to write: " in shown
+    assert "--plot" not in shown
+    assert make_parser().parse_args(["simulate", "--plot", "there"]).out == "there"
 
 
 @pytest.mark.parametrize(

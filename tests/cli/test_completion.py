@@ -49,7 +49,7 @@ def test_completion_of_directories(complete, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("report", "--out"), ("simulate", "--plot"), ("launch", "--events"), ("launch", "-n")]
+    ("command", "option"), [("report", "--out"), ("simulate", "-o"), ("launch", "--events"), ("launch", "-n")]
 )
 def test_completion_of_files(complete, command, option, tmp_path):
     (tmp_path / "notes.txt").touch()

@@ -110,7 +110,7 @@ def test_compared_policies_in_order(tmp_path, history):
         history().to_json(tmp_path / policy / "history.jsonl")
     (tmp_path / "result.json").write_text(json.dumps(result("sync", "cadence")))
     out = tmp_path / "elsewhere.html"
-    assert main(["report", str(tmp_path), "--out", str(out)]) == 0
+    assert main(["report", str(tmp_path), "-o", str(out)]) == 0
     text, page = read(out)
     assert page.tags.count("svg") == 2
     assert text.index("policy sync") < text.index("policy cadence")

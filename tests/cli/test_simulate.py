@@ -23,8 +23,9 @@ def test_ten_thousand_ranks(capsys):
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_both_tuners_and_their_plots(capsys, tmp_path):
-    words = ["--slowdown", "0@5x2", "--rounds", "10", "--tuner", "both", "--plot", str(tmp_path / "fleet.png")]
+@pytest.mark.parametrize("option", ["-o", "--plot"])
+def test_both_tuners_and_their_plots(option, capsys, tmp_path):
+    words = ["--slowdown", "0@5x2", "--rounds", "10", "--tuner", "both", option, str(tmp_path / "fleet.png")]
     assert main(["simulate", *words]) == 0
     out = capsys.readouterr().out
     assert "tuner seed" in out
@@ -46,7 +47,7 @@ def test_the_same_seed_gives_the_same_fleet(capsys):
         (["--ms", "20"], "two or more ranks"),
         (["--spread", "4"], "--ranks 64 --spread 4"),
         (["--slowdown", "9@1x2"], "rank=9"),
-        (["--rounds", "2", "--plot", "x.nothing"], "--plot x.nothing"),
+        (["--rounds", "2", "-o", "x.nothing"], "--out x.nothing"),
     ],
 )
 def test_invalid_arguments(words, message, capsys, monkeypatch, tmp_path):

@@ -352,8 +352,9 @@ def test_local_options_are_refused(words, capsys):
         (["--emit", "slurm", "train.py"], "takes the machines in --nodes"),
         (["--emit", "slurm", "--nodes", "2", "-n", "2", "train.py"], "takes the machines in --nodes"),
         (["--emit", "slurm", "--nodes", "2"], "nothing to run"),
-        (["--nodes", "2", "train.py"], "--nodes, --image and --volume are for a cluster"),
-        (["--volume", "training:/kept", "train.py"], "--nodes, --image and --volume are for a cluster"),
+        (["--nodes", "2", "train.py"], "--nodes, --image, --volume and --out are for a cluster"),
+        (["-o", "train.sbatch", "train.py"], "--nodes, --image, --volume and --out are for a cluster"),
+        (["--volume", "training:/kept", "train.py"], "--nodes, --image, --volume and --out are for a cluster"),
     ],
 )
 def test_invalid_command_line(words, message, capsys):
@@ -366,3 +367,13 @@ def test_the_script_may_be_missing_here(capsys):
     out = capsys.readouterr().out
     assert "--label python -m my_package.train --lr 1\n" in out
     assert "--job-name=train\n" in out
+
+
+def test_out_is_the_file_that_would_be_printed(capsys, tmp_path):
+    words = ["launch", "--emit", "mpirun", "--nodes", "2x8"]
+    assert main([*words, "train.py"]) == 0
+    printed = capsys.readouterr().out
+    assert main([*words, "-o", str(tmp_path / "train.sh"), "train.py"]) == 0
+    assert capsys.readouterr().out == f"written to {tmp_path / 'train.sh'}\n"
+    written = (tmp_path / "train.sh").read_text()
+    assert written.replace(f" -o {tmp_path / 'train.sh'}", "") == printed

@@ -113,3 +113,26 @@ def test_metrics_are_columns_whatever_their_names(round_info):
     for text in (history.table(), repr(history), history._repr_html_()):
         assert "accuracy" in text
         assert "0.25" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, "round 0, epoch 0: loss 1, 10:4 steps, 200 ms + 10 ms merge, efficiency 95.24 %"),
+        (
+            {"counts": (1, 1), "rows": (2300, 900), "shares": (23, 9), "joined": 2, "loss": 0.123456, "round": 12},
+            "round 12, epoch 0: loss 0.1235, 2,300:900 rows, 200 ms + 10 ms merge, efficiency 95.24 %",
+        ),
+        (
+            {"counts": (3,), "wall_ms": (412.3456,), "sync_ms": 0.0},
+            "round 0, epoch 0: loss 1, 3 steps, 412.3 ms, efficiency 100 %",
+        ),
+    ],
+)
+def test_repr_of_a_round(fields, shown, round_info):
+    info = round_info(**fields)
+    assert repr(info) == f"RoundInfo({shown})"
+
+
+def test_repr_of_a_round_of_many_ranks_is_short(round_info):
+    assert len(repr(round_info(counts=tuple(range(1, 65))))) < 110

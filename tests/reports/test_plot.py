@@ -37,7 +37,7 @@ def test_every_panel_has_a_title_and_units(world, tmp_path, history):
     for axes in drawn.values():
         assert axes.get_xlabel()
         assert axes.get_title(loc="left")
-    assert [text.get_text() for text in drawn["counts"].get_legend().get_texts()][-1] == "anchor"
+    assert [text.get_text() for text in drawn["counts"].get_legend().get_texts()][-1] == "anchor: steps\nof the slowest"
     assert len(drawn["rounds"].get_yticklabels()) == min(world, 8)
     assert ("8 of 40 ranks" in drawn["rounds"].get_title(loc="left")) == (world == 40)
     figure.savefig(tmp_path / "history.png")
@@ -67,10 +67,27 @@ def test_ticks_of_examples(history):
     assert 3 <= len([tick for tick in axes.get_xticks() if low <= tick <= high]) <= 6
 
 
-def test_markers_of_held_rounds(history):
+def legend(axes):
+    return [text.get_text().replace("\n", " ") for text in axes.get_legend().get_texts()]
+
+
+def test_drift_says_what_is_bad(history):
     calm, held = (panels(history(2, verdict=verdict).plot())["drift"] for verdict in ("calm", "nudge"))
-    assert [len(axes.lines) for axes in (calm, held)] == [2, 3]
-    assert held.lines[-1].get_label() == "held"
+    both = ["to the merged step, squared (bad: above 1)", "to the parameters (bad: if it grows)"]
+    assert legend(calm) == both
+    assert legend(held) == [*both, "grew: rounds held short"]
+    direction, drift = calm.lines
+    assert (direction.get_ydata()[0], drift.get_ydata()[0]) == (0.2, 0.01)
+    np.testing.assert_array_equal(held.lines[-1].get_ydata(), 0.01)
+
+
+@pytest.mark.parametrize("direction", [0.2, 40.0])
+def test_the_bad_part_of_the_drift_is_shaded(direction, history):
+    axes = panels(history(2, drift_dir=direction).plot())["drift"]
+    [shade] = axes.patches
+    assert shade.get_y() == 1.0
+    assert shade.get_y() + shade.get_height() == pytest.approx(axes.get_ylim()[1])
+    assert axes.get_ylim()[1] > max(1.0, direction)
 
 
 def test_panels_of_one_replica(history):

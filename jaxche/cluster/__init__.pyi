@@ -1,0 +1,23 @@
+"""The names of the package, each of which is imported when it is first used."""
+
+from ._all_gather import share as share
+from ._connect import PROXIES as PROXIES
+from ._detect import detect as detect
+from ._fake_devices import fake_devices
+from ._gpus import count_gpus
+from ._gpus import has_cuda as has_cuda
+from ._handshake import versions as versions
+from ._initialize import ClusterInfo, initialize
+from ._launch import launch
+from ._links import clocks as clocks
+from ._links import measure_all_reduce as measure_all_reduce
+from ._scheduler_files import emit
+
+__all__ = [
+    "ClusterInfo",
+    "count_gpus",
+    "emit",
+    "fake_devices",
+    "initialize",
+    "launch",
+]

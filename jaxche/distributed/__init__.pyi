@@ -1,0 +1,42 @@
+"""The names of the package, each of which is imported when it is first used."""
+
+from ._elastic_group import ElasticGroup, TakenForDeadError, process_group
+from ._environment import (
+    EVENTS,
+    HANG_TIMEOUT,
+    HEARTBEAT,
+    NUM_PROCESSES,
+    PACE_MS,
+    RESTART,
+    scheduled,
+)
+from ._group import Group, PeerLostError, RankError
+from ._listener import Listener, connect, is_loopback, own_address
+from ._shared_folder import shared_folder
+from ._watchdog import PREEMPTED_CODE, FileErrors, Watchdog, hang_timeout, on_sigterm
+
+__all__ = [
+    "EVENTS",
+    "HANG_TIMEOUT",
+    "HEARTBEAT",
+    "NUM_PROCESSES",
+    "PACE_MS",
+    "PREEMPTED_CODE",
+    "RESTART",
+    "ElasticGroup",
+    "FileErrors",
+    "Group",
+    "Listener",
+    "PeerLostError",
+    "RankError",
+    "TakenForDeadError",
+    "Watchdog",
+    "connect",
+    "hang_timeout",
+    "is_loopback",
+    "on_sigterm",
+    "own_address",
+    "process_group",
+    "scheduled",
+    "shared_folder",
+]

@@ -1,0 +1,230 @@
+"""Plan a model of the user: the costs of a step under several strategies, from a function that makes the model."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxche.averaging import is_float
+from jaxche.sharding._compare import Comparison, compare_strategies
+from jaxche.sharding._loss import batch_size as rows_of
+from jaxche.sharding._strategy import Device, ShardingStrategy
+
+_FORMS = (
+    "write a function that returns parameters, e.g. return model.init(key, x)['params']; an nnx model; a model and "
+    "example inputs: return model, x; or a whole step: return loss_fn, tx, params, batch"
+)
+
+
+class _Step(NamedTuple):
+    """A step to plan: shapes in place of arrays."""
+
+    loss_fn: Callable[..., Any]
+    tx: Any
+    params: Any
+    batch: Any
+    model_state: Any
+    note: str
+
+
+def plan(
+    make: Callable[[], Any],
+    *,
+    batch_size: int | None = None,
+    strategies: Sequence[ShardingStrategy] | None = None,
+    devices: Sequence[Device] | None = None,
+    memory: int | str | None = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+) -> Comparison:
+    """Compare the costs of training a model under several strategies, before there is a training loop.
+
+    Only shapes are computed: ``make`` is traced, and each step is compiled and not run. The table tells what a device
+    keeps and sends, and its last line which strategy to take. ``jaxche plan train.py:make`` prints the same.
+
+    Args:
+      make: a function without arguments that returns one of
+
+        - ``loss_fn, tx, params, batch`` or ``loss_fn, tx, params, batch, model_state``, a step as for
+          :func:`sharded_step`;
+        - ``model, x`` with a linen or nnx model and example inputs ``x``, or more of them; the mean square of the
+          outputs takes the place of the loss;
+        - an nnx model, or a tree of parameters: without inputs there are no activations.
+
+        Without ``tx`` the optimizer is Adam.
+      batch_size: rows of the batch, on all devices; default: those of the example, rounded up until devices and
+        micro-batches divide them.
+      strategies: as for :func:`compare_strategies`.
+      devices: likewise.
+      memory: likewise, e.g. ``"16GiB"``.
+      accumulate: likewise.
+      compute_dtype: likewise.
+
+    Returns:
+      A :class:`Comparison`; print it.
+
+    Raises:
+      ValueError: ``make`` has arguments or returns something else, or as :func:`compare_strategies`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jaxche.sharding import plan
+      >>> def make_model():
+      ...     return nn.Sequential([nn.Dense(512), nn.relu, nn.Dense(10)]), jnp.zeros((64, 256))
+      >>> costs = plan(make_model, devices=jax.devices()[:4], memory="6MiB")
+      >>> print(costs.advice)
+      advice: NoShard(), the default of the trainer: it fits 6.0 MiB, and no other strategy sends less
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    step = _traced(make)
+    parts = len(devices) * accumulate
+    rows = batch_size or math.ceil(rows_of(step.batch) / parts) * parts
+    costs = compare_strategies(
+        step.loss_fn,
+        step.tx,
+        step.params,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), step.batch),
+        strategies=strategies,
+        devices=devices,
+        memory=memory,
+        model_state=step.model_state,
+        accumulate=accumulate,
+        compute_dtype=compute_dtype,
+    )
+    return Comparison(costs.explanations, costs.memory, costs.batch_size, step.note)
+
+
+def _traced(make: Callable[[], Any]) -> _Step:
+    """The step that ``make`` describes, with shapes in place of its arrays."""
+    if not callable(make):
+        raise ValueError(f"make={type(make).__name__} is not a function; write plan(make), with def make(): ...")
+    _check_signature(make)
+    parts: list[Callable[..., _Step]] = []
+
+    def trace() -> Any:
+        assemble, arrays = _taken_apart(make())
+        parts.append(assemble)
+        return arrays
+
+    arrays = jax.eval_shape(trace)
+    return parts[0](*arrays)
+
+
+def _check_signature(make: Callable[[], Any]) -> None:
+    needed = [
+        p.name
+        for p in inspect.signature(make).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        name = getattr(make, "__name__", "make")
+        raise ValueError(
+            f"{name} needs {', '.join(needed)}, and a plan calls it without arguments; give them defaults, or write "
+            f"def make(): return {name}(...)"
+        )
+
+
+def _taken_apart(made: Any) -> tuple[Callable[..., _Step], tuple[Any, ...]]:
+    """What is static about a step, as a function of shapes, and the arrays whose shapes it needs."""
+    from flax import linen, nnx
+
+    first, *rest = made if isinstance(made, tuple) and made else (made,)
+    if isinstance(first, linen.Module):
+        if not rest:
+            raise ValueError("a linen model has no parameters without inputs; write: return model, x")
+        return _linen_step(first, rest)
+    if isinstance(first, nnx.Module):
+        return _nnx_step(first, rest)
+    if callable(first):
+        if len(rest) not in (3, 4):
+            raise ValueError(f"a step of {len(rest) + 1} parts; write: return loss_fn, tx, params, batch")
+        loss_fn, tx = first, rest[0]
+        note = "the step is the given one"
+        return lambda params, batch, state=None: _Step(loss_fn, tx, params, batch, state, note), tuple(rest[1:])
+    leaves = jax.tree.leaves(made)
+    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+        raise ValueError(f"the function returned {_described(made)}, and a plan needs a model; {_FORMS}")
+    return _parameters_step, (made,)
+
+
+def _parameters_step(params: Any) -> _Step:
+    """A step without a model: its gradient is that of the length of the parameters."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        squares = (jnp.vdot(x, x).astype(jnp.float32) for x in jax.tree.leaves(params))
+        return sum(squares) + 0.0 * jnp.mean(batch)
+
+    note = "without activations, as there are no inputs; with Adam"
+    return _Step(loss_fn, optax.adam(1e-3), params, jax.ShapeDtypeStruct((1,), jnp.float32), None, note)
+
+
+def _linen_step(model: Any, inputs: Sequence[Any]) -> tuple[Callable[..., _Step], tuple[Any, ...]]:
+    arrays, merged = _arrays_of(inputs)
+    keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))
+    variables = dict(model.init(keys, *inputs))
+    params = variables.pop("params", {})
+
+    def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+        output, state = model.apply(
+            {"params": params, **model_state}, *merged(batch), rngs={"dropout": rng}, mutable=list(model_state)
+        )
+        return _mean_square(output), ({}, state)
+
+    return lambda params, state, batch: _model_step(loss_fn, params, batch, state), (params, variables, arrays)
+
+
+def _nnx_step(model: Any, inputs: Sequence[Any]) -> tuple[Callable[..., _Step], tuple[Any, ...]]:
+    from flax import nnx
+
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    if not inputs:
+        return _parameters_step, (nnx.to_pure_dict(params),)
+    arrays, merged = _arrays_of(inputs)
+
+    def assemble(params: Any, rest: Any, batch: Any) -> _Step:
+        def loss_fn(weights: Any, batch: Any, model_state: Any) -> Any:
+            own, other = jax.tree.map(lambda x: x, (params, rest))
+            nnx.replace_by_pure_dict(own, weights)
+            nnx.replace_by_pure_dict(other, model_state)
+            called = nnx.merge(graph, own, other)
+            loss = _mean_square(called(*merged(batch)))
+            _, _, after = nnx.split(called, nnx.Param, ...)
+            return loss, ({}, nnx.to_pure_dict(after))
+
+        return _model_step(loss_fn, nnx.to_pure_dict(params), batch, nnx.to_pure_dict(rest))
+
+    return assemble, (params, rest, arrays)
+
+
+def _model_step(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any) -> _Step:
+    note = "loss: the mean square of the outputs; with Adam"
+    return _Step(loss_fn, optax.adam(1e-3), params, batch, state, note)
+
+
+def _arrays_of(inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
+    """The inputs that are arrays, and a function that puts others in their place among the inputs that are none."""
+    is_array = [all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and x is not None for x in inputs]
+    fixed = [None if array else x for x, array in zip(inputs, is_array, strict=True)]
+
+    def merged(arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        return [next(given) if array else x for x, array in zip(fixed, is_array, strict=True)]
+
+    return [x for x, array in zip(inputs, is_array, strict=True) if array], merged
+
+
+def _mean_square(output: Any) -> Any:
+    floats = [x for x in jax.tree.leaves(output) if is_float(x)]
+    return sum((jnp.mean(jnp.square(x.astype(jnp.float32))) for x in floats), jnp.float32(0.0))
+
+
+def _described(value: Any) -> str:
+    text = repr(value).splitlines()[0] if value is None or isinstance(value, str | int | float) else ""
+    return text[:60] or f"a {type(value).__name__}"

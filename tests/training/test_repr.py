@@ -1,0 +1,85 @@
+"""What a prompt shows of a trainer and of what it gives: one line each."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.training._checks import replicas_text
+
+LINE = 110
+
+
+def texts(trainer, problem, rounds=1):
+    state = trainer.init(problem.params)
+    for _ in range(rounds):
+        state, info = trainer.round(state, problem.data)
+    return repr(trainer), repr(state), repr(info), state
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, "policy='cadence', average='parameters', merge='steps'"),
+        ({"policy": "sync"}, "policy='sync', average='gradients'"),
+        ({"policy": "sync", "rows": "equal"}, "policy='sync', average='gradients', rows='equal'"),
+        ({"rows": "speed", "merge": "batch"}, "policy='cadence', average='parameters', merge='batch', rows='speed'"),
+        ({"policy": "auto"}, "policy='auto'"),
+        ({"scaling": jaxche.AdaScale()}, "policy='cadence', average='parameters', merge='steps', scaling=AdaScale()"),
+    ],
+)
+def test_trainer(options, shown, problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], **options)
+    assert repr(trainer) == f"Trainer(2 replicas on 2 x cpu, {shown})"
+
+
+def test_trainer_of_one_replica_of_islands_and_of_a_fleet(problem, devices):
+    one = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    assert repr(one) == "Trainer(1 replica on 1 x cpu, a plain training loop)"
+    strategy = jaxche.FullShard()
+    meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
+    islands = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=meshes, strategy=strategy)
+    assert repr(islands).startswith("Trainer(2 replicas of 2 or 4 devices on 6 x cpu, policy=")
+    assert repr(islands).endswith(", strategy=FullShard())")
+    fleet = jaxche.VirtualFleet(range(20, 60))
+    virtual = jaxche.Trainer(problem.loss, optax.sgd(0.1), fleet=fleet, replicas=list(devices) * 5)
+    assert repr(virtual).startswith("Trainer(40 replicas on a virtual clock, 20..59 ms a batch, policy=")
+
+
+def test_replicas_on_several_kinds():
+    kinds = [SimpleNamespace(device_kind=kind) for kind in ("H100", "L4", "H100")]
+    rows = [np.array([[device]], dtype=object) for device in kinds]
+    assert replicas_text(rows, None) == "3 replicas on 2 x H100 and 1 x L4"
+
+
+@pytest.mark.parametrize("policy", ["cadence", "sync", "auto"])
+def test_each_value_is_one_line(policy, problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), replicas=devices[:4], policy=policy)
+    *shown, state = texts(trainer, problem, rounds=3)
+    shown += [repr(value) for value in (state.row_shares, state.choice, state.correction, problem.data)]
+    for text in shown:
+        assert "\n" not in text
+        assert "array" not in text.lower()
+        assert len(text) <= LINE, text
+
+
+def test_state_counts_examples_and_pending_batches(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    size = sum(x.size for x in jax.tree.leaves(problem.params))
+    text = f"TrainerState(round=0, epoch=0, cursor=0, examples=0, parameters={size}, local_replicas=2)"
+    assert repr(state) == text
+    behind = dataclasses.replace(state, examples=1234, pending_batches=((0, 3, 5), (1, 0, 4)))
+    assert "cursor=0, pending=6, examples=1,234, " in repr(behind)
+
+
+def test_explain_counts_the_batches_of_the_policy(problem, devices):
+    sync = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy="sync", rows="equal", replicas=devices[:3])
+    state, _ = sync.round(sync.init(problem.params), problem.data)
+    assert sync.explain(state) == "policy='sync', as given: 3 batches in a round"
+    cadence = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    assert cadence.explain(cadence.init(problem.params)) == "policy='cadence', as given: (1, 1) batches in a round"
