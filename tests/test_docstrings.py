@@ -49,6 +49,7 @@ def parameters(value):
 
 def raises(value):
     """Whether a function's own code raises anything; functions inside it are another's business."""
+    value = inspect.unwrap(value)
     # Constructors that dataclasses and typing wrote are not in our files.
     if not inspect.isfunction(value) or ROOT not in Path(value.__code__.co_filename).parents:
         return False

@@ -205,6 +205,11 @@ class Engine:
             self._form = form
 
     def _check_opt_state(self, local: LocalState) -> None:
+        if (local.noise is None) != (self._settings.scaling is None):
+            raise ValueError(
+                f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
+                "trainer's own: state = trainer.init(params)"
+            )
         params, opt_state = without_replica_axis((local.params, local.opt_state))
         check_state_of_tx(self._tx, params, opt_state)
 
@@ -263,11 +268,6 @@ class Engine:
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         """Make the local replicas and the merge; returns the constants of the loss."""
-        if (local.noise is None) != (self._settings.scaling is None):
-            raise ValueError(
-                f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
-                "trainer's own: state = trainer.init(params)"
-            )
         one = without_replica_axis((local.params, local.model_state))
         code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
         if self._settings.joins_rows:
