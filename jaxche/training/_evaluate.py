@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import split_by_ratio
@@ -75,8 +76,12 @@ class Source:
         self._indices, self._read, self._pads = iter(indices), read, pads
         self._lock, self._stopped = threading.Lock(), False
         self.owned, self.error = owned, None  # whether this process combines the results
-        self.first = self._next()
-        self._ahead = [self.first]
+        self._ahead = [self._next()]
+
+    @property
+    def first(self) -> Any:
+        """The first batch, before the iteration; None if there is none."""
+        return None if self._ahead[0] is None else self._ahead[0][1]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while True:
@@ -113,18 +118,20 @@ class MetricProgram:
 
     def __init__(self, loss_fn: Any, metric_fn: Callable[..., Any] | None, seed: int, updates: bool):
         self.metric_fn, self.updates = metric_fn, updates
+        function: Any = metric_fn or loss_fn
         if isinstance(loss_fn, NNXLoss):
-            metric_fn = loss_fn.in_eval_mode(metric_fn)
+            function = loss_fn.in_eval_mode(metric_fn)
         elif isinstance(metric_fn, NNXLoss):
-            metric_fn = metric_fn.in_eval_mode()
+            function = metric_fn.in_eval_mode()
         elif isinstance(loss_fn, Partitioned):
-            metric_fn = metric_fn or loss_fn.loss
-        call, convert = as_metric(metric_fn or loss_fn), arguments_of if updates else outputs_of
+            function = metric_fn or loss_fn.loss
+        call, convert = as_metric(function), arguments_of if updates else outputs_of
         self._seed, self._form = seed, None
         self._lock, self._compiled = threading.Lock(), {}
 
         def run(params: Any, model_state: Any, batch: Any, index: Any) -> Any:
-            return convert(call(params, model_state, batch, jax.random.fold_in(jax.random.key(seed), index)))
+            rng = jax.random.fold_in(jax.random.key(seed), index)
+            return jax.tree.map(jnp.asarray, convert(call(params, model_state, batch, rng)))
 
         self._run = run
 
@@ -146,13 +153,13 @@ class MetricProgram:
         with self._lock:
             if key not in self._compiled:
                 batch_size(batch)  # refuses ragged batches by name before XLA sees them
-                make = self._staged if isinstance(placement, Stages) else self._whole
+                make: Any = self._staged if isinstance(placement, Stages) else self._whole
                 self._compiled[key] = make(placement, local, batch)
             return self._compiled[key]
 
     def _whole(self, placement: Placement, local: LocalState, batch: Any) -> Callable[[LocalState, Any, int], Any]:
         def run(params: Any, model_state: Any, batch: Any, index: Any) -> Any:
-            outputs = self._run(*drop_replica_axis((params, model_state)), batch, index)
+            outputs = self._run(drop_replica_axis(params), drop_replica_axis(model_state), batch, index)
             # Whole on every device, so that each process of the replica can read them.
             return placement.constrain({"sums": outputs})["sums"]
 
@@ -206,14 +213,14 @@ def evaluate(
     program.begin((group.quorum_id, form))
     error, parts, sources = None, [], {}
     try:
-        size = _size(data, group)
+        size = number_of_batches(data, group)
         speeds = state.che.ms_per_batch if state.che else ()
         speeds = [1 / ms for ms in speeds] if speeds and all(speeds) else [1.0] * trainer.world_size
         parts = parts_of(engine.processes_of_present_ranks, speeds, size) if size else [_all_of_this(trainer)]
         sources = _sources(group, data, size, parts)
         for rank, placement, local in engine.here(state.local_states):
             if rank in sources:
-                program.compiled(placement, local, sources[rank].first[1])
+                program.compiled(placement, local, sources[rank].first)
     except Exception as e:
         error, size = e, None
     group.raise_everywhere(error, engine.ranks[0], "the start of an evaluation")
@@ -235,7 +242,7 @@ def evaluate(
     return _combined(group, metrics, parts, [found[index] for index in sorted(found)])
 
 
-def _size(data: Any, group: Group) -> int | None:
+def number_of_batches(data: Any, group: Group) -> int | None:
     """The number of batches; None for an iterable without a length."""
     if hasattr(data, "__len__") or not isinstance(data, Iterable):
         return checked_length(data)

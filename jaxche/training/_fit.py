@@ -19,7 +19,7 @@ from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import check_callbacks
 from jaxche.training._data import checked_length
 from jaxche.training._end import End
-from jaxche.training._evaluate import MetricProgram, evaluate, metric_program
+from jaxche.training._evaluate import MetricProgram, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
 from jaxche.training._rounds import Rounds
@@ -226,7 +226,11 @@ class _Evaluation(NamedTuple):
         """The program, None without data; refuses data that can be read once only."""
         if self.data is None:
             return None
-        if not hasattr(self.data, "__len__") and iter(self.data) is self.data:
+        try:
+            size = number_of_batches(self.data, trainer._group)
+        except ValueError as error:
+            raise ValueError(f"validation: {error}") from None
+        if size is None and iter(self.data) is self.data:
             raise ValueError(
                 f"validation is a {type(self.data).__name__}, which can be read once only, and every evaluation reads "
                 "all of it; write validation=list(...)"

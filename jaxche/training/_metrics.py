@@ -86,7 +86,7 @@ def _scalar(name: str, value: Any) -> Any:
                 f"metric {name!r} has shape {jnp.shape(part)}; metrics are scalars: write {name}.mean(), or "
                 f"jaxche.Weighted({name}.sum(), {name}.size)"
             )
-    return jax.tree.map(jnp.asarray, value)
+    return value
 
 
 class Total(Protocol):
@@ -179,10 +179,11 @@ class MergedMetrics:
         return named_floats(self._merged.compute(), type(self._merged).__name__.lower())
 
 
-def named_floats(value: Any, name: str) -> dict[str, float]:
-    """Computed metrics as floats by name; those of a dict or a dataclass have its names appended."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {f"{name}_{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
+def named_floats(computed: Any, name: str) -> dict[str, float]:
+    """Computed metrics as floats by name; of a dataclass, the names of its fields are appended."""
+    value: Any = computed
+    if dataclasses.is_dataclass(computed):
+        value = {f"{name}_{field.name}": getattr(computed, field.name) for field in dataclasses.fields(computed)}
     if isinstance(value, Mapping):
         return {key: x for inner, part in value.items() for key, x in named_floats(part, str(inner)).items()}
     if np.shape(value) != ():

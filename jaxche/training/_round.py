@@ -19,7 +19,6 @@ from jaxche.cadence import (
     active_counts,
     clamp_counts,
     limit_lead,
-    plan_round,
     split_by_ratio,
 )
 from jaxche.distributed import Group
@@ -91,75 +90,70 @@ def next_plan(
     batches to the end of the run, if it is limited. At the end of an epoch and of the run the last rounds are of about
     equal length: the loss of a round of one batch, on one replica, would be noise.
     """
-
-    def limited(left: int) -> int:
-        return left if most is None else min(left, most)
-
-    lead = state.che.max_batch_diff if state.che else None
-    if state.pending_batches:
-        epoch, start, stop = state.pending_batches[0]
-        wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
-        plan = RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
-        return _evened(plan, limited(stop - start), policy, state.che)
-    shares, left = state.row_shares, limited(size - state.cursor)
-    if policy is ApplyPolicy.SYNC and not shares.rows and joined not in (None, world_size):
+    pending, che = bool(state.pending_batches), state.che
+    epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
+    left = stop - start if most is None else min(stop - start, most)
+    plan = RoundPlan(state.round, epoch, start, (0,) * world_size, size)
+    shares = RowShares() if pending else state.row_shares
+    if policy is ApplyPolicy.SYNC and not (pending or shares.rows or joined in (None, world_size)):
         # Before times are known, equal parts in steps of at most a batch.
         shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
     if shares.rows:
         joined = _even_total(shares.joined, left)
         # At the end of an epoch fewer steps, so that each has as many rows.
         steps = tuple(n and max(1, round(n * joined / shares.joined)) for n in shares.steps)
-        return RoundPlan(state.round, state.epoch, state.cursor, steps, size, shares.rows, joined)
-    if state.che is not None and state.choice is not None and state.choice.active:
-        counts = active_counts(state.che, state.choice, left)
-        return _evened(RoundPlan(state.round, state.epoch, state.cursor, counts, size), left, policy, state.che)
-    if state.che is None:
-        counts = (solo_steps,)
+        return replace(plan, counts=steps, shares=shares.rows, joined=joined)
+    if che is None:
+        counts = (1,) * world_size if pending else (solo_steps,)
+    elif pending or policy is not ApplyPolicy.SYNC:
+        counts = che.batch_counts
     else:
-        counts = (1,) * world_size if policy is ApplyPolicy.SYNC else state.che.batch_counts
-    plan = plan_round(
-        counts,
-        round=state.round,
-        epoch=state.epoch,
-        cursor=state.cursor,
-        epoch_size=size,
-        max_batch_diff=lead,
-        crosses_epochs=policy is ApplyPolicy.ASYNC,
-        last_epoch=last_epoch,
-    )
-    if policy is ApplyPolicy.ASYNC:
-        ends = None if last_epoch is None else (last_epoch - state.epoch) * size - state.cursor
-        left = most if ends is None else limited(ends)
-    return plan if left is None else _evened(plan, left, policy, state.che)
+        counts = (1,) * world_size
+    if che is not None and state.choice is not None and state.choice.active and not pending:
+        counts = active_counts(che, state.choice, left)
+    elif policy is ApplyPolicy.ASYNC and not pending:
+        ends = None if last_epoch is None else (last_epoch - epoch) * size - start
+        left = min((end for end in (ends, most) if end is not None), default=None)
+    lead = che.max_batch_diff if che else None
+    return replace(plan, counts=_even_counts(counts, left, lead, stretches=policy is not ApplyPolicy.SYNC))
 
 
-# A round that is shorter than this part of the one before it is joined with it.
+# What is left at the end is joined with the round before it if it is shorter than this part of that round.
 _FRAGMENT = 0.25
 
 
 def _even_total(whole: int, left: int, least: int = 1) -> int:
-    """The batches of the next round: ``whole``, or half of what is left if a fragment would remain."""
-    rest = left - whole
-    return -(-left // 2) if 0 < rest < max(least, _FRAGMENT * whole) else min(whole, left)
+    """The batches of the next round: ``whole``, or half of what is left if otherwise a fragment would remain."""
+    return -(-left // 2) if 0 < left - whole < max(least, _FRAGMENT * whole) else min(whole, left)
 
 
-def _evened(plan: RoundPlan, left: int, policy: ApplyPolicy, che: ElChe | None) -> RoundPlan:
-    """The plan with at most ``left`` batches, which are all that remain, and so that no fragment of a round remains."""
-    ranks = [rank for rank, n in enumerate(plan.counts) if n]
-    counts = [plan.counts[rank] for rank in ranks]
-    total = _even_total(sum(counts), left, least=len(ranks))
-    if total == sum(counts):
-        return plan
-    lead, cut = che.max_batch_diff if che else None, clamp_counts(counts, total)
-    if sum(counts) < left < 2 * len(ranks) and policy is not ApplyPolicy.SYNC and che is not None:
-        # Half of it would leave some ranks idle; a batch more for some of them is better.
-        longer = split_by_ratio(left, counts)
-        if limit_lead(longer, lead) == longer and min(longer) <= che.max_anchor:
-            cut = longer
-    if min(cut) > 0:
-        cut = limit_lead(cut, lead)
-    found = dict(zip(ranks, cut, strict=True))
-    return replace(plan, counts=tuple(found.get(rank, 0) for rank in range(len(plan.counts))))
+def _even_counts(counts: Sequence[int], left: int | None, lead: int | None, stretches: bool = True) -> tuple[int, ...]:
+    """The batches of each rank, of ``left`` in all that remain, so that no fragment of a round remains after them.
+
+    ``stretches`` is whether a rank may take one batch more, so that no rank is idle in the last round. Ranks without
+    batches in ``counts`` get none.
+    """
+    ranks = [rank for rank, n in enumerate(counts) if n]
+    wanted = limit_lead([counts[rank] for rank in ranks], lead)
+    total = sum(wanted)
+    if left is not None and stretches and total < left < 2 * len(ranks) and lead != 0:
+        total = left
+    elif left is not None:
+        # In lockstep a part of a round may not leave ranks out.
+        total = min(total, left) if lead == 0 else _even_total(total, left, least=len(ranks))
+    found = dict(zip(ranks, _dealt(wanted, total, lead), strict=True))
+    return tuple(found.get(rank, 0) for rank in range(len(counts)))
+
+
+def _dealt(wanted: Sequence[int], total: int, lead: int | None) -> list[int]:
+    """``total`` batches in the proportion of ``wanted``, none of them leading by more than ``lead``."""
+    parts = split_by_ratio(total, wanted) if total > sum(wanted) else clamp_counts(wanted, total)
+    if min(parts) == 0:  # fewer batches than ranks
+        return list(parts)
+    dealt = list(limit_lead(parts, lead))
+    while lead and sum(dealt) < total:
+        dealt[min(range(len(dealt)), key=lambda rank: (dealt[rank], -wanted[rank]))] += 1
+    return dealt
 
 
 def plan_of_counts(

@@ -5,12 +5,16 @@ import os
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -301,6 +305,77 @@ def late(problem):
     return [[info.epoch, info.cursor, info.planned, info.counts] for info in history]
 
 
+def metric_fn(params, batch):
+    error = jnp.abs(jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"])
+    return {"mse": jnp.mean(error**2), "near": jaxche.Weighted((error < 0.5).sum(), error.size)}
+
+
+def arguments(params, batch):
+    out = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    return {"logits": out, "labels": batch["y"].argmax(-1).astype(jnp.int32), "values": out - batch["y"]}
+
+
+def nnx_metrics():
+    return nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), spread=nnx.metrics.Welford())
+
+
+@flax.struct.dataclass
+class Mean:
+    """A metric in the form of clu's."""
+
+    total: Any
+    count: Any
+
+    def merge(self, other):
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def compute(self):
+        return {"mean": self.total / self.count}
+
+
+def evaluations(problem, **knobs):
+    """What every process is told of the same data."""
+    trainer = jaxche.Trainer(Sums.loss, optax.adam(0.05), **knobs)
+    state = trainer.init(problem.params)
+    seen = {
+        "means": trainer.evaluate(state, problem.data, metric_fn),
+        "again": trainer.evaluate(state, problem.data, metric_fn),
+        "loss": trainer.evaluate(state, problem.data),
+        "nnx": trainer.evaluate(state, problem.data, arguments, nnx_metrics()),
+        "merged": trainer.evaluate(state, problem.data, lambda p, b: Mean(jnp.sum(b["x"] @ p["w"]), b["x"].shape[0])),
+        "few": trainer.evaluate(state, [problem.data[0]], metric_fn),
+    }
+    # The default of a fit, with a limit in seconds that follows each process's own clock.
+    options = {"validation": problem.data, "metric_fn": metric_fn, "progress": False}
+    _, history = trainer.fit(state, problem.data, epochs=2, **options)
+    seen["fit"] = [info.validation for info in history if info.validation]
+    seen["reached"] = [(info.steps_done, info.examples_done) for info in history][-1]
+    late = [lambda state, info: time.sleep(0.05 * jax.process_index())]
+    every = {"eval_every": jaxche.Every(seconds=0.01), "max_time": 0.1}
+    _, history = trainer.fit(state, problem.data, callbacks=late, **every, **options)
+    seen["clock"] = [(info.clock_ms, info.validation) for info in history]
+    return trainer, state, seen
+
+
+def evaluate(problem, islands):
+    """Evaluations in processes with a device each, or of islands over two processes; and what goes wrong in one."""
+    strategy = jaxche.FullShard()
+    groups = [[d for d in jaxche.devices() if d.process_index in group] for group in ((0, 1), (2,))]
+    replicas = {"replicas": [strategy.mesh(devices) for devices in groups], "strategy": strategy} if islands else {}
+    trainer, state, seen = evaluations(problem, **replicas)
+    for name, given in {
+        "torn": (Torn(problem.data, [5, 6, *range(9, 99)]), metric_fn),  # not the first that it reads
+        "torn at once": (Torn(problem.data, range(99)), metric_fn),
+        "function": (problem.data, lambda p, b: {"bad": b["x"] if jax.process_index() else 0.0}),
+        "sizes": ([problem.data[i] for i in range(5 + jax.process_index())], metric_fn),
+        "iterable": (iter([problem.data[0]]), metric_fn),
+        "update": (problem.data, metric_fn, nnx.metrics.Accuracy()),
+    }.items():
+        seen[name] = name_of_error(lambda given=given: trainer.evaluate(state, *given))
+    seen["after"] = trainer.evaluate(state, problem.data, metric_fn)
+    return seen
+
+
 def _mesh_of(state):
     return jax.tree.leaves(state.local_states[0].params)[0].sharding.mesh
 
@@ -340,7 +415,7 @@ class Sums:
 def main(what, folder):
     if what in ISLANDS:
         jax.config.update("jax_num_cpu_devices", ISLANDS[what][0][int(os.environ["JAXCHE_PROCESS_ID"])])
-    elif what == "late":
+    elif what in ("late", "evaluate islands"):
         jax.config.update("jax_num_cpu_devices", (1, 1, 2)[int(os.environ["JAXCHE_PROCESS_ID"])])
     elif what == "pipelines":
         jax.config.update("jax_num_cpu_devices", PIPELINES[int(os.environ["JAXCHE_PROCESS_ID"])])
@@ -356,6 +431,8 @@ def main(what, folder):
         result = late(problem)
     elif what == "pipelines":
         result = pipelines(problem)
+    elif what.startswith("evaluate"):
+        result = evaluate(problem, islands="islands" in what)
     elif what == "faults":
         result = faults(problem)
     else:

@@ -1,5 +1,7 @@
 """Epochs in a row: callbacks, stopping, dry runs, progress, interrupts."""
 
+import itertools
+
 import jax
 import numpy as np
 import optax
@@ -128,3 +130,172 @@ def test_data_that_is_no_sequence_is_refused(trainer, problem):
 def test_bad_epochs_are_named(trainer, problem, epochs):
     with pytest.raises(ValueError, match="epochs="):
         trainer.fit(trainer.init(problem.params), problem.data, epochs=epochs)
+
+
+FLEET = jaxche.VirtualFleet([20.0, 50.0], sync_ms=5.0)
+
+
+@pytest.fixture
+def on_fleet(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), replicas=devices[:2], fleet=FLEET)
+    return trainer, trainer.init(problem.params)
+
+
+def evaluated(history):
+    return [info.steps_done for info in history if info.validation]
+
+
+def test_validation_follows_every_epoch_unless_told_otherwise(on_fleet, problem):
+    trainer, state = on_fleet
+    state, history = trainer.fit(state, problem.data, epochs=3, validation=problem.data, progress=False)
+    assert evaluated(history) == [12, 24, 36]
+    assert history[-1].validation == trainer.evaluate(state, problem.data)
+    assert [info.steps_done for info in history if info.cursor + info.batches == 12] == [12, 24, 36]
+
+
+@pytest.mark.parametrize(
+    ("every", "reached"),
+    [
+        (1, lambda info: info.steps_done),
+        (10, lambda info: info.steps_done // 10),
+        (jaxche.Every(examples=100), lambda info: info.examples_done // 100),
+        (jaxche.Every(epochs=2), lambda info: info.steps_done // 24),
+        (jaxche.Every(seconds=0.2), lambda info: info.clock_ms // 200),
+    ],
+)
+def test_validation_is_due_at_the_first_merge_after_and_at_the_end(on_fleet, problem, every, reached):
+    trainer, state = on_fleet
+    options = {"validation": problem.data, "eval_every": every, "progress": False}
+    state, history = trainer.fit(state, problem.data, max_steps=41, **options)
+    values = [0, *map(reached, history)]
+    due = [before < after for before, after in itertools.pairwise(values)]
+    assert [bool(info.validation) for info in history] == [*due[:-1], True]
+    assert any(due)
+
+
+def test_an_evaluation_changes_no_plan_and_no_clock(on_fleet, problem, told):
+    trainer, state = on_fleet
+    _, plain = trainer.fit(state, problem.data, epochs=2, progress=False)
+    _, history = trainer.fit(state, problem.data, epochs=2, validation=problem.data, eval_every=1, progress=False)
+    for info in history:
+        assert info.validation
+        info.validation.clear()
+    assert told(history) == told(plain)
+
+
+def test_callbacks_read_the_evaluation_of_their_round(on_fleet, problem):
+    trainer, state = on_fleet
+    seen = []
+
+    def early_stopping(state, info):
+        seen.append((info.steps_done, bool(info.validation)))
+        return info.validation and info.steps_done >= 24
+
+    options = {"validation": problem.data, "callbacks": [early_stopping], "progress": False}
+    state, history = trainer.fit(state, problem.data, epochs=9, **options)
+    assert state.steps == 24
+    assert seen == [(info.steps_done, bool(info.validation)) for info in history]
+
+
+def test_a_stopped_run_is_evaluated_at_its_end_and_the_record_has_it(on_fleet, problem, tmp_path):
+    trainer, state = on_fleet
+    options = {"validation": problem.data, "checkpoints": tmp_path, "progress": False}
+    callbacks = [lambda state, info: info.round == 1]
+    state, history = trainer.fit(state, problem.data, epochs=9, callbacks=callbacks, **options)
+    assert len(history) == 2
+    assert evaluated(history) == [history[-1].steps_done]
+    assert history[-1].validation == trainer.evaluate(state, problem.data)
+    on_file = jaxche.History.from_json(tmp_path / "history.jsonl")
+    assert on_file[-1].validation == history[-1].validation
+    _, more = trainer.fit(trainer.init(problem.params), problem.data, epochs=1, **options)
+    assert evaluated(more) == [*evaluated(history), 12]
+    on_file = jaxche.History.from_json(tmp_path / "history.jsonl")
+    assert evaluated(on_file) == evaluated(more)
+    assert [info.round for info in on_file] == list(range(len(more)))
+
+
+def test_an_interrupt_is_not_followed_by_an_evaluation(on_fleet, problem):
+    trainer, state = on_fleet
+
+    def interrupt(state, info):
+        raise KeyboardInterrupt
+
+    options = {"validation": problem.data, "callbacks": [interrupt], "progress": False}
+    _, history = trainer.fit(state, problem.data, **options)
+    assert evaluated(history) == []
+
+
+class Log(jaxche.reports.Logger):
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, state, info):
+        self.steps.append(info.steps_done)
+
+
+def test_loggers_get_what_log_every_says_and_other_callbacks_all(on_fleet, problem):
+    trainer, state = on_fleet
+    log, all_rounds, every = Log(), [], Log()
+    callbacks = [log, lambda state, info: all_rounds.append(info.steps_done)]
+    options = {"validation": problem.data, "eval_every": jaxche.Every(epochs=2), "progress": False}
+    _, history = trainer.fit(state, problem.data, max_steps=31, callbacks=callbacks, log_every=10, **options)
+    assert all_rounds == [info.steps_done for info in history]
+    steps = [0, *all_rounds]
+    due = {after for before, after in itertools.pairwise(steps) if after // 10 > before // 10}
+    assert log.steps == sorted(due | {24, 31})
+    assert len(log.steps) < len(all_rounds)
+    trainer.fit(state, problem.data, max_steps=31, callbacks=[every], progress=False)
+    assert every.steps == all_rounds
+
+
+def test_lines_are_printed_as_often_as_log_every_says(on_fleet, problem, capsys):
+    trainer, state = on_fleet
+    trainer.fit(state, problem.data, max_steps=31, log_every=10)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3  # 10, 20, and 31 after 30
+    assert "(31/31 batches, 0 s left)" in lines[-1]
+    _, history = trainer.fit(state, problem.data, max_examples=160, validation=problem.data)
+    lines = capsys.readouterr().err.splitlines()
+    assert [f"validation loss {history[-1].validation['loss']:.4g}" in line for line in lines] == [False, True]
+    assert lines[-1].endswith("(20 batches)")
+
+
+def test_checkpoints_are_saved_as_often_as_checkpoint_every_says(on_fleet, problem, tmp_path):
+    trainer, state = on_fleet
+    config = jaxche.Checkpoints(tmp_path, every=1, keep=99)
+    options = {"checkpoints": config, "checkpoint_every": jaxche.Every(epochs=1), "progress": False}
+    _, history = trainer.fit(state, problem.data, max_steps=31, **options)
+    saved = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+    assert [history[number - 1].steps_done for number in saved] == [12, 24, 31]
+
+
+def test_a_dry_run_evaluates_a_batch(on_fleet, problem):
+    trainer, state = on_fleet
+    _, history = trainer.fit(state, problem.data, validation=problem.data, dry_run=True)
+    assert list(history[0].validation) == ["loss", "mae"]
+    with pytest.raises(ValueError, match="metric 'bad' has shape"):
+        trainer.fit(
+            state,
+            problem.data,
+            validation=problem.data,
+            metric_fn=lambda params, batch: {"bad": batch["x"]},
+            dry_run=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_every": 5}, "eval_every= is given without validation="),
+        ({"metric_fn": lambda params, batch: {}}, "metric_fn= is given without validation="),
+        ({"checkpoint_every": 5}, "checkpoint_every= is given without checkpoints="),
+        ({"log_every": 0}, r"log_every=0 must be a whole number above 0; write log_every=1000 for steps, or"),
+        ({"validation": iter([1])}, r"validation is a list_iterator, which can be read once only.*validation=list\("),
+        ({"validation": 7}, r"validation: data is a int; the trainer needs len\(data\)"),
+        ({"validation": []}, "validation: .*the data set is empty"),
+    ],
+)
+def test_arguments_that_lack_another_are_refused(on_fleet, problem, options, message):
+    trainer, state = on_fleet
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(state, problem.data, progress=False, **options)

@@ -1,8 +1,10 @@
 """Plans follow from the state alone: what is owed first, the epoch's end kept, time bounded."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe
+from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RowShares, limit_lead
 from jaxche.training._round import next_plan, plan_of_counts, time_limit_ms
 from jaxche.training._state import TrainerState
 
@@ -63,3 +65,101 @@ def test_there_is_no_limit_before_speeds_are_known():
     assert time_limit_ms(half, next_plan(state(half), 100, ApplyPolicy.CADENCE, 2)) is None
     assert time_limit_ms(che, next_plan(state(che), 100, ApplyPolicy.CADENCE, 2)) is None
     assert time_limit_ms(None, next_plan(state(None), 100, ApplyPolicy.CADENCE, 1)) is None
+
+
+def planned(counts, size, policy=ApplyPolicy.CADENCE, lead=None, most=None, shares=None):
+    """The plans of an epoch, or of what is left of a run, by ranks that keep these counts."""
+    che = ElChe.from_dict(
+        ElChe(len(counts), 1, max_batch_diff=lead).to_dict()
+        | {"batch_counts": counts, "ms_per_batch": (1.0,) * len(counts)}
+    )
+    plans, done = [], 0
+    while done < min(size, most or size):
+        now = state(che, cursor=done, row_shares=shares or RowShares())
+        left = None if most is None else most - done
+        plans.append(next_plan(now, size, policy, len(counts), last_epoch=1, most=left))
+        done += plans[-1].total
+    assert done == min(size, most or size)
+    return plans
+
+
+@given(
+    counts=st.lists(st.sampled_from([1, 1, 2, 3, 10, 40]), min_size=2, max_size=6).map(tuple),
+    size=st.integers(6, 300),
+    lead=st.sampled_from([None, 1, 2, 5]),
+    most=st.one_of(st.none(), st.integers(6, 300)),
+    policy=st.sampled_from([ApplyPolicy.CADENCE, ApplyPolicy.ASYNC, ApplyPolicy.SYNC]),
+)
+def test_no_round_at_the_end_leaves_ranks_idle(counts, size, lead, most, policy):
+    whole = len(counts) if policy is ApplyPolicy.SYNC else sum(limit_lead(counts, lead))
+    plans = planned(counts, size, policy, lead, most)
+    for plan in plans:
+        busy = [n for n in plan.counts if n]
+        if policy is ApplyPolicy.SYNC:
+            assert 2 * len(busy) >= len(counts)
+        else:
+            assert len(busy) == len(counts)
+            assert max(busy) - min(busy) <= (max(counts) if lead is None else lead)
+        if len(plans) > 1:
+            assert plan.total >= min(whole / 4, (whole + 1) // 2)
+    # At most one more merge than whole rounds need, and none is longer than a whole one and a batch for each rank.
+    assert len(plans) <= -(-sum(plan.total for plan in plans) // whole) + 1
+    assert max(plan.total for plan in plans) < whole + len(counts)
+
+
+def test_what_would_be_left_is_split_or_joined():
+    def totals(counts, size, **more):
+        return [plan.total for plan in planned(counts, size, **more)]
+
+    assert totals((10, 4), 30) == [14, 8, 8]
+    assert totals((10, 4), 32) == [14, 14, 4]  # 4 is more than a quarter
+    assert [plan.counts for plan in planned((1, 1), 5)] == [(1, 1), (2, 1)]
+    assert [plan.counts for plan in planned((1, 1), 5, policy=ApplyPolicy.SYNC)] == [(1, 1), (1, 1), (1, 0)]
+    assert [plan.counts for plan in planned((1,) * 4, 5, policy=ApplyPolicy.SYNC)] == [(1, 1, 1, 0), (1, 1, 0, 0)]
+    assert [plan.counts for plan in planned((2, 2), 5, lead=0)] == [(2, 2), (1, 0)]  # in lockstep
+    assert [plan.counts for plan in planned((4, 4), 9, lead=1)] == [(3, 2), (2, 2)]
+    # A lead that is cut off goes to the others.
+    assert [plan.counts for plan in planned((10, 40, 5, 3), 24, lead=1)] == [(4, 4, 4, 3), (3, 2, 2, 2)]
+
+
+def test_a_single_replica_ends_with_rounds_of_equal_length():
+    plans = [next_plan(state(che=None, cursor=cursor), 101, ApplyPolicy.CADENCE, 1).counts for cursor in (0, 50, 76)]
+    assert plans == [(50,), (26,), (25,)]
+
+
+@pytest.mark.parametrize("policy", [ApplyPolicy.SYNC, ApplyPolicy.CADENCE])
+def test_rows_by_speed_end_with_rounds_of_equal_length(policy):
+    shares = RowShares((60, 20), (2, 1), 8)
+    plans = planned((1, 1), 25, policy, shares=shares)
+    assert [(plan.joined, plan.counts) for plan in plans] == [(8, (2, 1)), (8, (2, 1)), (5, (1, 1)), (4, (1, 1))]
+    assert [plan.joined for plan in planned((1, 1), 25, policy, most=10, shares=shares)] == [8, 2]
+
+
+@pytest.mark.parametrize("policy", list(ApplyPolicy))
+@pytest.mark.parametrize("most", [1, 2, 13])
+def test_a_plan_has_no_more_batches_than_the_run(policy, most):
+    plan = next_plan(state(), 100, policy, 2, last_epoch=9, most=most)
+    assert plan.total == min(most, 2 if policy is ApplyPolicy.SYNC else 14)
+    owed = state(pending_batches=((0, 30, 36),), cursor=60)
+    assert next_plan(owed, 100, policy, 2, most=most).total == min(most, 6)
+    shares = RowShares((60, 20), (2, 1), 8)
+    assert next_plan(state(row_shares=shares), 100, policy, 2, most=most).total == min(most, 8)
+
+
+def test_async_ends_at_the_last_epoch_or_step_and_not_before():
+    crossing = next_plan(state(cursor=98), 100, ApplyPolicy.ASYNC, 2, last_epoch=2)
+    assert crossing.end == (1, 12)
+    assert next_plan(state(epoch=1, cursor=85), 100, ApplyPolicy.ASYNC, 2, last_epoch=2).counts == (6, 2)
+    assert next_plan(state(cursor=98), 100, ApplyPolicy.ASYNC, 2, last_epoch=2, most=5).total == 5
+    assert next_plan(state(cursor=98), 100, ApplyPolicy.ASYNC, 2).total == 14
+
+
+def test_idle_ranks_stay_idle_at_the_end():
+    choice = Choice(ApplyPolicy.CADENCE, active=(True, False, True), since=0)
+    che = ElChe.from_dict(
+        ElChe(3, 4).to_dict()
+        | {"batch_counts": (10, 4, 4), "ms_per_batch": (20.0, 500.0, 50.0), "sync_samples": (1.0, 1.0)}
+    )
+    sizes = (1000, 3, 1)
+    plans = [next_plan(state(che, choice=choice), size, ApplyPolicy.CADENCE, 3).counts for size in sizes]
+    assert plans == [(1, 0, 1), (2, 0, 1), (1, 0, 0)]
