@@ -87,11 +87,11 @@ def make_schedule(learning_rate, warmup):
     return schedule
 
 
-def main(epochs=3, batch_size=16, learning_rate=6e-3, examples=3072, seed=0):
+def main(epochs=3, batch_size=16, learning_rate=6e-3, examples=2976, seed=0):
     """The held-out loss in nats a character after training."""
     train, test = load_data(examples)
     steps = epochs * -(-len(train) // batch_size)
-    schedule = make_schedule(learning_rate, steps // 8)
+    schedule = make_schedule(learning_rate, max(1, steps // 8))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     params = jax.jit(model.init)(jax.random.key(seed), train[:1])["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)

@@ -65,19 +65,6 @@ def loss_fn(model, window):
     return optax.softmax_cross_entropy_with_integer_labels(model(window[:, :-1]), window[:, 1:]).mean()
 
 
-class Windows:
-    """The batch of every step."""
-
-    def __init__(self, text, batch_size, seed, steps):
-        self.text, self.batch_size, self.seed, self.steps = text, batch_size, seed, steps
-
-    def __len__(self):
-        return len(self.steps)
-
-    def __getitem__(self, i):
-        return get_batch(self.text, self.batch_size, (self.seed, self.steps[i]))
-
-
 @nnx.jit
 def evaluate(model, window):
     return loss_fn(model, window)
@@ -104,7 +91,8 @@ def main(steps=600, batch_size=16, learning_rate=5e-3, width=48, blocks=2, eval_
     loss = 0.0
     for step in range(0, steps, eval_every):
         some = range(step, min(step + eval_every, steps))
-        state, history = trainer.fit(state, Windows(train, batch_size, seed, some), progress=False)
+        windows = [get_batch(train, batch_size, (seed, i)) for i in some]
+        state, history = trainer.fit(state, windows, progress=False)
         objective.update(trainer, state, history)
         loss = float(evaluate(model, held_out))
         print(f"step {some.stop}: validation loss {loss:.4f}")

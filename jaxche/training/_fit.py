@@ -20,6 +20,7 @@ from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
+from jaxche.training._updates import UpdatesHook
 
 _log = logging.getLogger("jaxche")
 
@@ -85,7 +86,13 @@ def fit(
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
             return state, History([info], trainer.memory)
         stack.callback(bar.close)
-        run = Run(state, data, size, last_epoch, hooks=(*hooks, bar, LauncherHook(trainer), CallbackHook(callbacks)))
+        run = Run(
+            state,
+            data,
+            size,
+            last_epoch,
+            hooks=(*hooks, UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(callbacks)),
+        )
         _train(trainer, run, bar)
     run.history.memory = tuple(trainer.memory)
     has_momentum = bool(jax.tree.leaves(run.state.local_states[0].outer_state))

@@ -179,6 +179,7 @@ class Rounds:
         )
         self._solo_steps = SOLO_ROUND
         self.last_good_state: TrainerState | None = None
+        self.updates_logged = False  # the line on the number of updates
 
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
         """Put one set of parameters on every replica.
