@@ -53,7 +53,7 @@ class ResNet(nn.Module):
 model = ResNet()
 
 
-def make_data(examples, noise=3.0):
+def make_data(examples, noise):
     """Images of 16x16: gratings of ten directions in random phase and colour, under noise."""
     rng = np.random.default_rng(0)
     label = rng.integers(0, 10, examples + 1000)
@@ -98,9 +98,9 @@ def evaluate(params, batch_stats, batch):
     return jnp.mean(logits.argmax(-1) == batch["label"])
 
 
-def main(epochs=8, batch_size=32, learning_rate=0.1, examples=2048, seed=0, **options):
+def main(epochs=8, batch_size=32, learning_rate=0.1, examples=2048, noise=3.0, seed=0, **options):
     """The test accuracy after training."""
-    train, test = make_data(examples)
+    train, test = make_data(examples, noise)
     steps = epochs * -(-examples // batch_size)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 8, steps)
     state = create_state(schedule, seed)

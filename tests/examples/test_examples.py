@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # rows of a batch are on two.
 PAIRS = {
     "mnist": ({"epochs": 1, "examples": 256}, 0.002, 0.01),
-    "imagenet": ({"epochs": 2, "examples": 128, "learning_rate": 0.03}, 0.002, 0.08),
+    "imagenet": ({"epochs": 3, "examples": 384, "noise": 0.5}, 0.002, 0.03),
     "lm1b": ({"epochs": 1, "examples": 96}, 1e-3, 0.03),
     "nanogpt": ({"steps": 8, "eval_every": 4, "width": 16, "blocks": 1}, 1e-3, 1e-3),
-    "scan_remat": ({"epochs": 2, "examples": 128, "learning_rate": 5e-3}, 0.003, 0.08),
+    "scan_remat": ({"epochs": 3, "examples": 320, "learning_rate": 5e-3}, 0.003, 0.1),
 }
 WORDS = {"policy": "sync", "joined_batches": 1}
 
