@@ -24,6 +24,7 @@ from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
+from jaxche.training._updates import UpdatesHook
 
 _log = logging.getLogger("jaxche")
 
@@ -142,7 +143,7 @@ def fit(
         log_every = agreed.every["log_every"]
         bar = ProgressHook(trainer, progress, log_every)
         stack.callback(bar.close)
-        hooks += [bar, LauncherHook(trainer), CallbackHook(callbacks, log_every)]
+        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(callbacks, log_every)]
         run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
         _train(trainer, run, bar)
     run.history.memory = tuple(trainer.memory)

@@ -200,6 +200,7 @@ class Rounds:
         self._loss_fn = loss_fn
         self._metric_programs: list[Any] = []  # of the last evaluations
         self.last_good_state: TrainerState | None = None
+        self.updates_logged = False  # the line on the number of updates
 
     def __repr__(self) -> str:
         """One line: the replicas, and the arguments by which they train."""

@@ -1,0 +1,109 @@
+"""The updates of a run against those of one device on as many examples, as a line with the choices."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import optax
+
+from jaxche.cadence import ApplyPolicy
+from jaxche.training._hooks import Hook, Run
+from jaxche.training._rounds import Rounds
+from jaxche.training._stages import StagedEngine
+
+_log = logging.getLogger("jaxche")
+
+
+def expected_updates(trainer: Rounds, batches: int, size: int) -> tuple[int, bool]:
+    """The updates of each replica for so many batches in epochs of ``size``, and whether the number is exact.
+
+    Under ``sync`` an update joins batches of one epoch. Averaging parameters, the batches are dealt out, and a replica
+    makes an update of each of its own; those of unequal speed make more or fewer than the mean. Averaging gradients in
+    rounds, a round is one update, and rounds begin with the first cadence.
+    """
+    if trainer.world_size == 1:
+        return batches, True
+    if trainer.policy is ApplyPolicy.SYNC and trainer.average == "gradients":
+        first, whole = batches % size, batches // size
+        return -(-first // trainer._joined) + whole * -(-size // trainer._joined), True
+    in_round = trainer.world_size
+    if trainer.average == "gradients" and trainer._che is not None:
+        in_round = trainer._che.total_batches
+    return -(-batches // in_round), False
+
+
+def updates_line(trainer: Rounds, run: Run) -> str | None:
+    """The line for a run that makes fewer updates than one device would; None where it makes as many.
+
+    A scaling rule already makes the steps larger.
+    """
+    size, world, batches = run.size, trainer.world_size, _batches(run)
+    if batches is None:
+        return None
+    updates, exact = expected_updates(trainer, batches, size)
+    if updates >= batches or trainer.scaling is not None:
+        return None
+    return (
+        f"{world} replicas: {'' if exact else 'about '}{updates:,} updates of each in this fit, against {batches:,} on "
+        f"one device with as many examples. For as many: {', or '.join(_choices(trainer, run, batches, updates))}. "
+        "See docs/batches_and_steps.md"
+    )
+
+
+def _batches(run: Run) -> int | None:
+    """The batches of the fit, None where neither epochs nor steps limit it."""
+    left = []
+    if run.end.epochs is not None:
+        left.append((run.end.epochs - run.state.epoch) * run.size - run.state.cursor)
+    if run.end.steps is not None:
+        left.append(run.end.steps - run.state.steps)
+    return min(left, default=None)
+
+
+def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]:
+    """The ways to as many updates, or to larger ones, that this trainer accepts."""
+    staged, in_rounds = isinstance(trainer._engine, StagedEngine), trainer.policy is not ApplyPolicy.SYNC
+    parts = trainer.world_size if in_rounds else trainer._joined
+    found = []
+    if not staged:
+        words = 'policy="sync", ' if in_rounds else 'average="gradients", ' if trainer.average == "parameters" else ""
+        found.append(f"{words}joined_batches=1 (the updates of one device, each cut over all replicas)")
+    if not (in_rounds and trainer.average == "gradients"):
+        examples = getattr(run.data, "batch_size", None)
+        if not isinstance(examples, int):
+            found.append(f"batches of 1/{parts} of the size, if not yet divided")
+        elif examples >= parts:
+            found.append(f"batch_size={examples // parts}, if {examples} is not yet divided")
+    if run.end.epochs is not None:
+        found.append(f"epochs={-(-batches * (run.end.epochs - run.state.epoch) // updates)}")
+    else:
+        found.append(f"max_steps={-(-(batches**2) // updates)}")
+    if not (staged or trainer.policy is ApplyPolicy.AUTO or isinstance(trainer._tx, optax.MultiSteps)):
+        rule = "AdamScale" if _has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
+        found.append(f"fewer and larger steps by scaling=jaxche.{rule}()")
+    return found
+
+
+def _has_second_moments(opt_state: Any) -> bool:
+    def found(node: Any) -> bool:
+        return hasattr(node, "nu")
+
+    return any(map(found, jax.tree.leaves(opt_state, is_leaf=found)))
+
+
+class UpdatesHook(Hook):
+    """Logs the line at the start of a run, once per trainer."""
+
+    def __init__(self, trainer: Rounds):
+        self._trainer = trainer
+
+    def on_start(self, run: Run) -> None:
+        trainer = self._trainer
+        if run.state.round or trainer.updates_logged or run.is_done:
+            return
+        trainer.updates_logged = True
+        line = updates_line(trainer, run)
+        if line and trainer._group.process_index == 0:
+            _log.warning("%s", line)
