@@ -86,6 +86,7 @@ def not_started(timeout_s: float) -> Finding:
 
 def devices() -> Finding:
     """The devices of JAX, compared with those of the driver."""
+    from jaxche.cli._doctor_gpu import install_line, wants_gpu
     from jaxche.cluster import count_gpus, has_cuda
     from jaxche.sharding import local_devices
 
@@ -100,11 +101,10 @@ def devices() -> Finding:
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
     if all(limits):
         text += f", {min(limits) / 2**30:.1f} GiB each"
-    wanted = os.environ.get("JAX_PLATFORMS", "").lower()
-    gpus = count_gpus() if not wanted or "cuda" in wanted or "gpu" in wanted else 0
+    gpus = count_gpus() if wants_gpu(os.environ) else 0
     if gpus and local[0].platform != "gpu":
         what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
-        fix = "nvidia-smi, and compare its CUDA version" if has_cuda() else "pip install 'jaxche[cuda13]' (or cuda12)"
+        fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
         return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
     return Finding("devices", text)
 
