@@ -136,7 +136,7 @@ def test_the_versions_are_read_from_the_plugin(monkeypatch):
 def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(gpu, "read_driver", lambda: H100)
-    monkeypatch.setattr(gpu, "installed_plugins", lambda: [])
+    monkeypatch.setattr(gpu, "installed_plugins", list)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "ok  driver     NVIDIA 580.159.04" in out
@@ -149,7 +149,7 @@ def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
 
 def test_a_plugin_on_a_machine_without_gpu_is_no_problem(monkeypatch):
     monkeypatch.setattr(gpu, "read_driver", Driver)
-    monkeypatch.setattr(gpu, "installed_plugins", lambda: [])
+    monkeypatch.setattr(gpu, "installed_plugins", list)
     assert gpu.findings({}) == []
     monkeypatch.setattr(gpu, "installed_plugins", lambda: [13])
     (found,) = gpu.findings({})
