@@ -111,7 +111,7 @@ def _number(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     # Four digits, and never an exponent: numbers of bytes a second and of steps a second are read side by side.
-    digits = max(0, 3 - int(math.floor(math.log10(abs(value))))) if value else 0
+    digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
     return f"{value:,.{min(digits, 4)}f} {unit}".rstrip()
 
 
