@@ -9,7 +9,7 @@ from gpu_parts.processes import pair
 from gpu_parts.table import Line
 
 # CPU devices are alike: padded steps make them unlike. The last is of a CPU that adds 1 %.
-PACES = {"shared": "20,20", "beside": "20,60", "auto": "5,500"}
+PACES = {"shared": "20,20", "beside": "20,60", "auto": "4,400"}
 WHERE = {"shared": "two on one card", "beside": "card and CPU"}
 # What a replica adds to the speed of all, below which it should be said to add nothing.
 LITTLE = 0.02
@@ -17,11 +17,12 @@ LITTLE = 0.02
 
 def run(context: Context) -> None:
     """Agreement, efficiency, a competing load, and the choice of ``policy="auto"``."""
-    seconds = 2 if context.cpu else 3 if context.quick else 12
+    seconds = 2 if context.cpu or context.quick else 12
+    if not context.quick:
+        _choice(context, _start(context, "beside", "auto", "--seconds", seconds, "--policy", "auto")[0])
     for where in ("shared", "beside"):
         load = ("--load",) if where == "beside" else ()
         _cadence(context, where, _start(context, where, where, "--seconds", seconds, *load))
-    _choice(context, _start(context, "beside", "auto", "--seconds", seconds, "--policy", "auto")[0])
 
 
 def _start(context: Context, where: str, pace: str, *words: object) -> list[Any]:

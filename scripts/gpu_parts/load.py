@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 
 _SLICE_S = 0.02
+# A padded step makes up for a stop that is shorter than itself.
+_STOP_S = 0.2
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def stopping(pid: int) -> Callable[[], None]:
     def work() -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
-            time.sleep(_SLICE_S)
+            time.sleep(_STOP_S)
         finally:
             os.kill(pid, signal.SIGCONT)
 
