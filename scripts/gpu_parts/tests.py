@@ -26,7 +26,10 @@ def run(context: Context) -> None:
         note = f"without {', '.join(missing)}; write: pip install 'jaxche[dev]'"
         context.add(Line("tests marked gpu", None, goal=">= 1", note=note))
         return
-    _pytest(context, "tests marked gpu", ("-m", "gpu", "tests"))
+    if context.cpu:
+        context.add(Line("tests marked gpu", None, goal=">= 1", note="they need a GPU"))
+    else:
+        _pytest(context, "tests marked gpu", ("-m", "gpu", "tests"))
     if not context.quick or context.cpu:
         _pytest(context, "fast tests on the card", SOME if context.cpu else FAST)
 
