@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_gpu as gpu
 from jaxche.cli._command import Command, directory_path, integer, join, launcher, number, paint
-from jaxche.cli._doctor_checks import Finding
+from jaxche.cli._doctor_finding import Finding
 
 if TYPE_CHECKING:
     from jaxche.cluster import ClusterInfo

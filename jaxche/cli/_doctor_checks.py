@@ -9,18 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from jaxche.cli._doctor_finding import Finding
+from jaxche.cli._doctor_gpu import install_line, wants_gpu
 
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
 _STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
-
-
-class Finding(NamedTuple):
-    """The result of one check; a problem if it has a ``fix``, the line to write."""
-
-    name: str
-    text: str
-    fix: str = ""
 
 
 def versions() -> Finding:
@@ -86,7 +81,6 @@ def not_started(timeout_s: float) -> Finding:
 
 def devices() -> Finding:
     """The devices of JAX, compared with those of the driver."""
-    from jaxche.cli._doctor_gpu import install_line, wants_gpu
     from jaxche.cluster import count_gpus, has_cuda
     from jaxche.sharding import local_devices
 

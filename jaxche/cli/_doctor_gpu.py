@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxche.cli._doctor_checks import Finding
+from jaxche.cli._doctor_finding import Finding
 
 # The oldest driver of each CUDA, newest first; scripts/environment.sh has the same numbers.
 _OLDEST_DRIVER = {13: 580, 12: 525}

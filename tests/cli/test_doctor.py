@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxche.cli import _doctor, _doctor_checks, main
-from jaxche.cli._doctor_checks import Finding
+from jaxche.cli._doctor_finding import Finding
 
 
 def test_a_healthy_machine(capsys, tmp_path):
