@@ -173,8 +173,11 @@ def run_part(name: str, seconds: float, limit: float, env: dict[str, str], resul
         context = {"quick": about["quick"], "cpu": about["cpu"], "until": began + seconds}
         context |= {"folder": folder, "lines": str(lines)}
         command = [sys.executable, "-m", "gpu_parts", "--part", name, "--context", json.dumps(context)]
-        log = path.parent / f"gpu-{name}.log"
-        with log.open("w", encoding="utf8") as output:
+        log = path.with_suffix(".log")
+        with log.open("ab") as output:
+            output.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n".encode())
+            output.flush()
+            begin = output.tell()
             process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
             status = "cut off"
             try:
@@ -185,7 +188,8 @@ def run_part(name: str, seconds: float, limit: float, env: dict[str, str], resul
                 part = {"status": status, "seconds": time.time() - began, "lines": found}
                 part["when"] = time.strftime("%Y-%m-%d %H:%M")
                 if status != "done":
-                    part["error"] = "\n".join(log.read_text(encoding="utf8", errors="replace").splitlines()[-20:])
+                    text = log.read_bytes()[begin:].decode(errors="replace")
+                    part["error"] = "\n".join(text.splitlines()[-20:])
                 results["parts"][name] = part
                 save(results, path)
     if status != "done":

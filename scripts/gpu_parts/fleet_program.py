@@ -102,8 +102,7 @@ def competing(cpu: bool) -> Iterator[None]:
     words = ["--pid", str(os.getpid())] if cpu else []
     # It has little memory, and no part in this run.
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAXCHE_")}
-    env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if cpu else {"JAX_PLATFORMS": "cuda"}
-    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if cpu else {"JAX_PLATFORMS": "cuda"})
     command = [sys.executable, "-m", "gpu_parts.load", *words]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

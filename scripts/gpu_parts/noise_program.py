@@ -27,8 +27,8 @@ def main() -> None:
     args = parser.parse_args()
     jaxche.initialize()
     several = jax.process_count() > 1
-    # Not larger: the other process, on the CPU, runs a step of it to warm up.
-    workload = workloads.cnn(args.cpu)
+    # A small one beside the CPU, which runs a step of it to warm up.
+    workload = workloads.cnn(args.cpu) if several else workloads.transformer(args.cpu)
     rows = [
         row
         for mode in (("parameters", "gradients") if several else ("one replica",))
