@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gpu_parts.context import Context
 from gpu_parts.processes import pair, program
 from gpu_parts.table import Line
@@ -9,14 +11,16 @@ from gpu_parts.table import Line
 
 def run(context: Context) -> None:
     """A line for each mode and rule; with several replicas rank 0 works, and the other, on the CPU, does nothing."""
-    turns = 2 if context.quick else 4
-    makes = 1 if context.quick else 3
+    short = context.quick or context.cpu
+    turns, makes = (2, 1) if short else (4, 3)
     words = ("--turns", turns, "--makes", makes)
-    found = program(context, "noise_program", *words)
+    _add(context, program(context, "noise_program", *words), turns, makes)
     if not (context.quick and context.cpu):
-        found += pair(context, "beside", "noise_program", *words)[0]
-    for row in found:
+        _add(context, pair(context, "beside", "noise_program", *words)[0], turns, makes)
+
+
+def _add(context: Context, rows: list[dict[str, Any]], turns: int, makes: int) -> None:
+    for row in rows:
         note = f"{row['model']}, {row['steps']} steps a round; the ratio is the median over {turns} turns, {makes} made"
-        name = f"{row['rule']}, {row['mode']}"
-        ours = row["plain_ms"] * row["ratio"]
+        name, ours = f"{row['rule']}, {row['mode']}", row["plain_ms"] * row["ratio"]
         context.add(Line(name, ours, row["plain_ms"], "ms", "<= 1.03", "the same rounds without a rule", note))
