@@ -34,7 +34,12 @@ PLAIN_CODE = (
 )
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
-jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+_PLATFORMS = os.environ.get("JAX_PLATFORMS", "cpu").split(",")
+# An accelerator is named first: it computes what is on one device, and meshes are of fake devices all the same, because
+# most tests need more devices than a machine has GPUs. tests/training/test_gpu.py asks for the GPUs themselves.
+jax.config.update("jax_platforms", ",".join(sorted(_PLATFORMS, key="cpu".__ne__)))
+if _PLATFORMS[0] != "cpu" and "cpu" in _PLATFORMS:
+    jax.config.update("jax_default_device", jax.devices(_PLATFORMS[0])[0])
 if jax.config.jax_platforms == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([*PLAIN_CODE, os.environ.get("XLA_FLAGS", "")]).strip()
 # The compiled programs of one test serve the next, also those that took no time: eager operations and small steps are

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxche.cli import _doctor_checks as checks
+from jaxche.cli import _doctor_gpu as gpu
 from jaxche.cli._command import Command, directory_path, integer, join, launcher, number, paint
-from jaxche.cli._doctor_checks import Finding
+from jaxche.cli._doctor_finding import Finding
 
 if TYPE_CHECKING:
     from jaxche.cluster import ClusterInfo
@@ -75,7 +76,9 @@ def _run(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "jaxche", *args.words]
         return launch(command, args.processes, prefix=False, only_rank0=True)
     if not checks.start_devices(args.timeout):
-        _print([checks.versions(), checks.machine(), checks.not_started(args.timeout)])
+        # Without the CUDA line: its libraries may hang like the devices.
+        drivers = [gpu.driver_finding(driver)] if (driver := gpu.read_driver()) != gpu.Driver() else []
+        _print([checks.versions(), checks.machine(), *drivers, checks.not_started(args.timeout)])
         sys.stdout.flush()
         os._exit(1)  # the exit handlers of Python may wait for the devices
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher)
@@ -94,11 +97,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _examine(store: str | None, launcher: str) -> list[Finding]:
-    findings = [checks.versions(), checks.machine(), checks.devices()]
+    devices = checks.devices()
+    findings = [checks.versions(), checks.machine(), *gpu.findings(os.environ), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
     findings += [checks.variables(os.environ), checks.proxies(os.environ), checks.ports()]
-    if not findings[2].fix:
+    if not devices.fix:
         findings += [checks.compilation(), checks.cache()]
     if store is not None:
         findings.append(checks.store(store))

@@ -9,18 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from jaxche.cli._doctor_finding import Finding
+from jaxche.cli._doctor_gpu import install_line, wants_gpu
 
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
 _STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
-
-
-class Finding(NamedTuple):
-    """The result of one check; a problem if it has a ``fix``, the line to write."""
-
-    name: str
-    text: str
-    fix: str = ""
 
 
 def versions() -> Finding:
@@ -100,11 +95,10 @@ def devices() -> Finding:
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
     if all(limits):
         text += f", {min(limits) / 2**30:.1f} GiB each"
-    wanted = os.environ.get("JAX_PLATFORMS", "").lower()
-    gpus = count_gpus() if not wanted or "cuda" in wanted or "gpu" in wanted else 0
+    gpus = count_gpus() if wants_gpu(os.environ) else 0
     if gpus and local[0].platform != "gpu":
         what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
-        fix = "nvidia-smi, and compare its CUDA version" if has_cuda() else "pip install 'jaxche[cuda13]' (or cuda12)"
+        fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
         return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
     return Finding("devices", text)
 

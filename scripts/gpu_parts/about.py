@@ -1,0 +1,34 @@
+"""Prints the machine and the versions of a run as JSON: one process that starts the devices and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+
+import jax
+
+from jaxche.cli import _doctor_checks as checks
+from jaxche.cli import _doctor_gpu as gpu
+from jaxche.cluster import versions
+
+
+def main() -> None:
+    """Device, memory, cores, versions, and what `jaxche doctor` finds about driver and CUDA."""
+    devices = jax.devices()
+    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    found = {
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "memory_gib": memory and round(memory / 2**30, 1),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "host_memory_gib": round(checks.free_memory_gib() or 0, 1),
+        "versions": versions() | {"python": platform.python_version()},
+        "checks": [finding._asdict() for finding in [checks.versions(), *gpu.findings(os.environ), checks.devices()]],
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The stall of training for a save, against a bare copy of the same bytes to the host."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+from gpu_parts.context import Context
+from gpu_parts.table import Line
+
+EVERY = 4  # rounds: one with a save, the others without, in which the files are written
+
+
+def run(context: Context) -> None:
+    """A line for the stall."""
+    if not importlib.util.find_spec("orbax"):
+        note = "without orbax-checkpoint; write: pip install 'jaxche[checkpoints]'"
+        context.add(Line("checkpoint: stall a save", None, goal="<= 2", note=note))
+        return
+    import jax
+    import optax
+
+    import jaxche
+    from gpu_parts import workloads
+
+    # Without moments: the parameters are the 1.4 GB.
+    workload = workloads.transformer(context.cpu, large=not context.quick, tx=optax.sgd(0.01))
+    trainer = jaxche.Trainer(workload.loss_fn, workload.tx, replicas=jax.devices()[:1])
+    state = trainer.init(workload.init())
+    rounds = EVERY * (2 if context.quick else 4)
+    data = workload.batches(50 * rounds)  # a single replica takes rounds of 50 steps
+    state, _ = trainer.fit(state, workload.batches(50), progress=False)
+    size = sum(x.nbytes for x in jax.tree.leaves(trainer.params(state)))
+
+    ends: list[float] = []
+
+    def end(state: object, info: object) -> None:
+        ends.append(time.perf_counter())
+
+    saved = jaxche.Checkpoints(Path(context.folder) / "checkpoints", every=EVERY, keep=1)
+    trainer.fit(state, data, callbacks=[end], progress=False, checkpoints=saved)
+    # A callback runs before or after the save of its round: either way one interval of each cycle contains one.
+    intervals = [after - before for before, after in itertools.pairwise(ends)]
+    cycle = [statistics.median(intervals[shift::EVERY]) for shift in range(EVERY)]
+    plain = statistics.median(cycle)
+    stall = max(cycle) - plain
+    copies = []
+    for _ in range(3):
+        params = jax.block_until_ready(trainer.params(state))  # a new array: JAX keeps copies that it has made
+        start = time.perf_counter()
+        jax.device_get(params)
+        copies.append(time.perf_counter() - start)
+    note = f"{size / 1e9:.2f} GB, rounds of {1e3 * plain:.0f} ms, a save every {EVERY} rounds"
+    against = "a copy of the parameters to host memory"
+    copy = statistics.median(copies)
+    context.add(Line("checkpoint: stall a save", 1e3 * stall, 1e3 * copy, "ms", "<= 2", against, note))
