@@ -29,6 +29,7 @@ examples:
 The table has some of the rounds. A round is the steps up to a merge, and the merge. The anchor is
 the count of the slowest device; the others take as many steps as fit into the same time.
 Efficiency 1 means that every device works all the time; waiting and merging lower it.
+The default tuner of training, progress, cannot be simulated: it follows how fast a model changes.
 
 exit codes:
   0     simulated
