@@ -69,6 +69,22 @@ class Broken:
         return Broken(self._data.epoch(number), self._round, number)
 
 
+class Deadly:
+    """Data in whose second evaluation rank 1 dies."""
+
+    def __init__(self, data):
+        self._data, self._last = data, -1
+
+    def __len__(self):
+        return len(self._data)
+
+    def __getitem__(self, i):
+        if jax.process_index() == 1 and i <= self._last:
+            signal.raise_signal(signal.SIGKILL)
+        self._last = i
+        return self._data[i]
+
+
 def callback(what, round, world):
     """What happens in the callback after a round, on rank 1, unless the run was started anew."""
     rounds_here = []
@@ -151,10 +167,12 @@ def main(what, round, folder, rules="plain"):
         callbacks=[callback(what, int(round), world)],
         progress=False,
         checkpoints=None if what in ("LOST", "JOIN", "AGAIN") or "unsaved" in what else Path(folder) / "checkpoints",
+        validation=Deadly(problem.data) if "evaluates" in what else None,
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),
         "rounds": [[info.round, info.epoch, info.cursor, info.counts, info.loss] for info in history],
+        "validation": [[info.steps_done, info.validation] for info in history if info.validation],
     }
     (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(result))
 

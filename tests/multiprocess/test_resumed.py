@@ -289,3 +289,19 @@ def test_two_processes_take_in_replacement_after_replacement(program, tmp_path, 
     rounds = results[0]["rounds"]
     assert len(rounds[-1][3]) == 2
     assert read(rounds) == [(e, i) for e in range(program.MORE_EPOCHS) for i in range(12)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["evaluates", "evaluates unsaved"])
+def test_a_death_in_an_evaluation_costs_no_round(program, tmp_path, capfd, what):
+    code, results = run(tmp_path / "run", what, processes=3, elastic=True)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert "the evaluation after round 3 broke off" in err
+    assert len(results) == 2
+    assert results[0] == results[1]
+    rounds, validation = results[0]["rounds"], results[0]["validation"]
+    assert read(rounds) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    # The evaluation after the second epoch is made up for after the next round, by two.
+    after = sum(sum(counts) for _, _, _, counts, _ in rounds[:5])
+    assert [steps for steps, _ in validation] == sorted({12, after, 36})
