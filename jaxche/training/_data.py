@@ -6,16 +6,16 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.cadence import Piece
+from jaxche.cadence import Piece, RoundPlan
 from jaxche.sharding import batch_size
 
 
@@ -36,7 +36,12 @@ def checked_length(data: Any) -> int:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(
             f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "
-            "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset"
+            "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset; or an iterable of batches"
+        )
+    if type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "features"):
+        raise ValueError(
+            f"data is a Hugging Face {type(data).__name__}, whose data[i] is one example; write jaxche.Stream(lambda "
+            "epoch: dataset.shuffle(seed=epoch).with_format('numpy').iter(batch_size=32))"
         )
     if len(data) == 0:
         raise ValueError("len(data) is 0: the data set is empty; give at least one batch")
@@ -176,6 +181,20 @@ Key = tuple[int, int]  # (epoch, index in the epoch)
 Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
 
 
+class BatchReader(Protocol):
+    """What a feed needs of a reader: batches by their keys."""
+
+    depth: int
+
+    def request(self, key: Key) -> None: ...
+
+    def take(self, key: Key) -> Any: ...
+
+    def peek(self, key: Key) -> Any: ...
+
+    def stop(self) -> None: ...
+
+
 class Reader:
     """Prefetches ``depth`` batches per replica on one background thread.
 
@@ -193,6 +212,44 @@ class Reader:
         self._epochs: dict[int, Any] = {}
         # Reads of these types are always equal.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
+
+    has_time_limit = True  # a replica may leave batches to later rounds
+    is_sharded = False  # any replica may train on any batch
+
+    def seek(self, state: Any) -> None:
+        """Nothing: batches are read by their index."""
+
+    def fitted(self, plan: RoundPlan, state: Any) -> RoundPlan:
+        """The plan, which ends with the epoch."""
+        return plan
+
+    def begin(
+        self, plan: RoundPlan, state: Any, ranks: Sequence[int], done: Sequence[int], keeps: bool = False
+    ) -> list[Feed]:
+        """Start to read a round: one feed for each of the local ranks."""
+        return self.start([plan.steps(rank)[: done[rank]] for rank in ranks])
+
+    def share(self, plan: RoundPlan, state: Any, rank: int) -> tuple[Key, ...]:
+        """The (epoch, index) of each batch of a rank."""
+        return plan.share(rank)
+
+    def samples(self, plan: RoundPlan) -> tuple[Any, Any]:
+        """The first batch of a plan, and a whole one."""
+        batch = self.peek((plan.epoch, plan.start))
+        # A run may continue from the last batch of an epoch, which is smaller than the others.
+        return batch, batch if plan.start == 0 else self.load((plan.epoch, 0))
+
+    def some(self, count: int) -> list[Any]:
+        """Some batches to measure speeds with."""
+        return [self.load((0, i % len(self.data))) for i in range(count)]
+
+    def has_ended(self, plan: RoundPlan, state: Any, steps: int) -> bool:
+        """False: the plan ends with the epoch."""
+        return False
+
+    def advance(self, before: Any, after: Any, plan: RoundPlan, counts: Any, has_ended: Any) -> Any:
+        """The state after a round, which has the position already."""
+        return replace(after, stream=None) if after.stream is not None else after
 
     def load(self, key: Key) -> Any:
         """Read one batch now, on the calling thread."""
@@ -249,6 +306,9 @@ class Reader:
             del self._ready[key]  # so that another call reads again
             raise
 
+    def stop(self) -> None:
+        """Nothing: no replica waits for batches of another."""
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -256,7 +316,7 @@ class Reader:
 class Feed:
     """The batches of the steps of one replica in one round, in order; a step may join pieces of batches."""
 
-    def __init__(self, reader: Reader, steps: Sequence[Step]):
+    def __init__(self, reader: BatchReader, steps: Sequence[Step]):
         self._reader = reader
         self.steps = list(steps)
 
@@ -264,6 +324,10 @@ class Feed:
         if position < len(self.steps):
             for piece in self.steps[position]:
                 self._reader.request(piece.key)
+
+    def stop(self) -> None:
+        """End the round after an error."""
+        self._reader.stop()
 
     def peek(self, position: int) -> Any:
         """The batch of a step, whose batches stay ready."""
@@ -278,11 +342,14 @@ class Feed:
 
 
 def join_pieces(step: Step, read: Callable[[Key], Any]) -> Any:
-    """One batch of the rows of all pieces, None without rows; a whole batch is not copied."""
+    """One batch of the rows of all pieces, None without rows; a whole batch is not copied.
+
+    ``read`` returns None for a batch after the end of a stream.
+    """
     if len(step) == 1 and (step[0].begin, step[0].end) == (0, step[0].of):
         return read(step[0].key)
     batches = [(piece, read(piece.key)) for piece in step]
-    cuts = [(piece.rows(batch_size(batch)), batch) for piece, batch in batches]
+    cuts = [(piece.rows(batch_size(batch)), batch) for piece, batch in batches if batch is not None]
     parts = [jax.tree.map(itemgetter(rows), batch) for rows, batch in cuts if rows.start < rows.stop]
     if len(parts) < 2:
         return parts[0] if parts else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,17 @@ def data_digest(reader: Reader, size: int) -> str:
     if reader.nondeterministic:
         return NONDETERMINISTIC  # e.g. random augmentation: processes cannot compare
     return _hash("".join([first, *(_batch_hash(reader.take((0, i))) for i in (size // 2, size - 1))]).encode())
+
+
+def warn_of_equal_shards(group: Group, batch: Any) -> None:
+    """Warn if the streams of all processes begin with the same batch; all processes call it together."""
+    if len(set(group.all_gather(_batch_hash(batch)))) == 1:
+        warnings.warn(
+            "all processes read the same first batch, and shards=True means that each reads its own part, so that "
+            "examples would be trained on more than once; write index, count = jaxche.process_shard() and read part "
+            "index of count, or shards=False",
+            stacklevel=2,
+        )
 
 
 def _batch_hash(batch: Any) -> str:

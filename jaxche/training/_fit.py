@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 
-from jaxche.distributed import PREEMPTED_CODE, Group, PeerLostError
+from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import History, RoundInfo
 from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
-from jaxche.training._data import checked_length
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
 from jaxche.training._rounds import Rounds
@@ -73,7 +72,7 @@ def fit(
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
     """
-    last_epoch, size, config = _agree(trainer._group, state, data, epochs, dry_run, checkpoints)
+    last_epoch, size, config = _agree(trainer, state, data, epochs, dry_run, checkpoints)
     with contextlib.ExitStack() as stack:
         # Requests that come too late must not reach the next fit.
         stack.callback(trainer.reset_requests)
@@ -82,7 +81,7 @@ def fit(
             hooks.append(CheckpointManager(config, trainer, data))
             stack.enter_context(hooks[0].active())
         if dry_run:
-            _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
+            _, info = trainer._round(state, data, counts=(1,) * trainer.world_size, keeps=True)
             return state, History([info], trainer.memory)
         stack.callback(bar.close)
         run = Run(state, data, size, last_epoch, hooks=(*hooks, bar, LauncherHook(trainer), CallbackHook(callbacks)))
@@ -155,14 +154,15 @@ def _stop(run: Run, preempted: bool = False) -> None:
 
 
 def _agree(
-    group: Group, state: TrainerState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
+    trainer: Rounds, state: TrainerState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
 ) -> tuple[int, int, Checkpoints | None]:
     """The last epoch, the batches in an epoch and the checkpoints, checked to be equal in all processes."""
+    group = trainer._group
     error, wanted, last_epoch, size, config = None, {}, 0, 0, None
     try:
         if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
             raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
-        last_epoch, size = state.epoch + int(epochs), checked_length(data)
+        last_epoch, size = state.epoch + int(epochs), trainer._epoch_size(data, int(epochs))
         if checkpoints is not None:
             config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
         # The folder may have another name on another machine.

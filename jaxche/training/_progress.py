@@ -11,13 +11,15 @@ from tqdm import tqdm
 from jaxche.drawing import per_rank
 from jaxche.reports import RoundInfo
 from jaxche.training._rounds import Rounds
+from jaxche.training._stream import EPOCH_SIZE
 
 
 class Progress:
     """A bar on a terminal, else a line every ten seconds; on process 0 only."""
 
     def __init__(self, trainer: Rounds, size: int, begin: tuple[int, int], last_epoch: int, enabled: bool):
-        total = (last_epoch - begin[0]) * size - begin[1]
+        # Of a stream the number of batches is not known.
+        total = None if size == EPOCH_SIZE else (last_epoch - begin[0]) * size - begin[1]
         self._world_size = trainer.world_size
         enabled = enabled and jax.process_index() == 0
         terminal = enabled and sys.stderr.isatty()
@@ -36,6 +38,9 @@ class Progress:
         now = time.perf_counter()
         if self._lines and (now - self._last_line > 10 or self._done == self._total):
             self._last_line = now
+            if self._total is None:
+                self.write(f"{text} ({self._done} batches)")
+                return
             left = (now - self._start) / self._done * (self._total - self._done)
             self.write(f"{text} ({self._done}/{self._total} batches, {left:.0f} s left)")
 

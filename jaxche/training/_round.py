@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -96,10 +96,8 @@ def next_plan(
         # Before times are known, equal parts in steps of at most a batch.
         shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
     if shares.rows:
-        joined = min(shares.joined, left)
-        # At the end of an epoch fewer steps, so that each has as many rows.
-        steps = tuple(n and max(1, round(n * joined / shares.joined)) for n in shares.steps)
-        return RoundPlan(state.round, state.epoch, state.cursor, steps, size, shares.rows, joined)
+        plan = RoundPlan(state.round, state.epoch, state.cursor, shares.steps, size, shares.rows, shares.joined)
+        return plan.cut(left)
     if state.che is not None and state.choice is not None and state.choice.active:
         return RoundPlan(state.round, state.epoch, state.cursor, active_counts(state.che, state.choice, left), size)
     if state.che is None:
@@ -153,7 +151,13 @@ _NOT_FINITE, _EXAMPLES, _LOSS, _METRICS = (len(HOST_COLUMNS) + i for i in range(
 
 
 def host_row(
-    plan: RoundPlan, rank: int, result: LocalResult, last_sync_ms: float, stop: int, accumulated: int = 0
+    plan: RoundPlan,
+    rank: int,
+    result: LocalResult,
+    last_sync_ms: float,
+    stop: int,
+    accumulated: int = 0,
+    ended: bool = False,
 ) -> list[float]:
     """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
     failed = result.error is not None
@@ -167,6 +171,7 @@ def host_row(
         failed,
         stop,
         accumulated,
+        ended,
         *plan.digest_halves(),
     ]
 
@@ -210,6 +215,11 @@ class RoundStatistics:
         return int(self._host("stop").max())
 
     @property
+    def ended(self) -> tuple[bool, ...]:
+        """Whether the stream of each rank has no more batches in this epoch."""
+        return tuple(bool(end) for end in self._host("ended"))
+
+    @property
     def examples(self) -> np.ndarray:
         return self._numbers[:, _EXAMPLES]
 
@@ -236,8 +246,11 @@ class RoundStatistics:
         ranks: Sequence[int],
         results: Sequence[LocalResult],
         finite: bool,
+        share: Callable[[int], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
         """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
+
+        ``share`` returns the batches of a rank, by default those of the plan.
 
         Raises:
           Exception: the error of a local replica.
@@ -256,23 +269,34 @@ class RoundStatistics:
                 f"{[r for r, d in enumerate(digests) if d != tuple(map(float, plan.digest_halves()))]} something else; "
                 "use the same data, seed and settings on all of them"
             )
-        losses = self._numbers[:, _LOSS]
+        if not any(self.counts):
+            raise ValueError(
+                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that makes "
+                "it anew, jaxche.Stream(lambda epoch: batches(seed=epoch))"
+            )
+        share, losses = share or plan.share, self._numbers[:, _LOSS]
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
         if bad:
-            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}")
+            self._refuse_numbers(state, plan, share, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}")
         broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
         if broken:
             what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
-            self._refuse_numbers(state, plan, broken[0], what)
+            self._refuse_numbers(state, plan, share, broken[0], what)
         if not finite:
-            self._refuse_numbers(state, plan, None, "the merged parameters or optimizer state became NaN or infinite")
+            what = "the merged parameters or optimizer state became NaN or infinite"
+            self._refuse_numbers(state, plan, share, None, what)
 
-    def _refuse_numbers(self, state: TrainerState, plan: RoundPlan, rank: int | None, what: str) -> NoReturn:
+    def _refuse_numbers(
+        self,
+        state: TrainerState,
+        plan: RoundPlan,
+        share: Callable[[int], Sequence[tuple[int, int]]],
+        rank: int | None,
+        what: str,
+    ) -> NoReturn:
         ranks = range(len(plan.counts)) if rank is None else [rank]
         ends = [None if plan.shares else self.counts[r] for r in ranks]
-        batches = tuple(
-            dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in plan.share(r)[:end])
-        )
+        batches = tuple(dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in share(r)[:end]))
         raise NonFiniteLossError(
             f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. The round was not merged; "
             "this error's .state is the one before it. Look for NaN, infinite or empty values in these batches and for "
@@ -334,7 +358,8 @@ def advance(
             wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
             last_sync_ms, reported = table.last_sync_ms, [min(n, 1) for n in counts]
         che = che.report_timing(wall_ms, reported, last_sync_ms, travel_ms(max(table.wall_ms), merged.squares))
-        if counts != plan.counts and not plan.shares:
+        late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
+        if any(late) and not plan.shares:
             # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
             che = che.report_timing(wall_ms, counts, 0.0)
         if policy is ApplyPolicy.ASYNC:

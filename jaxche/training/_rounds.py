@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import time
@@ -28,6 +29,7 @@ from jaxche.training._checks import (
     check_opt_state,
     check_rules,
     check_unscaled,
+    check_whole_batches,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -36,8 +38,7 @@ from jaxche.training._checks import (
     merges_on_host,
     rule_text,
 )
-from jaxche.training._data import checked_length
-from jaxche.training._engine import Engine, Settings
+from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._round import (
     SOLO_ROUND,
@@ -51,6 +52,7 @@ from jaxche.training._round import (
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
+from jaxche.training._stream import check_stream, epoch_size, is_stream
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
@@ -124,6 +126,7 @@ class Rounds:
         self._tx, self._che = tx, che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
+        self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
         # Each device of a sharded replica takes as many rows.
@@ -154,6 +157,7 @@ class Rounds:
             paces=paces,
             scaling=scaled,
             host=host,
+            readers=Readers(group),
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -313,7 +317,9 @@ class Rounds:
         """
         if self._fleet is not None:
             return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
-        plan = self._plan(state, checked_length(data))
+        size, reader = self._epoch_size(data), self._engine.reader(data)
+        reader.seek(state)
+        plan = reader.fitted(self._plan(state, size), state)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         return tuple(self._engine.free_run(state.local_states, data, seconds))
 
@@ -388,27 +394,34 @@ class Rounds:
         prefetch: bool = False,
         done: Sequence[int] | None = None,
         cut: tuple[tuple[int, ...], int] = ((), 0),
+        keeps: bool = False,
     ) -> tuple[TrainerState, RoundInfo]:
-        plan, policy = self._plan(state, checked_length(data), counts, last_epoch, cut), self._policy(state)
+        size, policy = self._epoch_size(data), self._policy(state)
         if self._chooses:
             self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
+        reader = self._engine.reader(data)
+        if reader.is_sharded:  # rows stay on their process
+            state = replace(state, row_shares=RowShares())
+        reader.seek(state)
+        plan = reader.fitted(self._plan(state, size, counts, last_epoch, cut), state)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
-        feeds = self._engine.start(state.local_states, data, plan, done)
+        feeds = self._engine.start(state, data, plan, done, keeps)
         clock = time.perf_counter()
         merge_scale = MergeScale()
         if self.scaling is not None:
             weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
             merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
-        limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
+        is_limited = counts is None and self._fleet is None and reader.has_time_limit
+        limit = time_limit_ms(state.che, plan) if is_limited else None
         results = self._engine.run(state.local_states, feeds, plan, merge_scale, limit)
         epoch, cursor = plan.end
         if prefetch and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
-        stop = self._stop
+        stop, has_ended = self._stop, reader.has_ended(plan, state, sum(result.steps for result in results))
         rows = np.array(
             [
-                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated)
+                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated, has_ended)
                 for rank, result in zip(self._engine.ranks, results, strict=True)
             ]
         )
@@ -417,7 +430,8 @@ class Rounds:
         merged = self._engine.merge(state.local_states, results, rows)
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = RoundStatistics(merged.table, self._engine.metrics)
-        table.check(self._group, state, plan, self._engine.ranks, results, merged.finite)
+        share = functools.partial(reader.share, plan, state)
+        table.check(self._group, state, plan, self._engine.ranks, results, merged.finite, share)
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         if self._fleet is None:
@@ -430,8 +444,17 @@ class Rounds:
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
         gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
         rule = None if gradients else self.merge
-        state, info = advance(state, plan, merged, table, policy, rule, sync_ms)
-        return self._with_shares(state, info), info
+        after, info = advance(state, plan, merged, table, policy, rule, sync_ms)
+        after = reader.advance(state, after, plan, table.counts, table.ended)
+        return after if reader.is_sharded else self._with_shares(after, info), info
+
+    def _epoch_size(self, data: Any, epochs: int = 1) -> int:
+        """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
+        if is_stream(data):
+            stream = check_stream(data, self._group, self._engine.processes_of_ranks, epochs)
+            if stream.shards and self._group.num_processes > 1:
+                check_whole_batches(self.policy, self._given_rows, self._joined, self.world_size)
+        return epoch_size(data)
 
     def _with_shares(self, state: TrainerState, info: RoundInfo) -> TrainerState:
         """The state with the shares of the rows that follow from the times of the round, and with the choice."""

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
 from jaxche.training._programs import LocalState
+
+
+class StreamPosition(NamedTuple):
+    """The position in an epoch of a stream, or of the streams of all processes if each reads its own."""
+
+    taken: tuple[int, ...]  # batches that were trained on
+    ended: tuple[bool, ...]
+    states: tuple[Any, ...] = ()  # of the iterators, in a state from a checkpoint
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class TrainerState:
       clock_ms: time of all rounds so far, waiting and merging included.
       row_shares: the rows of a joined batch for each replica, and the times they follow from.
       choice: what ``policy="auto"`` does now, or None.
+      stream: with a stream as data, the position in it within an epoch, else None.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
 
     Example:
@@ -60,6 +69,7 @@ class TrainerState:
     clock_ms: float = 0.0
     row_shares: RowShares = field(default_factory=RowShares)
     choice: Choice | None = None
+    stream: StreamPosition | None = None
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property
