@@ -269,7 +269,7 @@ class RoundStatistics:
                 f"{[r for r, d in enumerate(digests) if d != tuple(map(float, plan.digest_halves()))]} something else; "
                 "use the same data, seed and settings on all of them"
             )
-        if not any(self.counts):
+        if not self.examples.any():
             raise ValueError(
                 f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that makes "
                 "it anew, jaxche.Stream(lambda epoch: batches(seed=epoch))"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import whole_number
@@ -197,13 +198,15 @@ def _array(path: Any, x: Any) -> Any:
     name = f"batch{jax.tree_util.keystr(path)}"
     if isinstance(x, jax.Array):
         return x
+    x = x.detach().cpu() if hasattr(x, "detach") else x  # a torch tensor
+    if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not have
+        return jnp.from_dlpack(x)
     try:
-        # Of a torch tensor the numbers without the graph, from whatever device.
-        array = np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
+        array = np.asarray(x)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is no array ({error}); pad examples of different lengths to one") from error
     if array.dtype.kind in "OSUTMm":
-        shown = f"texts, e.g. {array.flat[0]!r}" if array.dtype.kind in "SUT" else f"of type {type(x).__name__}"
+        shown = f"texts, e.g. {array.ravel()[:2].tolist()}" if array.dtype.kind in "SUT" else f"of type {type(x).__name__}"
         raise ValueError(
             f"{name} is {shown}; batches are arrays of numbers. Leave it out, e.g. dataset.remove_columns([...]) or "
             "jaxche.Stream(lambda epoch: ({'x': batch['x']} for batch in batches()))"
