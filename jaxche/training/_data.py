@@ -243,11 +243,11 @@ class Reader:
         """Some batches to measure speeds with."""
         return [self.load((0, i % len(self.data))) for i in range(count)]
 
-    def has_ended(self, plan: RoundPlan, state: Any, steps: int) -> bool:
-        """False: the plan ends with the epoch."""
-        return False
+    def ended(self, plan: RoundPlan, state: Any, steps: int) -> int:
+        """0: the plan ends with the epoch."""
+        return 0
 
-    def advance(self, before: Any, after: Any, plan: RoundPlan, counts: Any, has_ended: Any) -> Any:
+    def advance(self, before: Any, after: Any, plan: RoundPlan, counts: Any, ended: Any) -> Any:
         """The state after a round, which has the position already."""
         return replace(after, stream=None) if after.stream is not None else after
 

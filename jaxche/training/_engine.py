@@ -20,13 +20,12 @@ from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes
 from jaxche.training._data import Feed, Reader
 from jaxche.training._fingerprint import (
-    NONDETERMINISTIC,
+    check_streams,
     data_digest,
     digest,
     refuse_differences,
     refuse_other_values,
     update_digest,
-    warn_of_equal_shards,
 )
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
 from jaxche.training._placement import (
@@ -244,8 +243,8 @@ class Engine:
             self.fingerprint = fingerprint | {"metrics": ", ".join(self.metrics), "data": data_seen} | self._code
             refuse_differences(self._group, self.fingerprint)
             refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
-            if self.reader(data).is_sharded:
-                warn_of_equal_shards(self._group, batch)
+            if is_stream(data) and self._group.num_processes > 1:
+                check_streams(self._group, batch, self.reader(data).is_sharded)
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
@@ -307,10 +306,10 @@ class Engine:
         return self._merge_type(self._replica_mesh, self._rules, local)
 
     def data_digest(self, data: Any) -> str:
-        """A short hash of some batches, or ``NONDETERMINISTIC``."""
+        """A short hash of some batches, or ``NONDETERMINISTIC``; for a stream, whether it is sharded."""
         reader = self.reader(data)
         if isinstance(reader, StreamReader):
-            return NONDETERMINISTIC
+            return f"stream, shards={reader.is_sharded}"
         if self._digest is None or self._digest[0] is not reader:
             self._digest = (reader, data_digest(reader, len(data)))
         return self._digest[1]

@@ -33,7 +33,7 @@ from jaxche.training._schedule_counts import advance_by_batches, are_schedules, 
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
-# ``ended`` is whether the stream of the process has ended.
+# ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
 HOST_COLUMNS = (
     "count",
     "batches",

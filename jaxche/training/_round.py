@@ -157,7 +157,7 @@ def host_row(
     last_sync_ms: float,
     stop: int,
     accumulated: int = 0,
-    ended: bool = False,
+    ended: int = 0,
 ) -> list[float]:
     """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
     failed = result.error is not None
@@ -215,9 +215,9 @@ class RoundStatistics:
         return int(self._host("stop").max())
 
     @property
-    def ended(self) -> tuple[bool, ...]:
-        """Whether the stream of each rank has no more batches in this epoch."""
-        return tuple(bool(end) for end in self._host("ended"))
+    def ended(self) -> tuple[int, ...]:
+        """For each rank 0, or a number of its stream, if that has no more batches in this epoch."""
+        return tuple(int(end) for end in self._host("ended"))
 
     @property
     def examples(self) -> np.ndarray:

@@ -418,10 +418,10 @@ class Rounds:
         if prefetch and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
             expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
             self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
-        stop, has_ended = self._stop, reader.has_ended(plan, state, sum(result.steps for result in results))
+        stop, ended = self._stop, reader.ended(plan, state, sum(result.steps for result in results))
         rows = np.array(
             [
-                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated, has_ended)
+                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated, ended)
                 for rank, result in zip(self._engine.ranks, results, strict=True)
             ]
         )

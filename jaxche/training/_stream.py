@@ -206,7 +206,9 @@ def _array(path: Any, x: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is no array ({error}); pad examples of different lengths to one") from error
     if array.dtype.kind in "OSUTMm":
-        shown = f"texts, e.g. {array.ravel()[:2].tolist()}" if array.dtype.kind in "SUT" else f"of type {type(x).__name__}"
+        shown = (
+            f"texts, e.g. {array.ravel()[:2].tolist()}" if array.dtype.kind in "SUT" else f"of type {type(x).__name__}"
+        )
         raise ValueError(
             f"{name} is {shown}; batches are arrays of numbers. Leave it out, e.g. dataset.remove_columns([...]) or "
             "jaxche.Stream(lambda epoch: ({'x': batch['x']} for batch in batches()))"

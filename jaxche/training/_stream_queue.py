@@ -99,11 +99,11 @@ class StreamQueue:
             self._wait_for(first + count - 1)
             return count if self._length is None else max(0, min(count, self._length - first))
 
-    def has_ended(self, taken: int) -> bool:
-        """Whether the epoch has no batch after the first ``taken``; waits for the next one."""
+    def length(self, taken: int) -> int | None:
+        """The batches in the epoch, if it has none after the first ``taken``; waits for the next one."""
         with self._changed:
             self._wait_for(taken)
-            return self._length is not None and self._length <= taken
+            return self._length if self._length is not None and self._length <= taken else None
 
     def take(self, key: Key) -> Any:
         """The batch, or None after the end; it stays ready while other pieces of it are to be taken."""

@@ -107,10 +107,11 @@ class StreamReader:
     def prefetch(self, shares: Any) -> None:
         """Nothing: the queue reads on by itself."""
 
-    def has_ended(self, plan: RoundPlan, state: TrainerState, steps: int) -> bool:
-        """Whether the stream of this process ends with a round that has these steps of the local ranks."""
+    def ended(self, plan: RoundPlan, state: TrainerState, steps: int) -> int:
+        """1 more than the batches in the epoch if it ends with a round of these steps of the local ranks, else 0."""
         total = steps if self.is_sharded else plan.total
-        return self._queue.has_ended(self._position(state).taken[self._own] + total)
+        length = self._queue.length(self._position(state).taken[self._own] + total)
+        return 0 if length is None else 1 + length % 2**23
 
     def advance(
         self,
@@ -118,25 +119,26 @@ class StreamReader:
         after: TrainerState,
         plan: RoundPlan,
         counts: Sequence[int],
-        has_ended: Sequence[bool],
+        ended: Sequence[int],
     ) -> TrainerState:
-        """The state after a round with its position in the streams; ``has_ended`` is of each rank."""
-        if not self.is_sharded and len(set(has_ended)) > 1:
+        """The state after a round with its position in the streams; ``ended`` is that of each rank."""
+        if not self.is_sharded and len(set(ended)) > 1:
+            lengths = {rank: length - 1 for rank, length in enumerate(ended) if length}
             raise ValueError(
-                f"the stream ended in epoch {plan.epoch} for ranks {[r for r, end in enumerate(has_ended) if end]} and "
-                "not for the others; with shards=False all processes read the same batches. If each reads its own "
-                "part, write jaxche.Stream(source, shards=True)"
+                f"the streams of the processes differ: in epoch {plan.epoch} they ended after {lengths} batches, by "
+                "rank. With shards=False all processes read the same batches; if each reads its own part, write "
+                "jaxche.Stream(source, shards=True)"
             )
         after = replace(after, pending_batches=())
-        if all(has_ended):
+        if all(ended):
             return replace(after, epoch=plan.epoch + 1, cursor=0, stream=None)
-        taken, ended = list(self._position(before).taken), [False] * self._count
-        for stream, count, end in zip(self._streams, counts, has_ended, strict=True):
+        taken, is_over = list(self._position(before).taken), [False] * self._count
+        for stream, count, end in zip(self._streams, counts, ended, strict=True):
             taken[stream] += 0 if plan.shares else count
-            ended[stream] = end
+            is_over[stream] = end > 0
         if plan.shares:
             taken[0] += plan.joined
-        return replace(after, stream=StreamPosition(tuple(taken), tuple(ended)))
+        return replace(after, stream=StreamPosition(tuple(taken), tuple(is_over)))
 
     def iterator_state(self, state: TrainerState) -> Any:
         """The state of the iterator of this process at the position of a state, or None."""

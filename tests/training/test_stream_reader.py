@@ -43,7 +43,7 @@ def readers(lengths, shards, processes_of_ranks):
 
 def run_round(made, before, counts, processes_of_ranks, done=None, joined=0):
     """A round on all processes: the ids that each rank trained on, and the next state, equal on all."""
-    found, ended, steps = [[] for _ in counts], [False] * len(counts), [0] * len(counts)
+    found, ended, steps = [[] for _ in counts], [0] * len(counts), [0] * len(counts)
     for reader in made:
         reader.seek(before)
     shares = {"shares": counts, "joined": joined} if joined else {}
@@ -57,7 +57,7 @@ def run_round(made, before, counts, processes_of_ranks, done=None, joined=0):
         for rank, feed in zip(own, feeds, strict=True):
             found[rank] = [int(i) for batch in feed for i in batch]
             steps[rank] = len(found[rank])
-        end = reader.has_ended(plan, before, sum(steps[rank] for rank in own))
+        end = reader.ended(plan, before, sum(steps[rank] for rank in own))
         for rank in own:
             ended[rank] = end
             assert not shares or steps[rank] >= 0
@@ -151,7 +151,7 @@ def test_only_a_replica_alone_on_its_stream_has_a_time_limit():
 
 def test_streams_of_different_lengths_are_refused_where_they_should_be_equal():
     made = readers([4, 6], False, [(0,), (1,)])
-    with pytest.raises(ValueError, match=r"ended in epoch 0 for ranks \[0\] and not for the others; .*shards=True"):
+    with pytest.raises(ValueError, match=r"in epoch 0 they ended after \{0: 4\} batches, .*shards=True"):
         run_round(made, state(), (2, 2), [(0,), (1,)])
 
 
