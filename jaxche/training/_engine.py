@@ -47,22 +47,22 @@ from jaxche.training._stream_reader import StreamReader
 
 
 class Readers:
-    """The reader of the present data, for all engines of a trainer."""
+    """The readers of the present sequence and of the present stream, for all engines of a trainer."""
 
     def __init__(self, group: Group):
         self._group = group
-        self._reader: Reader | StreamReader | None = None
+        self._readers: dict[bool, Reader | StreamReader] = {}
 
     def of(self, data: Any, processes_of_ranks: list[tuple[int, ...]]) -> Reader | StreamReader:
         """The reader of this data."""
-        if self._reader is None or self._reader.data is not data:
-            if self._reader is not None:
-                self._reader.close()
-            if is_stream(data):
-                self._reader = StreamReader(data, as_stream(data), self._group, processes_of_ranks)
-            else:
-                self._reader = Reader(data)
-        return self._reader
+        kind = is_stream(data)
+        reader = self._readers.get(kind)
+        if reader is None or reader.data is not data:
+            if reader is not None:
+                reader.close()
+            reader = StreamReader(data, as_stream(data), self._group, processes_of_ranks) if kind else Reader(data)
+            self._readers[kind] = reader
+        return reader
 
 
 @dataclass(frozen=True)

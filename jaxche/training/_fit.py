@@ -41,7 +41,7 @@ def fit(
     Args:
       trainer: the trainer.
       state: the state to start from.
-      data: ``len(data)`` batches, ``data[i]``.
+      data: ``len(data)`` batches, ``data[i]``; or an iterable of batches, see :class:`~jaxche.Stream`.
       epochs: how many more epochs, from the state's own epoch on.
       callbacks: functions ``callback(state, info)`` called after every round, on every process. A true result stops
         training; with several processes all stop after the next round, even if only one callback asks to.

@@ -243,7 +243,8 @@ class Rounds:
             another batch, as labels do when images are augmented at random; such a run trains on each example once per
             epoch, but does not replay bit for bit. If there is no such array, the data is refused: it may return its
             next batch whatever the index, so that examples are lost and processes train on different data. For random
-            augmentation that replays bit for bit, draw from the index: ``np.random.default_rng((seed, i))``.
+            augmentation that replays bit for bit, draw from the index: ``np.random.default_rng((seed, i))``. Or an
+            iterable of batches without these methods, read in order; see :class:`~jaxche.Stream`.
           counts: local steps of each replica instead of the cadence's, without a time limit.
 
         Returns:

@@ -326,3 +326,26 @@ def test_rows_by_speed_are_refused_where_they_would_cross_processes():
     ]:
         with pytest.raises(ValueError, match=f"{name} deals out rows by speed, .*shards=False"):
             check_whole_batches(*arguments)
+
+
+def test_a_late_replica_leaves_its_next_batch_in_the_stream(devices, trained):
+    trainer, state = make(devices, 1)
+    data = jaxche.Stream(batches)
+    state, _ = trainer.round(state, data, counts=(2,))
+    reader = trainer._engine.reader(data)
+    (replica,), (local,) = trainer._engine._replicas, state.local_states
+    (feed,) = reader.begin(trainer._plan(state, 100, (9,)), state, [0], (9,))
+    trained.clear()
+    result = replica.run(local, feed, 0, time_limit_ms=1e-9)
+    assert (result.error, result.steps, ids(trained)) == (None, 1, [2] * 4)
+    assert ids([np.asarray(reader._queue.take((0, 3))["id"])]) == [3] * 4
+
+
+def test_a_stream_is_kept_while_other_data_is_read(devices, trained):
+    trainer, state = make(devices, 2)
+    data, other = batches(), list(batches())
+    state, _ = trainer.round(state, data, counts=(2, 2))
+    trainer.measure_rates(trainer.init(jnp.zeros((3, 1))), other, seconds=0.02)
+    trained.clear()
+    trainer.fit(state, data, progress=False)
+    assert ids(trained) == all_ids((0,))[4 * 4 :]
