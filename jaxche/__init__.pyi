@@ -46,9 +46,11 @@ from .training import (
     NNXLoss,
     NonFiniteLossError,
     PlanMismatchError,
+    Stream,
     Trainer,
     TrainerState,
     linen_loss,
+    process_shard,
 )
 
 __version__: str
@@ -82,6 +84,7 @@ __all__ = [
     "ShardGradOp",
     "ShardedState",
     "SqrtScale",
+    "Stream",
     "Trainer",
     "TrainerState",
     "VirtualFleet",
@@ -93,6 +96,7 @@ __all__ = [
     "merge_weights",
     "noise_scale",
     "order_partitions",
+    "process_shard",
     "progress_schedule",
     "scale_learning_rate",
     "sharded_step",

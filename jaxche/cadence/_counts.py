@@ -1,4 +1,4 @@
-"""Counts, the batches of each rank in a round: limit the lead, clamp to a total, split by ratio."""
+"""Counts, the batches of each rank in a round: limit the lead, clamp to a total, split by ratio, interleave."""
 
 from __future__ import annotations
 
@@ -118,3 +118,19 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
         spare = split_by_ratio(max_total - world_size, counts)
         clamped = tuple(1 + extra for extra in spare)
     return clamped
+
+
+def interleave(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The places of the batches of each rank, in the order in which ranks of these counts finish them.
+
+    Batch i of n ends at (i + 1/2) / n of the round; ties go to the lower rank.
+
+    Example:
+      >>> interleave((4, 2))
+      ((0, 2, 3, 5), (1, 4))
+    """
+    order = sorted(((i + 0.5) / n, rank) for rank, n in enumerate(counts) for i in range(n))
+    places: list[list[int]] = [[] for _ in counts]
+    for place, (_, rank) in enumerate(order):
+        places[rank].append(place)
+    return tuple(map(tuple, places))

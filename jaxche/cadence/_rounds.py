@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -144,6 +144,20 @@ class RoundPlan:
         """(epoch, cursor) of the first batch after the round, the cursor below ``epoch_size``."""
         epochs, cursor = divmod(self.start + self.total, self.epoch_size)
         return self.epoch + epochs, cursor
+
+    def number(self, rank: int) -> int:
+        """The number of the first batch of ``rank`` for random keys, different for each rank and round."""
+        if self.shares:
+            # Ranks may share their first batch, but not their random keys.
+            return (self.epoch * self.epoch_size + self.start) * len(self.counts) + rank
+        epoch, index = self._key(self.start + sum(self.counts[:rank]))
+        return epoch * self.epoch_size + index
+
+    def cut(self, left: int) -> RoundPlan:
+        """The plan with at most ``left`` joined batches, and fewer steps, so that each has as many rows."""
+        joined = min(self.joined, left)
+        steps = tuple(n and max(1, round(n * joined / self.joined)) for n in self.counts)
+        return replace(self, counts=steps, joined=joined)
 
     def share(self, rank: int) -> tuple[tuple[int, int], ...]:
         """The (epoch, index) of each batch of ``rank``, in order; ValueError for a rank that does not exist."""

@@ -9,6 +9,7 @@ from jaxche.training._replica import PaceError
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
 from jaxche.training._rounds import DEFAULT_CADENCE
 from jaxche.training._state import TrainerState
+from jaxche.training._stream import Stream, process_shard
 from jaxche.training._trainer import Trainer
 
 __all__ = [
@@ -20,8 +21,10 @@ __all__ = [
     "NonFiniteLossError",
     "PaceError",
     "PlanMismatchError",
+    "Stream",
     "Trainer",
     "TrainerState",
     "fit",
     "linen_loss",
+    "process_shard",
 ]

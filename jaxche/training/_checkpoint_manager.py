@@ -17,6 +17,7 @@ from jaxche.reports import Every, History, RoundInfo, read_record, warn_of_damag
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
+from jaxche.training._iterator_state import from_json, to_json
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
@@ -31,6 +32,8 @@ from jaxche.training._state_dict import (
     name_collision,
     with_metadata,
 )
+from jaxche.training._stream import is_stream
+from jaxche.training._stream_reader import StreamReader
 
 _log = logging.getLogger("jaxche")
 
@@ -52,7 +55,8 @@ class CheckpointManager(Hook):
                 "durable=True waits for all processes to write, and an elastic run continues without those that die: "
                 "the others have its parameters; leave durable out"
             )
-        self._ocp, self._config, self._trainer, self._batches = ocp, config, trainer, len(data)
+        self._ocp, self._config, self._trainer, self._source = ocp, config, trainer, data
+        self._batches = "a stream" if is_stream(data) else len(data)
         self._every = every  # in place of that of the config
         self._logged: RoundInfo | None = None
         self._folder = shared_folder(self._group, config.folder)
@@ -67,7 +71,7 @@ class CheckpointManager(Hook):
         # The step of the last save that was started, and of the last one that a lost process did not finish.
         self._started = self._abandoned = 0
         self._sigterm = contextlib.ExitStack()
-        self._handles_sigterm = False
+        self._handles_sigterm = self._warned = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -131,7 +135,7 @@ class CheckpointManager(Hook):
         self._started = state.round
         args, state_dict = self._ocp.args, self._trainer._engine.state_dict(state.local_states)
         trees = state_dict.trees()
-        meta = metadata(state) | {
+        meta = metadata(self._with_iterators(state)) | {
             "format": FORMAT,
             "jaxche": installed_version(),
             "rows": state_dict.rows,
@@ -145,6 +149,22 @@ class CheckpointManager(Hook):
             self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
         if self._config.durable:
             self._manager.wait_until_finished()
+
+    def _with_iterators(self, state: TrainerState) -> TrainerState:
+        """The state with those of the iterators of all processes, if data is a stream and has them."""
+        reader = self._trainer._engine.reader(self._source)
+        if state.stream is None or not isinstance(reader, StreamReader):
+            return state
+        iterator_state = None
+        try:
+            iterator_state = to_json(reader.iterator_state(state))
+        except TypeError as error:
+            if not self._warned:
+                text = "the state of the stream is not saved (%s): a resumed run reads batches again and skips them"
+                _log.warning(text, error)
+                self._warned = True
+        gathered = [from_json(one) for one in self._group.all_gather(iterator_state)]
+        return replace(state, stream=state.stream._replace(states=reader.states_of(gathered)))
 
     def _open(self) -> Any:
         group, options, settings = self._group, self._ocp.options, {}
@@ -205,7 +225,7 @@ class CheckpointReader:
     Each process reads by itself, so that none waits in a collective for one that cannot read; then all compare.
     """
 
-    def __init__(self, folder: Path, trainer: Rounds, batches: int, data: str):
+    def __init__(self, folder: Path, trainer: Rounds, batches: int | str, data: str):
         import orbax.checkpoint as ocp
 
         self._ocp, self._folder, self._trainer, self._batches, self._data = ocp, folder, trainer, batches, data

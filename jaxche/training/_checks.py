@@ -267,6 +267,19 @@ def check_outputs(outputs: Any, staged: bool, placements: Sequence[BatchPlacemen
         )
 
 
+def check_whole_batches(policy: ApplyPolicy, rows: Any, joined: int, world_size: int) -> None:
+    """Refuse arguments that move rows between processes, where each process reads its own stream."""
+    given = {"policy='auto'": policy is ApplyPolicy.AUTO, "rows='speed'": rows == "speed"}
+    given[f"joined_batches={joined}"] = joined != world_size
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"{name} deals out rows by speed, and with shards=True each process trains on its own batches; write "
+                "rows='equal' and policy='sync' or policy='cadence', or jaxche.Stream(source, shards=False), "
+                "with which every process reads all batches"
+            )
+
+
 def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] | None:
     """The largest step of each replica in rows, or None."""
     if max_rows is None:

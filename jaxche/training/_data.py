@@ -6,16 +6,16 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.cadence import Piece
+from jaxche.cadence import Piece, RoundPlan
 from jaxche.drawing import short_traceback
 from jaxche.sharding import batch_size
 
@@ -37,7 +37,12 @@ def checked_length(data: Any) -> int:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(
             f"data is a {type(data).__name__}; the trainer needs len(data) and data[i], e.g. "
-            "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset"
+            "jaxche.Batches({'x': x, 'y': y}, batch_size=32) or a grain.MapDataset; or an iterable of batches"
+        )
+    if type(data).__module__.partition(".")[0] == "datasets" and hasattr(data, "features"):
+        raise ValueError(
+            f"data is a Hugging Face {type(data).__name__}, whose data[i] is one example; write jaxche.Stream(lambda "
+            "epoch: dataset.shuffle(seed=epoch).with_format('numpy').iter(batch_size=32))"
         )
     if len(data) == 0:
         raise ValueError("len(data) is 0: the data set is empty; give at least one batch")
@@ -194,6 +199,20 @@ Key = tuple[int, int]  # (epoch, index in the epoch)
 Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
 
 
+class BatchReader(Protocol):
+    """What a feed needs of a reader: batches by their keys."""
+
+    depth: int
+
+    def request(self, key: Key) -> None: ...
+
+    def take(self, key: Key) -> Any: ...
+
+    def peek(self, key: Key) -> Any: ...
+
+    def stop(self) -> None: ...
+
+
 class Reader:
     """Prefetches ``depth`` batches per replica on one background thread.
 
@@ -211,6 +230,44 @@ class Reader:
         self._epochs: dict[int, Any] = {}
         # Reads of these types are always equal.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
+
+    has_time_limit = True  # a replica may leave batches to later rounds
+    is_sharded = False  # any replica may train on any batch
+
+    def seek(self, state: Any) -> None:
+        """Nothing: batches are read by their index."""
+
+    def fitted(self, plan: RoundPlan, state: Any) -> RoundPlan:
+        """The plan, which ends with the epoch."""
+        return plan
+
+    def begin(
+        self, plan: RoundPlan, state: Any, ranks: Sequence[int], done: Sequence[int], keeps: bool = False
+    ) -> list[Feed]:
+        """Start to read a round: one feed for each of the local ranks."""
+        return self.start([plan.steps(rank)[: done[rank]] for rank in ranks])
+
+    def share(self, plan: RoundPlan, state: Any, rank: int) -> tuple[Key, ...]:
+        """The (epoch, index) of each batch of a rank."""
+        return plan.share(rank)
+
+    def samples(self, plan: RoundPlan) -> tuple[Any, Any]:
+        """The first batch of a plan, and a whole one."""
+        batch = self.peek((plan.epoch, plan.start))
+        # A run may continue from the last batch of an epoch, which is smaller than the others.
+        return batch, batch if plan.start == 0 else self.load((plan.epoch, 0))
+
+    def some(self, count: int) -> list[Any]:
+        """Some batches to measure speeds with."""
+        return [self.load((0, i % len(self.data))) for i in range(count)]
+
+    def ended(self, plan: RoundPlan, state: Any, steps: int) -> int:
+        """0: the plan ends with the epoch."""
+        return 0
+
+    def advance(self, before: Any, after: Any, plan: RoundPlan, counts: Any, ended: Any) -> Any:
+        """The state after a round, which has the position already."""
+        return replace(after, stream=None) if after.stream is not None else after
 
     def load(self, key: Key) -> Any:
         """Read one batch now, on the calling thread."""
@@ -271,6 +328,9 @@ class Reader:
         """Wait until the requested batches are read; no user code runs on the background thread then."""
         wait(list(self._ready.values()))
 
+    def stop(self) -> None:
+        """Nothing: no replica waits for batches of another."""
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -278,7 +338,7 @@ class Reader:
 class Feed:
     """The batches of the steps of one replica in one round, in order; a step may join pieces of batches."""
 
-    def __init__(self, reader: Reader, steps: Sequence[Step]):
+    def __init__(self, reader: BatchReader, steps: Sequence[Step]):
         self._reader = reader
         self.steps = list(steps)
         self.taken: Sequence[tuple[Key, slice]] = ()  # the batches, and their rows, of the step that was last taken
@@ -287,6 +347,10 @@ class Feed:
         if position < len(self.steps):
             for piece in self.steps[position]:
                 self._reader.request(piece.key)
+
+    def stop(self) -> None:
+        """End the round after an error."""
+        self._reader.stop()
 
     def peek(self, position: int) -> Any:
         """The batch of a step, whose batches stay ready."""
@@ -303,12 +367,12 @@ class Feed:
 def join_pieces(step: Step, read: Callable[[Key], Any]) -> tuple[Any, list[tuple[Key, slice]]]:
     """One batch of the rows of all pieces, None without rows, and what it has of which batch.
 
-    A whole batch is not copied, and its slice has no end.
+    A whole batch is not copied, and its slice has no end. ``read`` returns None for a batch after the end of a stream.
     """
     if len(step) == 1 and (step[0].begin, step[0].end) == (0, step[0].of):
         return read(step[0].key), [(step[0].key, slice(0, None))]
     batches = [(piece, read(piece.key)) for piece in step]
-    cuts = [(piece.key, piece.rows(batch_size(batch)), batch) for piece, batch in batches]
+    cuts = [(piece.key, piece.rows(batch_size(batch)), batch) for piece, batch in batches if batch is not None]
     cuts = [(key, rows, batch) for key, rows, batch in cuts if rows.start < rows.stop]
     parts, taken = [jax.tree.map(itemgetter(rows), batch) for _, rows, batch in cuts], [cut[:2] for cut in cuts]
     if len(parts) < 2:

@@ -21,7 +21,14 @@ from jaxche.sharding import batch_size, is_maker, nbytes
 from jaxche.training._checks import check_state_of_tx
 from jaxche.training._columns import Columns
 from jaxche.training._data import Feed, Key, Reader, non_finite_leaves
-from jaxche.training._fingerprint import data_digest, digest, refuse_differences, refuse_other_values, update_digest
+from jaxche.training._fingerprint import (
+    check_streams,
+    data_digest,
+    digest,
+    refuse_differences,
+    refuse_other_values,
+    update_digest,
+)
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
 from jaxche.training._outputs import check_rows
 from jaxche.training._placement import (
@@ -36,7 +43,29 @@ from jaxche.training._programs import LocalPrograms, LocalState
 from jaxche.training._replica import LocalResult, Replica, free_rates, row_limit
 from jaxche.training._replica_mesh import ReplicaMesh
 from jaxche.training._scaling import MergeScale, Scaling, with_previous_gradient
+from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import StateDict
+from jaxche.training._stream import as_stream, is_stream
+from jaxche.training._stream_reader import StreamReader
+
+
+class Readers:
+    """The readers of the present sequence and of the present stream, for all engines of a trainer."""
+
+    def __init__(self, group: Group):
+        self._group = group
+        self._readers: dict[bool, Reader | StreamReader] = {}
+
+    def of(self, data: Any, processes_of_ranks: list[tuple[int, ...]]) -> Reader | StreamReader:
+        """The reader of this data."""
+        kind = is_stream(data)
+        reader = self._readers.get(kind)
+        if reader is None or reader.data is not data:
+            if reader is not None:
+                reader.close()
+            reader = StreamReader(data, as_stream(data), self._group, processes_of_ranks) if kind else Reader(data)
+            self._readers[kind] = reader
+        return reader
 
 
 @dataclass(frozen=True)
@@ -55,6 +84,7 @@ class Settings:
     paces: Sequence[float | None]  # ms a step, for each replica
     scaling: Scaling | None
     host: bool  # merge on CPU devices
+    readers: Readers
     joins_rows: bool = False  # steps may join rows of several batches
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
@@ -97,8 +127,7 @@ class Engine:
         self._row_limits: dict[int, float] = {}
         self._form: Any = None  # of the state that was last checked
         self._cut: Any = None  # of the last round whose batches were joined
-        self._reader: Reader | None = None
-        self._digest: tuple[Reader, str] | None = None
+        self._digest: tuple[Any, str] | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
     def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
@@ -229,9 +258,7 @@ class Engine:
             self._set_layout(without_replica_axis(local_states[0].params))
             if self._group.num_processes > 1:
                 data_seen = self.data_digest(data)
-            batch = self._read(data).peek((plan.epoch, plan.start))
-            # A run may continue from the last batch of an epoch, which is smaller than the others.
-            whole = batch if plan.start == 0 else self._read(data).load((plan.epoch, 0))
+            batch, whole = self.reader(data).samples(plan)
             self.batch_size = batch_size(whole)
             constants = self._build(local_states[0], batch, self.batch_size)
             for replica, local in zip(self._replicas, local_states, strict=True):
@@ -252,6 +279,8 @@ class Engine:
             self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)
             refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
+            if is_stream(data) and self._group.num_processes > 1:
+                check_streams(self._group, batch, self.reader(data).is_sharded)
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
@@ -316,36 +345,41 @@ class Engine:
         return self._merge_type(self._replica_mesh, self._rules, local)
 
     def data_digest(self, data: Any) -> str:
-        """A short hash of some batches, or ``NONDETERMINISTIC``."""
-        reader = self._read(data)
+        """A short hash of some batches, or ``NONDETERMINISTIC``; for a stream, whether it is sharded."""
+        reader = self.reader(data)
+        if isinstance(reader, StreamReader):
+            return f"stream, shards={reader.is_sharded}"
         if self._digest is None or self._digest[0] is not reader:
             self._digest = (reader, data_digest(reader, len(data)))
         return self._digest[1]
 
-    def _read(self, data: Any) -> Reader:
-        if self._reader is None or self._reader.data is not data:
-            if self._reader is not None:
-                self._reader.close()
-            self._reader = Reader(data)
-        return self._reader
+    def reader(self, data: Any) -> Reader | StreamReader:
+        """The reader of this data."""
+        return self._settings.readers.of(data, self.processes_of_ranks)
 
-    def non_finite(self, data: Any, keys: Sequence[Key]) -> str:
-        """The batches and leaves with values that are NaN or infinite, as text; empty if there are none."""
-        found, reader = [], self._read(data)
+    def non_finite(self, data: Any, keys: Sequence[Key]) -> str | None:
+        """The batches and leaves with values that are NaN or infinite, as text; empty if there are none.
+
+        None for a stream, whose batches cannot be read again.
+        """
+        found, reader = [], self.reader(data)
+        if isinstance(reader, StreamReader):
+            return None
         for key in keys[:_LOOKED_AT]:
             with contextlib.suppress(Exception):  # the data may not be read again
                 found += non_finite_leaves(key, reader.take(key))
         return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
     def start(
-        self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, done: Sequence[int] | None = None
+        self, state: TrainerState, data: Any, plan: RoundPlan, done: Sequence[int] | None = None, keeps: bool = False
     ) -> list[Feed]:
         """Start to read a round, and compile what it needs before any clock starts; one feed per local replica.
 
-        In a replay ``done`` is the recorded number of steps of each rank.
+        In a replay ``done`` is the recorded number of steps of each rank. With ``keeps`` the batches of a stream stay
+        ready, to be trained on again.
         """
-        done = done or plan.counts
-        feeds = self._read(data).start([plan.steps(rank)[: done[rank]] for rank in self.ranks])
+        local_states = state.local_states
+        feeds = self.reader(data).begin(plan, state, self.ranks, done or plan.counts, keeps)
         cut = (plan.joined, plan.shares, plan.counts)
         new_cut, self._cut = bool(plan.shares) and cut != self._cut, cut
         # The last batch of an epoch may be smaller, and new shares have other sizes. An error here occurs again in the
@@ -376,19 +410,18 @@ class Engine:
         def run_one(replica: Replica, local: LocalState, feed: Feed) -> LocalResult:
             if not feed.steps:
                 return replica.idle(local)
-            epoch, index = feed.steps[0][0].key
-            number = epoch * plan.epoch_size + index
-            if plan.shares:
-                # Ranks may share their first batch, but not their random keys.
-                number = (plan.epoch * plan.epoch_size + plan.start) * len(plan.counts) + replica.rank
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
-            return replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
+            number = plan.number(replica.rank)
+            result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
+            if result.error is not None:
+                feed.stop()
+            return result
 
         return list(self._pool.map(run_one, self._replicas, local_states, feeds))
 
     def prefetch(self, data: Any, plan: RoundPlan) -> None:
         """Start to read the batches of the next round."""
-        self._read(data).prefetch([plan.share(rank) for rank in self.ranks])
+        self.reader(data).prefetch([plan.share(rank) for rank in self.ranks])
 
     def merge(self, local_states: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
         """Merge the local replicas with those of all processes."""
@@ -396,7 +429,7 @@ class Engine:
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""
-        batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
+        batches = self.reader(data).some(4)
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,13 +52,37 @@ def data_digest(reader: Reader, size: int) -> str:
     return _hash("".join([first, *(_batch_hash(reader.take((0, i))) for i in (size // 2, size - 1))]).encode())
 
 
+def check_streams(group: Group, batch: Any, is_sharded: bool) -> None:
+    """Refuse streams that are equal by ``shards=False`` and begin with different batches, and warn of the opposite.
+
+    One array that is the same identifies the batch, as labels do when images are augmented at random.
+    """
+    digests = group.all_gather(
+        {jax.tree_util.keystr(path): _leaf_hash(x) for path, x in jax.tree.leaves_with_path(batch)}
+    )
+    alike = [name for name in digests[0] if len({other.get(name) for other in digests}) == 1]
+    if not is_sharded and not alike:
+        raise ValueError(
+            "the streams of the processes begin with different batches, and shards=False means that all read the same; "
+            "if each reads its own part, write jaxche.Stream(source, shards=True)"
+        )
+    if is_sharded and len(alike) == len(digests[0]):
+        warnings.warn(
+            "all processes read the same first batch, and shards=True means that each reads its own part, so that "
+            "examples would be trained on more than once; write index, count = jaxche.process_shard() and read part "
+            "index of count, or shards=False",
+            stacklevel=2,
+        )
+
+
 def _batch_hash(batch: Any) -> str:
-    sha = hashlib.sha256()
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        host = np.ascontiguousarray(leaf)
-        sha.update(f"{jax.tree_util.keystr(path)} {host.dtype} {host.shape}".encode())
-        sha.update(host.tobytes())
-    return sha.hexdigest()
+    leaves = jax.tree.leaves_with_path(batch)
+    return _hash("".join(f"{jax.tree_util.keystr(path)} {_leaf_hash(leaf)}" for path, leaf in leaves).encode())
+
+
+def _leaf_hash(leaf: Any) -> str:
+    host = np.ascontiguousarray(leaf)
+    return _hash(f"{host.dtype} {host.shape}".encode() + host.tobytes())
 
 
 def abbreviated(value: Any) -> str:

@@ -17,13 +17,13 @@ from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import check_callbacks
-from jaxche.training._data import checked_length
 from jaxche.training._end import End
 from jaxche.training._evaluate import MetricProgram, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
+from jaxche.training._stream import as_stream, is_stream
 from jaxche.training._updates import UpdatesHook
 
 _log = logging.getLogger("jaxche")
@@ -60,8 +60,9 @@ def fit(
     Args:
       trainer: the trainer.
       state: the state to start from.
-      data: ``len(data)`` batches, ``data[i]``.
-      epochs: how many more epochs, from the state's own epoch on. None is one epoch, or no limit if there is another.
+      data: ``len(data)`` batches, ``data[i]``; or an iterable of batches, see :class:`~jaxche.Stream`.
+      epochs: how many more epochs, from the state's own epoch on. None is one epoch, or no limit if there is another;
+        an iterator, which can be read once, has one.
       callbacks: functions ``callback(state, info)`` called after every round, and after the evaluation of that round,
         on every process. A true result stops training; with several processes all stop after the next round, even if
         only one callback asks to. Let a callback that watches a loss read ``info.validation``: ``info.loss`` is a mean
@@ -135,7 +136,7 @@ def fit(
             hooks.append(manager)
             stack.enter_context(manager.active())
         if dry_run:
-            _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
+            _, info = trainer._round(state, data, counts=(1,) * trainer.world_size, keeps=True)
             if agreed.program is not None:
                 batches = [next(iter(validation))] * trainer.world_size
                 info = replace(info, validation=evaluate(trainer, state, batches, agreed.program, metrics))
@@ -265,7 +266,10 @@ def _agree(
     try:
         check_callbacks(callbacks)
         trainer.check_state(state, "trainer.fit")
-        end, size = End.of_fit(state, **limits), checked_length(data)
+        if limits["epochs"] is None and is_stream(data) and as_stream(data).has_one_epoch:
+            limits = limits | {"epochs": 1}
+        end = End.of_fit(state, **limits)
+        size = trainer._epoch_size(data, 1 if end.epochs is None else end.epochs - state.epoch)
         every = {name: as_every(name, value) for name, value in frequencies.items()}
         without = {
             "eval_every": ("validation", evaluation.data),

@@ -17,6 +17,7 @@ from jaxche.training._evaluate import MetricProgram, evaluate
 from jaxche.training._progress import Progress
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
+from jaxche.training._stream import EPOCH_SIZE
 
 _log = logging.getLogger("jaxche")
 
@@ -47,9 +48,9 @@ class Run:
 
     @property
     def batches_left(self) -> int | None:
-        """Batches to the end, as far as they are known; None if only examples or time are limited."""
+        """Batches to the end, as far as they are known; None in a stream, or if only examples or time are limited."""
         state, left = self.state, []
-        if self.end.epochs is not None:
+        if self.end.epochs is not None and self.size != EPOCH_SIZE:
             pending = sum(stop - start for _, start, stop in state.pending_batches)
             left.append((self.end.epochs - state.epoch) * self.size - state.cursor + pending)
         if self.end.steps is not None:

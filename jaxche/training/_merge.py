@@ -33,7 +33,19 @@ from jaxche.training._schedule_counts import advance_by_batches, are_schedules, 
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
-HOST_COLUMNS = ("count", "batches", "wall_ms", "last_sync_ms", "failed", "stop", "accumulated", "plan_high", "plan_low")
+# ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
+HOST_COLUMNS = (
+    "count",
+    "batches",
+    "wall_ms",
+    "last_sync_ms",
+    "failed",
+    "stop",
+    "accumulated",
+    "ended",
+    "plan_high",
+    "plan_low",
+)
 _COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)

@@ -25,6 +25,7 @@ from jaxche.training._scaling import MergeScale
 _IN_FLIGHT = 8
 
 _NO_SCALE = MergeScale()
+_NO_BATCH = object()
 # The share of a device's memory that larger steps may fill: the merge needs some, and memory breaks into pieces.
 _MEMORY_SHARE = 0.8
 
@@ -171,12 +172,15 @@ class Replica:
         try:
             constants, carry = self._begin(local, index, merge_scale)
             start = due = time.perf_counter()
-            for batch in self._padded(feed):
+            batches = iter(self._padded(feed))
+            while True:
                 late = steps > 0 and time.perf_counter() - start > limit_s
                 if together is not None:
                     # Not before every step: the broadcast takes a millisecond.
                     late = steps > 0 and steps % in_flight == 0 and together(late)
-                if late:
+                # A late replica leaves the next batch to later rounds, so it does not take it.
+                batch = _NO_BATCH if late else next(batches, _NO_BATCH)
+                if batch is _NO_BATCH:
                     break
                 self._taken = feed.taken if isinstance(feed, Feed) else ()
                 before, clock = self.compilations, time.perf_counter()

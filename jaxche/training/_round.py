@@ -99,10 +99,8 @@ def next_plan(
         # Before times are known, equal parts in steps of at most a batch.
         shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
     if shares.rows:
-        joined = _even_total(shares.joined, left)
-        # At the end of an epoch fewer steps, so that each has as many rows.
-        steps = tuple(n and max(1, round(n * joined / shares.joined)) for n in shares.steps)
-        return replace(plan, counts=steps, shares=shares.rows, joined=joined)
+        plan = replace(plan, counts=shares.steps, shares=shares.rows, joined=shares.joined)
+        return plan.cut(_even_total(shares.joined, left))
     if che is None:
         counts = (1,) * world_size if pending else (solo_steps,)
     elif pending or policy is not ApplyPolicy.SYNC:
@@ -192,7 +190,13 @@ _SUMS = _NOT_FINITE + 1
 
 
 def host_row(
-    plan: RoundPlan, rank: int, result: LocalResult, last_sync_ms: float, stop: int, accumulated: int = 0
+    plan: RoundPlan,
+    rank: int,
+    result: LocalResult,
+    last_sync_ms: float,
+    stop: int,
+    accumulated: int = 0,
+    ended: int = 0,
 ) -> list[float]:
     """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
     failed = result.error is not None
@@ -206,6 +210,7 @@ def host_row(
         failed,
         stop,
         accumulated,
+        ended,
         *plan.digest_halves(),
     ]
 
@@ -249,6 +254,11 @@ class RoundStatistics:
         return int(self._host("stop").max())
 
     @property
+    def ended(self) -> tuple[int, ...]:
+        """For each rank 0, or a number of its stream, if that has no more batches in this epoch."""
+        return tuple(int(end) for end in self._host("ended"))
+
+    @property
     def examples(self) -> np.ndarray:
         return self._sums[:, 0]
 
@@ -286,11 +296,13 @@ class RoundStatistics:
         ranks: Sequence[int],
         results: Sequence[LocalResult],
         finite: bool,
-        look: Callable[[Sequence[tuple[int, int]]], str] = lambda keys: "",
+        share: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+        look: Callable[[Sequence[tuple[int, int]]], str | None] = lambda keys: "",
     ) -> None:
         """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
 
-        ``look`` finds the numbers of these batches that are not finite, as text.
+        ``share`` returns the batches of a rank, by default those of the plan. ``look`` finds the numbers of batches
+        that are not finite, as text; None if the batches cannot be read again.
 
         Raises:
           Exception: the error of a local replica.
@@ -309,17 +321,27 @@ class RoundStatistics:
                 f"{[r for r, d in enumerate(digests) if d != tuple(map(float, plan.digest_halves()))]} something else; "
                 "use the same data, seed and settings on all of them"
             )
+        if not self.examples.any():
+            raise ValueError(
+                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that makes "
+                "it anew, jaxche.Stream(lambda epoch: batches(seed=epoch))"
+            )
         losses = self._sums[:, 1]
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
-        if bad:
-            self._refuse_numbers(state, plan, bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}", look)
         broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
-        if broken:
-            what = f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
-            self._refuse_numbers(state, plan, broken[0], what, look)
-        if not finite:
-            what = "the merged parameters or optimizer state became NaN or infinite"
-            self._refuse_numbers(state, plan, None, what, look)
+        if bad:
+            rank, what = bad[0], f"the loss of rank {bad[0]} became {losses[bad[0]]}"
+        elif broken:
+            rank, what = broken[0], f"a gradient, a parameter or a state of rank {broken[0]} became NaN or infinite"
+        elif not finite:
+            rank, what = None, "the merged parameters or optimizer state became NaN or infinite"
+        else:
+            return
+        share = share or plan.share
+        ranks = range(len(plan.counts)) if rank is None else [rank]
+        ends = [None if plan.shares else self.counts[r] for r in ranks]
+        batches = tuple(dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in share(r)[:end]))
+        self._refuse_numbers(state, plan, rank, what, batches, look(batches))
 
     def _refuse_numbers(
         self,
@@ -327,21 +349,19 @@ class RoundStatistics:
         plan: RoundPlan,
         rank: int | None,
         what: str,
-        look: Callable[[Sequence[tuple[int, int]]], str],
+        batches: tuple[tuple[int, int], ...],
+        found: str | None,
     ) -> NoReturn:
-        ranks = range(len(plan.counts)) if rank is None else [rank]
-        ends = [None if plan.shares else self.counts[r] for r in ranks]
-        batches = tuple(
-            dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in plan.share(r)[:end])
-        )
-        found = look(batches)
         advice = (
-            f"The data has {found}; take these examples out, or write np.nan_to_num(x)"
-            if found
-            else "The numbers in these batches are finite. Try a lower learning rate or "
-            "tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient that is not finite although "
-            "the loss is (sqrt or log at 0, a mean of nothing)"
+            "Try a lower learning rate or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient "
+            "that is not finite although the loss is (sqrt or log at 0, a mean of nothing)"
         )
+        if found:
+            advice = f"The data has {found}; take these examples out, or write np.nan_to_num(x)"
+        elif found == "":
+            advice = f"The numbers in these batches are finite. {advice}"
+        else:
+            advice = f"Look for NaN and infinite values in these batches. {advice}"
         raise NonFiniteLossError(
             f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. {advice}. The round was not "
             "merged; this error's .state is the one before it",
@@ -408,7 +428,8 @@ def advance(
             wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
             last_sync_ms, reported = table.last_sync_ms, [min(n, 1) for n in counts]
         che = che.report_timing(wall_ms, reported, last_sync_ms, travel_ms(max(table.wall_ms), merged.squares))
-        if counts != plan.counts and not plan.shares:
+        late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
+        if any(late) and not plan.shares:
             # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
             che = che.report_timing(wall_ms, counts, 0.0)
         if policy is ApplyPolicy.ASYNC:

@@ -35,6 +35,7 @@ from jaxche.training._checks import (
     check_unscaled,
     check_untraced,
     check_update,
+    check_whole_batches,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -44,9 +45,8 @@ from jaxche.training._checks import (
     replicas_text,
     rule_text,
 )
-from jaxche.training._data import checked_length
 from jaxche.training._end import End
-from jaxche.training._engine import Engine, Settings
+from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._outputs import BatchOutputs, in_order
@@ -62,6 +62,7 @@ from jaxche.training._round import (
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
+from jaxche.training._stream import check_stream, epoch_size, is_stream
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
@@ -139,6 +140,7 @@ class Rounds:
         self._tx, self._che = tx, che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
+        self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
         # Each device of a sharded replica takes as many rows.
@@ -171,6 +173,7 @@ class Rounds:
             paces=paces,
             scaling=scaled,
             host=host,
+            readers=Readers(group),
             joins_rows=self.rows == "speed" or self._joined != self.world_size,
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
@@ -280,7 +283,8 @@ class Rounds:
             another batch, as labels do when images are augmented at random; such a run trains on each example once per
             epoch, but does not replay bit for bit. If there is no such array, the data is refused: it may return its
             next batch whatever the index, so that examples are lost and processes train on different data. For random
-            augmentation that replays bit for bit, draw from the index: ``np.random.default_rng((seed, i))``.
+            augmentation that replays bit for bit, draw from the index: ``np.random.default_rng((seed, i))``. Or an
+            iterable of batches without these methods, read in order; see :class:`~jaxche.Stream`.
           counts: local steps of each replica instead of the cadence's, without a time limit.
 
         Returns:
@@ -365,7 +369,9 @@ class Rounds:
         if self._fleet is not None:
             return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
         self.check_state(state, "trainer.measure_rates")
-        plan = self._plan(state, checked_length(data))
+        size, reader = self._epoch_size(data), self._engine.reader(data)
+        reader.seek(state)
+        plan = reader.fitted(self._plan(state, size), state)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         return tuple(self._engine.free_run(state.local_states, data, seconds))
 
@@ -447,28 +453,34 @@ class Rounds:
         prefetch: bool = False,
         done: Sequence[int] | None = None,
         cut: tuple[tuple[int, ...], int] = ((), 0),
+        keeps: bool = False,
     ) -> tuple[TrainerState, RoundInfo]:
-        size, policy = checked_length(data), self._policy(state)
+        size, policy = self._epoch_size(data), self._policy(state)
         if self._chooses:
             self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
-        plan = self._plan(state, size, counts, end, cut)
+        reader = self._engine.reader(data)
+        if reader.is_sharded:  # rows stay on their process
+            state = replace(state, row_shares=RowShares())
+        reader.seek(state)
+        plan = reader.fitted(self._plan(state, size, counts, end, cut), state)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
-        if end.examples is not None:
-            plan = self._plan(state, size, counts, end, cut)  # the size of a batch is known now
-        feeds = self._engine.start(state.local_states, data, plan, done)
+        if end.examples is not None:  # the size of a batch is known now
+            plan = reader.fitted(self._plan(state, size, counts, end, cut), state)
+        feeds = self._engine.start(state, data, plan, done, keeps)
         clock = time.perf_counter()
         merge_scale = MergeScale()
         if self.scaling is not None:
             weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
             merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
-        limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
+        is_limited = counts is None and self._fleet is None and reader.has_time_limit
+        limit = time_limit_ms(state.che, plan) if is_limited else None
         results = self._engine.run(state.local_states, feeds, plan, merge_scale, limit)
         if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
             self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, end))
-        stop = self._stop
+        stop, ended = self._stop, reader.ended(plan, state, sum(result.steps for result in results))
         rows = np.array(
             [
-                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated)
+                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated, ended)
                 for rank, result in zip(self._engine.ranks, results, strict=True)
             ]
         )
@@ -484,6 +496,7 @@ class Rounds:
             self._engine.ranks,
             results,
             merged.finite,
+            share=partial(reader.share, plan, state),
             look=partial(self._engine.non_finite, data),
         )
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
@@ -499,10 +512,19 @@ class Rounds:
         gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
         rule = None if gradients else self.merge
         shared = self._group.num_processes > 1
-        state, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared)
+        after, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared)
+        after = reader.advance(state, after, plan, table.counts, table.ended)
         if self._outputs is not None:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
-        return self._with_shares(state, info), info
+        return after if reader.is_sharded else self._with_shares(after, info), info
+
+    def _epoch_size(self, data: Any, epochs: int = 1) -> int:
+        """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
+        if is_stream(data):
+            stream = check_stream(data, self._group, self._engine.processes_of_ranks, epochs)
+            if stream.shards and self._group.num_processes > 1:
+                check_whole_batches(self.policy, self._given_rows, self._joined, self.world_size)
+        return epoch_size(data)
 
     def _expected(self, state: TrainerState, plan: RoundPlan) -> TrainerState:
         """The state after a round, as far as the next plan depends on it, if it goes as planned."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
 from jaxche.reports import Reached
 from jaxche.training._programs import LocalState
+
+
+class StreamPosition(NamedTuple):
+    """The position in an epoch of a stream, or of the streams of all processes if each reads its own."""
+
+    taken: tuple[int, ...]  # batches that were trained on
+    ended: tuple[bool, ...]
+    states: tuple[Any, ...] = ()  # of the iterators, in a state from a checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class TrainerState:
       clock_ms: time of all rounds so far, waiting and merging included; equal in all processes.
       row_shares: the rows of a joined batch for each replica, and the times they follow from.
       choice: what ``policy="auto"`` does now, or None.
+      stream: with a stream as data, the position in it within an epoch, else None.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
       steps: batches trained on so far, by all replicas.
       clock_merge_ms: the part of ``clock_ms`` that stands for the last merge.
@@ -65,6 +74,7 @@ class TrainerState:
     choice: Choice | None = None
     steps: int = 0
     clock_merge_ms: float = 0.0
+    stream: StreamPosition | None = None
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property

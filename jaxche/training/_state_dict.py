@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
+from jaxche.training._iterator_state import from_json, to_json
 from jaxche.training._programs import LocalState
 from jaxche.training._replica_mesh import ReplicaMesh
-from jaxche.training._state import TrainerState
+from jaxche.training._state import StreamPosition, TrainerState
 
 # The format of checkpoints, and those that can be read. Orbax joins the names of a path by dots. Format 2 did not
 # escape dots in names, so two arrays could get one name.
@@ -126,6 +127,7 @@ def metadata(state: TrainerState) -> dict[str, Any]:
         "correction": asdict(state.correction),
         "row_shares": state.row_shares.to_dict(),
         "choice": state.choice and state.choice.to_dict(),
+        "stream": state.stream and state.stream._asdict() | {"states": [to_json(one) for one in state.stream.states]},
     }
 
 
@@ -143,6 +145,9 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
         correction = DivergenceCorrection.from_dict(saved["correction"])
+    if stream := saved.get("stream"):
+        states = tuple(map(from_json, stream["states"]))
+        state = replace(state, stream=StreamPosition(_tuples(stream["taken"]), _tuples(stream["ended"]), states))
     # Earlier versions did not save some of them.
     fields = {name: _tuples(saved[key]) for name, key in _FIELDS.items() if key in saved}
     if "steps" not in saved and "batches" in saved:

@@ -39,7 +39,7 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
 
     A scaling rule already makes the steps larger.
     """
-    size, world, batches = run.size, trainer.world_size, _batches(run)
+    size, world, batches = run.size, trainer.world_size, run.batches_left
     if batches is None:
         return None
     updates, exact = expected_updates(trainer, batches, size)
@@ -50,16 +50,6 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
         f"one device with as many examples. For as many: {', or '.join(_choices(trainer, run, batches, updates))}. "
         "See docs/batches_and_steps.md"
     )
-
-
-def _batches(run: Run) -> int | None:
-    """The batches of the fit, None where neither epochs nor steps limit it."""
-    left = []
-    if run.end.epochs is not None:
-        left.append((run.end.epochs - run.state.epoch) * run.size - run.state.cursor)
-    if run.end.steps is not None:
-        left.append(run.end.steps - run.state.steps)
-    return min(left, default=None)
 
 
 def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]:

@@ -1,0 +1,53 @@
+"""The state of a user's iterator as JSON: exactly, or not at all."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+_TAG = "jaxche"
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON, from which :func:`from_json` makes an equal one; TypeError for a type that is not covered."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [to_json(x) for x in value]
+    if isinstance(value, dict):
+        return {_TAG: "dict", "items": [[to_json(key), to_json(x)] for key, x in value.items()]}
+    if type(value) is tuple:
+        return {_TAG: "tuple", "items": [to_json(x) for x in value]}
+    if type(value) is bytes:
+        return {_TAG: "bytes", "data": base64.b64encode(value).decode()}
+    if type(value).__module__ == "torch" and hasattr(value, "detach"):
+        return {_TAG: "tensor", "array": to_json(value.detach().cpu().numpy())}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != np.dtype(object):
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        array = np.ascontiguousarray(value)
+        return {_TAG: kind, "dtype": array.dtype.str, "shape": np.shape(value), "data": to_json(array.tobytes())}
+    raise TypeError(f"a {type(value).__name__} has no exact form in JSON")
+
+
+def from_json(value: Any) -> Any:
+    """The inverse of :func:`to_json`."""
+    if isinstance(value, list):
+        return [from_json(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    match value[_TAG]:
+        case "dict":
+            return {from_json(key): from_json(x) for key, x in value["items"]}
+        case "tuple":
+            return tuple(from_json(x) for x in value["items"])
+        case "bytes":
+            return base64.b64decode(value["data"])
+        case "tensor":
+            import torch  # type: ignore[import-not-found]
+
+            return torch.from_numpy(from_json(value["array"]))
+        case kind:
+            array = np.frombuffer(from_json(value["data"]), value["dtype"]).reshape(value["shape"]).copy()
+            return array if kind == "array" else array[()]

@@ -1,0 +1,221 @@
+"""Streams of batches: sources without a length, the shard of a process, and the conversion of their batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxche.cadence import whole_number
+from jaxche.distributed import Group, process_group
+from jaxche.sharding import batch_size
+from jaxche.training._data import checked_length
+
+# In the place of the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
+# keys of different epochs, whose numbers are taken modulo 2**32, are far apart.
+EPOCH_SIZE = 2_654_435_769
+
+
+def process_shard() -> tuple[int, int]:
+    """The part of the data that this process reads: its number, and the number of processes.
+
+    Returns:
+      ``(index, count)``; ``(0, 1)`` in a run of one process.
+
+    Example:
+      >>> import jaxche
+      >>> index, count = jaxche.process_shard()
+      >>> list(range(10))[index::count] == list(range(10))  # one process reads all
+      True
+    """
+    group = process_group()
+    return group.process_index, group.num_processes
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Batches of a source without a length, in its order: an iterator, an iterable, or a function of the epoch.
+
+    A batch is a pytree of arrays with a leading batch axis. Tensors of PyTorch and TensorFlow, and columns of Python
+    numbers as Hugging Face ``datasets`` has them, become NumPy arrays. An epoch ends where the source ends. One thread
+    of each process reads the source, for all its replicas, and every batch is trained on exactly once.
+
+    In a run of one process ``trainer.fit(state, source)`` makes a stream of an iterable by itself.
+
+    Args:
+      source: an iterable, e.g. a ``grain.IterDataset``, a torch ``DataLoader``, a ``tf.data.Dataset`` or an iterable
+        Hugging Face dataset, which is iterated anew in every epoch, after ``source.set_epoch(epoch)`` if there is such
+        a method (also of ``source.sampler`` and ``source.dataset``); or a function ``source(epoch)`` that returns an
+        iterable; or an iterator, e.g. a generator, which has one epoch.
+      shards: needed in a run of several processes. True: each process reads its own part, see
+        :func:`jaxche.process_shard`. False: all processes read the same batches, and each trains on some of them.
+      prefetch: batches to read ahead for each replica of the process; no more are kept.
+      resume: how a run continues in the middle of an epoch if the source cannot restore its position. ``"skip"`` reads
+        the batches up to there again, and skips them, which is exact if the source repeats its order. ``"continue"``
+        goes on with the batch that comes next, so that batches are trained on again or lost.
+
+    Notes:
+      A source restores its position if its iterator has ``get_state`` and ``set_state``, as those of Grain, or if it
+      has ``state_dict`` and ``load_state_dict``, as a ``torchdata.StatefulDataLoader`` and iterable Hugging Face
+      datasets. A checkpoint holds the position after the last batch that was trained on, not that of the prefetch.
+
+    Raises:
+      ValueError: a source that cannot be iterated, or another invalid argument.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> def batches(epoch):
+      ...     rng = np.random.default_rng(epoch)
+      ...     for _ in range(20):
+      ...         yield rng.normal(size=(8, 2)).astype(np.float32)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1))
+      >>> state, history = trainer.fit(trainer.init(jnp.zeros(2)), jaxche.Stream(batches), epochs=2, progress=False)
+      >>> state.epoch, sum(info.examples for info in history)
+      (2, 320)
+    """
+
+    source: Any
+    shards: bool | None = None
+    prefetch: int = 4
+    resume: str = "skip"
+
+    def __post_init__(self) -> None:
+        if not (_is_iterable(self.source) or callable(self.source)):
+            raise ValueError(
+                f"source is a {type(self.source).__name__}; give an iterable of batches, or a function that returns "
+                "one, e.g. jaxche.Stream(lambda epoch: batches(seed=epoch))"
+            )
+        if isinstance(self.source, str | bytes | dict) or hasattr(self.source, "__array__"):
+            raise ValueError(
+                f"source is a {type(self.source).__name__}, not an iterable of batches; for arrays in memory write "
+                "jaxche.Batches(arrays, batch_size=32)"
+            )
+        if not _is_iterable(self.source):
+            try:
+                inspect.signature(self.source).bind(0)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    "source is a function that does not take the epoch; write e.g. jaxche.Stream(lambda epoch: "
+                    "batches())"
+                ) from None
+        if self.shards not in (None, True, False):
+            raise ValueError(
+                f"shards={self.shards!r} must be True if each process reads its own part of the data, or False if all "
+                "read the same batches"
+            )
+        whole_number("prefetch", self.prefetch, 1, "prefetch=4")
+        if self.resume not in ("skip", "continue"):
+            raise ValueError(f"resume={self.resume!r} is unknown; write resume='skip' or resume='continue'")
+
+    @property
+    def has_one_epoch(self) -> bool:
+        """Whether the source is an iterator, which cannot be read again."""
+        return hasattr(self.source, "__next__")
+
+    def iterable(self, epoch: int) -> Any:
+        """The iterable of an epoch."""
+        if not _is_iterable(self.source):
+            return self.source(epoch)
+        for one in (self.source, *(getattr(self.source, name, None) for name in ("sampler", "dataset"))):
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(epoch)
+        return self.source
+
+
+def _is_iterable(source: Any) -> bool:
+    return isinstance(source, Iterable) or hasattr(source, "__next__")
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data is a stream, or an iterable without ``len(data)`` and ``data[i]``."""
+    is_sequence = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return isinstance(data, Stream) or (_is_iterable(data) and not is_sequence)
+
+
+def as_stream(data: Any) -> Stream:
+    """The stream, or that of an iterable."""
+    return data if isinstance(data, Stream) else Stream(data)
+
+
+def epoch_size(data: Any) -> int:
+    """The number of batches in an epoch; of a stream ``EPOCH_SIZE``."""
+    return EPOCH_SIZE if is_stream(data) else checked_length(data)
+
+
+def check_stream(data: Any, group: Group, processes_of_ranks: list[tuple[int, ...]], epochs: int = 1) -> Stream:
+    """The stream of this data, or ValueError if it cannot be read in this run."""
+    stream, name = as_stream(data), type(data).__name__
+    if epochs > 1 and stream.has_one_epoch:
+        raise ValueError(
+            f"data is a {type(stream.source).__name__}, which can be read once, and epochs={epochs}; give a function "
+            "that makes it anew: jaxche.Stream(lambda epoch: batches(seed=epoch)), or write epochs=1"
+        )
+    if group.num_processes == 1:
+        return stream
+    if group.elastic:
+        raise ValueError(
+            "data is a stream, and an elastic run deals batches out anew when processes die, which only a sequence "
+            "with len(data) and data[i] allows, e.g. jaxche.Batches(arrays, batch_size=32) or a grain.MapDataset"
+        )
+    if stream.shards is None:
+        raise ValueError(
+            f"data is a {name} in a run of {group.num_processes} processes; say what each process reads. Its own part: "
+            "index, count = jaxche.process_shard(), data = jaxche.Stream(batches(index, count), shards=True). The same "
+            "batches as the others, to train on some of them: data = jaxche.Stream(batches(), shards=False)"
+        )
+    if stream.shards and any(len(processes) > 1 for processes in processes_of_ranks):
+        raise ValueError(
+            "shards=True gives each process its own batches, and the processes of one replica need the same; write "
+            "jaxche.Stream(source, shards=False)"
+        )
+    return stream
+
+
+def as_batch(value: Any) -> Any:
+    """A batch with tensors and columns of numbers as NumPy arrays; ValueError for what is no batch of arrays."""
+    if value is None:
+        raise ValueError("the stream yields None; yield batches, pytrees of arrays with a leading batch axis")
+    batch = jax.tree.map_with_path(_array, value, is_leaf=_is_column)
+    batch_size(batch)  # refuses arrays without a common leading axis
+    return batch
+
+
+def _is_column(x: Any) -> bool:
+    """Whether x is a list of numbers or texts, or of such lists."""
+    is_list = isinstance(x, list)
+    while isinstance(x, list) and x:
+        x = x[0]
+    return is_list and isinstance(x, bool | int | float | complex | str | bytes | np.generic)
+
+
+def _array(path: Any, x: Any) -> Any:
+    name = f"batch{jax.tree_util.keystr(path)}"
+    if isinstance(x, jax.Array):
+        return x
+    x = x.detach().cpu() if hasattr(x, "detach") else x  # a torch tensor
+    if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not have
+        return jnp.from_dlpack(x)
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is no array ({error}); pad examples of different lengths to one") from error
+    if array.dtype.kind in "OSUTMm":
+        shown = (
+            f"texts, e.g. {array.ravel()[:2].tolist()}" if array.dtype.kind in "SUT" else f"of type {type(x).__name__}"
+        )
+        raise ValueError(
+            f"{name} is {shown}; batches are arrays of numbers. Leave it out, e.g. dataset.remove_columns([...]) or "
+            "jaxche.Stream(lambda epoch: ({'x': batch['x']} for batch in batches()))"
+        )
+    if array.ndim == 0:
+        raise ValueError(
+            f"{name} is a scalar: does the stream yield examples? Yield batches, e.g. dataset.batch(32), or "
+            "torch.utils.data.DataLoader(dataset, batch_size=32)"
+        )
+    return array
