@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxche.cadence import clamp_counts, limit_lead
-from jaxche.cadence._counts import round_half_away, split_by_ratio
+from jaxche.cadence._counts import interleave, round_half_away, split_by_ratio
 
 COUNTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=12)
 
@@ -92,3 +92,14 @@ def test_split_by_ratio_refuses(ratios):
 @given(x=st.floats(0, 2.0**53))
 def test_round_half_away_is_exact(x):
     assert round_half_away(np.array([x]))[0] == math.floor(Fraction(x) + Fraction(1, 2))
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6))
+def test_ranks_take_batches_in_the_order_in_which_they_finish_them(counts):
+    places = interleave(counts)
+    assert [len(own) for own in places] == counts
+    assert sorted(place for own in places for place in own) == list(range(sum(counts)))
+    for own, n in zip(places, counts, strict=True):
+        assert list(own) == sorted(own)
+        # No further from an even spread than one batch of each rank.
+        assert all(abs(place - (i + 0.5) / n * sum(counts)) <= len(counts) for i, place in enumerate(own))

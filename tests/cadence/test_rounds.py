@@ -99,6 +99,23 @@ plans = st.builds(
 )
 
 
+@pytest.mark.parametrize("shares", [(), (3, 1)])
+def test_ranks_and_rounds_have_different_numbers(shares):
+    rounds = [(0, 0), (0, 5), (0, 10), (1, 0), (1, 5)]
+    plans = [RoundPlan(i, *place, (3, 2), 15, shares, 5 * bool(shares)) for i, place in enumerate(rounds)]
+    numbers = [plan.number(rank) for plan in plans for rank in range(2)]
+    assert len(set(numbers)) == len(numbers)
+    if not shares:  # steps count on from the first number of their rank
+        assert numbers == [epoch * 15 + start + first for epoch, start in rounds for first in (0, 3)]
+
+
+def test_a_cut_plan_has_steps_of_as_many_rows():
+    plan = RoundPlan(0, 0, 0, (4, 1, 0), 100, (6, 2, 0), 8)
+    assert plan.cut(9) == plan
+    assert plan.cut(4) == RoundPlan(0, 0, 0, (2, 1, 0), 100, (6, 2, 0), 4)
+    assert plan.cut(1).counts == (1, 1, 0)
+
+
 @given(one=plans, other=plans)
 def test_digests_tell_plans_apart(one, other):
     assert (one.digest() == other.digest()) == (one == other)

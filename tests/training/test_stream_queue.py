@@ -241,7 +241,9 @@ def test_a_source_with_a_state_goes_to_any_position_and_reads_no_batch_twice(que
     assert state == {"at": 7}
     if hasattr(source, "reads"):
         assert source.reads[:2] == [0, 7]  # the first, as a whole batch, and the next
-    # Back to the start of the last round, as after an error.
+    # Back to the start of the last round: for another round from the same state, and after an error.
+    assert take(other, 7, 2) == [7, 8]
+    assert take(other, 7, 2) == [7, 8]
     other.stop()
     assert take(other, 7, 2) == [7, 8]
     assert caplog.messages == []
