@@ -27,7 +27,8 @@ class Checkpoints:
 
     Args:
       folder: for the checkpoints of one run.
-      every: rounds between checkpoints. The last round, and one in which a stop is requested, is always saved.
+      every: rounds between checkpoints, unless ``fit(checkpoint_every=)`` is given. The last round, and one in which a
+        stop is requested, is always saved.
       keep: number of newest checkpoints to keep.
       durable: whether training waits until each checkpoint is written. Not for elastic runs, where processes may die.
 

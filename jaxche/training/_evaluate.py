@@ -17,7 +17,6 @@ from jaxche.distributed import Group
 from jaxche.sharding import batch_size
 from jaxche.stages import Direct, Partitioned
 from jaxche.training._data import checked_length
-from jaxche.training._flax import NNXLoss
 from jaxche.training._metrics import arguments_of, as_metric, outputs_of, total_of
 from jaxche.training._placement import Placement, drop_replica_axis
 from jaxche.training._programs import LocalState
@@ -119,9 +118,9 @@ class MetricProgram:
     def __init__(self, loss_fn: Any, metric_fn: Callable[..., Any] | None, seed: int, updates: bool):
         self.metric_fn, self.updates = metric_fn, updates
         function: Any = metric_fn or loss_fn
-        if isinstance(loss_fn, NNXLoss):
+        if hasattr(loss_fn, "in_eval_mode"):  # an NNXLoss
             function = loss_fn.in_eval_mode(metric_fn)
-        elif isinstance(metric_fn, NNXLoss):
+        elif metric_fn is not None and hasattr(metric_fn, "in_eval_mode"):
             function = metric_fn.in_eval_mode()
         elif isinstance(loss_fn, Partitioned):
             function = metric_fn or loss_fn.loss

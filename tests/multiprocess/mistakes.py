@@ -166,11 +166,10 @@ MISTAKES = [
     ("loss per example", lambda: fit(lambda p, b: p["kernel"][:, 0]), "loss of shape (3,)", "return loss.mean()"),
     ("loss of shape (1, 1)", lambda: fit(lambda p, b: p["bias"][None]), "loss of shape (1, 1)", "return loss.mean()"),
     ("metric per class", lambda: fit(with_metric(lambda e: e[:3, 0])), "'metric' has shape (3,)", "metric.mean()"),
-    # Data without indices.
-    ("generator", lambda: fit(data=(b for b in [ARRAYS])), "data is a generator", "jaxche.Batches("),
-    ("stream", lambda: fit(data=iter([ARRAYS])), "data is a list_iterator", "jaxche.Batches("),
-    ("DataLoader", lambda: fit(data=Loader()), "data is a Loader", "jaxche.Batches("),
-    ("tf.data", lambda: fit(data=map(dict, [ARRAYS])), "data is a map", "jaxche.Batches("),
+    # Streams, which one process takes as they are.
+    ("generator for two epochs", lambda: fit(data=(b for b in [ARRAYS]), epochs=2), "can be read once", "lambda epoch:"),
+    ("stream of texts", lambda: fit(data=jaxche.Stream([{"x": ["a"]}], shards=False)), "batch['x'] is texts", "Leave it"),
+    ("number as stream", lambda: jaxche.Stream(3), "source is a int", "jaxche.Stream(lambda epoch:"),
     ("empty list", lambda: fit(data=[]), "len(data) is 0", "at least one batch"),
     ("epochs=0", lambda: fit(epochs=0), "epochs=0", "epochs=3"),
     ("misspelt policy", lambda: trainer(policy="synch"), "'synch'", "sync"),
@@ -268,6 +267,9 @@ MISTAKES = [
 ]
 
 WORKS = {
+    "generator": lambda: fit(data=(b for b in [ARRAYS])),
+    "DataLoader": lambda: fit(data=Loader()),
+    "tf.data": lambda: fit(data=map(dict, [ARRAYS])),
     "random key": lambda: fit(lambda params, batch, key: loss_fn(params, batch) + 0 * jax.random.uniform(key)),
     "rngs of nnx": lambda: fit_nnx(lambda model, batch, rngs: error_of(model, batch).mean() * rngs.params.normal(())),
     "params of linen": lambda: fit(

@@ -29,7 +29,9 @@ def test_scalars(fit):
     found = scalars(history[-1])
     assert found["loss"] == pytest.approx(history[-1].loss)
     assert {"mae", "round/efficiency", "steps/rank1", "wait_ms/rank0"} <= set(found)
-    assert not any(name.startswith("scaling/") for name in found)
+    assert not any(name.startswith(("scaling/", "validation/")) for name in found)
+    history[-1].validation["loss"] = 0.25
+    assert scalars(history[-1])["validation/loss"] == 0.25
     assert "scaling/noise" in scalars(fit(scaling=jaxche.AdaScale())[-1])
 
 

@@ -136,3 +136,27 @@ def test_repr_of_a_round(fields, shown, round_info):
 
 def test_repr_of_a_round_of_many_ranks_is_short(round_info):
     assert len(repr(round_info(counts=tuple(range(1, 65))))) < 110
+
+
+def test_evaluations_are_in_the_table_and_the_file(told, round_info):
+    history = History(
+        [round_info(), round_info(round=1, steps_done=28, validation={"loss": 0.5, "accuracy": math.nan})]
+    )
+    first, last = history.rows()
+    assert (last["validation_loss"], math.isnan(first["validation_loss"])) == (0.5, True)
+    assert list(first) == list(last)
+    assert "validation_loss" in history.table()
+    assert [line.split()[-2:] for line in history.table().splitlines()[1:]] == [["-", "-"], ["0.5", "-"]]
+    assert "validation_accuracy" in history._repr_html_()
+    assert told(History.from_json(history.to_json())) == told(history)
+    assert "validation" not in History([round_info()]).table()
+
+
+def test_files_of_earlier_versions_are_read(told, round_info):
+    line = json.loads(History([round_info()]).to_json())
+    for name in ("clock_ms", "steps_done", "examples_done", "validation"):
+        del line[name]
+    assert told(History.from_json(json.dumps(line) + "\n")) == told([round_info()])
+    del line["loss"]
+    with pytest.raises(ValueError, match="not a round"):
+        History.from_json(json.dumps(line) + "\n")

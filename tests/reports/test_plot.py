@@ -148,3 +148,18 @@ def test_html_of_a_round(history):
 def test_empty_history():
     with pytest.raises(ValueError, match="train first"):
         History().plot()
+
+
+def test_validation_losses_are_beside_those_of_training(history):
+    rounds = history(2)
+    assert panels(rounds.plot())["examples"].get_legend() is None
+    for number, loss in ((1, 0.9), (5, 0.4)):
+        rounds[number].validation["loss"] = loss
+    for name, x in (("examples", [64, 192]), ("seconds", [0.21, 0.63])):
+        axes = panels(rounds.plot())[name]
+        (line,) = (line for line in axes.get_lines() if line.get_label() == "validation")
+        np.testing.assert_allclose(line.get_xdata(), x)
+        np.testing.assert_allclose(line.get_ydata(), [0.9, 0.4])
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "validation"]
+    rounds[3].validation["loss"] = 500.0
+    assert panels(rounds.plot())["seconds"].get_yscale() == "log"

@@ -67,6 +67,29 @@ def test_the_result_repeats_on_any_replicas(make_problem, devices):
     assert found == [found[0]] * 8
 
 
+class Digits(nnx.Metric):
+    """A metric for which the order of the batches matters."""
+
+    def __init__(self):
+        self.number = nnx.metrics.MetricState(jnp.float32(0))
+
+    def reset(self):
+        self.number[...] = jnp.float32(0)
+
+    def update(self, *, digit):
+        self.number[...] = 10 * self.number[...] + digit
+
+    def compute(self):
+        return self.number[...]
+
+
+def test_batches_are_combined_in_the_order_of_the_data(devices):
+    trainer = jaxche.Trainer(lambda w, batch: jnp.mean(w * batch), optax.sgd(0.1), replicas=devices[:3])
+    data = [np.full((2, 1), digit, np.float32) for digit in range(1, 7)]
+    found = trainer.evaluate(trainer.init(jnp.ones(1)), data, lambda w, batch: {"digit": batch[0, 0]}, Digits())
+    assert found == {"digits": 123456.0}
+
+
 def test_a_run_is_not_changed_and_continues(trained, same):
     problem, trainer, state = trained()
     before = jax.device_get(state.local_states)

@@ -165,8 +165,11 @@ def test_validation_follows_every_epoch_unless_told_otherwise(on_fleet, problem)
 )
 def test_validation_is_due_at_the_first_merge_after_and_at_the_end(on_fleet, problem, every, reached):
     trainer, state = on_fleet
-    options = {"validation": problem.data, "eval_every": every, "progress": False}
+    seen = []
+    callbacks = [lambda state, info: seen.append(bool(info.validation))]
+    options = {"validation": problem.data, "eval_every": every, "callbacks": callbacks, "progress": False}
     state, history = trainer.fit(state, problem.data, max_steps=41, **options)
+    assert seen == [bool(info.validation) for info in history]
     values = [0, *map(reached, history)]
     due = [before < after for before, after in itertools.pairwise(values)]
     assert [bool(info.validation) for info in history] == [*due[:-1], True]
