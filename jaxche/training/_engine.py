@@ -67,6 +67,11 @@ class Readers:
             self._readers[kind] = reader
         return reader
 
+    def wait(self) -> None:
+        """Wait until the batches of a sequence that were requested are read."""
+        if isinstance(reader := self._readers.get(False), Reader):
+            reader.wait()
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -436,8 +441,7 @@ class Engine:
     def pause(self, local_states: Sequence[LocalState]) -> None:
         """Wait for batches that are being read, so that other code may read, and lay out these states."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        if self._reader is not None:
-            self._reader.wait()
+        self._settings.readers.wait()
 
     def here(self, local_states: Sequence[LocalState]) -> list[tuple[int, Placement, LocalState]]:
         """Rank, placement and state of each local replica."""

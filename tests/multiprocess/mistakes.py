@@ -167,8 +167,18 @@ MISTAKES = [
     ("loss of shape (1, 1)", lambda: fit(lambda p, b: p["bias"][None]), "loss of shape (1, 1)", "return loss.mean()"),
     ("metric per class", lambda: fit(with_metric(lambda e: e[:3, 0])), "'metric' has shape (3,)", "metric.mean()"),
     # Streams, which one process takes as they are.
-    ("generator for two epochs", lambda: fit(data=(b for b in [ARRAYS]), epochs=2), "can be read once", "lambda epoch:"),
-    ("stream of texts", lambda: fit(data=jaxche.Stream([{"x": ["a"]}], shards=False)), "batch['x'] is texts", "Leave it"),
+    (
+        "generator for two epochs",
+        lambda: fit(data=(b for b in [ARRAYS]), epochs=2),
+        "can be read once",
+        "lambda epoch:",
+    ),
+    (
+        "stream of texts",
+        lambda: fit(data=jaxche.Stream([{"x": ["a"]}], shards=False)),
+        "batch['x'] is texts",
+        "Leave it",
+    ),
     ("number as stream", lambda: jaxche.Stream(3), "source is a int", "jaxche.Stream(lambda epoch:"),
     ("empty list", lambda: fit(data=[]), "len(data) is 0", "at least one batch"),
     ("epochs=0", lambda: fit(epochs=0), "epochs=0", "epochs=3"),
