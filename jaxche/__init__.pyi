@@ -12,7 +12,7 @@ from .averaging import Weighted, merge_weights, weighted_mean
 from .cadence import ApplyPolicy, ElChe, VirtualFleet
 from .cluster import fake_devices, initialize
 from .distributed import PeerLostError, RankError
-from .reports import History, LivePlot, RoundInfo
+from .reports import Every, History, LivePlot, RoundInfo
 from .scaling import (
     AdamScale,
     AdaScale,
@@ -62,6 +62,7 @@ __all__ = [
     "DataStore",
     "Direct",
     "ElChe",
+    "Every",
     "FullShard",
     "History",
     "HybridShard",

@@ -5,6 +5,7 @@ from jaxche.cadence._choice import Choice as Choice
 from jaxche.cadence._choice import active_counts as active_counts
 from jaxche.cadence._choice import choose as choose
 from jaxche.cadence._counts import clamp_counts, limit_lead
+from jaxche.cadence._counts import split_by_ratio as split_by_ratio
 from jaxche.cadence._divergence import DivergenceCorrection as DivergenceCorrection
 from jaxche.cadence._divergence import Verdict as Verdict
 from jaxche.cadence._elche import ElChe

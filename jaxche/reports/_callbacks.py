@@ -74,8 +74,9 @@ _RANKS = 16
 
 
 def scalars(info: RoundInfo) -> dict[str, float]:
-    """The finite numbers of a round by name: loss, metrics and costs, and steps and waits of up to 16 ranks."""
+    """The finite numbers of a round by name: loss, metrics, validation and costs, steps and waits of up to 16 ranks."""
     found = {"loss": info.loss, **info.metrics}
+    found |= {f"validation/{name}": value for name, value in info.validation.items()}
     names = ("efficiency", "sync_ms", "period_ms", "drift", "drift_dir", "anchor", "examples")
     found |= {f"round/{name}": getattr(info, name) for name in names}
     if math.isfinite(info.progress):
@@ -86,8 +87,31 @@ def scalars(info: RoundInfo) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
-class TensorBoardLogger:
-    """A callback that logs every round to TensorBoard, on rank 0.
+class Logger:
+    """A callback that logs rounds, called as often as ``fit(log_every=)`` says; other callbacks get every round.
+
+    Derive a logger of your own from it.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> class Printer(jaxche.reports.Logger):
+      ...     def __call__(self, state, info):
+      ...         print(info.steps_done)
+      >>> data = jaxche.Batches(np.ones((24, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), policy="sync")
+      >>> state = trainer.init(jnp.zeros(2))
+      >>> state, _ = trainer.fit(state, data, callbacks=[Printer()], log_every=12, progress=False)
+      12
+    """
+
+    def __call__(self, state: Any, info: RoundInfo) -> Any:
+        """Logs a round."""
+        raise NotImplementedError
+
+
+class TensorBoardLogger(Logger):
+    """A callback that logs rounds to TensorBoard, on rank 0.
 
     The step is the number of training examples, so that runs with different batch sizes can be compared. Events also
     have their wall time.
@@ -126,8 +150,8 @@ class TensorBoardLogger:
             self._writer.flush()
 
 
-class WandbLogger:
-    """A callback that logs every round to Weights & Biases, on rank 0.
+class WandbLogger(Logger):
+    """A callback that logs rounds to Weights & Biases, on rank 0.
 
     Args:
       options: for ``wandb.init``, e.g. ``project="digits"`` or ``mode="offline"``.

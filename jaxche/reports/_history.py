@@ -17,6 +17,9 @@ from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, roun
 
 _log = logging.getLogger("jaxche")
 
+# Fields that earlier versions did not write.
+_LATER = frozenset({"clock_ms", "steps_done", "examples_done", "validation"})
+
 
 class History(list[RoundInfo]):
     """The rounds of a run: a list of :class:`RoundInfo` with tables, plots and files.
@@ -63,12 +66,16 @@ class History(list[RoundInfo]):
         return is_scaled(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dict for each round, e.g. for ``pandas.DataFrame``."""
+        """One flat dict for each round, e.g. for ``pandas.DataFrame``; nan where a round was not evaluated."""
         keys = ("round", "epoch", "counts", "loss", "sync_ms", "efficiency", "drift")
         if self.scaled:
             keys += ("effective_batch", "noise", "gain", "lr_factor", "progress")
+        evaluated = dict.fromkeys(name for info in self for name in info.validation)
         return [
-            {key: getattr(info, key) for key in keys} | {"wait_ms": info.wait_ms, "ms": info.period_ms} | info.metrics
+            {key: getattr(info, key) for key in keys}
+            | {"wait_ms": info.wait_ms, "ms": info.period_ms}
+            | info.metrics
+            | {f"validation_{name}": info.validation.get(name, math.nan) for name in evaluated}
             for info in self
         ]
 
@@ -202,6 +209,8 @@ def warn_of_damage(name: str, record: ReadRecord) -> None:
 def _text(value: Any, key: str = "") -> str:
     if isinstance(value, tuple):
         return " ".join(_text(v, key) for v in value[:8]) + (" ..." if len(value) > 8 else "")
+    if key.startswith("validation_") and math.isnan(value):
+        return "-"
     if key.endswith("ms"):
         return f"{value:.1f}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -217,8 +226,7 @@ def _plain(value: Any) -> Any:
 
 def _round_info(values: Any, types: dict[str, str]) -> RoundInfo:
     """A round from the JSON object of its line."""
-    # Earlier versions did not write the clock.
-    if not isinstance(values, dict) or set(values) | {"clock_ms"} != set(types) or not isinstance(values["round"], int):
+    if not isinstance(values, dict) or set(values) | _LATER != set(types) or not isinstance(values["round"], int):
         raise ValueError("not a round")
     return RoundInfo(**{name: _read(types[name], value) for name, value in values.items()})
 

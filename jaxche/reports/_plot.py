@@ -144,7 +144,13 @@ def _loss_per_second(axes: Any, run: _Run) -> None:
 def _loss(axes: Any, x: np.ndarray, run: _Run) -> None:
     loss = np.array([info.loss for info in run.infos])
     axes.plot(x, loss, color=COLOURS[0], lw=1, alpha=0.35)
-    axes.plot(x, _smooth(loss), color=COLOURS[0], lw=1.8)
+    axes.plot(x, _smooth(loss), color=COLOURS[0], lw=1.8, label="training")
+    validation = np.array([info.validation.get("loss", np.nan) for info in run.infos])
+    evaluated = np.isfinite(validation)
+    if evaluated.any():
+        axes.plot(x[evaluated], validation[evaluated], "o-", color=COLOURS[1], lw=1.4, ms=4, label="validation")
+        axes.legend()
+    loss = np.concatenate([loss, validation[evaluated]])
     finite = loss[np.isfinite(loss)]
     # A linear axis does not show the end of a larger range.
     if finite.size and finite.min() > 0 and finite.max() / finite.min() > 100:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, ranks_to_show
 from jaxche.scaling import effective_replicas
@@ -42,11 +42,16 @@ class RoundInfo:
       average: "parameters" or "gradients".
       merge: merge rule of the parameters (empty with averaged gradients).
       alpha: step length of the merge.
-      clock_ms: time of all rounds so far, to the end of this one, waiting and merging included.
+      clock_ms: time of all rounds so far, to the end of this one, waiting and merging included, but not compilation,
+        evaluation, callbacks and checkpoints. With several processes the last merge counts as long as the one before
+        it, so that all have the same clock.
       rows: examples of each replica.
       shares: parts of the joined batch that the replicas ran, as planned; empty if they ran whole batches.
       joined: batches of the joined batch, or 0.
       policy: the policy of the round: with ``policy="auto"``, the one that was chosen.
+      steps_done: batches that all replicas have trained on so far: the steps that a schedule in ``tx`` counts.
+      examples_done: examples that they have trained on so far.
+      validation: results of the evaluation after this round, by name; empty if there was none.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -88,6 +93,9 @@ class RoundInfo:
     shares: tuple[int, ...] = ()
     joined: int = 0
     policy: str = ""
+    steps_done: int = 0
+    examples_done: int = 0
+    validation: dict[str, float] = field(default_factory=dict)
 
     @property
     def batches(self) -> int:

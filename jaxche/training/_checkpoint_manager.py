@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
-from jaxche.reports import History, RoundInfo, read_record, warn_of_damage
+from jaxche.reports import Every, History, RoundInfo, read_record, warn_of_damage
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
@@ -41,7 +41,7 @@ _TIMEOUT_S = 3600
 class CheckpointManager(Hook):
     """Saves and restores the checkpoints of a fit; refuses a folder that processes cannot write or do not share."""
 
-    def __init__(self, config: Checkpoints, trainer: Rounds, data: Any):
+    def __init__(self, config: Checkpoints, trainer: Rounds, data: Any, every: Every | None = None):
         try:
             import orbax.checkpoint as ocp
         except ImportError as error:
@@ -53,6 +53,8 @@ class CheckpointManager(Hook):
                 "the others have its parameters; leave durable out"
             )
         self._ocp, self._config, self._trainer, self._batches = ocp, config, trainer, len(data)
+        self._every = every  # in place of that of the config
+        self._logged: RoundInfo | None = None
         self._folder = shared_folder(self._group, config.folder)
         error, self._data = None, NONDETERMINISTIC
         try:
@@ -89,10 +91,19 @@ class CheckpointManager(Hook):
             # Before the first round there is nothing to save, and SIGTERM ends the process.
             self._sigterm.enter_context(on_sigterm(lambda: self._trainer.request_stop(Stop.PREEMPTED)))
             self._handles_sigterm = True
-        self._log.append(info)
-        if run.state.round % self._config.every == 0 or info.stop or run.is_done:
+        self._append(info)
+        is_due = run.state.round % self._config.every == 0 if self._every is None else run.is_due(self._every)
+        if is_due or info.stop or run.is_done:
             self.save(run.state)
         return False
+
+    def on_end(self, run: Run) -> None:
+        if run.history and run.history[-1] is not self._logged:  # evaluated since
+            self._append(run.history[-1])
+
+    def _append(self, info: RoundInfo) -> None:
+        self._log.append(info)
+        self._logged = info
 
     def on_admission(self) -> None:
         """Wait until all saves are written."""
@@ -353,6 +364,8 @@ class MetricsLog:
             # The first round need not be number 0.
             if (kept[-1].round if kept else -1) < info.round < rounds:
                 kept.append(info)
+            elif kept and info.round == kept[-1].round:  # with the results of an evaluation at the end
+                kept[-1] = info
         self._group.barrier()  # all have read the file
         if self._group.process_index == 0:
             warn_of_damage(str(self._file), record)

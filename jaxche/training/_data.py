@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -248,6 +248,10 @@ class Reader:
         except Exception:
             del self._ready[key]  # so that another call reads again
             raise
+
+    def wait(self) -> None:
+        """Wait until the requested batches are read; no user code runs on the background thread then."""
+        wait(list(self._ready.values()))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +127,12 @@ class Engine:
             tuple(sorted({device.process_index for device in placement.devices.flat}))
             for placement in self._all_placements
         ]
+
+    @property
+    def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
+        """The processes of each rank that takes part now."""
+        processes = self.processes_of_ranks
+        return [processes[one] for one in self.order]
 
     def arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
         """Continue with these ranks of the start, renumbered in this order; compiled steps are kept."""
@@ -352,6 +358,20 @@ class Engine:
         batches = [self._read(data).load((0, i % len(data))) for i in range(4)]
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
+
+    def pause(self, local_states: Sequence[LocalState]) -> None:
+        """Wait for batches that are being read, so that other code may read, and lay out these states."""
+        self._set_layout(without_replica_axis(local_states[0].params))
+        if self._reader is not None:
+            self._reader.wait()
+
+    def here(self, local_states: Sequence[LocalState]) -> list[tuple[int, Placement, LocalState]]:
+        """Rank, placement and state of each local replica."""
+        return [(rank, self._placements[rank], local) for rank, local in zip(self.ranks, local_states, strict=True)]
+
+    def map(self, function: Callable[[int, Placement, LocalState], Any], local_states: Sequence[LocalState]) -> Any:
+        """The results of a function of rank, placement and state, for all local replicas at once."""
+        return self._pool.map(lambda one: function(*one), self.here(local_states))
 
     def unreplicate(self, tree: Any) -> Any:
         """The tree of one replica without its leading axis."""

@@ -1,4 +1,4 @@
-"""``fit``: the training loop over whole epochs, extended by hooks."""
+"""``fit``: the training loop, extended by hooks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxche.distributed import PREEMPTED_CODE, Group, PeerLostError
-from jaxche.reports import History, RoundInfo
+from jaxche.distributed import PREEMPTED_CODE, PeerLostError
+from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._data import checked_length
+from jaxche.training._end import End
+from jaxche.training._evaluate import MetricProgram, evaluate, metric_program
 from jaxche.training._fingerprint import refuse_differences
-from jaxche.training._hooks import Callback, CallbackHook, LauncherHook, ProgressHook, Run
+from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._updates import UpdatesHook
@@ -32,35 +35,70 @@ def fit(
     trainer: Rounds,
     state: TrainerState,
     data: Any,
-    epochs: int = 1,
+    epochs: int | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     dry_run: bool = False,
     checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+    *,
+    max_steps: int | None = None,
+    max_examples: int | None = None,
+    max_time: float | None = None,
+    validation: Any = None,
+    metric_fn: Callable[..., Any] | None = None,
+    metrics: Any = None,
+    eval_every: Every | int | None = None,
+    log_every: Every | int | None = None,
+    checkpoint_every: Every | int | None = None,
 ) -> tuple[TrainerState, History]:
-    """Train for some epochs; called as ``trainer.fit``.
+    """Train for some epochs, steps, examples or seconds; called as ``trainer.fit``.
+
+    Training ends at the first limit. Each counts from the given state; if a checkpoint folder has a later state of the
+    same run, training continues from that and ends where it would have ended.
 
     Args:
       trainer: the trainer.
       state: the state to start from.
       data: ``len(data)`` batches, ``data[i]``.
-      epochs: how many more epochs, from the state's own epoch on.
-      callbacks: functions ``callback(state, info)`` called after every round, on every process. A true result stops
-        training; with several processes all stop after the next round, even if only one callback asks to.
+      epochs: how many more epochs, from the state's own epoch on. None is one epoch, or no limit if there is another.
+      callbacks: functions ``callback(state, info)`` called after every round, and after the evaluation of that round,
+        on every process. A true result stops training; with several processes all stop after the next round, even if
+        only one callback asks to. Let a callback that watches a loss read ``info.validation``: ``info.loss`` is a mean
+        over the examples of one round, and rounds differ in length.
       progress: show a bar on rank 0 (lines if stderr is not a terminal).
       dry_run: compile, take one batch on every replica, merge once, and return the state unchanged with the history of
-        that round. This finds errors that would otherwise occur early in the run.
+        that round. With ``validation`` one batch is evaluated too. This finds errors that would otherwise occur early
+        in the run.
       checkpoints: a folder, or :class:`~jaxche.Checkpoints`: the run is saved there. If the folder has a later state
-        than the one given, training continues from it to the epoch where it would have ended. On SIGTERM all processes
+        than the one given, training continues from it to the end where it would have ended. On SIGTERM all processes
         save after the same round and exit with code 143. Before the first merge there is nothing to save, and SIGTERM
         ends them at once, as it does without checkpoints.
+      max_steps: how many more steps. A step is a batch of the data trained on by any replica, which is what a schedule
+        in ``tx`` counts; training ends after exactly this number.
+      max_examples: how many more examples. Training ends at the first merge at which as many are done; the last round
+        has no more batches than are needed for that, if they are whole ones.
+      max_time: how many more seconds. Training ends at the first merge after. Only steps, waits and merges count, as in
+        ``RoundInfo.clock_ms``, not compilation, evaluation, callbacks and checkpoints. On a
+        :class:`~jaxche.VirtualFleet` these are its seconds.
+      validation: data to evaluate the merged parameters on, as for :meth:`Trainer.evaluate`. The results are in
+        ``RoundInfo.validation``, and so in the history, its plot, the progress line and the loggers.
+      metric_fn: of the evaluation, see :meth:`Trainer.evaluate`.
+      metrics: likewise.
+      eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch. The
+        last round is always evaluated, unless training was interrupted.
+      log_every: how often the progress prints a line, and how often a :class:`~jaxche.reports.Logger` such as
+        TensorBoard's gets a round, likewise; the round that it gets stands for itself, not for those left out. By
+        default a line is printed every ten seconds, and every round is logged. Rounds with an evaluation and the last
+        one always are. The history has every round, and other callbacks get every round.
+      checkpoint_every: how often to save, likewise; it replaces the number of rounds in :class:`~jaxche.Checkpoints`.
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state
       and history so far; with several processes it is raised.
 
     Raises:
-      ValueError: ``epochs`` below 1, checkpoints that cannot be written or are of another run, or an argument that
+      ValueError: a limit or a frequency that is not above 0, validation data that can be read once only, an argument
+        without the one that it is about, checkpoints that cannot be written or are of another run, or an argument that
         :meth:`Trainer.round` refuses.
       RuntimeError: this process replaces one that died, and the members refuse to admit it; gives the reason.
       SystemExit: with code 143 after preemption; with code 0 in such a replacement process if the fit has ended.
@@ -73,26 +111,39 @@ def fit(
       >>> state, history = trainer.fit(trainer.init(jnp.zeros(2)), data, epochs=2, progress=False)
       >>> state.epoch, sum(info.examples for info in history)
       (2, 24)
+
+      With an evaluation every four steps:
+
+      >>> state, history = trainer.fit(state, data, max_steps=8, validation=data, eval_every=4, progress=False)
+      >>> state.steps, history[-1].steps_done, sorted(history[-1].validation)
+      (20, 20, ['loss'])
     """
-    last_epoch, size, config = _agree(trainer._group, state, data, epochs, dry_run, checkpoints)
+    limits = {"epochs": epochs, "max_steps": max_steps, "max_examples": max_examples, "max_time": max_time}
+    frequencies = {"eval_every": eval_every, "log_every": log_every, "checkpoint_every": checkpoint_every}
+    evaluation = _Evaluation(validation, metric_fn, metrics)
+    agreed = _agree(trainer, state, data, limits, frequencies, evaluation, dry_run, checkpoints)
     with contextlib.ExitStack() as stack:
         # Requests that come too late must not reach the next fit.
         stack.callback(trainer.reset_requests)
-        bar, hooks = ProgressHook(trainer, progress), []
-        if config is not None:
-            hooks.append(CheckpointManager(config, trainer, data))
-            stack.enter_context(hooks[0].active())
+        hooks: list[Hook] = []
+        if agreed.program is not None:
+            every = agreed.every["eval_every"] or Every(epochs=1)
+            hooks.append(EvaluationHook(trainer, validation, agreed.program, metrics, every))
+        if agreed.checkpoints is not None:
+            manager = CheckpointManager(agreed.checkpoints, trainer, data, agreed.every["checkpoint_every"])
+            hooks.append(manager)
+            stack.enter_context(manager.active())
         if dry_run:
             _, info = trainer.round(state, data, counts=(1,) * trainer.world_size)
+            if agreed.program is not None:
+                batches = [next(iter(validation))] * trainer.world_size
+                info = replace(info, validation=evaluate(trainer, state, batches, agreed.program, metrics))
             return state, History([info], trainer.memory)
+        log_every = agreed.every["log_every"]
+        bar = ProgressHook(trainer, progress, log_every)
         stack.callback(bar.close)
-        run = Run(
-            state,
-            data,
-            size,
-            last_epoch,
-            hooks=(*hooks, UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(callbacks)),
-        )
+        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(callbacks, log_every)]
+        run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
         _train(trainer, run, bar)
     run.history.memory = tuple(trainer.memory)
     has_momentum = bool(jax.tree.leaves(run.state.local_states[0].outer_state))
@@ -106,25 +157,26 @@ def fit(
 
 
 def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
-    """Run rounds until the last epoch; in an elastic run processes may be lost and admitted between them."""
+    """Run rounds until the end; in an elastic run processes may be lost and admitted between them."""
     membership = trainer._membership
     while not run.is_done:
         try:
             if membership:
                 membership.admit(run)
-            state, info = trainer._round(run.state, run.data, last_epoch=run.last_epoch, prefetch=True)
+            state, info = trainer._round(run.state, run.data, end=run.end, prefetch=True)
         except PeerLostError as error:
             if membership is None:
                 raise
             membership.recover(run, error)
             continue
-        run.previous, run.state = (run.state if membership else None), state
-        run.history.append(info)
+        run.advance(state, info)
+        if not membership:
+            run.previous = None
         yield info
 
 
 def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
-    """Train to the last epoch, or until a hook, a signal or an error ends it."""
+    """Train to the end, or until a hook, a signal or an error ends it."""
     group, membership = trainer._group, trainer._membership
     if membership:
         membership.begin_fit(run)
@@ -132,7 +184,7 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
         hook.on_start(run)
     try:
         for info in training_rounds(trainer, run):
-            answers = [hook.on_round(run, info) for hook in run.hooks]
+            answers = [hook.on_round(run, run.history[-1]) for hook in run.hooks]
             wants_stop = any(answers)
             if wants_stop and group.num_processes > 1 and not info.stop:
                 trainer.request_stop()  # all processes stop after the next round
@@ -144,6 +196,8 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
             if info.stop or (wants_stop and group.num_processes == 1):
                 _stop(run)
                 break
+        for hook in run.hooks:
+            hook.on_end(run)
     except KeyboardInterrupt:
         if group.num_processes > 1:
             raise
@@ -161,20 +215,69 @@ def _stop(run: Run, preempted: bool = False) -> None:
         hook.on_stop(run, preempted)
 
 
+class _Evaluation(NamedTuple):
+    """The arguments of an evaluation."""
+
+    data: Any
+    metric_fn: Callable[..., Any] | None
+    metrics: Any
+
+    def program(self, trainer: Rounds) -> MetricProgram | None:
+        """The program, None without data; refuses data that can be read once only."""
+        if self.data is None:
+            return None
+        if not hasattr(self.data, "__len__") and iter(self.data) is self.data:
+            raise ValueError(
+                f"validation is a {type(self.data).__name__}, which can be read once only, and every evaluation reads "
+                "all of it; write validation=list(...)"
+            )
+        return metric_program(trainer, self.metric_fn, self.metrics)
+
+
+class _Agreed(NamedTuple):
+    """The checked arguments of a fit, equal in all processes."""
+
+    end: End
+    size: int  # batches in an epoch
+    every: dict[str, Every | None]
+    program: MetricProgram | None
+    checkpoints: Checkpoints | None
+
+
 def _agree(
-    group: Group, state: TrainerState, data: Any, epochs: int, dry_run: bool, checkpoints: Any
-) -> tuple[int, int, Checkpoints | None]:
-    """The last epoch, the batches in an epoch and the checkpoints, checked to be equal in all processes."""
-    error, wanted, last_epoch, size, config = None, {}, 0, 0, None
+    trainer: Rounds,
+    state: TrainerState,
+    data: Any,
+    limits: dict[str, Any],
+    frequencies: dict[str, Any],
+    evaluation: _Evaluation,
+    dry_run: bool,
+    checkpoints: Any,
+) -> _Agreed:
+    """The arguments of a fit, checked to be equal in all processes."""
+    group, error, wanted, agreed = trainer._group, None, {}, None
     try:
-        if isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1:
-            raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
-        last_epoch, size = state.epoch + int(epochs), checked_length(data)
+        end, size = End.of_fit(state, **limits), checked_length(data)
+        every = {name: as_every(name, value) for name, value in frequencies.items()}
+        without = {
+            "eval_every": ("validation", evaluation.data),
+            "metric_fn": ("validation", evaluation.data),
+            "metrics": ("validation", evaluation.data),
+            "checkpoint_every": ("checkpoints", checkpoints),
+        }
+        given = every | {"metric_fn": evaluation.metric_fn, "metrics": evaluation.metrics}
+        for name, (other, value) in without.items():
+            if given[name] is not None and value is None:
+                raise ValueError(f"{name}= is given without {other}=; give both, or none")
+        config = None
         if checkpoints is not None:
             config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        agreed = _Agreed(end, size, every, evaluation.program(trainer), config)
         # The folder may have another name on another machine.
         how = str(config and {"every": config.every, "keep": config.keep, "durable": config.durable})
-        wanted = {"epochs": str(epochs), "dry_run": str(dry_run), "checkpoints": how, "state": f"round {state.round}"}
+        wanted = {name: str(value) for name, value in (limits | every).items()}
+        wanted |= {"dry_run": str(dry_run), "checkpoints": how, "state": f"round {state.round}"}
+        wanted["validation"] = str(evaluation.data is not None)
     except Exception as e:
         error = e
     if not group.standby:
@@ -182,4 +285,5 @@ def _agree(
         refuse_differences(group, wanted)
     elif error is not None:
         raise error
-    return last_epoch, size, config
+    assert agreed is not None, "an error was raised"
+    return agreed

@@ -199,14 +199,38 @@ class NNXLoss:
         nnx.replace_by_pure_dict(own_rest, model_state)
         return nnx.merge(self._graph, own_params, own_rest)
 
+    def in_eval_mode(self, metric_fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """A metric function in the trainer's form that calls ``metric_fn`` with the model in evaluation mode.
+
+        ``trainer.evaluate`` of a trainer with this loss does this by itself.
+
+        Args:
+          metric_fn: ``metric_fn(model, batch)``; None for the loss function.
+
+        Returns:
+          ``call(params, batch, rng, model_state)``.
+        """
+        function = metric_fn._loss_fn if isinstance(metric_fn, NNXLoss) else metric_fn or self._loss_fn
+
+        def call(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
+            model = self._with_keys(params, rng, flatten_dict(model_state))
+            model.eval()
+            return function(model, batch)
+
+        return call
+
+    def _with_keys(self, params: Any, rng: Any, before: dict[Any, Any]) -> nnx.Module:
+        """The model with these variables and with random keys of a batch."""
+        keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
+        return self.rebuild(params, unflatten_dict(before | keys))
+
     def __call__(self, params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
         """The loss in the trainer's form."""
         from flax import nnx
 
         # The keys depend on the batch, not on the replica; the streams are returned unchanged.
         before = flatten_dict(model_state)
-        keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
-        model = self.rebuild(params, unflatten_dict(before | keys))
+        model = self._with_keys(params, rng, before)
         loss, metrics = _loss_and_metrics(self._loss_fn(model, batch))
         _, _, rest = nnx.split(model, nnx.Param, ...)
         after = flatten_dict(nnx.to_pure_dict(rest))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxche.distributed import RESTART
-from jaxche.reports import History, RoundInfo
+from jaxche.distributed import RESTART, PeerLostError
+from jaxche.reports import Every, History, Logger, Reached, RoundInfo
+from jaxche.training._end import End
+from jaxche.training._evaluate import MetricProgram, evaluate
 from jaxche.training._progress import Progress
 from jaxche.training._rounds import Rounds
-from jaxche.training._state import TrainerState
+from jaxche.training._state import Stop, TrainerState
+
+_log = logging.getLogger("jaxche")
 
 Callback = Callable[[TrainerState, RoundInfo], Any]
 
@@ -25,16 +30,40 @@ class Run:
     state: TrainerState  # after the last round
     data: Any
     size: int  # batches in an epoch
-    last_epoch: int  # training stops before this epoch
+    end: End
     history: History = field(default_factory=History)
-    # In an elastic run, the state before the last round, which may have failed on another process.
+    # The state before the last round, which may have failed on another process; kept in elastic runs.
     previous: TrainerState | None = None
     hooks: Sequence[Hook] = ()  # in the order of their calls
+    before: Reached = field(init=False)  # how far the run was before the last round
+
+    def __post_init__(self) -> None:
+        self.before = self.state.reached
 
     @property
     def is_done(self) -> bool:
-        """Whether training has reached its last epoch."""
-        return self.state.epoch >= self.last_epoch and not self.state.pending_batches
+        """Whether training has reached its end."""
+        return self.end.is_reached(self.state)
+
+    @property
+    def batches_left(self) -> int | None:
+        """Batches to the end, as far as they are known; None if only examples or time are limited."""
+        state, left = self.state, []
+        if self.end.epochs is not None:
+            pending = sum(stop - start for _, start, stop in state.pending_batches)
+            left.append((self.end.epochs - state.epoch) * self.size - state.cursor + pending)
+        if self.end.steps is not None:
+            left.append(self.end.steps - state.steps)
+        return min(left, default=None)
+
+    def is_due(self, every: Every) -> bool:
+        """Whether something is due after the last round; equal in all processes."""
+        return every.is_due(self.before, self.state.reached)
+
+    def advance(self, state: TrainerState, info: RoundInfo) -> None:
+        """Take the state and the record of a round."""
+        self.before, self.previous, self.state = self.state.reached, self.state, state
+        self.history.append(info)
 
 
 class Hook:
@@ -44,7 +73,10 @@ class Hook:
         """Called before the first round."""
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
-        """Called after each round; a true result asks to stop training."""
+        """Called after each round; a true result asks to stop training.
+
+        A hook may replace the last entry of ``run.history``; later hooks get the new one as ``info``.
+        """
         return False
 
     def on_admission(self) -> None:
@@ -54,23 +86,58 @@ class Hook:
         """Called after processes were lost (``shrunk``) or admitted."""
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
-        """Called when training stops before its last epoch."""
+        """Called when training stops before its end."""
+
+    def on_end(self, run: Run) -> None:
+        """Called after the last round, unless training was interrupted, was preempted or failed."""
+
+
+class EvaluationHook(Hook):
+    """Evaluates the merged parameters on validation data, and puts the results into the record of the round."""
+
+    def __init__(self, trainer: Rounds, data: Any, program: MetricProgram, metrics: Any, every: Every):
+        self._trainer, self._data, self._program, self._metrics = trainer, data, program, metrics
+        self._every, self._missed = every, False
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        if self._missed or run.is_due(self._every) or run.is_done or info.stop == Stop.ASKED:
+            self._evaluate(run)
+        return False
+
+    def on_membership(self, run: Run, shrunk: bool) -> None:
+        # Some processes may have finished an evaluation that others have not.
+        self._missed = shrunk
+
+    def on_end(self, run: Run) -> None:
+        if run.history and not run.history[-1].validation:
+            self._evaluate(run)
+
+    def _evaluate(self, run: Run) -> None:
+        try:
+            found = evaluate(self._trainer, run.state, self._data, self._program, self._metrics)
+        except PeerLostError as error:
+            if not self._trainer._group.elastic:
+                raise
+            _log.warning("the evaluation after round %s broke off: %s", run.history[-1].round, error)
+        else:
+            run.history[-1] = replace(run.history[-1], validation=found)
+            self._missed = False
 
 
 class ProgressHook(Hook):
     """Shows the progress bar."""
 
-    def __init__(self, trainer: Rounds, enabled: bool):
-        self._trainer, self._enabled = trainer, enabled
+    def __init__(self, trainer: Rounds, enabled: bool, every: Every | None = None):
+        self._trainer, self._enabled, self._every = trainer, enabled, every
         self._bar: Progress | None = None
 
     def on_start(self, run: Run) -> None:
-        start = (run.state.epoch, run.state.cursor)
-        self._bar = Progress(self._trainer, run.size, start, run.last_epoch, self._enabled)
+        self._bar = Progress(self._trainer, run.batches_left, self._enabled)
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         if self._bar:
-            self._bar.update(info)
+            is_due = None if self._every is None else run.is_due(self._every)
+            self._bar.update(info, is_due=is_due, is_last=run.is_done)
         return False
 
     def write(self, text: str) -> None:
@@ -104,11 +171,13 @@ class LauncherHook(Hook):
 class CallbackHook(Hook):
     """Calls the callbacks of the user."""
 
-    def __init__(self, callbacks: Sequence[Callback]):
-        self._callbacks = callbacks
+    def __init__(self, callbacks: Sequence[Callback], every: Every | None = None):
+        self._callbacks, self._every = callbacks, every
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
-        answers = [callback(run.state, info) for callback in self._callbacks]  # call all, even after a true result
+        logs = self._every is None or run.is_due(self._every) or info.validation or run.is_done or info.stop
+        called = [callback for callback in self._callbacks if logs or not isinstance(callback, Logger)]
+        answers = [callback(run.state, info) for callback in called]  # call all, even after a true result
         return any(answers)
 
 

@@ -20,6 +20,7 @@ from jaxche.cadence import (
     clamp_counts,
     limit_lead,
     plan_round,
+    split_by_ratio,
 )
 from jaxche.distributed import Group
 from jaxche.reports import RoundInfo
@@ -80,33 +81,42 @@ def next_plan(
     last_epoch: int | None = None,
     solo_steps: int = SOLO_ROUND,
     joined: int | None = None,
+    most: int | None = None,
 ) -> RoundPlan:
     """The plan of the next round, the same on every host; pending batches of earlier rounds come first.
 
-    ``size`` is the number of batches in an epoch, ``solo_steps`` the number of steps of a single replica, and
-    ``joined`` the number of batches in an update under ``sync``, by default one a replica.
+    ``size`` is the number of batches in an epoch, ``solo_steps`` the number of steps of a single replica,
+    ``joined`` the number of batches in an update under ``sync``, by default one a replica, and ``most`` the number of
+    batches to the end of the run, if it is limited. At the end of an epoch and of the run the last rounds are of about
+    equal length: the loss of a round of one batch, on one replica, would be noise.
     """
+
+    def limited(left: int) -> int:
+        return left if most is None else min(left, most)
+
     lead = state.che.max_batch_diff if state.che else None
     if state.pending_batches:
         epoch, start, stop = state.pending_batches[0]
         wanted = limit_lead(state.che.batch_counts if state.che else (1,) * world_size, lead)
-        return RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
-    shares, left = state.row_shares, size - state.cursor
+        plan = RoundPlan(state.round, epoch, start, clamp_counts(wanted, stop - start), size)
+        return _evened(plan, limited(stop - start), policy, state.che)
+    shares, left = state.row_shares, limited(size - state.cursor)
     if policy is ApplyPolicy.SYNC and not shares.rows and joined not in (None, world_size):
         # Before times are known, equal parts in steps of at most a batch.
         shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
     if shares.rows:
-        joined = min(shares.joined, left)
+        joined = _even_total(shares.joined, left)
         # At the end of an epoch fewer steps, so that each has as many rows.
         steps = tuple(n and max(1, round(n * joined / shares.joined)) for n in shares.steps)
         return RoundPlan(state.round, state.epoch, state.cursor, steps, size, shares.rows, joined)
     if state.che is not None and state.choice is not None and state.choice.active:
-        return RoundPlan(state.round, state.epoch, state.cursor, active_counts(state.che, state.choice, left), size)
+        counts = active_counts(state.che, state.choice, left)
+        return _evened(RoundPlan(state.round, state.epoch, state.cursor, counts, size), left, policy, state.che)
     if state.che is None:
         counts = (solo_steps,)
     else:
         counts = (1,) * world_size if policy is ApplyPolicy.SYNC else state.che.batch_counts
-    return plan_round(
+    plan = plan_round(
         counts,
         round=state.round,
         epoch=state.epoch,
@@ -116,6 +126,39 @@ def next_plan(
         crosses_epochs=policy is ApplyPolicy.ASYNC,
         last_epoch=last_epoch,
     )
+    if policy is ApplyPolicy.ASYNC:
+        ends = None if last_epoch is None else (last_epoch - state.epoch) * size - state.cursor
+        left = most if ends is None else limited(ends)
+    return plan if left is None else _evened(plan, left, policy, state.che)
+
+
+# A round that is shorter than this part of the one before it is joined with it.
+_FRAGMENT = 0.25
+
+
+def _even_total(whole: int, left: int, least: int = 1) -> int:
+    """The batches of the next round: ``whole``, or half of what is left if a fragment would remain."""
+    rest = left - whole
+    return -(-left // 2) if 0 < rest < max(least, _FRAGMENT * whole) else min(whole, left)
+
+
+def _evened(plan: RoundPlan, left: int, policy: ApplyPolicy, che: ElChe | None) -> RoundPlan:
+    """The plan with at most ``left`` batches, which are all that remain, and so that no fragment of a round remains."""
+    ranks = [rank for rank, n in enumerate(plan.counts) if n]
+    counts = [plan.counts[rank] for rank in ranks]
+    total = _even_total(sum(counts), left, least=len(ranks))
+    if total == sum(counts):
+        return plan
+    lead, cut = che.max_batch_diff if che else None, clamp_counts(counts, total)
+    if sum(counts) < left < 2 * len(ranks) and policy is not ApplyPolicy.SYNC and che is not None:
+        # Half of it would leave some ranks idle; a batch more for some of them is better.
+        longer = split_by_ratio(left, counts)
+        if limit_lead(longer, lead) == longer and min(longer) <= che.max_anchor:
+            cut = longer
+    if min(cut) > 0:
+        cut = limit_lead(cut, lead)
+    found = dict(zip(ranks, cut, strict=True))
+    return replace(plan, counts=tuple(found.get(rank, 0) for rank in range(len(plan.counts))))
 
 
 def plan_of_counts(
@@ -313,12 +356,14 @@ def advance(
     policy: ApplyPolicy,
     rule: str | None,
     sync_ms: float,
+    shared: bool = False,
 ) -> tuple[TrainerState, RoundInfo]:
     """The state after a round and its record.
 
     The next plan depends on the plan and the table only, so it is the same on all hosts. ``rule`` is the merge rule of
     parameters, or None if gradients are averaged. ``sync_ms`` is the cost of the merge in this process; the next merge
-    shares it.
+    shares it. If the clock is ``shared`` by several processes, it takes the cost of the last merge for this one until
+    then, because all know that.
     """
     counts = table.counts
     before, correction, verdict = state.che, state.correction, Verdict.CALM
@@ -346,6 +391,9 @@ def advance(
         sizes = [e / max(n, 1) for e, n in zip(examples, counts, strict=True)]
         parts = [part if n else 0.0 for part, n in zip(plan.batches, counts, strict=True)] if plan.shares else counts
         weights, alpha = merge_weights(rule, parts if rule == "steps" else counts, batch_sizes=sizes)
+    merge_ms = table.last_sync_ms if shared else sync_ms
+    before_ms = state.clock_ms + (table.last_sync_ms - state.clock_merge_ms if shared else 0.0)
+    clock_ms = before_ms + max(table.wall_ms) + merge_ms
     info = RoundInfo(
         round=plan.round,
         epoch=plan.epoch,
@@ -368,10 +416,12 @@ def advance(
         merge=rule or "",
         policy=policy.value,
         alpha=alpha,
-        clock_ms=state.clock_ms + max(table.wall_ms) + sync_ms,
+        clock_ms=clock_ms,
         rows=tuple(map(int, examples)),
         shares=plan.shares,
         joined=plan.joined,
+        steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
+        examples_done=state.examples + int(examples.sum()),
         **merged.scaled._asdict(),
     )
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end
@@ -383,11 +433,13 @@ def advance(
         round=plan.round + 1,
         epoch=epoch,
         cursor=cursor,
-        examples=state.examples + info.examples,
+        examples=info.examples_done,
         sync_ms=sync_ms,
         pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, counts),
         accumulated=merged.accumulated,
-        clock_ms=info.clock_ms,
+        clock_ms=clock_ms,
+        clock_merge_ms=merge_ms,
+        steps=info.steps_done,
     )
     return after, info
 

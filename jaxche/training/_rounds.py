@@ -37,6 +37,7 @@ from jaxche.training._checks import (
     rule_text,
 )
 from jaxche.training._data import checked_length
+from jaxche.training._end import End
 from jaxche.training._engine import Engine, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._round import (
@@ -58,6 +59,7 @@ _SHARES_OF_A_BATCH = 64
 _WHOLE_BATCHES = 4
 # The number of batches in a shorter round changes if it is so far from the wanted one.
 _CHANGE = 0.15
+_ENDLESS = End()
 
 # The default cadence: from a small anchor the progress tuner finds the right round length in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "overhead_target": 0.015, "tuner": "progress"}
@@ -178,6 +180,8 @@ class Rounds:
             self._membership_type(self, group) if self._membership_type and isinstance(group, ElasticGroup) else None
         )
         self._solo_steps = SOLO_ROUND
+        self._loss_fn = loss_fn
+        self._metric_programs: list[Any] = []  # of the last evaluations
         self.last_good_state: TrainerState | None = None
         self.updates_logged = False  # the line on the number of updates
 
@@ -359,13 +363,13 @@ class Rounds:
         state: TrainerState,
         size: int,
         counts: Sequence[int] | None = None,
-        last_epoch: int | None = None,
+        end: End = _ENDLESS,
         cut: tuple[tuple[int, ...], int] = ((), 0),
     ) -> RoundPlan:
-        policy, joined = self._policy(state), self._joined
+        policy, joined, most = self._policy(state), self._joined, end.batches_left(state, self._engine.batch_size)
         if counts is not None:
             return plan_of_counts(state, size, policy, self.world_size, counts, *cut)
-        return next_plan(state, size, policy, self.world_size, last_epoch, self._solo_steps, joined)
+        return next_plan(state, size, policy, self.world_size, end.epochs, self._solo_steps, joined, most)
 
     def _policy(self, state: TrainerState) -> ApplyPolicy:
         """The policy of the next round."""
@@ -385,15 +389,18 @@ class Rounds:
         state: TrainerState,
         data: Any,
         counts: Sequence[int] | None = None,
-        last_epoch: int | None = None,
+        end: End = _ENDLESS,
         prefetch: bool = False,
         done: Sequence[int] | None = None,
         cut: tuple[tuple[int, ...], int] = ((), 0),
     ) -> tuple[TrainerState, RoundInfo]:
-        plan, policy = self._plan(state, checked_length(data), counts, last_epoch, cut), self._policy(state)
+        size, policy = checked_length(data), self._policy(state)
         if self._chooses:
             self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
+        plan = self._plan(state, size, counts, end, cut)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        if end.examples is not None:
+            plan = self._plan(state, size, counts, end, cut)  # the size of a batch is known now
         feeds = self._engine.start(state.local_states, data, plan, done)
         clock = time.perf_counter()
         merge_scale = MergeScale()
@@ -402,10 +409,8 @@ class Rounds:
             merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
         limit = time_limit_ms(state.che, plan) if counts is None and self._fleet is None else None
         results = self._engine.run(state.local_states, feeds, plan, merge_scale, limit)
-        epoch, cursor = plan.end
-        if prefetch and not state.pending_batches and (last_epoch is None or epoch < last_epoch):
-            expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor)
-            self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, last_epoch))
+        if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
+            self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, end))
         stop = self._stop
         rows = np.array(
             [
@@ -431,8 +436,15 @@ class Rounds:
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
         gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
         rule = None if gradients else self.merge
-        state, info = advance(state, plan, merged, table, policy, rule, sync_ms)
+        shared = self._group.num_processes > 1
+        state, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared)
         return self._with_shares(state, info), info
+
+    def _expected(self, state: TrainerState, plan: RoundPlan) -> TrainerState:
+        """The state after a round, as far as the next plan depends on it, if it goes as planned."""
+        (epoch, cursor), steps = plan.end, state.steps + plan.total
+        examples = state.examples + plan.total * self._engine.batch_size
+        return replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
 
     def _with_shares(self, state: TrainerState, info: RoundInfo) -> TrainerState:
         """The state with the shares of the rows that follow from the times of the round, and with the choice."""

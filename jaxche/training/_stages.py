@@ -126,7 +126,7 @@ class StagedPrograms:
             protocol = replace(protocol, micro_batch_size=size)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
-                [_on_lifted(stage) for stage in self._model.stages],
+                [on_lifted(stage) for stage in self._model.stages],
                 self._model.loss,
                 protocol,
                 self._devices,
@@ -169,7 +169,7 @@ def _add_to_sums(sums: Any, loss: Any, examples: Any) -> Any:
     return sums + (jnp.stack([jnp.float32(1), loss.astype(jnp.float32)]) * examples)[None]
 
 
-def _on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
+def on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
     """The stage for parameters with the leading replica axis."""
 
     @functools.wraps(stage)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
+from jaxche.reports import Reached
 from jaxche.training._programs import LocalState
 
 
@@ -33,10 +34,12 @@ class TrainerState:
       sync_ms: cost of the last merge in this process, without waiting.
       pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
-      clock_ms: time of all rounds so far, waiting and merging included.
+      clock_ms: time of all rounds so far, waiting and merging included; equal in all processes.
       row_shares: the rows of a joined batch for each replica, and the times they follow from.
       choice: what ``policy="auto"`` does now, or None.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
+      steps: batches trained on so far, by all replicas.
+      clock_merge_ms: the part of ``clock_ms`` that stands for the last merge.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -60,7 +63,15 @@ class TrainerState:
     clock_ms: float = 0.0
     row_shares: RowShares = field(default_factory=RowShares)
     choice: Choice | None = None
+    steps: int = 0
+    clock_merge_ms: float = 0.0
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
+
+    @property
+    def reached(self) -> Reached:
+        """Steps, examples, whole epochs and seconds so far, equal in all processes."""
+        epochs = min([self.epoch, *(epoch for epoch, _, _ in self.pending_batches)])
+        return Reached(self.steps, self.examples, epochs, self.clock_ms / 1e3)
 
     @property
     def params(self) -> Any:

@@ -32,6 +32,8 @@ _FIELDS = {
     "sync_ms": "sync_ms",
     "accumulated": "accumulated",
     "clock_ms": "clock_ms",
+    "clock_merge_ms": "clock_merge_ms",
+    "steps": "steps",
 }
 
 
@@ -141,8 +143,11 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
         correction = DivergenceCorrection.from_dict(saved["correction"])
-    # Earlier versions did not save ``accumulated`` and ``row_shares``.
+    # Earlier versions did not save some of them.
     fields = {name: _tuples(saved[key]) for name, key in _FIELDS.items() if key in saved}
+    if "steps" not in saved and "batches" in saved:
+        pending = sum(stop - start for _, start, stop in saved["owed"])
+        fields["steps"] = saved["epoch"] * saved["batches"] + saved["cursor"] - pending
     return replace(state, che=che, correction=correction, **fields)
 
 

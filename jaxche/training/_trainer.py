@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxche.reports import History
+from jaxche.reports import Every, History
 from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._evaluate import evaluate, metric_program
 from jaxche.training._fit import fit
 from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
@@ -124,24 +125,115 @@ class Trainer(Rounds):
         self,
         state: TrainerState,
         data: Any,
-        epochs: int = 1,
+        epochs: int | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
         dry_run: bool = False,
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+        *,
+        max_steps: int | None = None,
+        max_examples: int | None = None,
+        max_time: float | None = None,
+        validation: Any = None,
+        metric_fn: Callable[..., Any] | None = None,
+        metrics: Any = None,
+        eval_every: Every | int | None = None,
+        log_every: Every | int | None = None,
+        checkpoint_every: Every | int | None = None,
     ) -> tuple[TrainerState, History]:
-        """Train for some epochs; :func:`jaxche.training.fit` describes the arguments in full.
+        """Train for some epochs, steps, examples or seconds; :func:`jaxche.training.fit` describes all in full.
 
         Args:
           state: from :meth:`init` or an earlier fit.
           data: as for :meth:`round`.
-          epochs: how many more epochs.
+          epochs: how many more epochs; by default one, or no limit if there is another one. The first limit ends it.
           callbacks: called with ``(state, info)`` after every round; a true result stops training.
           progress: show a bar on rank 0.
           dry_run: compile, run one batch on every replica and one merge, and return the state unchanged.
           checkpoints: a folder, or :class:`~jaxche.Checkpoints`: save there, and continue from the newest checkpoint.
+          max_steps: how many more steps; a step is a batch that any replica trains on.
+          max_examples: how many more examples, to the first merge after.
+          max_time: how many more seconds of steps, waits and merges, to the first merge after.
+          validation: data to evaluate, as for :meth:`evaluate`; the results are in ``RoundInfo.validation``.
+          metric_fn: as for :meth:`evaluate`.
+          metrics: as for :meth:`evaluate`.
+          eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch.
+          log_every: how often lines are printed and loggers get a round, likewise.
+          checkpoint_every: how often to save, likewise; by default as in :class:`~jaxche.Checkpoints`.
 
         Returns:
           ``(state, history)``.
         """
-        return fit(self, state, data, epochs, callbacks, progress, dry_run, checkpoints)
+        return fit(
+            self,
+            state,
+            data,
+            epochs,
+            callbacks,
+            progress,
+            dry_run,
+            checkpoints,
+            max_steps=max_steps,
+            max_examples=max_examples,
+            max_time=max_time,
+            validation=validation,
+            metric_fn=metric_fn,
+            metrics=metrics,
+            eval_every=eval_every,
+            log_every=log_every,
+            checkpoint_every=checkpoint_every,
+        )
+
+    def evaluate(
+        self, state: TrainerState, data: Any, metric_fn: Callable[..., Any] | None = None, metrics: Any = None
+    ) -> dict[str, float]:
+        r"""Evaluate the merged parameters on every batch of some data, each taken once, on all replicas at once.
+
+        .. math:: \bar m = \frac{\sum_b e_b m_b}{\sum_b e_b}, \qquad
+                  \bar m = \frac{\sum_b \mathrm{total}_b}{\sum_b \mathrm{weight}_b}
+
+        with the means :math:`m_b` of the batches and their numbers of examples :math:`e_b`, or with a
+        :class:`~jaxche.Weighted` of each batch. The sums are in float64 and in the order of the data. So the result
+        repeats bit for bit, and does not depend on the number of replicas as far as equal devices round a batch alike.
+        A replica takes its next batch when it has finished one; processes share the batches by measured speed. In a run
+        of several processes all of them call this together. The state is not changed.
+
+        Args:
+          state: from :meth:`init`, a round or a fit.
+          data: ``len(data)`` batches, ``data[i]``, with ``.epoch(0)`` if there is one; in one process also any finite
+            iterable of batches.
+          metric_fn: ``metric_fn(params, batch)``, compiled. It gets ``model_state=`` and ``rng=``, a key for each
+            batch, if it names them. It returns a dict of scalars that are means over the batch, or
+            :class:`~jaxche.Weighted` where other things than examples count, such as tokens. An object with ``merge``
+            and ``compute``, such as a ``clu.metrics.Collection``, is merged in the order of the data. A loss function
+            may be given too: its loss and metrics are the results, its model state is discarded. With a trainer of an
+            :class:`~jaxche.NNXLoss` it is ``metric_fn(model, batch)``, the model with the trained variables and in
+            evaluation mode. With one of a :class:`~jaxche.Partitioned` it is ``metric_fn(y, batch)``, ``y`` the output
+            of the last stage. The default is the loss function of the trainer. It runs in training mode, unless it is
+            an ``NNXLoss``: give a ``metric_fn`` if the model has dropout or batch statistics.
+          metrics: an ``nnx.Metric`` or ``nnx.MultiMetric``: ``metric_fn`` returns the arguments of its ``update``, as a
+            dict, and the result is that of one object that is updated with one batch after the other. The given object
+            is not changed.
+
+        Returns:
+          The results by name. A single loss is called ``"loss"``; dataclasses that metrics compute give one entry for
+          each field.
+
+        Raises:
+          ValueError: no batches, or a ``metric_fn`` that returns something else.
+          RankError: another process failed.
+
+        Example:
+          >>> import jaxche, jax.numpy as jnp, numpy as np, optax
+          >>> data = jaxche.Batches({"x": np.arange(10.0, dtype=np.float32)}, batch_size=4, seed=None)
+          >>> trainer = jaxche.Trainer(lambda w, batch: jnp.mean((w - batch["x"]) ** 2), optax.sgd(0.1))
+          >>> state = trainer.init(jnp.zeros(()))
+          >>> trainer.evaluate(state, data)
+          {'loss': 28.5}
+          >>> def metric_fn(w, batch):
+          ...     large = batch["x"] > 4
+          ...     return {"mean": batch["x"].mean(), "large": jaxche.Weighted((batch["x"] * large).sum(), large.sum())}
+          >>> trainer.evaluate(state, data, metric_fn)
+          {'large': 7.0, 'mean': 4.5}
+        """
+        return evaluate(self, state, data, metric_program(self, metric_fn, metrics), metrics)

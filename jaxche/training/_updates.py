@@ -39,13 +39,13 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
 
     A scaling rule already makes the steps larger.
     """
-    size, world = run.size, trainer.world_size
-    batches = run.last_epoch * size - run.state.epoch * size - run.state.cursor
-    updates, exact = expected_updates(trainer, batches, size)
+    world, left = trainer.world_size, run.batches_left
+    batches, span = (run.size, "an epoch") if left is None else (left, "this fit")
+    updates, exact = expected_updates(trainer, batches, run.size)
     if updates >= batches or trainer.scaling is not None:
         return None
     return (
-        f"{world} replicas: {'' if exact else 'about '}{updates:,} updates of each in this fit, against {batches:,} on "
+        f"{world} replicas: {'' if exact else 'about '}{updates:,} updates of each in {span}, against {batches:,} on "
         f"one device with as many examples. For as many: {', or '.join(_choices(trainer, run, batches, updates))}. "
         "See docs/batches_and_steps.md"
     )
@@ -65,7 +65,9 @@ def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]
             found.append(f"batches of 1/{parts} of the size, if not yet divided")
         elif examples >= parts:
             found.append(f"batch_size={examples // parts}, if {examples} is not yet divided")
-    found.append(f"epochs={-(-batches * (run.last_epoch - run.state.epoch) // updates)}")
+    for name, limit in (("epochs", run.end.epochs), ("max_steps", run.end.steps)):
+        if limit is not None:
+            found.append(f"{name}={-(-batches * limit // updates):,}".replace(",", "_"))
     if not (staged or trainer.policy is ApplyPolicy.AUTO or isinstance(trainer._tx, optax.MultiSteps)):
         rule = "AdamScale" if _has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
         found.append(f"fewer and larger steps by scaling=jaxche.{rule}()")

@@ -1,0 +1,95 @@
+"""``Every``: how often something is done, in steps, examples, epochs or seconds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+
+class Reached(NamedTuple):
+    """How far a run is, with equal values in all processes."""
+
+    steps: int
+    examples: int
+    epochs: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Every:
+    """A frequency: after every so many steps, examples, epochs or seconds of training, at the first merge after.
+
+    Something is due after a round in which the total of the run reaches or passes a multiple of the number. So a
+    resumed run does it at the same places, and a long round that passes several multiples does it once. Where an
+    ``Every`` is an argument, a whole number means steps.
+
+    Args:
+      steps: batches of the data that all replicas together have trained on.
+      examples: examples that they have trained on.
+      epochs: whole epochs.
+      seconds: time of steps, waits and merges, as in ``RoundInfo.clock_ms``; not that of compilation, evaluation,
+        callbacks and checkpoints.
+
+    Raises:
+      ValueError: none or several of them are given, or one is not above 0 (of the first three, a whole number).
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax
+      >>> import jaxche
+      >>> data = jaxche.Batches(np.ones((24, 2), np.float32), batch_size=2)
+      >>> trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), policy="sync")
+      >>> state, history = trainer.fit(
+      ...     trainer.init(jnp.zeros(2)), data, max_steps=30, validation=data, eval_every=jaxche.Every(epochs=1),
+      ...     progress=False)
+      >>> [info.steps_done for info in history if info.validation]
+      [12, 24, 30]
+    """
+
+    steps: int | None = None
+    examples: int | None = None
+    epochs: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        if len(given) != 1:
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items()) or "nothing"
+            raise ValueError(f"Every({shown}): give exactly one number, e.g. jaxche.Every(steps=1000)")
+        ((name, value),) = given.items()
+        object.__setattr__(self, name, positive(f"{name}", value, f"jaxche.Every({name}=10)", whole=name != "seconds"))
+
+    def is_due(self, before: Reached, after: Reached) -> bool:
+        """Whether a multiple of the number lies after ``before`` and not after ``after``.
+
+        Args:
+          before: how far the run was.
+          after: how far it is now.
+        """
+        return any(
+            getattr(after, field.name) // number > getattr(before, field.name) // number
+            for field in fields(self)
+            if (number := getattr(self, field.name)) is not None
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) is not None)
+
+
+def as_every(name: str, value: Any) -> Every | None:
+    """The frequency of the argument ``name``; a whole number means steps."""
+    if value is None or isinstance(value, Every):
+        return value
+    line = f"{name}=1000 for steps, or {name}=jaxche.Every(epochs=1)"
+    return Every(steps=int(positive(name, value, line, whole=True)))
+
+
+def positive(name: str, value: Any, line: str, whole: bool) -> float:
+    """A number above 0, and a whole one if ``whole``; ValueError with the ``line`` to write for anything else."""
+    try:
+        number = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf or (whole and number != int(number)):
+        raise ValueError(f"{name}={value!r} must be {'a whole number' if whole else 'a number'} above 0; write {line}")
+    return int(value) if whole else number

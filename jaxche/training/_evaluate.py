@@ -1,0 +1,312 @@
+"""Evaluation: a metric function on every batch of some data, by all replicas of all processes."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxche.cadence import split_by_ratio
+from jaxche.distributed import Group
+from jaxche.sharding import batch_size
+from jaxche.stages import Direct, Partitioned
+from jaxche.training._data import checked_length
+from jaxche.training._flax import NNXLoss
+from jaxche.training._metrics import arguments_of, as_metric, outputs_of, total_of
+from jaxche.training._placement import Placement, drop_replica_axis
+from jaxche.training._programs import LocalState
+from jaxche.training._rounds import Rounds
+from jaxche.training._stages import Stages, on_lifted
+from jaxche.training._state import TrainerState
+
+# Batches in flight per replica: one runs while the host reads the next; more would make a slow replica end late.
+_IN_FLIGHT = 2
+_NO_MORE = object()
+# Programs that a trainer keeps.
+_PROGRAMS = 4
+
+
+class Part(NamedTuple):
+    """Successive batches for some ranks: those of one process, or one rank that several processes drive together."""
+
+    processes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    batches: range
+
+
+class Result(NamedTuple):
+    """The outputs of a batch, on the host."""
+
+    index: int
+    examples: int
+    outputs: Any
+
+
+def parts_of(processes_of_ranks: Sequence[tuple[int, ...]], speeds: Sequence[float], batches: int) -> list[Part]:
+    """Deal out the batches by speed; the parts are in the order of the data, and of the processes that combine them.
+
+    Args:
+      processes_of_ranks: the processes of each rank.
+      speeds: batches per second of each rank, in any unit.
+      batches: number of batches.
+    """
+    groups: dict[Any, list[int]] = {}
+    for rank, processes in enumerate(processes_of_ranks):
+        groups.setdefault(processes if len(processes) == 1 else (*processes, rank), []).append(rank)
+    ranks = sorted(groups.values(), key=lambda own: (processes_of_ranks[own[0]][0], own))
+    sizes = split_by_ratio(batches, [sum(speeds[rank] for rank in own) for own in ranks])
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [Part(processes_of_ranks[own[0]], tuple(own), range(ends[i], ends[i + 1])) for i, own in enumerate(ranks)]
+
+
+class Source:
+    """The batches of a part for the threads of its replicas; user code runs in one of them at a time.
+
+    The processes of one replica take every batch together. If one of them cannot read a batch, it takes the one before
+    it (``pads``), and the error is raised at the end.
+    """
+
+    def __init__(self, indices: Iterable[int], read: Callable[[int], Any], owned: bool = True, pads: bool = False):
+        self._indices, self._read, self._pads = iter(indices), read, pads
+        self._lock, self._stopped = threading.Lock(), False
+        self.owned, self.error = owned, None  # whether this process combines the results
+        self.first = self._next()
+        self._ahead = [self.first]
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        while True:
+            with self._lock:
+                if self._stopped:
+                    return
+                found = self._ahead.pop() if self._ahead else self._next()
+            if found is None:
+                return
+            yield found
+
+    def _next(self) -> tuple[int, Any] | None:
+        index = next(self._indices, None)
+        if index is None:
+            return None
+        try:
+            self._last = self._read(index)
+        except Exception as error:
+            if not self._pads or not hasattr(self, "_last"):
+                raise
+            self.error = self.error or error
+        return None if self._last is _NO_MORE else (index, self._last)
+
+    def stop(self) -> None:
+        """End all threads after their batch, because one has failed."""
+        self._stopped = True
+
+
+class MetricProgram:
+    """The metric function, compiled for each replica and each shape of a batch.
+
+    ``updates`` is whether its results are the arguments of an update of metrics.
+    """
+
+    def __init__(self, loss_fn: Any, metric_fn: Callable[..., Any] | None, seed: int, updates: bool):
+        self.metric_fn, self.updates = metric_fn, updates
+        if isinstance(loss_fn, NNXLoss):
+            metric_fn = loss_fn.in_eval_mode(metric_fn)
+        elif isinstance(metric_fn, NNXLoss):
+            metric_fn = metric_fn.in_eval_mode()
+        elif isinstance(loss_fn, Partitioned):
+            metric_fn = metric_fn or loss_fn.loss
+        call, convert = as_metric(metric_fn or loss_fn), arguments_of if updates else outputs_of
+        self._seed, self._form = seed, None
+        self._lock, self._compiled = threading.Lock(), {}
+
+        def run(params: Any, model_state: Any, batch: Any, index: Any) -> Any:
+            return convert(call(params, model_state, batch, jax.random.fold_in(jax.random.key(seed), index)))
+
+        self._run = run
+
+    @property
+    def compilations(self) -> int:
+        """The number of replicas and shapes that the function was compiled for."""
+        return len(self._compiled)
+
+    def begin(self, form: Any) -> None:
+        """Forget the programs for states of another form."""
+        if form != self._form:
+            self._form, self._compiled = form, {}
+
+    def compiled(self, placement: Any, local: LocalState, batch: Any) -> Callable[[LocalState, Any, int], Any]:
+        """``call(local, batch, index) -> outputs`` for batches of this shape."""
+        leaves, treedef = jax.tree.flatten(batch)
+        where = tuple(device.id for device in placement.devices.flat)
+        key = (where, treedef, *((np.shape(x), np.result_type(x) if np.isscalar(x) else x.dtype) for x in leaves))
+        with self._lock:
+            if key not in self._compiled:
+                batch_size(batch)  # refuses ragged batches by name before XLA sees them
+                make = self._staged if isinstance(placement, Stages) else self._whole
+                self._compiled[key] = make(placement, local, batch)
+            return self._compiled[key]
+
+    def _whole(self, placement: Placement, local: LocalState, batch: Any) -> Callable[[LocalState, Any, int], Any]:
+        def run(params: Any, model_state: Any, batch: Any, index: Any) -> Any:
+            outputs = self._run(*drop_replica_axis((params, model_state)), batch, index)
+            # Whole on every device, so that each process of the replica can read them.
+            return placement.constrain({"sums": outputs})["sums"]
+
+        arguments = (local.params, local.model_state, placement.put(batch), np.uint32(0))
+        program = jax.jit(run, compiler_options=placement.compiler_options).lower(*arguments).compile()
+
+        def call(local: LocalState, batch: Any, index: int) -> Any:
+            return program(local.params, local.model_state, placement.put(batch), np.uint32(index))
+
+        return call
+
+    def _staged(self, placement: Stages, local: LocalState, batch: Any) -> Callable[[LocalState, Any, int], Any]:
+        model = placement.model
+        devices = [device for (device,) in (one.devices[0] for one in placement.by_stage)]
+        stages = [on_lifted(stage) for stage in model.stages]
+        forward = Partitioned(stages, model.loss, Direct(), devices, seed=model.seed + self._seed)
+        metric = jax.jit(self._run)
+
+        def call(local: LocalState, batch: Any, index: int) -> Any:
+            output = forward.apply(local.params, batch)
+            return metric(*jax.device_put((output, None, batch), devices[-1]), np.uint32(index))
+
+        jax.block_until_ready(call(local, batch, 0))
+        return call
+
+
+def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metrics: Any = None) -> MetricProgram:
+    """The program of a metric function, that of an earlier evaluation if there was one."""
+    if metrics is not None and (metric_fn is None or not hasattr(metrics, "update") or not hasattr(metrics, "compute")):
+        raise ValueError(
+            f"metrics={type(metrics).__name__} needs update() and compute(), and a metric_fn that returns the "
+            "arguments of the update, e.g. metrics=nnx.metrics.Accuracy(), metric_fn=lambda model, batch: {'logits': "
+            "model(batch['x']), 'labels': batch['y']}"
+        )
+    programs, updates = trainer._metric_programs, metrics is not None
+    for program in programs:
+        if program.metric_fn == metric_fn and program.updates == updates:
+            return program
+    programs.append(MetricProgram(trainer._loss_fn, metric_fn, trainer.seed, updates))
+    del programs[:-_PROGRAMS]
+    return programs[-1]
+
+
+def evaluate(
+    trainer: Rounds, state: TrainerState, data: Any, program: MetricProgram, metrics: Any = None
+) -> dict[str, float]:
+    """The results of a metric function over ``data``, each batch taken once; all processes call it together."""
+    engine, group = trainer._engine, trainer._group
+    engine.pause(state.local_states)
+    form = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0].params)]
+    program.begin((group.quorum_id, form))
+    error, parts, sources = None, [], {}
+    try:
+        size = _size(data, group)
+        speeds = state.che.ms_per_batch if state.che else ()
+        speeds = [1 / ms for ms in speeds] if speeds and all(speeds) else [1.0] * trainer.world_size
+        parts = parts_of(engine.processes_of_present_ranks, speeds, size) if size else [_all_of_this(trainer)]
+        sources = _sources(group, data, size, parts)
+        for rank, placement, local in engine.here(state.local_states):
+            if rank in sources:
+                program.compiled(placement, local, sources[rank].first[1])
+    except Exception as e:
+        error, size = e, None
+    group.raise_everywhere(error, engine.ranks[0], "the start of an evaluation")
+    if len(set(sizes := group.all_gather(size))) > 1:
+        raise ValueError(f"processes evaluate different numbers of batches ({sizes}); give the same data to all")
+    found: dict[int, Result] = {}
+
+    def run_one(rank: int, placement: Any, local: LocalState) -> list[Result]:
+        return _run(program, group, sources[rank], placement, local) if rank in sources else []
+
+    try:
+        for rank, results in zip(engine.ranks, engine.map(run_one, state.local_states), strict=True):
+            if rank in sources and sources[rank].owned:
+                found |= {result.index: result for result in results}
+        error = next((source.error for source in sources.values() if source.error), None)
+    except Exception as e:
+        error = e
+    group.raise_everywhere(error, engine.ranks[0], "an evaluation")
+    return _combined(group, metrics, parts, [found[index] for index in sorted(found)])
+
+
+def _size(data: Any, group: Group) -> int | None:
+    """The number of batches; None for an iterable without a length."""
+    if hasattr(data, "__len__") or not isinstance(data, Iterable):
+        return checked_length(data)
+    if group.num_processes > 1:
+        raise ValueError(
+            f"data is a {type(data).__name__} without len(data) and data[i]; several processes share the batches of "
+            "an evaluation by their index: give e.g. list(data), jaxche.Batches(arrays, batch_size=32) or a "
+            "grain.MapDataset"
+        )
+    return None
+
+
+def _all_of_this(trainer: Rounds) -> Part:
+    return Part((trainer._group.process_index,), tuple(range(trainer.world_size)), range(1))
+
+
+def _sources(group: Group, data: Any, size: int | None, parts: Sequence[Part]) -> dict[int, Source]:
+    """The batches of each local rank that has any; ranks of one part share them."""
+    if size is None:
+        batches = iter(data)
+        source = Source(itertools.count(), lambda index: next(batches, _NO_MORE))
+        if source.first is None:
+            raise ValueError("data has no batches; give at least one")
+        return dict.fromkeys(parts[0].ranks, source)
+    sequence, own, found = data.epoch(0) if hasattr(data, "epoch") else data, group.process_index, {}
+    for part in parts:
+        if own in part.processes and part.batches:
+            pads = len(part.processes) > 1
+            source = Source(part.batches, sequence.__getitem__, owned=own == part.processes[0], pads=pads)
+            found |= dict.fromkeys(part.ranks, source)
+    return found
+
+
+def _run(program: MetricProgram, group: Group, source: Source, placement: Any, local: LocalState) -> list[Result]:
+    """Take batches until there are no more."""
+    in_flight: collections.deque[Result] = collections.deque()
+    results = []
+    try:
+        for index, batch in source:
+            call = program.compiled(placement, local, batch)
+            in_flight.append(Result(index, batch_size(batch), call(local, batch, index)))
+            if len(in_flight) == _IN_FLIGHT:
+                results.append(_on_host(in_flight.popleft()))
+            group.watchdog.heartbeat_while_waiting()
+        return [*results, *map(_on_host, in_flight)]
+    except Exception:
+        source.stop()
+        raise
+
+
+def _on_host(result: Result) -> Result:
+    return result._replace(outputs=jax.device_get(result.outputs))
+
+
+def _combined(group: Group, metrics: Any, parts: Sequence[Part], results: Sequence[Result]) -> dict[str, float]:
+    """The results of all processes, combined in the order of the data."""
+    owners = sorted({part.processes[0] for part in parts if part.batches})
+    errors = []
+
+    def add(saved: Any) -> Any:
+        try:
+            total = total_of(results[0].outputs, metrics)
+            if saved is not None:
+                total.load(saved, results[0].outputs)
+            for result in results:
+                total.add(result.outputs, result.examples)
+            return total.result() if group.process_index == owners[-1] else total.save()
+        except Exception as e:
+            errors.append(e)
+            return None
+
+    found = group.relay(owners, add)
+    group.raise_everywhere(errors[0] if errors else None, group.process_index, "an evaluation")
+    return found

@@ -1,0 +1,203 @@
+"""Results of batches, combined on the host in the order of the data: sums, ``nnx`` metrics, metrics that merge."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxche.averaging import Weighted
+
+_FORMS = (
+    "return a dict of means over the batch, e.g. {'accuracy': correct.mean()}, with jaxche.Weighted(total, weight) for "
+    "means over something else, or an object with merge() and compute() such as a clu.metrics.Collection"
+)
+
+
+def as_metric(metric_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt ``metric_fn(params, batch)``, which gets ``rng=`` and ``model_state=`` if it names them, to one signature.
+
+    Returns ``call(params, model_state, batch, rng)``.
+    """
+    if not callable(metric_fn):
+        raise ValueError(
+            f"metric_fn={metric_fn!r} is not a function; write def metric_fn(params, batch): ... return a dict. "
+            "Metrics of flax.nnx go into metrics=, and metric_fn returns the arguments of their update"
+        )
+    parameters = inspect.signature(metric_fn).parameters
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        raise ValueError(f"metric_fn takes {list(parameters)}; write def metric_fn(params, batch)")
+
+    def call(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        known = {"rng": rng, "model_state": model_state}
+        return metric_fn(params, batch, **{name: value for name, value in known.items() if name in parameters})
+
+    return call
+
+
+def outputs_of(result: Any) -> Any:
+    """What a metric function returned, as a dict of scalars and ``Weighted``, or as an object that merges.
+
+    A loss function may serve as one: its loss and its metrics are the results, its model state is discarded.
+    """
+    if _merges(result):
+        return result
+    if isinstance(result, Weighted) or np.isscalar(result) or getattr(result, "shape", None) == ():
+        result = {"loss": result}
+    elif isinstance(result, tuple) and len(result) == 2:
+        loss, rest = result
+        rest = rest[0] if isinstance(rest, tuple) and len(rest) == 2 else rest
+        if isinstance(rest, Mapping):
+            result = {"loss": loss, **rest}
+    if not isinstance(result, Mapping) or not result:
+        raise ValueError(f"metric_fn returned {type(result).__name__}; {_FORMS}")
+    return {name: _scalar(name, value) for name, value in result.items()}
+
+
+def arguments_of(result: Any) -> dict[str, Any]:
+    """What a metric function returned, as the arguments of ``metrics.update``."""
+    if not isinstance(result, Mapping):
+        raise ValueError(
+            f"metric_fn returned {type(result).__name__}; with metrics= it returns the arguments of their update, e.g. "
+            "{'logits': logits, 'labels': batch['y']}"
+        )
+    return dict(result)
+
+
+def _merges(result: Any) -> bool:
+    return callable(getattr(result, "merge", None)) and callable(getattr(result, "compute", None))
+
+
+def _scalar(name: str, value: Any) -> Any:
+    parts = value if isinstance(value, Weighted) else (value,)
+    if any(isinstance(part, str) or not (hasattr(part, "dtype") or np.isscalar(part)) for part in parts):
+        raise ValueError(f"metric {name!r} is a {type(value).__name__}; {_FORMS}")
+    for part in parts:
+        if jnp.shape(part) != ():
+            raise ValueError(
+                f"metric {name!r} has shape {jnp.shape(part)}; metrics are scalars: write {name}.mean(), or "
+                f"jaxche.Weighted({name}.sum(), {name}.size)"
+            )
+    return jax.tree.map(jnp.asarray, value)
+
+
+class Total(Protocol):
+    """Combines the outputs of batches, which are added in the order of the data."""
+
+    def add(self, outputs: Any, examples: int) -> None:
+        """Add the outputs of a batch of so many examples, on the host."""
+        ...
+
+    def save(self) -> Any:
+        """The outputs so far as JSON, for the process that has the next batches."""
+        ...
+
+    def load(self, saved: Any, outputs: Any) -> None:
+        """Continue from :meth:`save`; ``outputs`` are of any batch."""
+        ...
+
+    def result(self) -> dict[str, float]:
+        """The results by name."""
+        ...
+
+
+def total_of(outputs: Any, metrics: Any) -> Total:
+    """An empty total for such outputs."""
+    if metrics is not None:
+        return Updated(metrics)
+    return MergedMetrics() if _merges(outputs) else Sums()
+
+
+class Sums:
+    """Weighted means: sums of totals and weights in float64; a plain mean weighs as many examples as its batch has."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, outputs: Mapping[str, Any], examples: int) -> None:
+        for name, value in outputs.items():
+            part = value if isinstance(value, Weighted) else Weighted(float(value) * examples, examples)
+            total, weight = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = total + float(part.total), weight + float(part.weight)
+
+    def save(self) -> Any:
+        return self._sums
+
+    def load(self, saved: Any, outputs: Any) -> None:
+        self._sums = {name: (total, weight) for name, (total, weight) in saved.items()}
+
+    def result(self) -> dict[str, float]:
+        return {name: total / weight if weight else math.nan for name, (total, weight) in self._sums.items()}
+
+
+class Updated:
+    """An ``nnx`` metric, updated with the outputs of one batch after the other; the given object is not changed."""
+
+    def __init__(self, metrics: Any):
+        from flax import nnx
+
+        self._nnx, self._metrics = nnx, nnx.clone(metrics)
+        self._metrics.reset()
+
+    def add(self, outputs: Mapping[str, Any], examples: int) -> None:
+        self._metrics.update(**jax.tree.map(jnp.asarray, dict(outputs)))
+
+    def save(self) -> Any:
+        return _encoded(self._nnx.state(self._metrics))
+
+    def load(self, saved: Any, outputs: Any) -> None:
+        self._nnx.update(self._metrics, _decoded(saved, self._nnx.state(self._metrics)))
+
+    def result(self) -> dict[str, float]:
+        return named_floats(self._metrics.compute(), type(self._metrics).__name__.lower())
+
+
+class MergedMetrics:
+    """Metrics with ``merge`` and ``compute``, such as those of clu."""
+
+    def __init__(self) -> None:
+        self._merged: Any = None
+
+    def add(self, outputs: Any, examples: int) -> None:
+        self._merged = outputs if self._merged is None else self._merged.merge(outputs)
+
+    def save(self) -> Any:
+        return _encoded(self._merged)
+
+    def load(self, saved: Any, outputs: Any) -> None:
+        self._merged = _decoded(saved, outputs)
+
+    def result(self) -> dict[str, float]:
+        return named_floats(self._merged.compute(), type(self._merged).__name__.lower())
+
+
+def named_floats(value: Any, name: str) -> dict[str, float]:
+    """Computed metrics as floats by name; those of a dict or a dataclass have its names appended."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f"{name}_{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: x for inner, part in value.items() for key, x in named_floats(part, str(inner)).items()}
+    if np.shape(value) != ():
+        raise ValueError(
+            f"metric {name!r} computes an array of shape {np.shape(value)}; evaluate returns one float for each name: "
+            "reduce it in compute()"
+        )
+    return {name: float(value)}
+
+
+def _encoded(tree: Any) -> list[tuple[str, list[int], str]]:
+    hosts = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return [(str(x.dtype), list(x.shape), base64.b64encode(x.tobytes()).decode()) for x in hosts]
+
+
+def _decoded(saved: Any, like: Any) -> Any:
+    leaves = [np.frombuffer(base64.b64decode(text), jnp.dtype(kind)).reshape(shape) for kind, shape, text in saved]
+    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(x) for x in leaves])
