@@ -38,7 +38,7 @@ def lines(caplog):
 
 def numbers(line):
     """The updates of each replica, and those of one device."""
-    found = re.search(r"([\d,]+) updates of each in this fit, against ([\d,]+) on one device", line)
+    found = re.search(r"([\d,]+) updates of each in (?:this fit|an epoch), against ([\d,]+) on one device", line)
     return tuple(int(n.replace(",", "")) for n in found.groups())
 
 
@@ -113,6 +113,18 @@ def test_a_choice_of_the_line_makes_as_many_updates(choice, devices, caplog):
 )
 def test_as_many_updates_or_a_scaling_rule_need_no_line(options, devices, caplog):
     assert fit(caplog, devices, **options)[-1] == []
+
+
+def test_limits_in_steps_and_in_time(devices, caplog):
+    for limit, wanted in (({"max_steps": 36}, (12, 36)), ({"max_time": 1.0}, (8, 24))):
+        caplog.clear()
+        fleet = jaxche.VirtualFleet(ms_per_batch=[20.0, 30.0, 50.0], sync_ms=2.0)
+        trainer = jaxche.Trainer(loss_fn, optax.sgd(0.01), replicas=devices[:3], fleet=fleet)
+        trainer.fit(trainer.init(jnp.zeros(2)), batches(), progress=False, **limit)
+        (line,) = lines(caplog)
+        assert numbers(line) == wanted
+        assert ("max_steps=108," in line) == ("max_steps" in limit)
+        assert ("in an epoch," in line) == ("max_time" in limit)
 
 
 def test_one_replica_needs_no_line(devices, caplog):
