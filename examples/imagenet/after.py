@@ -92,10 +92,9 @@ def loss_fn(params, batch, model_state):
     return loss, ({}, updates["batch_stats"])
 
 
-@jax.jit
-def evaluate(params, batch_stats, batch):
-    logits = model.apply({"params": params, "batch_stats": batch_stats}, batch["image"], train=False)
-    return jnp.mean(logits.argmax(-1) == batch["label"])
+def evaluate(params, batch, model_state):
+    logits = model.apply({"params": params, "batch_stats": model_state}, batch["image"], train=False)
+    return {"accuracy": jnp.mean(logits.argmax(-1) == batch["label"])}
 
 
 def main(epochs=8, batch_size=32, learning_rate=0.1, examples=2048, noise=3.0, seed=0, **options):
@@ -107,12 +106,8 @@ def main(epochs=8, batch_size=32, learning_rate=0.1, examples=2048, noise=3.0, s
     trainer = jaxche.Trainer(loss_fn, state.tx, **options)
     replicas = trainer.init(state.params, state.batch_stats)
     data = jaxche.Batches(train, batch_size, seed)
-    accuracy = 0.0
-    for epoch in range(epochs):
-        replicas, history = trainer.fit(replicas, data, progress=False)
-        accuracy = float(evaluate(trainer.params(replicas), trainer.model_state(replicas), test))
-        print(f"epoch {epoch + 1}: loss {history[-1].loss:.4f}, test accuracy {accuracy:.2%}")
-    return accuracy
+    _, history = trainer.fit(replicas, data, epochs, validation=jaxche.Batches(test, 250), metric_fn=evaluate)
+    return history[-1].validation["accuracy"]
 
 
 if __name__ == "__main__":

@@ -37,9 +37,8 @@ def loss_fn(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
-@nnx.jit
 def evaluate(model, batch):
-    return jnp.mean(model(batch["image"]).argmax(-1) == batch["label"])
+    return {"accuracy": jnp.mean(model(batch["image"]).argmax(-1) == batch["label"])}
 
 
 def main(epochs=4, batch_size=32, learning_rate=2e-3, examples=4000, seed=0, **options):
@@ -51,13 +50,9 @@ def main(epochs=4, batch_size=32, learning_rate=2e-3, examples=4000, seed=0, **o
     trainer = jaxche.Trainer(loss, loss.tx, **options)
     state = trainer.init(loss.params, loss.model_state, loss.opt_state)
     data = jaxche.Batches(train, batch_size, seed)
-    accuracy = 0.0
-    for epoch in range(epochs):
-        state, history = trainer.fit(state, data, progress=False)
-        loss.update(trainer, state, history)
-        accuracy = float(evaluate(model, test))
-        print(f"epoch {epoch + 1}: loss {history[-1].loss:.4f}, test accuracy {accuracy:.2%}")
-    return accuracy
+    state, history = trainer.fit(state, data, epochs, validation=jaxche.Batches(test, 250), metric_fn=evaluate)
+    loss.update(trainer, state, history)
+    return history[-1].validation["accuracy"]
 
 
 if __name__ == "__main__":

@@ -65,11 +65,6 @@ def loss_fn(model, window):
     return optax.softmax_cross_entropy_with_integer_labels(model(window[:, :-1]), window[:, 1:]).mean()
 
 
-@nnx.jit
-def evaluate(model, window):
-    return loss_fn(model, window)
-
-
 def make_optimizer(learning_rate, steps):
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps, learning_rate / 10)
 
@@ -88,15 +83,10 @@ def main(steps=600, batch_size=16, learning_rate=5e-3, width=48, blocks=2, eval_
     objective = jaxche.NNXLoss(model, loss_fn, optimizer)
     trainer = jaxche.Trainer(objective, objective.tx, **options)
     state = trainer.init(objective.params, objective.model_state, objective.opt_state)
-    loss = 0.0
-    for step in range(0, steps, eval_every):
-        some = range(step, min(step + eval_every, steps))
-        windows = [get_batch(train, batch_size, (seed, i)) for i in some]
-        state, history = trainer.fit(state, windows, progress=False)
-        objective.update(trainer, state, history)
-        loss = float(evaluate(model, held_out))
-        print(f"step {some.stop}: validation loss {loss:.4f}")
-    return loss
+    windows = [get_batch(train, batch_size, (seed, step)) for step in range(steps)]
+    state, history = trainer.fit(state, windows, validation=[held_out], eval_every=eval_every)
+    objective.update(trainer, state, history)
+    return history[-1].validation["loss"]
 
 
 if __name__ == "__main__":

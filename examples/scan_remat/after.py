@@ -63,10 +63,9 @@ def loss_fn(params, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
-@jax.jit
 def evaluate(params, batch):
     logits = model.apply({"params": params}, batch["image"], train=False)
-    return jnp.mean(logits.argmax(-1) == batch["label"])
+    return {"accuracy": jnp.mean(logits.argmax(-1) == batch["label"])}
 
 
 def main(epochs=8, batch_size=32, learning_rate=2e-3, examples=1440, seed=0, **options):
@@ -79,12 +78,8 @@ def main(epochs=8, batch_size=32, learning_rate=2e-3, examples=1440, seed=0, **o
     trainer = jaxche.Trainer(loss_fn, tx, seed=seed, **options)
     state = trainer.init(params)
     data = jaxche.Batches(train, batch_size, seed)
-    accuracy = 0.0
-    for epoch in range(epochs):
-        state, history = trainer.fit(state, data, progress=False)
-        accuracy = float(evaluate(trainer.params(state), test))
-        print(f"epoch {epoch + 1}: loss {history[-1].loss:.4f}, test accuracy {accuracy:.2%}")
-    return accuracy
+    _, history = trainer.fit(state, data, epochs, validation=jaxche.Batches(test, 119), metric_fn=evaluate)
+    return history[-1].validation["accuracy"]
 
 
 if __name__ == "__main__":

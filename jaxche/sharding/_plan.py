@@ -118,11 +118,11 @@ def _traced(make: Callable[[], Any]) -> _Step:
 
 
 def _check_signature(make: Callable[[], Any]) -> None:
-    needed = [
-        p.name
-        for p in inspect.signature(make).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         name = getattr(make, "__name__", "make")
         raise ValueError(

@@ -12,6 +12,7 @@ from jaxche.cadence import ApplyPolicy
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._stages import StagedEngine
+from jaxche.training._stream import EPOCH_SIZE
 
 _log = logging.getLogger("jaxche")
 
@@ -35,18 +36,19 @@ def expected_updates(trainer: Rounds, batches: int, size: int) -> tuple[int, boo
 
 
 def updates_line(trainer: Rounds, run: Run) -> str | None:
-    """The line for a run that makes fewer updates than one device would; None where it makes as many.
+    """The line for a run that makes fewer updates than one device would; None where it makes as many, or for a stream.
 
     A scaling rule already makes the steps larger.
     """
-    size, world, batches = run.size, trainer.world_size, run.batches_left
-    if batches is None:
+    world, left = trainer.world_size, run.batches_left
+    if left is None and run.size == EPOCH_SIZE:
         return None
-    updates, exact = expected_updates(trainer, batches, size)
+    batches, span = (run.size, "an epoch") if left is None else (left, "this fit")
+    updates, exact = expected_updates(trainer, batches, run.size)
     if updates >= batches or trainer.scaling is not None:
         return None
     return (
-        f"{world} replicas: {'' if exact else 'about '}{updates:,} updates of each in this fit, against {batches:,} on "
+        f"{world} replicas: {'' if exact else 'about '}{updates:,} updates of each in {span}, against {batches:,} on "
         f"one device with as many examples. For as many: {', or '.join(_choices(trainer, run, batches, updates))}. "
         "See docs/batches_and_steps.md"
     )
@@ -66,10 +68,9 @@ def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]
             found.append(f"batches of 1/{parts} of the size, if not yet divided")
         elif examples >= parts:
             found.append(f"batch_size={examples // parts}, if {examples} is not yet divided")
-    if run.end.epochs is not None:
-        found.append(f"epochs={-(-batches * (run.end.epochs - run.state.epoch) // updates)}")
-    else:
-        found.append(f"max_steps={-(-(batches**2) // updates)}")
+    for name, limit in (("epochs", run.end.epochs), ("max_steps", run.end.steps)):
+        if limit is not None:
+            found.append(f"{name}={-(-batches * limit // updates):,}".replace(",", "_"))
     if not (staged or trainer.policy is ApplyPolicy.AUTO or isinstance(trainer._tx, optax.MultiSteps)):
         rule = "AdamScale" if _has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
         found.append(f"fewer and larger steps by scaling=jaxche.{rule}()")

@@ -38,7 +38,7 @@ def lines(caplog):
 
 def numbers(line):
     """The updates of each replica, and those of one device."""
-    found = re.search(r"([\d,]+) updates of each in this fit, against ([\d,]+) on one device", line)
+    found = re.search(r"([\d,]+) updates of each in (?:this fit|an epoch), against ([\d,]+) on one device", line)
     return tuple(int(n.replace(",", "")) for n in found.groups())
 
 
@@ -115,6 +115,18 @@ def test_as_many_updates_or_a_scaling_rule_need_no_line(options, devices, caplog
     assert fit(caplog, devices, **options)[-1] == []
 
 
+def test_limits_in_steps_and_in_time(devices, caplog):
+    for limit, wanted in (({"max_steps": 36}, (12, 36)), ({"max_time": 1.0}, (8, 24))):
+        caplog.clear()
+        fleet = jaxche.VirtualFleet(ms_per_batch=[20.0, 30.0, 50.0], sync_ms=2.0)
+        trainer = jaxche.Trainer(loss_fn, optax.sgd(0.01), replicas=devices[:3], fleet=fleet)
+        trainer.fit(trainer.init(jnp.zeros(2)), batches(), progress=False, **limit)
+        (line,) = lines(caplog)
+        assert numbers(line) == wanted
+        assert ("max_steps=108," in line) == ("max_steps" in limit)
+        assert ("in an epoch," in line) == ("max_time" in limit)
+
+
 def test_one_replica_needs_no_line(devices, caplog):
     trainer = jaxche.Trainer(loss_fn, optax.sgd(0.01), replicas=devices[:1])
     trainer.fit(trainer.init(jnp.zeros(2)), batches(), progress=False)
@@ -161,5 +173,5 @@ def test_a_limit_in_steps_counts_as_well(devices, caplog):
         assert ("epochs=2" if "epochs" in limits else "max_steps=60") in line
     caplog.clear()
     trainer = jaxche.Trainer(loss_fn, optax.sgd(0.01), replicas=devices[:2], fleet=fleet)
-    trainer.fit(trainer.init(jnp.zeros(2)), batches(), progress=False, max_examples=40)
-    assert not lines(caplog)
+    trainer.fit(trainer.init(jnp.zeros(2)), iter(list(batches())), progress=False)
+    assert not lines(caplog)  # the length of a stream is not known
