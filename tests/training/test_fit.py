@@ -123,7 +123,7 @@ def test_an_outer_momentum_over_few_rounds_is_warned_of(problem, devices):
 
 def test_data_that_is_no_sequence_is_refused(trainer, problem):
     with pytest.raises(ValueError, match=r"len\(data\) and data\[i\]"):
-        trainer.fit(trainer.init(problem.params), iter([1]))
+        trainer.fit(trainer.init(problem.params), 1)
 
 
 @pytest.mark.parametrize("epochs", [0, -1, 1.5, True])

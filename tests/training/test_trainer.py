@@ -382,7 +382,7 @@ def test_bad_arguments_are_named(problem, devices, arguments, named):
     [
         (Empty(), "data set is empty"),
         ([], "data set is empty"),
-        (iter([1, 2]), "scalar: does the stream yield examples"),
+        (jaxche.Stream([1, 2]), "scalar: does the stream yield examples"),
         (3, "data is a int; the trainer needs len"),
         (np.ones((72, 5)), r"one array of shape \(72, 5\).*jaxche\.Batches\(array, batch_size=32\)"),
         (jnp.ones((3, 4, 5)), r"one array of shape \(3, 4, 5\).*list\(array\) if each row is a batch"),
