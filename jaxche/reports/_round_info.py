@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, per_rank, ranks_to_show
 from jaxche.scaling import effective_replicas
 
+# Metrics and results of validation in the text of a round.
+_VALUES_SHOWN = 4
+
 
 @dataclass(frozen=True, repr=False)
 class RoundInfo:
@@ -135,8 +138,11 @@ class RoundInfo:
         if self.shares:
             ran = f"{per_rank(self.rows, '{:,}')} rows"
         merge = f" + {self.sync_ms:.4g} ms merge" if len(self.counts) > 1 else ""
+        named = self.metrics | {f"validation {name}": value for name, value in self.validation.items()}
+        values = [f"{name} {value:.4g}" for name, value in named.items()]
+        shown = ", ".join([f"loss {self.loss:.4g}", *values[:_VALUES_SHOWN], *["..."] * (len(values) > _VALUES_SHOWN)])
         return (
-            f"RoundInfo(round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, {ran}, "
+            f"RoundInfo(round {self.round}, epoch {self.epoch}: {shown}, {ran}, "
             f"{max(self.wall_ms):.4g} ms{merge}, efficiency {100 * self.efficiency:.4g} %)"
         )
 

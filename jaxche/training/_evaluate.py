@@ -6,6 +6,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -112,10 +113,18 @@ class Source:
 class MetricProgram:
     """The metric function, compiled for each replica and each shape of a batch.
 
-    ``updates`` is whether its results are the arguments of an update of metrics.
+    ``updates`` is whether its results are the arguments of an update of metrics, ``scalars_only`` whether it is a loss
+    that returns more than scalars.
     """
 
-    def __init__(self, loss_fn: Any, metric_fn: Callable[..., Any] | None, seed: int, updates: bool):
+    def __init__(
+        self,
+        loss_fn: Any,
+        metric_fn: Callable[..., Any] | None,
+        seed: int,
+        updates: bool,
+        scalars_only: bool = False,
+    ):
         self.metric_fn, self.updates = metric_fn, updates
         function: Any = metric_fn or loss_fn
         if hasattr(loss_fn, "in_eval_mode"):  # an NNXLoss
@@ -124,7 +133,7 @@ class MetricProgram:
             function = metric_fn.in_eval_mode()
         elif isinstance(loss_fn, Partitioned):
             function = metric_fn or loss_fn.loss
-        call, convert = as_metric(function), arguments_of if updates else outputs_of
+        call, convert = as_metric(function), arguments_of if updates else partial(outputs_of, scalars_only=scalars_only)
         self._seed, self._form = seed, None
         self._lock, self._compiled = threading.Lock(), {}
 
@@ -197,7 +206,8 @@ def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metric
     for program in programs:
         if program.metric_fn == metric_fn and program.updates == updates:
             return program
-    programs.append(MetricProgram(trainer._loss_fn, metric_fn, trainer.seed, updates))
+    scalars_only = metric_fn is None and trainer._outputs is not None
+    programs.append(MetricProgram(trainer._loss_fn, metric_fn, trainer.seed, updates, scalars_only))
     del programs[:-_PROGRAMS]
     return programs[-1]
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import Weighted
+from jaxche.sharding import RNG_NAMES
 
 _FORMS = (
     "return a dict of means over the batch, e.g. {'accuracy': correct.mean()}, with jaxche.Weighted(total, weight) for "
@@ -22,7 +23,7 @@ _FORMS = (
 
 
 def as_metric(metric_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt ``metric_fn(params, batch)``, which gets ``rng=`` and ``model_state=`` if it names them, to one signature.
+    """Adapt ``metric_fn(params, batch)``, which gets ``rng=`` (or ``key=``) and ``model_state=`` if it names them.
 
     Returns ``call(params, model_state, batch, rng)``.
     """
@@ -37,16 +38,21 @@ def as_metric(metric_fn: Callable[..., Any]) -> Callable[..., Any]:
         raise ValueError(f"metric_fn takes {list(parameters)}; write def metric_fn(params, batch)")
 
     def call(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        known = {"rng": rng, "model_state": model_state}
+        known = dict.fromkeys(RNG_NAMES, rng) | {"model_state": model_state}
         return metric_fn(params, batch, **{name: value for name, value in known.items() if name in parameters})
 
     return call
 
 
-def outputs_of(result: Any) -> Any:
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, Weighted) or np.shape(x) == ()
+
+
+def outputs_of(result: Any, scalars_only: bool = False) -> Any:
     """What a metric function returned, as a dict of scalars and ``Weighted``, or as an object that merges.
 
-    A loss function may serve as one: its loss and its metrics are the results, its model state is discarded.
+    A loss function may serve as one: its loss and its metrics are the results, its model state is discarded, and with
+    ``scalars_only`` so is all else that it returns.
     """
     if _merges(result):
         return result
@@ -55,6 +61,8 @@ def outputs_of(result: Any) -> Any:
     elif isinstance(result, tuple) and len(result) == 2:
         loss, rest = result
         rest = rest[0] if isinstance(rest, tuple) and len(rest) == 2 else rest
+        if scalars_only:
+            rest = {name: x for name, x in rest.items() if _is_scalar(x)} if isinstance(rest, Mapping) else {}
         if isinstance(rest, Mapping):
             result = {"loss": loss, **rest}
     if not isinstance(result, Mapping) or not result:

@@ -127,6 +127,15 @@ def test_metrics_are_columns_whatever_their_names(round_info):
             {"counts": (3,), "wall_ms": (412.3456,), "sync_ms": 0.0},
             "round 0, epoch 0: loss 1, 3 steps, 412.3 ms, efficiency 100 %",
         ),
+        (
+            {"metrics": {"accuracy": 0.25}, "validation": {"loss": 0.51239, "accuracy": 0.5}},
+            "round 0, epoch 0: loss 1, accuracy 0.25, validation loss 0.5124, validation accuracy 0.5, 10:4 steps, "
+            "200 ms + 10 ms merge, efficiency 95.24 %",
+        ),
+        (
+            {"metrics": dict.fromkeys("abcde", 2.0)},
+            "round 0, epoch 0: loss 1, a 2, b 2, c 2, d 2, ..., 10:4 steps, 200 ms + 10 ms merge, efficiency 95.24 %",
+        ),
     ],
 )
 def test_repr_of_a_round(fields, shown, round_info):

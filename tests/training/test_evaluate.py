@@ -422,3 +422,18 @@ def test_batches_are_dealt_out_by_speed_in_the_order_of_the_processes():
         ((3,), (3,), range(5, 6)),
     ]
     assert [part.batches for part in parts_of([(0,), (1,)], [1, 1], 1)] == [range(1), range(1, 1)]
+
+
+def test_the_loss_of_a_trainer_with_outputs_gives_its_scalars(devices):
+    x = np.arange(10, dtype=np.float32)
+
+    def loss(w, batch, key):
+        error = w - batch
+        return jnp.mean(error**2), {"mean": batch.mean(), "errors": error}
+
+    def logits(w, batch):
+        return jnp.mean((w - batch) ** 2), batch
+
+    for one, expected in ((loss, {"loss": 28.5, "mean": 4.5}), (logits, {"loss": 28.5})):
+        trainer = jaxche.Trainer(one, optax.sgd(0.1), replicas=devices[:2], outputs=lambda info, batches: None)
+        assert trainer.evaluate(trainer.init(jnp.zeros(())), [x[:4], x[4:]]) == pytest.approx(expected)
