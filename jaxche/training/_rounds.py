@@ -521,7 +521,13 @@ class Rounds:
     def _epoch_size(self, data: Any, epochs: int = 1) -> int:
         """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
         if is_stream(data):
-            stream = check_stream(data, self._group, self._engine.processes_of_ranks, epochs)
+            spans = any(len(processes) > 1 for processes in self._engine.processes_of_ranks)
+            if spans and isinstance(self._engine, StagedEngine):
+                raise ValueError(
+                    "data is a stream, and the stages of a replica that are in several processes read batches by their "
+                    "index; give a sequence, e.g. jaxche.Batches(arrays, batch_size=32), or each process whole replicas"
+                )
+            stream = check_stream(data, self._group, spans, epochs)
             if stream.shards and self._group.num_processes > 1:
                 check_whole_batches(self.policy, self._given_rows, self._joined, self.world_size)
         return epoch_size(data)

@@ -148,8 +148,8 @@ def epoch_size(data: Any) -> int:
     return EPOCH_SIZE if is_stream(data) else checked_length(data)
 
 
-def check_stream(data: Any, group: Group, processes_of_ranks: list[tuple[int, ...]], epochs: int = 1) -> Stream:
-    """The stream of this data, or ValueError if it cannot be read in this run."""
+def check_stream(data: Any, group: Group, spans: bool, epochs: int = 1) -> Stream:
+    """The stream of this data, or ValueError if it cannot be read; ``spans``: a replica has several processes."""
     stream, name = as_stream(data), type(data).__name__
     if epochs > 1 and stream.has_one_epoch:
         raise ValueError(
@@ -169,7 +169,7 @@ def check_stream(data: Any, group: Group, processes_of_ranks: list[tuple[int, ..
             "index, count = jaxche.process_shard(), data = jaxche.Stream(batches(index, count), shards=True). The same "
             "batches as the others, to train on some of them: data = jaxche.Stream(batches(), shards=False)"
         )
-    if stream.shards and any(len(processes) > 1 for processes in processes_of_ranks):
+    if stream.shards and spans:
         raise ValueError(
             "shards=True gives each process its own batches, and the processes of one replica need the same; write "
             "jaxche.Stream(source, shards=False)"

@@ -114,6 +114,16 @@ def equal(length=EQUAL):
     return jaxche.Stream(lambda epoch: (batch(7, 1000 * epoch + i) for i in range(length)), shards=False)
 
 
+def wide():
+    """An equal stream for four parameters, which two devices share."""
+    source = equal().source
+
+    def widened(epoch):
+        return (one | {"x": np.pad(one["x"], ((0, 0), (0, 1)))} for one in source(epoch))
+
+    return jaxche.Stream(widened, shards=False)
+
+
 def main(folder):
     jaxche.initialize()
     process, _ = jaxche.process_shard()
@@ -125,6 +135,11 @@ def main(folder):
     made = trainer(che=None, policy="sync")
     state = made.init(jnp.zeros((3, 1)))
     (state, _), results["sync"] = trained_on(lambda: made.fit(state, own(), progress=False))
+    strategy = jaxche.FullShard(min_size=1)
+    made = trainer(che=None, replicas=[strategy.mesh(jaxche.devices())], strategy=strategy)
+    state = made.init(jnp.zeros((4, 1)))
+    (state, _), results["island"] = trained_on(lambda: made.fit(state, wide(), epochs=2, progress=False))
+    results["own island"] = refused(lambda: made.fit(state, own()))
     # Stopped after the end of one stream, and before; processes stop after the next round.
     for name, data, stop in [("own", own, 3), ("own, before", own, 1), ("equal", equal, 1)]:
         saved = jaxche.Checkpoints(folder / name, every=100)

@@ -50,6 +50,12 @@ def test_equal_streams_are_divided(results):
     assert {len(result["equal"]["found"]) for result in results} == {EQUAL + 1, EQUAL - 1}
 
 
+def test_the_processes_of_one_replica_read_the_same_stream(results):
+    for result in results:
+        assert result["island"] == equal_ids()
+        assert "the processes of one replica need the same; write" in result["own island"][1]
+
+
 @pytest.mark.parametrize(("name", "place"), [("own", [8, 5]), ("own, before", [4, 4]), ("equal", [8])])
 def test_a_run_goes_on_bit_for_bit(results, name, place):
     for process, result in enumerate(results):

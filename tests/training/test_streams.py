@@ -349,3 +349,15 @@ def test_a_stream_is_kept_while_other_data_is_read(devices, trained):
     trained.clear()
     trainer.fit(state, data, progress=False)
     assert ids(trained) == all_ids((0,))[4 * 4 :]
+
+
+def test_pipelines_take_streams_within_a_process_and_refuse_them_over_several(devices, trained, monkeypatch):
+    stages = [lambda w, batch: jnp.tanh(batch["x"] @ w), lambda w, x: x @ w]
+    model = jaxche.Partitioned(stages, lambda y, batch: jnp.mean((y - batch["y"]) ** 2), jaxche.Direct())
+    trainer = jaxche.Trainer(model, optax.sgd(0.1), replicas=[devices[:2], devices[2:4]])
+    state = trainer.init([jnp.ones((3, 2)), jnp.ones((2, 1))])
+    trainer.fit(state, batches(), progress=False)
+    assert ids(trained) == all_ids((0,))
+    monkeypatch.setattr(type(trainer._engine), "processes_of_ranks", [(0, 1)])
+    with pytest.raises(ValueError, match=r"stages of a replica that are in several processes.*jaxche.Batches"):
+        trainer.fit(state, jaxche.Stream(batches, shards=False))
