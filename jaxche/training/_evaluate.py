@@ -24,6 +24,7 @@ from jaxche.training._programs import LocalState
 from jaxche.training._rounds import Rounds
 from jaxche.training._stages import Stages, on_lifted
 from jaxche.training._state import TrainerState
+from jaxche.training._stream import as_batch, as_stream, is_stream
 
 # Batches in flight per replica: one runs while the host reads the next; more would make a slow replica end late.
 _IN_FLIGHT = 2
@@ -252,16 +253,23 @@ def evaluate(
 
 
 def number_of_batches(data: Any, group: Group) -> int | None:
-    """The number of batches; None for an iterable without a length."""
-    if hasattr(data, "__len__") or not isinstance(data, Iterable):
+    """The number of batches; None for a stream."""
+    if not is_stream(data):
         return checked_length(data)
     if group.num_processes > 1:
         raise ValueError(
-            f"data is a {type(data).__name__} without len(data) and data[i]; several processes share the batches of "
+            f"data is a {type(data).__name__}, without len(data) and data[i]; several processes share the batches of "
             "an evaluation by their index: give e.g. list(data), jaxche.Batches(arrays, batch_size=32) or a "
             "grain.MapDataset"
         )
     return None
+
+
+def batches_of(data: Any) -> Iterator[Any]:
+    """The batches of a sequence or of a stream, in order."""
+    if is_stream(data):
+        return map(as_batch, as_stream(data).iterable(0))
+    return map(data.__getitem__, range(len(data)))
 
 
 def _all_of_this(trainer: Rounds) -> Part:
@@ -271,7 +279,7 @@ def _all_of_this(trainer: Rounds) -> Part:
 def _sources(group: Group, data: Any, size: int | None, parts: Sequence[Part]) -> dict[int, Source]:
     """The batches of each local rank that has any; ranks of one part share them."""
     if size is None:
-        batches = iter(data)
+        batches = batches_of(data)
         source = Source(itertools.count(), lambda index: next(batches, _NO_MORE))
         if source.first is None:
             raise ValueError("data has no batches; give at least one")

@@ -18,7 +18,7 @@ from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import check_callbacks
 from jaxche.training._end import End
-from jaxche.training._evaluate import MetricProgram, evaluate, metric_program, number_of_batches
+from jaxche.training._evaluate import MetricProgram, batches_of, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
 from jaxche.training._rounds import Rounds
@@ -138,7 +138,7 @@ def fit(
         if dry_run:
             _, info = trainer._round(state, data, counts=(1,) * trainer.world_size, keeps=True)
             if agreed.program is not None:
-                batches = [next(iter(validation))] * trainer.world_size
+                batches = [next(batches_of(validation))] * trainer.world_size
                 info = replace(info, validation=evaluate(trainer, state, batches, agreed.program, metrics))
             return state, History([info], trainer.memory)
         log_every = agreed.every["log_every"]
@@ -232,10 +232,10 @@ class _Evaluation(NamedTuple):
             size = number_of_batches(self.data, trainer._group)
         except ValueError as error:
             raise ValueError(f"validation: {error}") from None
-        if size is None and iter(self.data) is self.data:
+        if size is None and (stream := as_stream(self.data)).has_one_epoch:
             raise ValueError(
-                f"validation is a {type(self.data).__name__}, which can be read once only, and every evaluation reads "
-                "all of it; write validation=list(...)"
+                f"validation is a {type(stream.source).__name__}, which can be read once only, and every evaluation "
+                "reads all of it; write validation=list(...)"
             )
         return metric_program(trainer, self.metric_fn, self.metrics)
 

@@ -118,14 +118,22 @@ def test_metrics_are_columns_whatever_their_names(round_info):
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
-        ({}, "round 0, epoch 0: loss 1, 10:4 steps, 200 ms + 10 ms merge, efficiency 95.24 %"),
+        ({"metrics": {}}, "round 0, epoch 0: loss 1, 10:4 steps, 200 ms + 10 ms merge, efficiency 95.24 %"),
         (
-            {"counts": (1, 1), "rows": (2300, 900), "shares": (23, 9), "joined": 2, "loss": 0.123456, "round": 12},
-            "round 12, epoch 0: loss 0.1235, 2,300:900 rows, 200 ms + 10 ms merge, efficiency 95.24 %",
+            {
+                "metrics": {},
+                "counts": (1, 1),
+                "rows": (2300, 900),
+                "shares": (23, 9),
+                "joined": 2,
+                "loss": 0.123456,
+                "round": 12,
+            },
+            "round 12, epoch 0: loss 1, 2,300:900 rows, 200 ms + 10 ms merge, efficiency 95.24 %",
         ),
         (
-            {"counts": (3,), "wall_ms": (412.3456,), "sync_ms": 0.0},
-            "round 0, epoch 0: loss 1, 3 steps, 412.3 ms, efficiency 100 %",
+            {"metrics": {}, "counts": (3,), "wall_ms": (412.3456,), "sync_ms": 0.0, "loss": 0.123456},
+            "round 0, epoch 0: loss 0.1235, 3 steps, 412.3 ms, efficiency 100 %",
         ),
         (
             {"metrics": {"accuracy": 0.25}, "validation": {"loss": 0.51239, "accuracy": 0.5}},

@@ -437,3 +437,32 @@ def test_the_loss_of_a_trainer_with_outputs_gives_its_scalars(devices):
     for one, expected in ((loss, {"loss": 28.5, "mean": 4.5}), (logits, {"loss": 28.5})):
         trainer = jaxche.Trainer(one, optax.sgd(0.1), replicas=devices[:2], outputs=lambda info, batches: None)
         assert trainer.evaluate(trainer.init(jnp.zeros(())), [x[:4], x[4:]]) == pytest.approx(expected)
+
+
+def test_streams_are_evaluated_and_validated(devices):
+    x = np.arange(10, dtype=np.float32)
+
+    class Tensor:
+        def __init__(self, x):
+            self.x = x
+
+        def __array__(self, dtype=None, copy=None):
+            return self.x
+
+    class Loader:
+        """As a torch DataLoader: a length, no indices."""
+
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter([Tensor(x[:4]), Tensor(x[4:])])
+
+    trainer = jaxche.Trainer(lambda w, batch: jnp.mean((w - batch) ** 2), optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(jnp.zeros(()))
+    for data in (Loader(), jaxche.Stream(lambda epoch: iter([x[:4], x[4:]])), iter([x[:4], x[4:]])):
+        assert trainer.evaluate(state, data) == pytest.approx({"loss": 28.5}, rel=1e-6)
+    after, history = trainer.fit(state, Loader(), epochs=2, validation=Loader(), progress=False)
+    assert [info.validation for info in history if info.validation][-1] == trainer.evaluate(after, Loader())
+    with pytest.raises(ValueError, match="validation is a list_iterator, which can be read once"):
+        trainer.fit(state, Loader(), validation=iter([x]), progress=False)
