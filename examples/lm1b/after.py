@@ -69,10 +69,7 @@ def load_data(examples):
 def loss_fn(params, tokens):
     weights = tokens > 0
     losses = optax.softmax_cross_entropy_with_integer_labels(model.apply({"params": params}, tokens), tokens)
-    return (losses * weights).sum() / weights.sum()
-
-
-evaluate = jax.jit(loss_fn)
+    return jaxche.Weighted((losses * weights).sum(), weights.sum())
 
 
 def make_schedule(learning_rate, warmup):
@@ -90,14 +87,9 @@ def main(epochs=3, batch_size=16, learning_rate=6e-3, examples=2976, seed=0, **o
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     params = jax.jit(model.init)(jax.random.key(seed), train[:1])["params"]
     trainer = jaxche.Trainer(loss_fn, tx, **options)
-    state = trainer.init(params)
-    data = jaxche.Batches(train, batch_size, seed)
-    loss = 0.0
-    for epoch in range(epochs):
-        state, _ = trainer.fit(state, data, progress=False)
-        loss = float(evaluate(trainer.params(state), test))
-        print(f"epoch {epoch + 1}: held-out loss {loss:.4f}")
-    return loss
+    data, held_out = jaxche.Batches(train, batch_size, seed), jaxche.Batches(test, 125)
+    _, history = trainer.fit(trainer.init(params), data, epochs, validation=held_out)
+    return history[-1].validation["loss"]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 import jaxche
 from jaxche.training._checks import replicas_text
 
-LINE = 110
+LINE = 120
 
 
 def texts(trainer, problem, rounds=1):
