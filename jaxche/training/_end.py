@@ -31,8 +31,6 @@ class End(NamedTuple):
         """The end of a fit that starts from this state; ValueError for a number that is not above 0."""
         if epochs is None and max_steps is None and max_examples is None and max_time is None:
             epochs = 1
-        if epochs is not None and (isinstance(epochs, bool) or int(epochs) != epochs or epochs < 1):
-            raise ValueError(f"epochs={epochs!r} must be a whole number of at least 1, e.g. epochs=3")
         more = {"max_steps": max_steps, "max_examples": max_examples, "epochs": epochs, "max_time": max_time}
         lines = {"max_steps": "max_steps=1000", "max_examples": "max_examples=100_000", "max_time": "max_time=3600"}
         limits = [

@@ -45,7 +45,7 @@ from jaxche.training._replica_mesh import ReplicaMesh
 from jaxche.training._scaling import MergeScale, Scaling, with_previous_gradient
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import StateDict
-from jaxche.training._stream import as_stream, is_stream
+from jaxche.training._stream import as_stream, is_same, is_stream
 from jaxche.training._stream_reader import StreamReader
 
 
@@ -60,7 +60,7 @@ class Readers:
         """The reader of this data."""
         kind = is_stream(data)
         reader = self._readers.get(kind)
-        if reader is None or reader.data is not data:
+        if reader is None or not is_same(reader.data, data):
             if reader is not None:
                 reader.close()
             reader = StreamReader(data, as_stream(data), self._group, processes_of_ranks) if kind else Reader(data)

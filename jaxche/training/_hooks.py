@@ -174,12 +174,21 @@ class CallbackHook(Hook):
 
     def __init__(self, callbacks: Sequence[Callback], every: Every | None = None):
         self._callbacks, self._every = callbacks, every
+        self._logged: RoundInfo | None = None
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         logs = self._every is None or run.is_due(self._every) or info.validation or run.is_done or info.stop
+        self._logged = info if logs else self._logged
         called = [callback for callback in self._callbacks if logs or not isinstance(callback, Logger)]
         answers = [callback(run.state, info) for callback in called]  # call all, even after a true result
         return any(answers)
+
+    def on_end(self, run: Run) -> None:
+        # A callback has stopped the run after a round that was not due, or before its evaluation.
+        if run.history and self._logged is not run.history[-1]:
+            for callback in self._callbacks:
+                if isinstance(callback, Logger):
+                    callback(run.state, run.history[-1])
 
 
 def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:

@@ -514,7 +514,7 @@ class Rounds:
         shared = self._group.num_processes > 1
         after, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared)
         after = reader.advance(state, after, plan, table.counts, table.ended)
-        if self._outputs is not None:
+        if self._outputs is not None and not keeps:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return after if reader.is_sharded else self._with_shares(after, info), info
 

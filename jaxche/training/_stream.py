@@ -51,7 +51,8 @@ class Stream:
       source: an iterable, e.g. a ``grain.IterDataset``, a torch ``DataLoader``, a ``tf.data.Dataset`` or an iterable
         Hugging Face dataset, which is iterated anew in every epoch, after ``source.set_epoch(epoch)`` if there is such
         a method (also of ``source.sampler`` and ``source.dataset``); or a function ``source(epoch)`` that returns an
-        iterable; or an iterator, e.g. a generator, which has one epoch.
+        iterable; or an iterator, e.g. a generator, which has one epoch. It belongs to the trainer that reads it first:
+        batches that this trainer has read ahead wait for its next fit, and another trainer does not get them.
       shards: needed in a run of several processes. True: each process reads its own part, see
         :func:`jaxche.process_shard`. False: all processes read the same batches, and each trains on some of them.
       prefetch: batches to read ahead for each replica of the process; no more are kept.
@@ -141,6 +142,14 @@ def is_stream(data: Any) -> bool:
 def as_stream(data: Any) -> Stream:
     """The stream, or that of an iterable."""
     return data if isinstance(data, Stream) else Stream(data)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two data are one object, or streams of one iterator, of which batches may be read ahead already."""
+    if one is other or not (is_stream(one) and is_stream(other)):
+        return one is other
+    one, other = as_stream(one), as_stream(other)
+    return one.has_one_epoch and (one.source is other.source) and one.shards == other.shards
 
 
 def epoch_size(data: Any) -> int:

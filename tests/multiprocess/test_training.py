@@ -151,7 +151,7 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp
     assert zero["fit"]["epochs"] == one["fit"]["epochs"] == differ
     assert zero["fit"]["one is saved"] == one["fit"]["one is saved"] == differ
     assert zero["fit"]["no epochs"][0] == zero["fit"]["own folders"][0] == "RankError"
-    assert one["fit"]["no epochs"] == ["ValueError", "epochs=0 must be a whole number of at least 1, e.g. epochs=3"]
+    assert one["fit"]["no epochs"] == ["ValueError", "epochs=0 must be a whole number above 0; write epochs=3"]
     assert one["fit"]["own folders"][0] == "ValueError"
     assert "is not the folder that process 0 has under that name" in one["fit"]["own folders"][1]
     assert zero["loss"][0] == "RankError"

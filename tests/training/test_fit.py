@@ -251,6 +251,17 @@ def test_loggers_get_what_log_every_says_and_other_callbacks_all(on_fleet, probl
     assert every.steps == all_rounds
 
 
+def test_loggers_get_the_round_after_which_a_callback_stops(on_fleet, problem):
+    trainer, state = on_fleet
+    log, seen = Log(), []
+    callbacks = [log, lambda state, info: seen.append(info.validation), lambda state, info: info.round == 1]
+    options = {"validation": problem.data, "eval_every": 1000, "log_every": 1000, "progress": False}
+    _, history = trainer.fit(state, problem.data, callbacks=callbacks, **options)
+    assert log.steps == [history[1].steps_done] == [history[-1].steps_done]
+    assert seen == [{}, {}]
+    assert history[-1].validation
+
+
 def test_lines_are_printed_as_often_as_log_every_says(on_fleet, problem, capsys):
     trainer, state = on_fleet
     trainer.fit(state, problem.data, max_steps=31, log_every=10)

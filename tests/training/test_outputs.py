@@ -157,3 +157,10 @@ def test_what_is_not_kept_is_refused(devices, problem):
     staged = jaxche.Partitioned([lambda p, b: b["x"] @ p], lambda y, b: y.mean(), jaxche.Direct(), devices=devices[:1])
     with pytest.raises(ValueError, match=r"outputs= are those of a loss function"):
         jaxche.Trainer(staged, optax.sgd(0.1), replicas=[devices[:1]], outputs=Kept())
+
+
+def test_a_dry_run_gives_nothing(devices):
+    kept = Kept()
+    one = make(devices, kept)
+    one.fit(one.init(PARAMS), DATA, dry_run=True, progress=False)
+    assert kept == []

@@ -107,6 +107,17 @@ def test_an_iterable_is_data_as_it_is_and_a_generator_goes_on_in_the_next_fit(de
     assert state.epoch == 1
 
 
+def test_an_iterator_goes_on_in_a_stream_of_its_own(devices, trained):
+    trainer, state = make(devices)
+    iterator = batches()
+    for limits in ({"max_steps": 5}, {"max_steps": 4}, {}):
+        state, _ = trainer.fit(state, jaxche.Stream(iterator), progress=False, **limits)
+    assert ids(trained) == all_ids([0])
+    other, seen = trainer.fit(trainer.init(jnp.zeros((3, 1))), jaxche.Stream(batches), progress=False)
+    assert sum(info.examples for info in seen) == 4 * LENGTH
+    assert other.epoch == 1
+
+
 def grain_batch(numbers):
     x = np.stack([np.sin(numbers), np.cos(numbers), np.ones(4)], -1).astype(np.float32)
     return {"x": x, "y": x[:, :1], "id": numbers // 4}
