@@ -301,7 +301,8 @@ def late(problem):
         strategy=strategy,
         pace_ms=(400, 100),
     )
-    _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=2, progress=False)
+    data = jaxche.Batches(problem.data.arrays, batch_size=5)
+    _, history = trainer.fit(trainer.init(problem.params), data, epochs=2, progress=False)
     return [[info.epoch, info.cursor, info.planned, info.counts] for info in history]
 
 

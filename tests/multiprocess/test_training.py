@@ -100,7 +100,7 @@ def test_an_island_of_several_processes_that_is_late_stops_after_the_same_step_i
     for epoch, cursor, planned, counts in rounds:
         starts = (cursor, cursor + planned[0])
         read += [(epoch, start + i) for start, n in zip(starts, counts, strict=True) for i in range(n)]
-    assert sorted(read) == [(epoch, i) for epoch in range(2) for i in range(13)]
+    assert sorted(read) == [(epoch, i) for epoch in range(2) for i in range(20)]
 
 
 @pytest.mark.parametrize("accelerated", [(), (0,)], ids=["all on the CPU", "one on an accelerator"])
