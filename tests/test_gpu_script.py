@@ -184,6 +184,7 @@ def test_a_part_that_crashes_keeps_its_lines(part, capsys):
     assert "one  2.000  1.000  2.000" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_part_is_ended_at_its_limit_with_the_processes_that_it_started(part):
     text = """
 import subprocess, sys, time
@@ -204,6 +205,7 @@ def run(context):
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.slow
 def test_a_run_without_a_card_writes_its_table(tmp_path):
     words = ["--cpu", "--quick", "--only", "checkpoint", "--json", str(tmp_path / "gpu.json")]
     env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": ""}
