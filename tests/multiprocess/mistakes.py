@@ -185,6 +185,7 @@ MISTAKES = [
     ("misspelt policy", lambda: trainer(policy="synch"), "'synch'", "sync"),
     ("optimizer not called", lambda: trainer(tx=optax.sgd), "tx=<function sgd>", "tx=optax.sgd("),
     ("name of an optimizer", lambda: trainer(tx="adam"), "tx='adam'", "tx=optax.adam("),
+    ("optax.lbfgs", lambda: trainer(tx=optax.lbfgs()), "tx searches along its direction", "linesearch=None"),
     ("learning rate as tx", lambda: trainer(tx=0.1), "tx=0.1", "tx=optax.adam("),
     ("scalar in a batch", lambda: fit(data=batches(scale=1.0)), "['scale'] is a scalar", "x[None]"),
     ("unequal axes", lambda: fit(data=batches(y=X[:5])), "['y']: 5", "the same examples"),
