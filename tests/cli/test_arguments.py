@@ -126,7 +126,9 @@ def test_out_alike_in_all_commands(command, capsys):
         main([command, "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     kind = "FOLDER" if command == "train" else "FILE"
-    assert f"-o {kind}, --out {kind} where to write: " in shown
+    # Python 3.13 names the value once.
+    assert f"--out {kind} where to write: " in shown.replace(f"-o {kind}, ", "-o, ")
+    assert "-o, --out" in shown.replace(f"-o {kind}, ", "-o, ")
     assert "--plot" not in shown
     assert make_parser().parse_args(["simulate", "--plot", "there"]).out == "there"
 
