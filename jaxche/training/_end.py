@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxche.reports import positive
 from jaxche.training._state import TrainerState
@@ -31,15 +31,17 @@ class End(NamedTuple):
         """The end of a fit that starts from this state; ValueError for a number that is not above 0."""
         if epochs is None and max_steps is None and max_examples is None and max_time is None:
             epochs = 1
-        more = {"max_steps": max_steps, "max_examples": max_examples, "epochs": epochs, "max_time": max_time}
-        lines = {"max_steps": "max_steps=1000", "max_examples": "max_examples=100_000", "max_time": "max_time=3600"}
-        limits = [
-            None
-            if value is None
-            else done + positive(name, value, lines.get(name, "epochs=3"), whole=name != "max_time")
-            for (name, value), done in zip(more.items(), state.reached._replace(epochs=state.epoch), strict=True)
-        ]
-        return cls(*limits)  # pyright: ignore[reportArgumentType]
+        done = state.reached._replace(epochs=state.epoch)
+
+        def limit(name: str, number: Any, done: float, line: str) -> Any:
+            return None if number is None else done + positive(name, number, line, whole=name != "max_time")
+
+        return cls(
+            steps=limit("max_steps", max_steps, done.steps, "max_steps=1000"),
+            examples=limit("max_examples", max_examples, done.examples, "max_examples=100_000"),
+            epochs=limit("epochs", epochs, done.epochs, "epochs=3"),
+            seconds=limit("max_time", max_time, done.seconds, "max_time=3600"),
+        )
 
     def is_reached(self, state: TrainerState) -> bool:
         """Whether the run of this state has ended."""
