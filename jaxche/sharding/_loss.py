@@ -75,24 +75,24 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
     return call
 
 
-def wanted_names(loss_fn: Callable[..., Any], first: str, known: Sequence[str]) -> list[str]:
+def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str], name: str = "loss_fn") -> list[str]:
     """The ``known`` names among the parameters of a function; refuses others without a default.
 
-    ``first`` are the names of the two that it gets by position.
+    ``first`` are the names of the two that it gets by position, ``name`` is that of the function in errors.
     """
     try:
-        parameters = inspect.signature(loss_fn).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return []
     by_position = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(by_position) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        raise ValueError(f"loss_fn takes ({', '.join(parameters)}); write def loss_fn({first})")
+        raise ValueError(f"{name} takes ({', '.join(parameters)}); write def {name}({first})")
     rest = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY or p in by_position[2:]]
     for p in rest:
         if p.name not in known and p.default is p.empty:
             raise ValueError(
-                f"loss_fn takes ({', '.join(parameters)}), and nothing is known for {p.name!r}; for a random key write "
-                f"def loss_fn({first}, rng), and bind other values: functools.partial(loss_fn, {p.name}=...)"
+                f"{name} takes ({', '.join(parameters)}), and nothing is known for {p.name!r}; for a random key write "
+                f"def {name}({first}, rng), and bind other values: functools.partial({name}, {p.name}=...)"
             )
     return [p.name for p in rest if p.name in known]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import Weighted
-from jaxche.sharding import RNG_NAMES
+from jaxche.sharding import RNG_NAMES, wanted_names
 
 _FORMS = (
     "return a dict of means over the batch, e.g. {'accuracy': correct.mean()}, with jaxche.Weighted(total, weight) for "
@@ -32,14 +31,11 @@ def as_metric(metric_fn: Callable[..., Any]) -> Callable[..., Any]:
             f"metric_fn={metric_fn!r} is not a function; write def metric_fn(params, batch): ... return a dict. "
             "Metrics of flax.nnx go into metrics=, and metric_fn returns the arguments of their update"
         )
-    parameters = inspect.signature(metric_fn).parameters
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        raise ValueError(f"metric_fn takes {list(parameters)}; write def metric_fn(params, batch)")
+    wanted = wanted_names(metric_fn, "params, batch", (*RNG_NAMES, "model_state"), "metric_fn")
 
     def call(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        known = dict.fromkeys(RNG_NAMES, rng) | {"model_state": model_state}
-        return metric_fn(params, batch, **{name: value for name, value in known.items() if name in parameters})
+        named = {name: model_state if name == "model_state" else rng for name in wanted}
+        return metric_fn(params, batch, **named)
 
     return call
 

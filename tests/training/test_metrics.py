@@ -164,7 +164,7 @@ def test_other_results_are_refused(result, message):
 def test_other_functions_and_arguments_are_refused():
     with pytest.raises(ValueError, match="metric_fn='accuracy' is not a function; write def metric_fn"):
         as_metric("accuracy")
-    with pytest.raises(ValueError, match=r"metric_fn takes \['params'\]; write def metric_fn\(params, batch\)"):
+    with pytest.raises(ValueError, match=r"metric_fn takes \(params\); write def metric_fn\(params, batch\)"):
         as_metric(lambda params: 0.0)
     with pytest.raises(ValueError, match="with metrics= it returns the arguments of their update"):
         arguments_of(jnp.zeros(3))
