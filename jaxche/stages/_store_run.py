@@ -199,9 +199,13 @@ class StoreRun:
 
     def leave(self) -> None:
         """Delete the hello of this process, or of an earlier start of it."""
+        key = hello_key(self._stages[0])
         mine = self._read(self._stages[0])
-        if mine is not None and (self._written is None or mine.nonce == self._nonce):
-            self.root.delete([hello_key(self._stages[0])])
+        if mine is not None and self._written is not None and mine.nonce != self._nonce:
+            return  # of a process that was started later
+        if mine is not None:
+            self.root.delete([key])
+        self.root.remove_partial(lambda name: name == key)  # of an earlier start, killed while it wrote
 
     def _exchange(self) -> list[int]:
         """Read all hellos, and write that of this process if it changed; returns stages without a running process."""

@@ -8,7 +8,7 @@ import obstore.store
 import pytest
 
 from jaxche.stages import _store_run as module
-from jaxche.stages._objects import Objects
+from jaxche.stages._objects import Objects, open_objects
 from jaxche.stages._store_run import Hello, StoreRun
 
 
@@ -178,6 +178,18 @@ def test_who_leaves_takes_its_hello_and_no_other(start):
     again.run.leave()
     again.run.leave()
     assert keys() == []
+
+
+@pytest.mark.parametrize("begins", ["anew", "saved"])
+def test_who_leaves_removes_what_a_killed_start_left_half_written(tmp_path, begins):
+    root = open_objects(str(tmp_path), "run", {})
+    torn = [tmp_path / "run" / f"stage-00{stage}-hello#1" for stage in (0, 1)]
+    for path in torn:
+        path.write_bytes(b"half")
+    run = StoreRun(root, (0,), 1, 20.0, None if begins == "anew" else "0" * 32)
+    run.agree(time.sleep)
+    run.leave()
+    assert [path.exists() for path in torn] == [False, True]
 
 
 def test_a_hello_that_no_process_wrote_is_none():
