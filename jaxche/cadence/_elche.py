@@ -128,6 +128,32 @@ class ElChe(CadenceState):
         """Whether the counts differ between ranks, by hint or by measurement."""
         return len(set(self.batch_counts)) > 1
 
+    @property
+    def limit(self) -> str:
+        """Why the next round is shorter than the measurements ask for, in one line; empty if it is not.
+
+        The seed tuner does not keep the cost of merges, so it has no such line.
+
+        Example:
+          >>> che = ElChe(2, 2, max_anchor=8, tuner="steady")
+          >>> for _ in range(2):
+          ...     che = che.report_timing([20.0, 50.0], [1, 1], sync_ms=100.0)
+          >>> che.limit
+          'max_anchor=8 limits rounds to 0.4 s; merges of 0.1 s ask for 1 s, max_anchor=20'
+        """
+        slow = max(self.ms_per_batch)
+        if not slow or len(self.sync_samples) < 2:
+            return ""
+        sync_ms = steady.middle(self.sync_samples)
+        wanted_ms = self.round_ms if self.tuner == "progress" else sync_ms / self.overhead_target
+        wanted = math.ceil(wanted_ms / slow - 1e-9)
+        if wanted <= self.max_anchor:
+            return ""
+        return (
+            f"max_anchor={self.max_anchor} limits rounds to {self.max_anchor * slow / 1e3:.3g} s; merges of "
+            f"{sync_ms / 1e3:.3g} s ask for {wanted_ms / 1e3:.3g} s, max_anchor={wanted}"
+        )
+
     def clamp_total(self, max_total: int) -> tuple[int, ...]:
         """The counts clamped to ``max_total`` batches, in proportion; below ``world_size``, one each to the fastest.
 

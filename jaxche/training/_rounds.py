@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -55,6 +56,8 @@ from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._stream import check_stream, epoch_size, is_stream
+
+_log = logging.getLogger("jaxche")
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
@@ -196,6 +199,7 @@ class Rounds:
         self._metric_programs: list[Any] = []  # of the last evaluations
         self.last_good_state: TrainerState | None = None
         self.updates_logged = False  # the line on the number of updates
+        self._limit_logged = False
 
     def __repr__(self) -> str:
         """One line: the replicas, and the arguments by which they train."""
@@ -390,6 +394,8 @@ class Rounds:
             policy += f": {self._joined} batches in a round"
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
+        if state.che is not None and state.che.limit:
+            policy += f"; {state.che.limit}"
         return policy
 
     @property
@@ -507,9 +513,19 @@ class Rounds:
         shared = self._group.num_processes > 1
         after, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared)
         after = reader.advance(state, after, plan, table.counts, table.ended)
+        self._log_limit(after.che)
         if self._outputs is not None and not keeps:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return after if reader.is_sharded else self._with_shares(after, info), info
+
+    def _log_limit(self, che: ElChe | None) -> None:
+        """Log once that a limit keeps rounds short."""
+        if che is None or not che.limit or self._limit_logged or self._chooses:
+            return
+        self._limit_logged = True
+        if self._group.is_first:
+            line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/policies.md"
+            _log.warning(line, che.limit)
 
     def _epoch_size(self, data: Any, epochs: int = 1) -> int:
         """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""

@@ -102,3 +102,18 @@ def test_the_anchor_counts_the_waiting_of_whole_batches():
 def test_a_travel_that_is_no_number_is_named():
     with pytest.raises(ValueError, match="travel_ms=nan"):
         jaxche.ElChe(2, 1, tuner="progress").report_timing([20.0, 50.0], [1, 1], 5.0, travel_ms=math.nan)
+
+
+@pytest.mark.parametrize("tuner", ["steady", "progress", "seed"])
+def test_a_limit_that_binds_is_told(tuner):
+    che = jaxche.ElChe(2, 1, 0.05, max_anchor=10, tuner=tuner)
+    assert che.limit == ""
+    for _ in range(6):
+        wall = [50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]]
+        che = che.report_timing(
+            wall, che.batch_counts, 2000.0, **({"travel_ms": 9000.0} if tuner == "progress" else {})
+        )
+    assert che.anchor == 10
+    wanted = {"steady": "40 s, max_anchor=800", "progress": "2.85 s, max_anchor=57", "seed": ""}[tuner]
+    assert che.limit == (wanted and f"max_anchor=10 limits rounds to 0.5 s; merges of 2 s ask for {wanted}")
+    assert che.with_max_anchor(800).limit == ""
