@@ -9,8 +9,8 @@ Needs root, and iproute2 (``apt install iproute2``); where it cannot run it says
     python scripts/slow_link.py --growth                         # the anchor grows until merges are cheap
 
 One line is one arm: *of free* is the steps done over those that the paces allow, *merge* what a round takes beyond
-its slowest replica, *MB* what a process sent in a merge. ``all-reduce`` is one bare all-reduce of the parameters in
-float32. To add an arm, add a line to ``ARMS``.
+its slowest replica, *hidden* what a merge took beside steps, *MB* what a process sent in a merge. ``all-reduce`` is one
+bare all-reduce of the parameters in float32. To add an arm, add a line to ``ARMS``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Options of jaxche.Trainer.
-ARMS: dict[str, dict[str, Any]] = {"float32": {}}
+ARMS: dict[str, dict[str, Any]] = {"float32": {}, "local": {"opt_state": "local"}, "overlap": {"overlap": 0.5}}
 BARE = "all-reduce"
 # Every other process is slower.
 SLOWER = 1.5
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--links", nargs="+", default=["none", "1gbit/20ms", "100mbit/100ms"], help="rate/round trip")
     parser.add_argument("--arms", nargs="+", choices=[BARE, *ARMS], default=[BARE, *ARMS])
     parser.add_argument("--round-s", type=float, default=2.0, help="length of the steps of a round (default 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="measured, after one more (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured, after two more (default 3)")
     parser.add_argument("--adam", action="store_true", help="instead of SGD")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     parser.add_argument("--growth", action="store_true", help=f"the cadence on a link of {GROWTH_LINK}")
@@ -89,7 +89,7 @@ def main() -> int:
 
 def benchmark(args: argparse.Namespace) -> int:
     """Every arm at every size over every link, one line each."""
-    print("processes millions link          arm          of free  steps ms  merge ms     MB  loss", flush=True)
+    print("processes millions link          arm         of free  steps ms  merge ms hidden ms     MB  loss", flush=True)
     found = []
     for processes in args.processes:
         for link in map(Link.parse, args.links):
@@ -102,9 +102,10 @@ def benchmark(args: argparse.Namespace) -> int:
                 for row in run(link, paces, job):
                     row = {"processes": processes, "millions": millions, "link": str(link)} | row
                     found.append(row)
+                    times = f"{row['steps_ms']:9.0f} {row['merge_ms']:9.0f} {row['hidden_ms']:9.0f}"
                     print(
-                        f"{processes:9d} {millions:8g} {link!s:13s} {row['arm']:12s} {row['of_free']:7.1%} "
-                        f"{row['steps_ms']:9.0f} {row['merge_ms']:9.1f} {row['mb']:6.1f}  {row['loss']:.4f}",
+                        f"{processes:9d} {millions:8g} {link!s:13s} {row['arm']:11s} {row['of_free']:7.1%} {times} "
+                        f"{row['mb']:6.1f}  {row['loss']:.4f}",
                         flush=True,
                     )
     if args.json:
@@ -255,6 +256,8 @@ def worker(folder: Path) -> int:
 
     import jaxche
 
+    # One to train on, and one to merge on while the next steps run.
+    jax.config.update("jax_num_cpu_devices", 2)
     jaxche.initialize(timeout_s=60)
     job = json.loads((folder / "job.json").read_text())
     found = grow(job["growth"]) if "growth" in job else [measure(arm, job) for arm in job["arms"]]
@@ -264,7 +267,7 @@ def worker(folder: Path) -> int:
 
 
 def measure(arm: str, job: dict[str, Any]) -> dict[str, Any]:
-    """One arm: rounds of the same counts, the first of which is not measured."""
+    """One arm: rounds of the same counts, the first two of which are not measured."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -276,7 +279,7 @@ def measure(arm: str, job: dict[str, Any]) -> dict[str, Any]:
     if arm == BARE:
         return measure_bare(size, job["rounds"])
     counts = [max(1, round(job["steps_ms"] / pace)) for pace in paces]
-    xs = np.random.default_rng(0).normal(size=(sum(counts) * (job["rounds"] + 2), 32)).astype(np.float32)
+    xs = np.random.default_rng(0).normal(size=(sum(counts) * (job["rounds"] + 3), 32)).astype(np.float32)
     data = jaxche.Batches(xs, batch_size=1)
     # Next to no arithmetic in a step: the loss is of a small linear map, and most parameters are only merged.
     params = {"map": np.zeros((32, 32), np.float32), "rest": np.zeros(size - 32 * 32, np.float32)}
@@ -285,20 +288,25 @@ def measure(arm: str, job: dict[str, Any]) -> dict[str, Any]:
         return jnp.mean((x @ p["map"] - x) ** 2)
 
     tx = optax.adam(1e-3) if job["adam"] else optax.sgd(0.1)
-    trainer = jaxche.Trainer(loss, tx, **ARMS[arm])
+    trainer = jaxche.Trainer(loss, tx, replicas=jax.devices()[::2], **ARMS[arm])
     state, _ = trainer.round(trainer.init(params), data, counts)
-    before, clock, infos = sent_bytes(), time.perf_counter(), []
+    state, before = state.merged(), sent_bytes()
+    # The first of these rounds has no merge in flight, and its own ends in the next one.
+    state, _ = trainer.round(state, data, counts)
+    clock, infos = time.perf_counter(), []
     for _ in range(job["rounds"]):
         state, info = trainer.round(state, data, counts)
         infos.append(info)
     jax.block_until_ready(state.local_states)
     elapsed_ms = 1e3 * (time.perf_counter() - clock)
+    jax.block_until_ready(trainer.params(state))
     return {
         "arm": arm,
         "of_free": sum(info.batches for info in infos) / (elapsed_ms * sum(1 / pace for pace in paces)),
         "steps_ms": statistics.mean(max(info.wall_ms) for info in infos),
         "merge_ms": statistics.median(info.sync_ms for info in infos),
-        "mb": (sent_bytes() - before) / len(infos) / 1e6,
+        "hidden_ms": statistics.median(info.hidden_ms for info in infos),
+        "mb": (sent_bytes() - before) / (len(infos) + 1) / 1e6,
         "loss": infos[-1].loss,
     }
 
@@ -311,7 +319,7 @@ def measure_bare(size: int, times: int) -> dict[str, Any]:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    mesh = Mesh(np.array(jax.devices()), ("replica",))
+    mesh = Mesh(np.array(jax.devices()[::2]), ("replica",))
     add = jax.shard_map(lambda x: lax.psum(x, "replica"), mesh=mesh, in_specs=P("replica"), out_specs=P(None))
     own = jax.device_put(np.ones((1, size), np.float32), jax.local_devices()[0])
     shape, sharding = (mesh.size, size), NamedSharding(mesh, P("replica"))
@@ -324,7 +332,7 @@ def measure_bare(size: int, times: int) -> dict[str, Any]:
         program(whole).block_until_ready()
         took.append(1e3 * (time.perf_counter() - clock))
     merge_ms, mb = statistics.median(took), (sent_bytes() - before) / times / 1e6
-    return {"arm": BARE, "of_free": 0.0, "steps_ms": 0.0, "merge_ms": merge_ms, "mb": mb, "loss": 0.0}
+    return {"arm": BARE, "of_free": 0.0, "steps_ms": 0.0, "merge_ms": merge_ms, "hidden_ms": 0.0, "mb": mb, "loss": 0.0}
 
 
 def sent_bytes() -> int:
@@ -334,6 +342,7 @@ def sent_bytes() -> int:
 
 def grow(steps: int) -> list[dict[str, Any]]:
     """The rounds of a cadence that starts small: without it merging would take most of the time."""
+    import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
@@ -348,7 +357,7 @@ def grow(steps: int) -> list[dict[str, Any]]:
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - x) ** 2)
 
-    trainer = jaxche.Trainer(loss, optax.sgd(0.1), che=che)
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), che=che, replicas=jax.devices()[::2])
     _, history = trainer.fit(trainer.init(params), data, progress=False)
     names = ("round", "anchor", "counts", "period_ms", "sync_ms", "efficiency")
     return [{name: getattr(info, name) for name in names} for info in history]

@@ -59,6 +59,7 @@ class ElChe(CadenceState):
       travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
       round_ms: the wanted length of a round in ms, with the progress tuner; 0.0 before it is known. It may be shorter
         than a batch of the slowest rank.
+      overlap: the part of a round that runs while the merge of the last one does; the trainer sets it.
 
     Raises:
       ValueError: for an argument out of range; the message names it, its value and what to write.
@@ -145,7 +146,7 @@ class ElChe(CadenceState):
         if not slow or len(self.sync_samples) < 2:
             return ""
         sync_ms = steady.middle(self.sync_samples)
-        wanted_ms = self.round_ms if self.tuner == "progress" else sync_ms / self.overhead_target
+        wanted_ms = self.round_ms if self.tuner == "progress" else sync_ms / (self.overhead_target + self.overlap)
         wanted = math.ceil(wanted_ms / slow - 1e-9)
         if wanted <= self.max_anchor:
             return ""
@@ -215,7 +216,7 @@ class ElChe(CadenceState):
         Args:
           wall_ms: compute time of each rank in ms, [R]; 0 for a rank without a timing, which keeps its estimate.
           actual_batches: batches that each rank ran in that time, [R].
-          sync_ms: what the merge cost in ms; 0 if not known; the anchor is then kept.
+          sync_ms: what the merge took in ms, hidden or not; 0 if not known; the anchor is then kept.
           travel_ms: time in which a replica moves as far as its parameters are long, in ms: the duration of the round
             over :math:`\sqrt{\sum w_i \|\Delta_i\|^2} / \|\bar x\|`; 0 if not known. For the progress tuner.
 
