@@ -211,6 +211,7 @@ def host_row(
         stop,
         accumulated,
         ended,
+        plan.round % 2**23,
         *plan.digest_halves(),
     ]
 
@@ -472,6 +473,7 @@ def advance(
         joined=plan.joined,
         steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
         examples_done=state.examples + int(examples.sum()),
+        merge_bytes=merged.nbytes,
         **merged.scaled._asdict(),
     )
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end

@@ -36,6 +36,7 @@ from jaxche.training._checks import (
     check_untraced,
     check_update,
     check_whole_batches,
+    check_wire,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -105,6 +106,7 @@ class Rounds:
         joined_batches: int | None = None,
         max_rows: int | Sequence[int] | None = None,
         outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
+        wire: str = "float32",
     ):
         check_joined()
         self._group = group = process_group()
@@ -119,6 +121,7 @@ class Rounds:
         check_line_search(tx)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
+        check_wire(wire, average, self.policy, staged)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
@@ -175,6 +178,7 @@ class Rounds:
             host=host,
             readers=Readers(group),
             joins_rows=self.rows == "speed" or self._joined != self.world_size,
+            wire=wire if self.world_size > 1 else "float32",
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -188,6 +192,7 @@ class Rounds:
             "seed": str(seed),
             "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
+            "wire": wire,
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),

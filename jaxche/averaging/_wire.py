@@ -1,0 +1,149 @@
+"""Fewer bytes: float32 vectors as bfloat16, 8-bit or 4-bit codes with one scale per block, and their weighted mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# How the change of the parameters is sent, and the bits of a number; "float32" sends it as it is.
+WIRES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+# Numbers that share a scale. Smaller blocks round less and send more scales: 0.125 bits a number here.
+BLOCK = 128
+_LARGEST = {"int8": 127, "int4": 7}
+_SCALE_BYTES = 2  # a bfloat16
+
+
+def coded_bytes(size: int, wire: str) -> int:
+    """The bytes of the codes and scales of ``size`` numbers."""
+    if wire not in _LARGEST:
+        return size * WIRES[wire] // 8
+    return -(-size // BLOCK) * (BLOCK * WIRES[wire] // 8 + _SCALE_BYTES)
+
+
+def encode(x: jax.Array, wire: str) -> jax.Array:
+    r"""A vector as bytes: codes, then scales.
+
+    .. math:: c_k = \mathrm{round}(x_k / s), \qquad s = \max_{k \in \text{block}} |x_k| / c_{\max}
+
+    with the scale :math:`s` rounded up to bfloat16, so that no code is cut off. ``"bfloat16"`` has no scales, and
+    ``"float32"`` loses nothing. A block that is not finite decodes to NaN.
+
+    Args:
+      x: float32, ``[n]``.
+      wire: one of ``WIRES``.
+
+    Returns:
+      uint8, ``[coded_bytes(n, wire)]``.
+    """
+    if wire not in _LARGEST:
+        return to_bytes(x.astype(wire))
+    largest = _LARGEST[wire]
+    blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
+    scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=1) / largest)
+    wide = scales.astype(jnp.float32)[:, None]
+    codes = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)
+    codes = jnp.clip(jnp.round(codes), -largest, largest).astype(jnp.int8)
+    if wire == "int4":
+        nibbles = lax.bitcast_convert_type(codes, jnp.uint8) & 0xF
+        packed = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
+    else:
+        packed = lax.bitcast_convert_type(codes, jnp.uint8)
+    return jnp.concatenate([packed.ravel(), to_bytes(scales)])
+
+
+def decode(data: jax.Array, size: int, wire: str) -> jax.Array:
+    """The inverse of :func:`encode` up to rounding: float32, ``[size]``. Products of code and scale are exact."""
+    if wire not in _LARGEST:
+        return from_bytes(data, jnp.dtype(wire)).astype(jnp.float32)
+    blocks = -(-size // BLOCK)
+    packed, scales = jnp.split(data, [data.size - blocks * _SCALE_BYTES])
+    packed = packed.reshape(blocks, -1)
+    if wire == "int4":
+        # Shifts of signed bytes restore the sign.
+        signed = [lax.bitcast_convert_type(half, jnp.int8) for half in (packed << 4, packed)]
+        codes = jnp.concatenate([half >> jnp.int8(4) for half in signed], axis=1)
+    else:
+        codes = lax.bitcast_convert_type(packed, jnp.int8)
+    wide = from_bytes(scales, jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
+    return (codes.astype(jnp.float32) * wide[:, None]).ravel()[:size]
+
+
+def _rounded_up(scale: jax.Array) -> jax.Array:
+    """A scale of at least 0 as the next bfloat16; 0 if it is no normal number, NaN if it is not finite."""
+    bits = (lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)) >> 16
+    up = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    up = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, up, jnp.zeros_like(up))
+    return jnp.where(jnp.isfinite(scale), up, jnp.full_like(up, jnp.nan))
+
+
+def to_bytes(x: jax.Array) -> jax.Array:
+    """The bytes of an array, uint8 ``[nbytes]``."""
+    return lax.bitcast_convert_type(x, jnp.uint8).ravel()
+
+
+def from_bytes(data: jax.Array, dtype: Any) -> jax.Array:
+    """The vector of these bytes."""
+    return lax.bitcast_convert_type(data.reshape(-1, jnp.dtype(dtype).itemsize), dtype)
+
+
+def part_size(size: int, replicas: int) -> int:
+    """The numbers of a vector that each replica averages for all: whole blocks."""
+    return -(-size // (replicas * BLOCK)) * BLOCK
+
+
+def is_gathered(replicas: int) -> bool:
+    """Whether each replica gets the codes of all others, which is as many bytes as two exchanges of parts.
+
+    Each replica then receives :math:`n - 1` vectors of codes, and in two exchanges :math:`2 (n - 1) / n`.
+    """
+    return replicas <= 2
+
+
+def mean_of_rows(rows: jax.Array, weights: jax.Array, size: int, wire: str) -> jax.Array:
+    r"""The weighted mean :math:`\sum_r w_r x_r / \sum_r w_r` of coded vectors, summed in the order of the rows.
+
+    A row of weight 0 adds nothing, also where it is not finite.
+    """
+
+    def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        data, weight = row
+        return total + jnp.where(weight != 0, weight * decode(data, size, wire), 0), None
+
+    total, _ = lax.scan(add, jnp.zeros(size, jnp.float32), (rows, weights))
+    return total / weights.sum()
+
+
+def gather(data: jax.Array, numbers: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    """The bytes and the float32 numbers of every replica, ``[R, ...]``, in one all-gather."""
+    rows = lax.all_gather(jnp.concatenate([data, to_bytes(numbers)]), axis_name)
+    return rows[:, : data.size], jax.vmap(lambda row: from_bytes(row, numbers.dtype))(rows[:, data.size :])
+
+
+def exchange_mean(
+    x: jax.Array, weights: jax.Array, part: jax.Array, axis_name: str, wire: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The weighted mean of a vector in two exchanges of codes: each replica averages its part, and sends it to all.
+
+    Args:
+      x: this replica's vector, float32 ``[n]``.
+      weights: ``[R]``, equal on all replicas.
+      part: what this replica has not sent of the means of its part, ``[part_size(n, R)]``.
+      axis_name: the mapped axis of the replicas.
+      wire: one of ``WIRES``.
+
+    Returns:
+      The mean, equal on all replicas; what this replica sent of ``x``; and the next ``part``.
+    """
+    replicas, size = weights.size, part.size
+    rows = jnp.pad(x, (0, replicas * size - x.size)).reshape(replicas, size)
+    data = jax.vmap(lambda row: encode(row, wire))(rows)
+    sent = jax.vmap(lambda row: decode(row, size, wire))(data).ravel()[: x.size]
+    # In a replica's part, from all replicas.
+    received = lax.all_to_all(data, axis_name, split_axis=0, concat_axis=0)
+    part = part + mean_of_rows(received, weights, size, wire)
+    coded = encode(part, wire)
+    means = jax.vmap(lambda row: decode(row, size, wire))(lax.all_gather(coded, axis_name))
+    return means.ravel()[: x.size], sent, part - decode(coded, size, wire)
