@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ def coded_bytes(size: int, wire: str) -> int:
     return -(-size // BLOCK) * (BLOCK * WIRES[wire] // 8 + _SCALE_BYTES)
 
 
-def encode(x: jax.Array, wire: str) -> jax.Array:
+def encode(x: jax.Array, wire: str, rounding: Callable[[jax.Array], jax.Array] = jnp.round) -> jax.Array:
     r"""A vector as bytes: codes, then scales.
 
     .. math:: c_k = \mathrm{round}(x_k / s), \qquad s = \max_{k \in \text{block}} |x_k| / c_{\max}
@@ -34,10 +36,13 @@ def encode(x: jax.Array, wire: str) -> jax.Array:
     Args:
       x: float32, ``[n]``.
       wire: one of ``WIRES``.
+      rounding: ``jnp.round``, or ``jnp.trunc`` towards zero.
 
     Returns:
       uint8, ``[coded_bytes(n, wire)]``.
     """
+    if wire == "bfloat16" and rounding is jnp.trunc:
+        return to_bytes((lax.bitcast_convert_type(x, jnp.uint32) >> 16).astype(jnp.uint16))
     if wire not in _LARGEST:
         return to_bytes(x.astype(wire))
     largest = _LARGEST[wire]
@@ -45,7 +50,7 @@ def encode(x: jax.Array, wire: str) -> jax.Array:
     scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=1) / largest)
     wide = scales.astype(jnp.float32)[:, None]
     codes = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)
-    codes = jnp.clip(jnp.round(codes), -largest, largest).astype(jnp.int8)
+    codes = jnp.clip(rounding(codes), -largest, largest).astype(jnp.int8)
     if wire == "int4":
         nibbles = lax.bitcast_convert_type(codes, jnp.uint8) & 0xF
         packed = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
@@ -116,34 +121,81 @@ def mean_of_rows(rows: jax.Array, weights: jax.Array, size: int, wire: str) -> j
     return total / weights.sum()
 
 
-def gather(data: jax.Array, numbers: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """The bytes and the float32 numbers of every replica, ``[R, ...]``, in one all-gather."""
-    rows = lax.all_gather(jnp.concatenate([data, to_bytes(numbers)]), axis_name)
-    return rows[:, : data.size], jax.vmap(lambda row: from_bytes(row, numbers.dtype))(rows[:, data.size :])
+class Means(NamedTuple):
+    """The weighted means of vectors over the replicas, and what this replica sent of its own vectors."""
+
+    means: list[jax.Array]
+    sent: list[jax.Array]
 
 
-def exchange_mean(
-    x: jax.Array, weights: jax.Array, part: jax.Array, axis_name: str, wire: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The weighted mean of a vector in two exchanges of codes: each replica averages its part, and sends it to all.
+def gather_means(
+    vectors: Sequence[jax.Array], exact: jax.Array, weight: jax.Array, axis_name: str, wire: str
+) -> tuple[Means, jax.Array]:
+    """Weighted means of coded vectors, and exact sums, in one all-gather: every replica decodes all codes.
 
     Args:
-      x: this replica's vector, float32 ``[n]``.
+      vectors: this replica's vectors, float32; each is rounded as :func:`encode_all` does.
+      exact: float32 ``[m]``, summed over the replicas as it is.
+      weight: this replica's weight, a scalar.
+      axis_name: the mapped axis of the replicas.
+      wire: one of ``WIRES``.
+    """
+    sizes, data = [x.size for x in vectors], encode_all(vectors, wire)
+    rows = lax.all_gather(jnp.concatenate([data, to_bytes(jnp.append(exact, weight))]), axis_name)
+    numbers = jax.vmap(lambda row: from_bytes(row, exact.dtype))(rows[:, data.size :])
+    found = _split(rows[:, : data.size], sizes, wire)
+    means = [mean_of_rows(part, numbers[:, -1], size, wire) for part, size in zip(found, sizes, strict=True)]
+    return Means(means, decode_all(data, sizes, wire)), numbers[:, :-1].sum(0)
+
+
+def exchange_means(
+    vectors: Sequence[jax.Array], weights: jax.Array, part: jax.Array, axis_name: str, wire: str
+) -> tuple[Means, jax.Array]:
+    """Weighted means of coded vectors in two exchanges: each replica averages its part, and sends that mean to all.
+
+    Args:
+      vectors: this replica's vectors, float32; each is rounded as :func:`encode_all` does.
       weights: ``[R]``, equal on all replicas.
-      part: what this replica has not sent of the means of its part, ``[part_size(n, R)]``.
+      part: what this replica has not sent of its means of the first vector, ``[part_size(vectors[0].size, R)]``.
       axis_name: the mapped axis of the replicas.
       wire: one of ``WIRES``.
 
     Returns:
-      The mean, equal on all replicas; what this replica sent of ``x``; and the next ``part``.
+      The means, and the next ``part``.
     """
-    replicas, size = weights.size, part.size
-    rows = jnp.pad(x, (0, replicas * size - x.size)).reshape(replicas, size)
-    data = jax.vmap(lambda row: encode(row, wire))(rows)
-    sent = jax.vmap(lambda row: decode(row, size, wire))(data).ravel()[: x.size]
-    # In a replica's part, from all replicas.
-    received = lax.all_to_all(data, axis_name, split_axis=0, concat_axis=0)
-    part = part + mean_of_rows(received, weights, size, wire)
-    coded = encode(part, wire)
-    means = jax.vmap(lambda row: decode(row, size, wire))(lax.all_gather(coded, axis_name))
-    return means.ravel()[: x.size], sent, part - decode(coded, size, wire)
+    replicas = weights.size
+    sizes = [part_size(x.size, replicas) for x in vectors]
+    padded = [jnp.pad(x, (0, replicas * size - x.size)) for x, size in zip(vectors, sizes, strict=True)]
+    rows = [x.reshape(replicas, -1) for x in padded]
+    data = jax.vmap(lambda *parts: encode_all(parts, wire))(*rows)
+    received = _split(lax.all_to_all(data, axis_name, split_axis=0, concat_axis=0), sizes, wire)
+    first, *others = (mean_of_rows(one, weights, size, wire) for one, size in zip(received, sizes, strict=True))
+    due = first + part
+    # To the nearest codes: means of codes would lose a whole one.
+    own = jnp.concatenate([encode(x, wire) for x in (due, *others)])
+    means = lax.all_gather(own, axis_name)
+
+    def whole(rows: jax.Array) -> list[jax.Array]:
+        found = jax.vmap(lambda row: tuple(decode_all(row, sizes, wire)))(rows)
+        return [one.ravel()[: x.size] for one, x in zip(found, vectors, strict=True)]
+
+    return Means(whole(means), whole(data)), due - decode_all(own, sizes, wire)[0]
+
+
+def encode_all(vectors: Sequence[jax.Array], wire: str) -> jax.Array:
+    """Vectors as bytes, one after the other: the first rounded to the nearest codes, the others towards zero.
+
+    A vector of numbers of at least 0 minus its codes, rounded towards zero, is at least 0 again.
+    """
+    return jnp.concatenate([encode(x, wire, jnp.trunc if i else jnp.round) for i, x in enumerate(vectors)])
+
+
+def decode_all(data: jax.Array, sizes: Sequence[int], wire: str) -> list[jax.Array]:
+    """The inverse of :func:`encode_all` up to rounding."""
+    return [decode(part, size, wire) for part, size in zip(_split(data, sizes, wire), sizes, strict=True)]
+
+
+def _split(data: jax.Array, sizes: Sequence[int], wire: str) -> list[jax.Array]:
+    """The bytes of each vector, along the last axis."""
+    ends = itertools.accumulate(coded_bytes(size, wire) for size in sizes)
+    return jnp.split(data, list(ends)[:-1], axis=-1)

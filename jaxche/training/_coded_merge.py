@@ -1,8 +1,10 @@
-"""The sums of a merge with few bytes: coded changes of the parameters, and a part of the optimizer's moments."""
+"""The sums of a merge with few bytes: coded changes of the parameters and moments of the optimizer."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +13,9 @@ import numpy as np
 from jax import lax
 
 from jaxche.averaging import (
-    decode,
-    encode,
-    exchange_mean,
-    gather,
+    exchange_means,
+    gather_means,
     is_gathered,
-    mean_of_rows,
     part_size,
     psum_buckets,
     sum_dtype,
@@ -24,11 +23,6 @@ from jaxche.averaging import (
 )
 from jaxche.training._placement import Placement
 from jaxche.training._replica_mesh import AXIS
-
-# Each number of a large array of moments is averaged at every eighth merge, so that moments add few bytes.
-TURNS = 8
-# Smaller arrays, such as a single learning rate, are averaged at every merge.
-_SMALL = 1024
 
 
 class Residual(NamedTuple):
@@ -67,90 +61,80 @@ def fitted(residual: Residual | None, replicas: int, placement: Placement) -> Re
 
 
 class CodedSums(NamedTuple):
-    """The result of :func:`coded_sums` on a device; all but ``residual`` and ``opt_state`` is equal on all replicas."""
+    """The result of :func:`coded_sums` on a device; ``mean`` and ``totals`` are equal on all replicas."""
 
     mean: Any  # of the changes
     residual: Residual
-    opt_state: dict[int, Any]  # with the moments whose turn it is merged
+    moments: dict[int, Any]
     totals: Any  # of the payload
 
 
 def coded_sums(
-    delta: Any, residual: Residual, opt_state: dict[int, Any], payload: Any, weight: Any, turn: Any, wire: str
+    delta: Any, residual: Residual, moments: dict[int, Any], payload: Any, weight: Any, wire: str
 ) -> CodedSums:
-    r"""Sums over the replicas, on each device over its own shards.
+    r"""Sums over the replicas, on each device over its own shards, with codes :math:`Q` of changes and moments.
 
     .. math:: e \leftarrow e + \Delta, \qquad \bar\Delta = \sum_r w_r Q(e_r) / \sum_r w_r, \qquad e \leftarrow e - Q(e)
 
-    A replica of weight 0 sends nothing, and its residual stays. ``payload`` is summed as it is.
+    .. math:: m \leftarrow m - Q(m) + \sum_r w_r Q(m_r) / \sum_r w_r
+
+    A replica of weight 0 sends no change, and its residual stays. Complex arrays, moments of one number and ``payload``
+    are summed as they are.
     """
-    takes_part, replicas = weight != 0, lax.axis_size(AXIS)
-    leaves, treedef = jax.tree.flatten(delta)
-    unsent, coded = jax.tree.leaves(residual.own), [i for i, x in enumerate(leaves) if _is_real(x)]
-    due = [jnp.where(takes_part, leaves[i] + unsent[i], 0) for i in coded]
-    vector = jnp.concatenate([x.ravel().astype(jnp.float32) for x in due] or [jnp.zeros(0, jnp.float32)])
+    changes, treedef = jax.tree.flatten(delta)
+    unsent, takes_part = jax.tree.leaves(residual.own), weight != 0
+    coded = [i for i, x in enumerate(changes) if _is_real(x)]
+    coded_moments = [i for i, x in moments.items() if _is_real(x) and x.size > 1]
+    due = [changes[i] + unsent[i] for i in coded]
+    vectors = [_vector(due), _vector([moments[i] for i in coded_moments])]
     exact = {
         "payload": payload,
-        "weights": jnp.zeros(replicas, jnp.float32).at[lax.axis_index(AXIS)].set(weight),
-        "complex": weighted({i: x for i, x in enumerate(leaves) if i not in coded}, weight),
-        "moments": weighted({i: _slice(x, turn) for i, x in opt_state.items()}, weight),
+        "weight": weight,
+        "changes": weighted({i: x for i, x in enumerate(changes) if i not in coded}, weight),
+        "moments": weighted({i: x for i, x in moments.items() if i not in coded_moments}, weight),
     }
-    part = residual.part
-    if part is None:
-        data = encode(vector, wire)
-        rows, total = _gather(data, exact)
-        mean, sent = mean_of_rows(rows, total["weights"], vector.size, wire), decode(data, vector.size, wire)
+    if residual.part is None:
+        leaves, structure = jax.tree.flatten(exact)
+        floats = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]
+        rest = psum_buckets({i: x for i, x in enumerate(leaves) if i not in floats}, AXIS)
+        found, sums = gather_means(vectors, _vector([leaves[i] for i in floats]), weight, AXIS, wire)
+        rest |= zip(floats, _split(sums, [leaves[i] for i in floats]), strict=True)
+        total, part = jax.tree.unflatten(structure, [rest[i] for i in range(len(leaves))]), None
     else:
+        exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)
         total = psum_buckets(exact, AXIS)
-        mean, sent, part = exchange_mean(vector, total["weights"], part, AXIS, wire)
-    weights = total["weights"].sum()
-    for i, x in total["complex"].items():
-        leaves[i] = x / weights.astype(x.dtype)
-    ends = [0]
-    for i, x in zip(coded, due, strict=True):
-        ends = [ends[-1], ends[-1] + x.size]
-        found, left = (v[slice(*ends)].reshape(x.shape).astype(x.dtype) for v in (mean, sent))
-        leaves[i], unsent[i] = found, jnp.where(takes_part, x - left, unsent[i])
-    merged = {i: _with_slice(x, total["moments"][i] / weights, turn) for i, x in opt_state.items()}
+        found, part = exchange_means(vectors, total["weights"], residual.part, AXIS, wire)
+    means, sent = (
+        [_split(x, like) for x, like in zip(part_of, (due, [moments[i] for i in coded_moments]), strict=True)]
+        for part_of in found
+    )
+    for i, x, mean, own in zip(coded, due, means[0], sent[0], strict=True):
+        changes[i], unsent[i] = mean, jnp.where(takes_part, x - own, unsent[i])
+    for i, s in total["changes"].items():
+        changes[i] = s / total["weight"].astype(s.dtype)
+    merged = {i: s / total["weight"].astype(s.dtype) for i, s in total["moments"].items()}
+    for i, mean, own in zip(coded_moments, means[1], sent[1], strict=True):
+        x = moments[i].astype(mean.dtype)
+        # The moments of a replica that takes no part may be of any numbers.
+        merged[i] = jnp.where(takes_part | jnp.isfinite(x), x - own, 0) + mean
     residual = Residual(jax.tree.unflatten(treedef, unsent), part)
-    return CodedSums(jax.tree.unflatten(treedef, leaves), residual, merged, total["payload"])
-
-
-def _gather(data: Any, exact: Any) -> tuple[Any, Any]:
-    """The codes of all replicas, and the sums of a tree; float32 arrays travel with the codes."""
-    leaves, treedef = jax.tree.flatten(exact)
-    places = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]
-    rows, numbers = gather(data, jnp.concatenate([leaves[i].ravel() for i in places]), AXIS)
-    rest = psum_buckets({i: x for i, x in enumerate(leaves) if i not in places}, AXIS)
-    sums, offset = numbers.sum(0), 0
-    for i in places:
-        rest[i] = sums[offset : offset + leaves[i].size].reshape(leaves[i].shape)
-        offset += leaves[i].size
-    return rows, jax.tree.unflatten(treedef, [rest[i] for i in range(len(leaves))])
+    return CodedSums(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
 
 
 def _is_real(x: Any) -> bool:
     return not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
-def _slice(x: Any, turn: Any) -> Any:
-    """The part of an array whose turn it is; all of a small one."""
-    size = _slice_size(x)
-    return x if size == x.size else lax.dynamic_slice(x.ravel(), (_start(turn, size),), (size,))
+def _vector(arrays: Sequence[Any]) -> Any:
+    """The numbers of all arrays as float32."""
+    return jnp.concatenate([jnp.zeros(0, jnp.float32), *(x.ravel().astype(jnp.float32) for x in arrays)])
 
 
-def _with_slice(x: Any, part: Any, turn: Any) -> Any:
-    part, size = part.astype(x.dtype), _slice_size(x)
-    return part if size == x.size else lax.dynamic_update_slice(x.ravel(), part, (_start(turn, size),)).reshape(x.shape)
-
-
-def _slice_size(x: Any) -> int:
-    return x.size if x.size < _SMALL or TURNS == 1 else math.ceil(x.size / TURNS)
-
-
-def _start(turn: Any, size: int) -> Any:
-    # The last one is moved back to the end of the array.
-    return (turn % TURNS).astype(jnp.int32) * size
+def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
+    """The inverse of :func:`_vector`, in the dtypes in which arrays are summed."""
+    ends = list(itertools.accumulate(x.size for x in like))
+    parts = jnp.split(vector, ends[:-1]) if like else []
+    return [part.reshape(x.shape).astype(sum_dtype(x.dtype)) for part, x in zip(parts, like, strict=True)]
 
 
 def sent_bytes(program: Any) -> int:

@@ -205,10 +205,15 @@ class Engine:
         """The bytes of the arrays that each replica adds to a merge."""
         return 0 if self.world_size == 1 else nbytes(self._shapes)
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that each replica sends in a merge, once it is compiled."""
+        return self._merge.nbytes if self.world_size > 1 and self._merge is not None else 0
+
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        # With few bytes only a part of the moments is merged.
+        # What the rounding of moments leaves stays with their replica.
         coded = self._settings.wire != "float32" and self._settings.opt_state == "average"
         alike = self._settings.average == "gradients" or (self._settings.opt_state != "local" and not coded)
         own = ("model_state", "residual") if alike else ("model_state", "opt_state", "residual")

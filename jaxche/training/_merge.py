@@ -34,8 +34,7 @@ from jaxche.training._schedule_counts import advance_by_batches, are_schedules, 
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
-# ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23); ``round`` is
-# modulo 2**23 too.
+# ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
 HOST_COLUMNS = (
     "count",
     "batches",
@@ -45,7 +44,6 @@ HOST_COLUMNS = (
     "stop",
     "accumulated",
     "ended",
-    "round",
     "plan_high",
     "plan_low",
 )
@@ -128,18 +126,18 @@ class MergeProgram:
         return sum_shards(payload)
 
     def _coded_sums(
-        self, delta: Any, residual: Residual, opt_state: dict[int, Any], payload: Any, host: Any, weight: Any
+        self, delta: Any, residual: Residual, moments: dict[int, Any], payload: Any, weight: Any
     ) -> CodedSums:
         """The sums with coded changes, on each device over its own shards."""
-        arguments = (delta, residual, opt_state, payload, weight, host[0, 0, HOST_COLUMNS.index("round")])
+        arguments = (delta, residual, moments, payload, weight)
         sums = functools.partial(coded_sums, wire=self._wire)
         if not self._replica_mesh.inner:
             return sums(*arguments)
         leaf_specs = jax.tree.leaves(self._specs["opt_state"], is_leaf=lambda x: isinstance(x, P))
-        opt_specs, own = {i: leaf_specs[i] for i in opt_state}, Residual(self._specs["delta"])
+        opt_specs, own = {i: leaf_specs[i] for i in moments}, Residual(self._specs["delta"])
         sum_shards = jax.shard_map(
             sums,
-            in_specs=(self._specs["delta"], own, opt_specs, P(), P(), P()),
+            in_specs=(self._specs["delta"], own, opt_specs, P(), P()),
             out_specs=CodedSums(self._specs["delta"], own, opt_specs, P()),
             axis_names=set(self._replica_mesh.inner),
             check_vma=False,
@@ -186,7 +184,7 @@ class MergeProgram:
         }[self._rule]
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
         statistics, finish = self._statistics(end, examples)
-        opt_state: dict[int, Any] = {}
+        moments: dict[int, Any] = {}
         payload = {
             "weight": weight,
             "squares": weighted(_square_norm(delta), weight),
@@ -202,7 +200,7 @@ class MergeProgram:
         if self._opt_mode == "average":
             opt_leaves, opt_def = jax.tree.flatten(drop_replica_axis(end["opt_state"]))
             floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
-            opt_state = {i: opt_leaves[i] for i in floats}
+            moments = {i: opt_leaves[i] for i in floats}
         if self._scaling is not None:
             noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
             opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
@@ -213,13 +211,13 @@ class MergeProgram:
         if self._wire == "float32":
             payload["delta"] = weighted(delta, weight)
             if self._opt_mode == "average":
-                payload["opt_state"] = weighted(opt_state, weight)
+                payload["opt_state"] = weighted(moments, weight)
             total = self._sum(payload)
             mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
-            opt_state = {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}
+            moments = {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}
         else:
             residual = drop_replica_axis(start["residual"])
-            mean, residual, opt_state, total = self._coded_sums(delta, residual, opt_state, payload, host, weight)
+            mean, residual, moments, total = self._coded_sums(delta, residual, moments, payload, weight)
             merged["residual"] = add_replica_axis(residual)
         # The steps that were taken: fewer than planned if a replica reached its time limit.
         counts = total["table"][:, 0, _COUNT]
@@ -233,8 +231,8 @@ class MergeProgram:
         merged |= {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
         merged["model_state"] = add_replica_axis(finish(total["statistics"], total["examples"]))
         if self._opt_mode == "average":
-            for i, mean_of_moments in opt_state.items():
-                opt_leaves[i] = mean_of_moments.astype(opt_leaves[i].dtype)
+            for i, moment in moments.items():
+                opt_leaves[i] = moment.astype(opt_leaves[i].dtype)
             merged["opt_state"] = add_replica_axis(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
             fresh = self._tx.init(params)
@@ -369,7 +367,8 @@ class Merge:
     """
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
-        self._replica_mesh, self._compiled, self._nbytes = replica_mesh, False, None
+        self._replica_mesh, self._compiled = replica_mesh, False
+        self.nbytes = 0  # that each replica sends, once traced
         program = MergeProgram(replica_mesh, rules, local)
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
         # Optimizer states that stay with their replica are no input of the global program.
@@ -421,8 +420,8 @@ class Merge:
             self._program.lower(*arguments).compile()
             self._replica_mesh.group.barrier()
             self._compiled = True
-        if self._nbytes is None:
-            self._nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
+        if not self.nbytes:
+            self.nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
         with self._replica_mesh.group.collective():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
@@ -437,7 +436,7 @@ class Merge:
             squares=(report.mean_of_squares, report.mean_delta_sq, report.mean_params_sq),
             finite=report.finite == 1,
             accumulated=int(report.accumulated),
-            nbytes=self._nbytes,
+            nbytes=self.nbytes,
         )
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:

@@ -227,7 +227,7 @@ class ShardedPlacement:
         if name == "grads":
             return self._decided.grads_specs
         if name == "residual":
-            return tree._replace(own=self._decided.grads_specs)
+            return tree and tree._replace(own=self._decided.grads_specs)
         if name in _WHOLE:
             return P()
         # Optimizer states and other trees with the shapes of the parameters.

@@ -211,7 +211,6 @@ def host_row(
         stop,
         accumulated,
         ended,
-        plan.round % 2**23,
         *plan.digest_halves(),
     ]
 

@@ -21,7 +21,7 @@ from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
+from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of, show_bytes
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
@@ -139,7 +139,7 @@ class Rounds:
             che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
         else:
             average = "parameters"  # a plain training loop: one update per batch
-        self.average, self.merge, self.scaling = average, merge, scaling
+        self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
         self._tx, self._che = tx, che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
@@ -219,6 +219,7 @@ class Rounds:
             if self.policy is not ApplyPolicy.AUTO:
                 rules.append(f"average={self.average!r}")
                 rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
+            rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
@@ -403,6 +404,8 @@ class Rounds:
             policy += f": {self._joined} batches in a round"
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
+        if sent := self._engine.sent_bytes:
+            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
         return policy
 
     @property

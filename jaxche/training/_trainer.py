@@ -92,8 +92,8 @@ class Trainer(Rounds):
         as logits, on the host. Then ``loss_fn`` may return ``(loss, outputs)`` with arrays of any shape, or a dict, of
         which the scalars are metrics. All processes give this argument.
       wire: how a merge sends the change of the parameters: ``"float32"``, or for slow links ``"bfloat16"``, ``"int8"``
-        or ``"int4"``, with one scale for each 128 numbers. A later merge sends what rounding left. Of large arrays of
-        the optimizer's state, each merge then averages an eighth in turn. See ``docs/slow_links.md``.
+        or ``"int4"``, with one scale for each 128 numbers. A later merge sends what rounding left of the parameters; of
+        the moments of the optimizer, it stays with the replica. See ``docs/slow_links.md``.
 
     Notes:
       **Schedules.** On one device a schedule in ``tx`` is a function of the number of updates, one per batch. Here it
