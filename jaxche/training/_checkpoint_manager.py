@@ -290,7 +290,7 @@ class CheckpointReader:
             return None
         if "residual" not in wanted and any(map(_is_residual, meta["leaves"])):
             text = (
-                "checkpoint %s is of %s replicas with a wire, and here are others: what they had not sent is left out"
+                "checkpoint %s has what the merges of %s replicas had not sent; here it is left out and starts at zero"
             )
             _log.warning(text, step, meta["rows"]["residual"])
         # From here on processes run collectives.

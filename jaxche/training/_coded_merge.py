@@ -86,7 +86,10 @@ def coded_sums(
     coded = [i for i, x in enumerate(changes) if _is_real(x)]
     coded_moments = [i for i, x in moments.items() if _is_real(x) and x.size > 1]
     due = [changes[i] + unsent[i] for i in coded]
-    vectors = [_vector(due), _vector([moments[i] for i in coded_moments])]
+    # The moments of a replica that takes no part may be of any numbers.
+    kept = [jnp.where(takes_part | jnp.isfinite(moments[i]), moments[i], 0) for i in coded_moments]
+    kept = [x.astype(sum_dtype(x.dtype)) for x in kept]
+    vectors = [_vector(due), _vector(kept)]
     exact = {
         "payload": payload,
         "weight": weight,
@@ -104,19 +107,14 @@ def coded_sums(
         exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)
         total = psum_buckets(exact, AXIS)
         found, part = exchange_means(vectors, total["weights"], residual.part, AXIS, wire)
-    means, sent = (
-        [_split(x, like) for x, like in zip(part_of, (due, [moments[i] for i in coded_moments]), strict=True)]
-        for part_of in found
-    )
+    means, sent = ([_split(x, like) for x, like in zip(one, (due, kept), strict=True)] for one in found)
     for i, x, mean, own in zip(coded, due, means[0], sent[0], strict=True):
         changes[i], unsent[i] = mean, jnp.where(takes_part, x - own, unsent[i])
     for i, s in total["changes"].items():
         changes[i] = s / total["weight"].astype(s.dtype)
     merged = {i: s / total["weight"].astype(s.dtype) for i, s in total["moments"].items()}
-    for i, mean, own in zip(coded_moments, means[1], sent[1], strict=True):
-        x = moments[i].astype(mean.dtype)
-        # The moments of a replica that takes no part may be of any numbers.
-        merged[i] = jnp.where(takes_part | jnp.isfinite(x), x - own, 0) + mean
+    for i, x, mean, own in zip(coded_moments, kept, means[1], sent[1], strict=True):
+        merged[i] = x - own + mean
     residual = Residual(jax.tree.unflatten(treedef, unsent), part)
     return CodedSums(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
 

@@ -263,9 +263,10 @@ class Engine:
                 "trainer's own: state = trainer.init(params)"
             )
         if (local.residual is None) != (self._settings.wire == "float32"):
+            other = "one of few bytes" if self._settings.wire == "float32" else "'float32'"
             raise ValueError(
-                f"state is of a trainer with {'wire=float32' if local.residual is None else 'another wire'}, and this one "
-                f"has wire={self._settings.wire!r}; start from its own: state = trainer.init(other.params(state))"
+                f"state is of a trainer whose wire is {other}, and this one has wire={self._settings.wire!r}; start from "
+                "its own: state = trainer.init(other.params(state))"
             )
         params, opt_state = without_replica_axis((local.params, local.opt_state))
         check_state_of_tx(self._tx, params, opt_state)
