@@ -47,7 +47,11 @@ def main() -> None:
     for name in args.wires:
         wire, _, opt_state = name.partition("/")
         trainer = jaxche.Trainer(
-            task.loss_fn, tx, wire=wire, opt_state=opt_state or "auto", fleet=jaxche.VirtualFleet(speeds, args.sync_ms)
+            task.loss_fn,
+            tx,
+            wire=wire,
+            opt_state=opt_state or "auto",
+            fleet=jaxche.VirtualFleet(speeds, sync_ms=args.sync_ms),
         )
         losses, rounds, sent = [], [], 0
         for seed in args.seeds:

@@ -30,27 +30,31 @@ def encode(x: jax.Array, wire: str, rounding: Callable[[jax.Array], jax.Array] =
 
     .. math:: c_k = \mathrm{round}(x_k / s), \qquad s = \max_{k \in \text{block}} |x_k| / c_{\max}
 
-    with the scale :math:`s` rounded up to bfloat16, so that no code is cut off. ``"bfloat16"`` has no scales, and
-    ``"float32"`` loses nothing. A block that is not finite decodes to NaN.
+    with the scale :math:`s` in bfloat16. ``"bfloat16"`` has no scales, and ``"float32"`` loses nothing. A block that is not
+    finite decodes to NaN.
 
     Args:
       x: float32, ``[n]``.
       wire: one of ``WIRES``.
-      rounding: ``jnp.round``, or ``jnp.trunc`` towards zero.
+      rounding: ``jnp.round``, or ``jnp.trunc``, with which no number grows.
 
     Returns:
       uint8, ``[coded_bytes(n, wire)]``.
     """
-    if wire == "bfloat16" and rounding is jnp.trunc:
-        return to_bytes((lax.bitcast_convert_type(x, jnp.uint32) >> 16).astype(jnp.uint16))
-    if wire not in _LARGEST:
-        return to_bytes(x.astype(wire))
+    if wire == "float32":
+        return to_bytes(x)
+    if wire == "bfloat16":
+        return to_bytes(_bfloat16(x, rounding))
     largest = _LARGEST[wire]
     blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-    scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=1) / largest)
+    exact = jnp.max(jnp.abs(blocks), axis=1) / largest
+    scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, _bfloat16(exact, rounding), 0)
+    scales = jnp.where(jnp.isfinite(exact), scales, jnp.nan).astype(jnp.bfloat16)
     wide = scales.astype(jnp.float32)[:, None]
-    codes = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)
-    codes = jnp.clip(rounding(codes), -largest, largest).astype(jnp.int8)
+    codes = jnp.clip(rounding(jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)), -largest, largest)
+    if rounding is jnp.trunc:  # the quotient may have been rounded up
+        codes = jnp.where(jnp.abs(codes) * wide > jnp.abs(blocks), codes - jnp.sign(codes), codes)
+    codes = codes.astype(jnp.int8)
     if wire == "int4":
         nibbles = lax.bitcast_convert_type(codes, jnp.uint8) & 0xF
         packed = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
@@ -65,7 +69,7 @@ def decode(data: jax.Array, size: int, wire: str) -> jax.Array:
         return from_bytes(data, jnp.dtype(wire)).astype(jnp.float32)
     blocks = -(-size // BLOCK)
     packed, scales = jnp.split(data, [data.size - blocks * _SCALE_BYTES])
-    packed = packed.reshape(blocks, -1)
+    packed = packed.reshape(blocks, BLOCK * WIRES[wire] // 8)
     if wire == "int4":
         # Shifts of signed bytes restore the sign.
         signed = [lax.bitcast_convert_type(half, jnp.int8) for half in (packed << 4, packed)]
@@ -76,12 +80,11 @@ def decode(data: jax.Array, size: int, wire: str) -> jax.Array:
     return (codes.astype(jnp.float32) * wide[:, None]).ravel()[:size]
 
 
-def _rounded_up(scale: jax.Array) -> jax.Array:
-    """A scale of at least 0 as the next bfloat16; 0 if it is no normal number, NaN if it is not finite."""
-    bits = (lax.bitcast_convert_type(scale, jnp.uint32) + jnp.uint32(0xFFFF)) >> 16
-    up = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
-    up = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, up, jnp.zeros_like(up))
-    return jnp.where(jnp.isfinite(scale), up, jnp.full_like(up, jnp.nan))
+def _bfloat16(x: jax.Array, rounding: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    if rounding is not jnp.trunc:
+        return x.astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) >> 16
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
 def to_bytes(x: jax.Array) -> jax.Array:

@@ -265,7 +265,7 @@ class Engine:
         if (local.residual is None) != (self._settings.wire == "float32"):
             other = "one of few bytes" if self._settings.wire == "float32" else "'float32'"
             raise ValueError(
-                f"state is of a trainer whose wire is {other}, and this one has wire={self._settings.wire!r}; start from "
+                f"state is of a trainer whose wire is {other}, and here wire={self._settings.wire!r}; start from "
                 "its own: state = trainer.init(other.params(state))"
             )
         params, opt_state = without_replica_axis((local.params, local.opt_state))
