@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,9 @@ WIRES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 BLOCK = 128
 _LARGEST = {"int8": 127, "int4": 7}
 _SCALE_BYTES = 2  # a bfloat16
+# A scale with this bit is the lowest of the floats in a block without negative numbers; these have lost so many bits.
+_IS_FLOATS = 0x8000
+_CUT_BITS = {"int8": 20, "int4": 24}
 
 
 def coded_bytes(size: int, wire: str) -> int:
@@ -25,18 +28,22 @@ def coded_bytes(size: int, wire: str) -> int:
     return -(-size // BLOCK) * (BLOCK * WIRES[wire] // 8 + _SCALE_BYTES)
 
 
-def encode(x: jax.Array, wire: str, rounding: Callable[[jax.Array], jax.Array] = jnp.round) -> jax.Array:
+def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
     r"""A vector as bytes: codes, then scales.
 
     .. math:: c_k = \mathrm{round}(x_k / s), \qquad s = \max_{k \in \text{block}} |x_k| / c_{\max}
 
-    with the scale :math:`s` in bfloat16. ``"bfloat16"`` has no scales, and ``"float32"`` loses nothing. A block that is not
-    finite decodes to NaN.
+    with the scale :math:`s` in bfloat16. ``"bfloat16"`` has no scales, and ``"float32"`` loses nothing. A block that is
+    not finite decodes to NaN.
+
+    With ``cut`` no number grows: codes are rounded towards zero. Then a block without negative numbers, such as second
+    moments, which range over many magnitudes, is cut to floats of 4 or 8 bits: powers of 4 down to :math:`4^{-14}` of
+    the largest, or 3 bits after the leading one down to :math:`2^{-31}`.
 
     Args:
       x: float32, ``[n]``.
       wire: one of ``WIRES``.
-      rounding: ``jnp.round``, or ``jnp.trunc``, with which no number grows.
+      cut: whether to round towards zero.
 
     Returns:
       uint8, ``[coded_bytes(n, wire)]``.
@@ -44,23 +51,31 @@ def encode(x: jax.Array, wire: str, rounding: Callable[[jax.Array], jax.Array] =
     if wire == "float32":
         return to_bytes(x)
     if wire == "bfloat16":
-        return to_bytes(_bfloat16(x, rounding))
+        return to_bytes(_cut_bits(x, 16).astype(jnp.uint16) if cut else x.astype(jnp.bfloat16))
     largest = _LARGEST[wire]
     blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     exact = jnp.max(jnp.abs(blocks), axis=1) / largest
-    scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, _bfloat16(exact, rounding), 0)
+    scales = lax.bitcast_convert_type(_cut_bits(exact, 16) << 16, jnp.float32) if cut else exact
+    scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, scales, 0)
     scales = jnp.where(jnp.isfinite(exact), scales, jnp.nan).astype(jnp.bfloat16)
     wide = scales.astype(jnp.float32)[:, None]
-    codes = jnp.clip(rounding(jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)), -largest, largest)
-    if rounding is jnp.trunc:  # the quotient may have been rounded up
+    ratios = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)
+    codes = jnp.clip(jnp.trunc(ratios) if cut else jnp.round(ratios), -largest, largest)
+    if cut:  # the quotient may have been rounded up
         codes = jnp.where(jnp.abs(codes) * wide > jnp.abs(blocks), codes - jnp.sign(codes), codes)
-    codes = codes.astype(jnp.int8)
+    codes = lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)
+    scales = lax.bitcast_convert_type(scales, jnp.uint16)
+    if cut:
+        bits = _cut_bits(blocks, _CUT_BITS[wire])
+        lowest = jnp.maximum(jnp.max(bits, axis=1), 2 * largest + 1) - (2 * largest + 1)
+        floats = jnp.maximum(bits, lowest[:, None]) - lowest[:, None]
+        positive = jnp.all((blocks >= 0) & jnp.isfinite(blocks), axis=1)
+        codes = jnp.where(positive[:, None], floats.astype(jnp.uint8), codes)
+        scales = jnp.where(positive, lowest.astype(jnp.uint16) | jnp.uint16(_IS_FLOATS), scales)
     if wire == "int4":
-        nibbles = lax.bitcast_convert_type(codes, jnp.uint8) & 0xF
-        packed = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
-    else:
-        packed = lax.bitcast_convert_type(codes, jnp.uint8)
-    return jnp.concatenate([packed.ravel(), to_bytes(scales)])
+        codes = codes & 0xF
+        codes = codes[:, : BLOCK // 2] | codes[:, BLOCK // 2 :] << 4
+    return jnp.concatenate([codes.ravel(), to_bytes(scales)])
 
 
 def decode(data: jax.Array, size: int, wire: str) -> jax.Array:
@@ -69,22 +84,23 @@ def decode(data: jax.Array, size: int, wire: str) -> jax.Array:
         return from_bytes(data, jnp.dtype(wire)).astype(jnp.float32)
     blocks = -(-size // BLOCK)
     packed, scales = jnp.split(data, [data.size - blocks * _SCALE_BYTES])
-    packed = packed.reshape(blocks, BLOCK * WIRES[wire] // 8)
+    codes = packed.reshape(blocks, BLOCK * WIRES[wire] // 8)
     if wire == "int4":
-        # Shifts of signed bytes restore the sign.
-        signed = [lax.bitcast_convert_type(half, jnp.int8) for half in (packed << 4, packed)]
-        codes = jnp.concatenate([half >> jnp.int8(4) for half in signed], axis=1)
-    else:
-        codes = lax.bitcast_convert_type(packed, jnp.int8)
-    wide = from_bytes(scales, jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
-    return (codes.astype(jnp.float32) * wide[:, None]).ravel()[:size]
+        codes = jnp.concatenate([codes << 4, codes & 0xF0], axis=1)
+    # The shift of signed bytes restores the sign.
+    spare = 8 - WIRES[wire]
+    numbers = (lax.bitcast_convert_type(codes, jnp.int8) >> jnp.int8(spare)).astype(jnp.float32)
+    scales = from_bytes(scales, jnp.dtype(jnp.uint16))[:, None]
+    numbers = numbers * lax.bitcast_convert_type(scales, jnp.bfloat16).astype(jnp.float32)
+    floats = (codes >> spare).astype(jnp.uint32)
+    bits = (floats + (scales & 0x7FFF).astype(jnp.uint32)) << _CUT_BITS[wire]
+    floats = jnp.where(floats > 0, lax.bitcast_convert_type(bits, jnp.float32), 0)
+    return jnp.where(scales >= _IS_FLOATS, floats, numbers).ravel()[:size]
 
 
-def _bfloat16(x: jax.Array, rounding: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    if rounding is not jnp.trunc:
-        return x.astype(jnp.bfloat16)
-    bits = lax.bitcast_convert_type(x, jnp.uint32) >> 16
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+def _cut_bits(x: jax.Array, lowest: int) -> jax.Array:
+    """The bits of floats without the lowest ones."""
+    return lax.bitcast_convert_type(x, jnp.uint32) >> lowest
 
 
 def to_bytes(x: jax.Array) -> jax.Array:
@@ -159,7 +175,7 @@ def exchange_means(
     Args:
       vectors: this replica's vectors, float32; each is rounded as :func:`encode_all` does.
       weights: ``[R]``, equal on all replicas.
-      part: what this replica has not sent of its means of the first vector, ``[part_size(vectors[0].size, R)]``.
+      part: what this replica has not sent of its parts of the means, one after the other, each ``[part_size(n, R)]``.
       axis_name: the mapped axis of the replicas.
       wire: one of ``WIRES``.
 
@@ -172,25 +188,21 @@ def exchange_means(
     rows = [x.reshape(replicas, -1) for x in padded]
     data = jax.vmap(lambda *parts: encode_all(parts, wire))(*rows)
     received = _split(lax.all_to_all(data, axis_name, split_axis=0, concat_axis=0), sizes, wire)
-    first, *others = (mean_of_rows(one, weights, size, wire) for one, size in zip(received, sizes, strict=True))
-    due = first + part
-    # To the nearest codes: means of codes would lose a whole one.
-    own = jnp.concatenate([encode(x, wire) for x in (due, *others)])
+    due = [mean_of_rows(one, weights, size, wire) for one, size in zip(received, sizes, strict=True)]
+    due = [mean + rest for mean, rest in zip(due, jnp.split(part, list(itertools.accumulate(sizes))[:-1]), strict=True)]
+    own = encode_all(due, wire)
     means = lax.all_gather(own, axis_name)
 
     def whole(rows: jax.Array) -> list[jax.Array]:
         found = jax.vmap(lambda row: tuple(decode_all(row, sizes, wire)))(rows)
         return [one.ravel()[: x.size] for one, x in zip(found, vectors, strict=True)]
 
-    return Means(whole(means), whole(data)), due - decode_all(own, sizes, wire)[0]
+    return Means(whole(means), whole(data)), jnp.concatenate(due) - jnp.concatenate(decode_all(own, sizes, wire))
 
 
 def encode_all(vectors: Sequence[jax.Array], wire: str) -> jax.Array:
-    """Vectors as bytes, one after the other: the first rounded to the nearest codes, the others towards zero.
-
-    A vector of numbers of at least 0 minus its codes, rounded towards zero, is at least 0 again.
-    """
-    return jnp.concatenate([encode(x, wire, jnp.trunc if i else jnp.round) for i, x in enumerate(vectors)])
+    """Vectors as bytes, one after the other: the first rounded to the nearest codes, the others cut."""
+    return jnp.concatenate([encode(x, wire, cut=i > 0) for i, x in enumerate(vectors)])
 
 
 def decode_all(data: jax.Array, sizes: Sequence[int], wire: str) -> list[jax.Array]:

@@ -15,6 +15,7 @@ from jax import lax
 from jaxche.averaging import (
     exchange_means,
     gather_means,
+    is_float,
     is_gathered,
     part_size,
     psum_buckets,
@@ -30,34 +31,47 @@ class Residual(NamedTuple):
 
     # Of its own changes, like the parameters.
     own: Any
-    # Of the means that it computes for all, where each replica averages a part; else None.
+    # Of the means that it computes for all, where each replica averages a part: a vector, else None.
     part: Any = None
 
 
-def zero_residual(params: Any, replicas: int, is_sharded: bool) -> Residual:
-    """The residual before the first merge; ``params`` are arrays or shapes without a replica axis."""
+def zero_residual(params: Any, moments: Any, replicas: int, is_sharded: bool) -> Residual:
+    """The residual before the first merge.
+
+    Arguments are arrays or shapes without a replica axis; ``moments`` is the optimizer's state if it is averaged.
+    """
     own = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)
-    size = _part_size(params, replicas, is_sharded)
+    size = _part_size(params, moments, replicas, is_sharded)
     return Residual(own, None if size is None else jnp.zeros(size, jnp.float32))
 
 
-def _part_size(params: Any, replicas: int, is_sharded: bool) -> int | None:
-    """The size of a part, or None if every replica decodes all codes, as sharded replicas do."""
-    if is_sharded or is_gathered(replicas):
-        return None
-    return part_size(sum(x.size for x in jax.tree.leaves(params) if _is_real(x)), replicas)
-
-
-def fitted(residual: Residual | None, replicas: int, placement: Placement) -> Residual | None:
+def fitted(residual: Residual | None, moments: Any, replicas: int, placement: Placement) -> Residual | None:
     """A residual, with a leading axis of 1, for this number of replicas; a part of another size becomes zero."""
     if residual is None:
         return None
-    size = _part_size(residual.own, replicas, placement.makes_pieces)
+    size = _part_size(residual.own, moments, replicas, placement.makes_pieces)
     if size is None:
         return residual._replace(part=None)
     if residual.part is not None and residual.part.shape == (1, size):
         return residual
     return residual._replace(part=placement.put_whole([np.zeros((1, size), np.float32)])[0])
+
+
+def _part_size(params: Any, moments: Any, replicas: int, is_sharded: bool) -> int | None:
+    """The size of a part, or None if every replica decodes all codes, as sharded replicas do."""
+    if is_sharded or is_gathered(replicas):
+        return None
+    coded = [[x for x in jax.tree.leaves(params) if _is_real(x)], list(filter(_is_coded, jax.tree.leaves(moments)))]
+    return sum(part_size(sum(x.size for x in arrays), replicas) for arrays in coded)
+
+
+def _is_real(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _is_coded(moment: Any) -> bool:
+    """Whether an array of an optimizer's state is sent as codes."""
+    return is_float(moment) and _is_real(moment) and moment.size > 1
 
 
 class CodedSums(NamedTuple):
@@ -84,7 +98,7 @@ def coded_sums(
     changes, treedef = jax.tree.flatten(delta)
     unsent, takes_part = jax.tree.leaves(residual.own), weight != 0
     coded = [i for i, x in enumerate(changes) if _is_real(x)]
-    coded_moments = [i for i, x in moments.items() if _is_real(x) and x.size > 1]
+    coded_moments = [i for i, x in moments.items() if _is_coded(x)]
     due = [changes[i] + unsent[i] for i in coded]
     # The moments of a replica that takes no part may be of any numbers.
     kept = [jnp.where(takes_part | jnp.isfinite(moments[i]), moments[i], 0) for i in coded_moments]
@@ -117,10 +131,6 @@ def coded_sums(
         merged[i] = x - own + mean
     residual = Residual(jax.tree.unflatten(treedef, unsent), part)
     return CodedSums(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
-
-
-def _is_real(x: Any) -> bool:
-    return not jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def _vector(arrays: Sequence[Any]) -> Any:

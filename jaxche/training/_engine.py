@@ -94,6 +94,10 @@ class Settings:
     joins_rows: bool = False  # steps may join rows of several batches
     wire: str = "float32"
 
+    def coded_moments(self, local: LocalState) -> Any:
+        """The optimizer's state if a merge averages it."""
+        return local.opt_state if self.opt_state == "average" else ()
+
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling, wire=self.wire)
@@ -147,9 +151,12 @@ class Engine:
                 tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
             outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
             scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
+            local = LocalState(params, tx.init(params), model_state, outer_state, **scaled)
             if self._settings.wire != "float32":
-                scaled["residual"] = zero_residual(params, self.world_size, self._placements[0].makes_pieces)
-            return add_replica_axis(LocalState(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
+                is_sharded = self._placements[0].makes_pieces
+                residual = zero_residual(params, self._settings.coded_moments(local), self.world_size, is_sharded)
+                local = local._replace(residual=residual)
+            return add_replica_axis(local)._asdict()
 
         if is_maker(params) and not self._placements[0].makes_pieces:
             params = params()  # once, so that all replicas get the same numbers
@@ -221,8 +228,9 @@ class Engine:
 
     def _fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
         """The local states with residuals for this number of replicas."""
+        moments = self._settings.coded_moments
         return tuple(
-            local._replace(residual=fitted(local.residual, self.world_size, self._placements[rank]))
+            local._replace(residual=fitted(local.residual, moments(local), self.world_size, self._placements[rank]))
             for rank, local in zip(self.ranks, local_states, strict=True)
         )
 
