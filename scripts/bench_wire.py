@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fleet", default="20/50", help="ms a batch of each device (default 20/50)")
     parser.add_argument("--sync-ms", type=float, default=30.0, help="ms of a merge (default 30)")
-    parser.add_argument("--batches", type=int, default=1500, help="of all devices (default 1500)")
+    parser.add_argument("--batches", type=int, default=1000, help="of all devices (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument(

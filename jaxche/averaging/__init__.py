@@ -14,6 +14,7 @@ from jaxche.averaging._trees import zero_sums as zero_sums
 from jaxche.averaging._weighted import Weighted
 from jaxche.averaging._weights import MERGE_RULES, merge_weights
 from jaxche.averaging._wire import WIRES as WIRES
+from jaxche.averaging._wire import blocks_size as blocks_size
 from jaxche.averaging._wire import exchange_means as exchange_means
 from jaxche.averaging._wire import gather_means as gather_means
 from jaxche.averaging._wire import is_gathered as is_gathered

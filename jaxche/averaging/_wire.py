@@ -21,11 +21,16 @@ _IS_FLOATS = 0x8000
 _CUT_BITS = {"int8": 20, "int4": 24}
 
 
+def blocks_size(size: int) -> int:
+    """The numbers in the blocks of a vector."""
+    return -(-size // BLOCK) * BLOCK
+
+
 def coded_bytes(size: int, wire: str) -> int:
     """The bytes of the codes and scales of ``size`` numbers."""
     if wire not in _LARGEST:
         return size * WIRES[wire] // 8
-    return -(-size // BLOCK) * (BLOCK * WIRES[wire] // 8 + _SCALE_BYTES)
+    return blocks_size(size) // BLOCK * (BLOCK * WIRES[wire] // 8 + _SCALE_BYTES)
 
 
 def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
@@ -115,7 +120,7 @@ def from_bytes(data: jax.Array, dtype: Any) -> jax.Array:
 
 def part_size(size: int, replicas: int) -> int:
     """The numbers of a vector that each replica averages for all: whole blocks."""
-    return -(-size // (replicas * BLOCK)) * BLOCK
+    return blocks_size(-(-size // replicas))
 
 
 def is_gathered(replicas: int) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxche.averaging import (
+    blocks_size,
     exchange_means,
     gather_means,
     is_float,
@@ -62,7 +63,7 @@ def _part_size(params: Any, moments: Any, replicas: int, is_sharded: bool) -> in
     if is_sharded or is_gathered(replicas):
         return None
     coded = [[x for x in jax.tree.leaves(params) if _is_real(x)], list(filter(_is_coded, jax.tree.leaves(moments)))]
-    return sum(part_size(sum(x.size for x in arrays), replicas) for arrays in coded)
+    return sum(part_size(sum(blocks_size(x.size) for x in arrays), replicas) for arrays in coded)
 
 
 def _is_real(x: Any) -> bool:
@@ -114,8 +115,10 @@ def coded_sums(
         leaves, structure = jax.tree.flatten(exact)
         floats = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]
         rest = psum_buckets({i: x for i, x in enumerate(leaves) if i not in floats}, AXIS)
-        found, sums = gather_means(vectors, _vector([leaves[i] for i in floats]), weight, AXIS, wire)
-        rest |= zip(floats, _split(sums, [leaves[i] for i in floats]), strict=True)
+        numbers = jnp.concatenate([leaves[i].ravel() for i in floats])
+        found, sums = gather_means(vectors, numbers, weight, AXIS, wire)
+        ends = list(itertools.accumulate(leaves[i].size for i in floats))
+        rest |= {i: x.reshape(leaves[i].shape) for i, x in zip(floats, jnp.split(sums, ends[:-1]), strict=True)}
         total, part = jax.tree.unflatten(structure, [rest[i] for i in range(len(leaves))]), None
     else:
         exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)
@@ -134,14 +137,15 @@ def coded_sums(
 
 
 def _vector(arrays: Sequence[Any]) -> Any:
-    """The numbers of all arrays as float32."""
-    return jnp.concatenate([jnp.zeros(0, jnp.float32), *(x.ravel().astype(jnp.float32) for x in arrays)])
+    """The numbers of all arrays as float32, each array in blocks of its own."""
+    padded = [jnp.pad(x.ravel().astype(jnp.float32), (0, blocks_size(x.size) - x.size)) for x in arrays]
+    return jnp.concatenate([jnp.zeros(0, jnp.float32), *padded])
 
 
 def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
     """The inverse of :func:`_vector`, in the dtypes in which arrays are summed."""
-    ends = list(itertools.accumulate(x.size for x in like))
-    parts = jnp.split(vector, ends[:-1]) if like else []
+    starts = itertools.accumulate((blocks_size(x.size) for x in like), initial=0)
+    parts = [vector[start : start + x.size] for start, x in zip(starts, like, strict=False)]
     return [part.reshape(x.shape).astype(sum_dtype(x.dtype)) for part, x in zip(parts, like, strict=True)]
 
 
