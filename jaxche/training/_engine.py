@@ -215,7 +215,7 @@ class Engine:
     @property
     def sent_bytes(self) -> int:
         """The bytes that each replica sends in a merge, once it is compiled."""
-        return self._merge.nbytes if self.world_size > 1 and self._merge is not None else 0
+        return (self._merge.nbytes or 0) if self.world_size > 1 and self._merge is not None else 0
 
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process."""

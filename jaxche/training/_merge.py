@@ -368,7 +368,7 @@ class Merge:
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
         self._replica_mesh, self._compiled = replica_mesh, False
-        self.nbytes = 0  # that each replica sends, once traced
+        self.nbytes: int | None = None  # that each replica sends, once traced
         program = MergeProgram(replica_mesh, rules, local)
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
         # Optimizer states that stay with their replica are no input of the global program.
@@ -420,7 +420,7 @@ class Merge:
             self._program.lower(*arguments).compile()
             self._replica_mesh.group.barrier()
             self._compiled = True
-        if not self.nbytes:
+        if self.nbytes is None:
             self.nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
         with self._replica_mesh.group.collective():
             merged, table, report = self._program(*arguments)

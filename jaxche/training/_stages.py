@@ -308,7 +308,7 @@ class StageMerge:
     @property
     def nbytes(self) -> int:
         """The bytes that each replica sends, all its stages together."""
-        return sum(merge.nbytes for merge in self._merges.values())
+        return sum(merge.nbytes or 0 for merge in self._merges.values())
 
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result; see :class:`Merge`."""
