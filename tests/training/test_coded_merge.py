@@ -279,7 +279,7 @@ def test_bytes_are_those_of_the_program(problem, devices):
         assert f"wire={wire!r}" in trainer.explain(state)
     exact = found["float32"] - 4 * sum(sizes)  # the table, the weights and two squares
     assert 0 < exact < 4 * 100
-    blocks = -(-sum(sizes) // 128)
+    blocks = sum(-(-size // 128) for size in sizes)
     assert found["int8"] - found["int4"] == 64 * blocks
     assert found["bfloat16"] < found["float32"]
 
