@@ -85,7 +85,7 @@ class CodedSums(NamedTuple):
 
 
 def coded_sums(
-    delta: Any, residual: Residual, moments: dict[int, Any], payload: Any, weight: Any, wire: str
+    delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any], wire: str
 ) -> CodedSums:
     r"""Sums over the replicas, on each device over its own shards, with codes :math:`Q` of changes and moments.
 
@@ -94,9 +94,9 @@ def coded_sums(
     .. math:: m \leftarrow m - Q(m) + \sum_r w_r Q(m_r) / \sum_r w_r
 
     A replica of weight 0 sends no change, and its residual stays. Complex arrays, moments of one number and ``payload``
-    are summed as they are.
+    with its ``"weight"`` are summed as they are.
     """
-    changes, treedef = jax.tree.flatten(delta)
+    (changes, treedef), weight = jax.tree.flatten(delta), payload["weight"]
     unsent, takes_part = jax.tree.leaves(residual.own), weight != 0
     coded = [i for i, x in enumerate(changes) if _is_real(x)]
     coded_moments = [i for i, x in moments.items() if _is_coded(x)]
@@ -107,7 +107,6 @@ def coded_sums(
     vectors = [_vector(due), _vector(kept)]
     exact = {
         "payload": payload,
-        "weight": weight,
         "changes": weighted({i: x for i, x in enumerate(changes) if i not in coded}, weight),
         "moments": weighted({i: x for i, x in moments.items() if i not in coded_moments}, weight),
     }
@@ -124,12 +123,13 @@ def coded_sums(
         exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)
         total = psum_buckets(exact, AXIS)
         found, part = exchange_means(vectors, total["weights"], residual.part, AXIS, wire)
+    weights = total["payload"]["weight"]
     means, sent = ([_split(x, like) for x, like in zip(one, (due, kept), strict=True)] for one in found)
     for i, x, mean, own in zip(coded, due, means[0], sent[0], strict=True):
         changes[i], unsent[i] = mean, jnp.where(takes_part, x - own, unsent[i])
     for i, s in total["changes"].items():
-        changes[i] = s / total["weight"].astype(s.dtype)
-    merged = {i: s / total["weight"].astype(s.dtype) for i, s in total["moments"].items()}
+        changes[i] = s / weights.astype(s.dtype)
+    merged = {i: s / weights.astype(s.dtype) for i, s in total["moments"].items()}
     for i, x, mean, own in zip(coded_moments, kept, means[1], sent[1], strict=True):
         merged[i] = x - own + mean
     residual = Residual(jax.tree.unflatten(treedef, unsent), part)

@@ -126,10 +126,10 @@ class MergeProgram:
         return sum_shards(payload)
 
     def _coded_sums(
-        self, delta: Any, residual: Residual, moments: dict[int, Any], payload: Any, weight: Any
+        self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]
     ) -> CodedSums:
         """The sums with coded changes, on each device over its own shards."""
-        arguments = (delta, residual, moments, payload, weight)
+        arguments = (delta, residual, moments, payload)
         sums = functools.partial(coded_sums, wire=self._wire)
         if not self._replica_mesh.inner:
             return sums(*arguments)
@@ -137,7 +137,7 @@ class MergeProgram:
         opt_specs, own = {i: leaf_specs[i] for i in moments}, Residual(self._specs["delta"])
         sum_shards = jax.shard_map(
             sums,
-            in_specs=(self._specs["delta"], own, opt_specs, P(), P()),
+            in_specs=(self._specs["delta"], own, opt_specs, P()),
             out_specs=CodedSums(self._specs["delta"], own, opt_specs, P()),
             axis_names=set(self._replica_mesh.inner),
             check_vma=False,
@@ -217,7 +217,7 @@ class MergeProgram:
             moments = {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}
         else:
             residual = drop_replica_axis(start["residual"])
-            mean, residual, moments, total = self._coded_sums(delta, residual, moments, payload, weight)
+            mean, residual, moments, total = self._coded_sums(delta, residual, moments, payload)
             merged["residual"] = add_replica_axis(residual)
         # The steps that were taken: fewer than planned if a replica reached its time limit.
         counts = total["table"][:, 0, _COUNT]

@@ -207,6 +207,14 @@ def test_exchanged_means_and_their_rest_are_the_means_of_the_codes(wire):
     assert (np.asarray(part)[:, sizes[0] :] >= 0).all()
 
 
+def test_a_number_just_below_a_code_does_not_grow():
+    """Its quotient by the scale is rounded up to the code."""
+    scales = np.arange(129, 256, dtype=np.float32) / 128
+    x = np.zeros((scales.size, BLOCK), np.float32)
+    x[:, 0], x[:, 1] = -127 * scales, np.nextafter(3 * scales, 0)
+    assert (sent(x.ravel(), "int8", cut=True).reshape(x.shape)[:, 1] <= x[:, 1]).all()
+
+
 def test_rows_of_weight_zero_add_nothing():
     rows = jnp.stack([encode(jnp.full(4, x), "int8") for x in (1.0, jnp.nan)])
     found = jax.jit(partial(mean_of_rows, size=4, wire="int8"))(rows, jnp.array([2.0, 0.0]))

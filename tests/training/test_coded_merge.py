@@ -269,19 +269,33 @@ def test_numbers_that_are_not_finite_are_refused_and_the_state_stays(problem, de
     trainer.round(error.value.state, problem.data, counts=(1,) * count)
 
 
-def test_bytes_are_those_of_the_program(problem, devices):
-    sizes = [x.size for x in jax.tree.leaves(problem.params)]
+def test_bytes_are_those_of_the_program(slopes, devices):
+    """Of two replicas each sends all once, also in an all-reduce; arrays have blocks of their own."""
+    params, data = slopes
     found = {}
     for wire in WIRES:
-        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], wire=wire)
-        state, info = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 1))
+        trainer = jaxche.Trainer(linear, optax.sgd(0.1), replicas=devices[:2], wire=wire)
+        state, info = trainer.round(trainer.init(params), data, counts=(1, 1))
         found[wire] = info.merge_bytes
         assert f"wire={wire!r}" in trainer.explain(state)
-    exact = found["float32"] - 4 * sum(sizes)  # the table, the weights and two squares
+    exact = found["float32"] - 4 * 607  # the table, the weights and two squares
     assert 0 < exact < 4 * 100
-    blocks = sum(-(-size // 128) for size in sizes)
-    assert found["int8"] - found["int4"] == 64 * blocks
-    assert found["bfloat16"] < found["float32"]
+    blocks, weight = 5 + 1, 4
+    assert {wire: size - exact - weight for wire, size in found.items() if wire != "float32"} == {
+        "bfloat16": blocks * 256,
+        "int8": blocks * (128 + 2),
+        "int4": blocks * (64 + 2),
+    }
+
+
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+def test_three_replicas_send_a_vector_in_two_exchanges(slopes, devices, wire):
+    params, data = slopes
+    trainer = jaxche.Trainer(linear, optax.sgd(0.1), replicas=devices[:3], wire=wire)
+    _, info = trainer.round(trainer.init(params), data, counts=(1, 1, 1))
+    # Parts of two blocks; and two thirds of the bytes in each exchange.
+    coded = 4 * 607 if wire == "float32" else 3 * 2 * 66
+    assert 0 < info.merge_bytes - 2 * 2 / 3 * coded < 4 * 200
 
 
 def test_complex_parameters_and_single_numbers_are_merged_exactly(devices, train_rounds):
