@@ -31,9 +31,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=1000, help="of all devices (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument(
-        "--wires", nargs="+", default=["float32", "bfloat16", "int8", "int4", "float32/local", "int4/local"]
-    )
+    parser.add_argument("--wires", nargs="+", default=["float32", "bfloat16", "int8", "int4", "float32/local"])
     args = parser.parse_args()
     speeds = tuple(map(float, args.fleet.split("/")))
     jax.config.update("jax_num_cpu_devices", len(speeds))
@@ -63,9 +61,10 @@ def main() -> None:
             sent = history[-1].merge_bytes
         baseline, baseline_bytes = baseline or losses, baseline_bytes or sent
         differences = [loss - one for loss, one in zip(losses, baseline, strict=True)]
+        shown = f"`{wire}`" + (f', `opt_state="{opt_state}"`' if opt_state else "")
         error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
         print(
-            f"| `{wire}`{', `opt_state=`' + f'`{opt_state}`' if opt_state else ''} | {sent:,} "
+            f"| {shown} | {sent:,} "
             f"| 1/{baseline_bytes / sent:.2f} | {statistics.mean(rounds):.0f} | {statistics.mean(losses):.4f} "
             f"| {error:.4f} | {statistics.mean(differences):+.4f} |",
             flush=True,
