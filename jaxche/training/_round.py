@@ -344,6 +344,7 @@ def advance(
         joined=plan.joined,
         steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
         examples_done=state.examples + int(examples.sum()),
+        merge_bytes=merged.nbytes,
         **merged.scaled._asdict(),
     )
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end

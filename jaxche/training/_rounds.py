@@ -21,7 +21,7 @@ from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
+from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of, show_bytes
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
@@ -36,6 +36,7 @@ from jaxche.training._checks import (
     check_untraced,
     check_update,
     check_whole_batches,
+    check_wire,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -97,6 +98,7 @@ class Rounds:
         joined_batches: int | None = None,
         max_rows: int | Sequence[int] | None = None,
         outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
+        wire: str = "float32",
     ):
         check_joined()
         self._group = group = process_group()
@@ -111,6 +113,7 @@ class Rounds:
         check_line_search(tx)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
+        check_wire(wire, average, self.policy, staged)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
@@ -128,7 +131,7 @@ class Rounds:
             che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
         else:
             average = "parameters"  # a plain training loop: one update per batch
-        self.average, self.merge, self.scaling = average, merge, scaling
+        self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
         self._tx, self._che = tx, che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
@@ -167,6 +170,7 @@ class Rounds:
             host=host,
             readers=Readers(group, self._epoch_size),
             joins_rows=self.rows == "speed" or self._joined != self.world_size,
+            wire=wire if self.world_size > 1 else "float32",
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -180,6 +184,7 @@ class Rounds:
             "seed": str(seed),
             "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
+            "wire": wire,
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
@@ -206,6 +211,7 @@ class Rounds:
             if self.policy is not ApplyPolicy.AUTO:
                 rules.append(f"average={self.average!r}")
                 rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
+            rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
@@ -390,6 +396,8 @@ class Rounds:
             policy += f": {self._joined} batches in a round"
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
+        if sent := self._engine.sent_bytes:
+            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
         return policy
 
     @property
