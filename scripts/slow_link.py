@@ -34,7 +34,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # Options of jaxche.Trainer.
-ARMS: dict[str, dict[str, Any]] = {"float32": {}, "local": {"opt_state": "local"}, "overlap": {"overlap": 0.5}}
+ARMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "local": {"opt_state": "local"},
+    "bfloat16": {"wire": "bfloat16"},
+    "int8": {"wire": "int8"},
+    "int4": {"wire": "int4"},
+    "overlap": {"overlap": 0.5},
+    "overlap int8": {"overlap": 0.5, "wire": "int8"},
+}
 BARE = "all-reduce"
 # Every other process is slower.
 SLOWER = 1.5
@@ -89,7 +97,9 @@ def main() -> int:
 
 def benchmark(args: argparse.Namespace) -> int:
     """Every arm at every size over every link, one line each."""
-    print("processes millions link          arm         of free  steps ms  merge ms hidden ms     MB  loss", flush=True)
+    print(
+        "processes millions link          arm          of free  steps ms  merge ms hidden ms     MB  loss", flush=True
+    )
     found = []
     for processes in args.processes:
         for link in map(Link.parse, args.links):
@@ -104,7 +114,7 @@ def benchmark(args: argparse.Namespace) -> int:
                     found.append(row)
                     times = f"{row['steps_ms']:9.0f} {row['merge_ms']:9.0f} {row['hidden_ms']:9.0f}"
                     print(
-                        f"{processes:9d} {millions:8g} {link!s:13s} {row['arm']:11s} {row['of_free']:7.1%} {times} "
+                        f"{processes:9d} {millions:8g} {link!s:13s} {row['arm']:12s} {row['of_free']:7.1%} {times} "
                         f"{row['mb']:6.1f}  {row['loss']:.4f}",
                         flush=True,
                     )

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxche.averaging import MERGE_RULES
+from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
@@ -71,6 +71,25 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
         raise ValueError(
             "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
             "nothing to act on; leave them out or write average='parameters'"
+        )
+
+
+def check_wire(wire: str, average: str, policy: ApplyPolicy, staged: bool) -> None:
+    """Refuse an unknown wire, and one for merges that send no change of the parameters."""
+    one_of("wire", wire, tuple(WIRES))
+    if wire == "float32":
+        return
+    reason = ""
+    if staged:
+        reason = "the stages of a jaxche.Partitioned merge one after the other in float32"
+    elif policy is ApplyPolicy.AUTO:
+        reason = "policy='auto' also makes rounds of exact sync, which send gradients in float32"
+    elif average == "gradients":
+        reason = "average='gradients' sums gradients in float32, for the exact update of the joined batch"
+    if reason:
+        raise ValueError(
+            f"wire={wire!r} codes the change of averaged parameters, and {reason}; leave it out, or write "
+            "policy='cadence', average='parameters' for a model in one piece"
         )
 
 

@@ -129,6 +129,11 @@ class OverlappedMerge:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-merge") if in_background else None
         self._last: Future[Any] | None = None
 
+    @property
+    def nbytes(self) -> int | None:
+        """The bytes that each replica sends in a merge, once it is compiled."""
+        return self._merge.nbytes
+
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         """Exchange the table, then merge, and wait for both."""
         self.exchange(starts, carries, rows)

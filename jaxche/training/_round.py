@@ -354,6 +354,7 @@ def advance(
         joined=plan.joined,
         steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
         examples_done=state.examples + int(examples.sum()),
+        merge_bytes=merged.nbytes,
         hidden_ms=hidden_ms,
         **merged.scaled._asdict(),
     )

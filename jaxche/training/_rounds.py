@@ -22,7 +22,7 @@ from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
+from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of, show_bytes
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
@@ -38,6 +38,7 @@ from jaxche.training._checks import (
     check_untraced,
     check_update,
     check_whole_batches,
+    check_wire,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -102,6 +103,7 @@ class Rounds:
         joined_batches: int | None = None,
         max_rows: int | Sequence[int] | None = None,
         outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
+        wire: str = "float32",
         overlap: float = 0.0,
     ):
         check_joined()
@@ -117,6 +119,7 @@ class Rounds:
         check_line_search(tx)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
+        check_wire(wire, average, self.policy, staged)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
@@ -134,7 +137,7 @@ class Rounds:
             che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
         else:
             average = "parameters"  # a plain training loop: one update per batch
-        self.average, self.merge, self.scaling = average, merge, scaling
+        self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
         self._tx, self._che = tx, replace(che, overlap=float(overlap)) if che is not None and overlap else che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
@@ -175,6 +178,7 @@ class Rounds:
             host=host,
             readers=Readers(group, self._epoch_size),
             joins_rows=self.rows == "speed" or self._joined != self.world_size,
+            wire=wire if self.world_size > 1 else "float32",
             overlaps=overlap > 0,
             virtual=fleet is not None,
         )
@@ -190,6 +194,7 @@ class Rounds:
             "seed": str(seed),
             "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
+            "wire": wire,
             "overlap": str(overlap),
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
@@ -218,6 +223,7 @@ class Rounds:
             if self.policy is not ApplyPolicy.AUTO:
                 rules.append(f"average={self.average!r}")
                 rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
+            rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
             rules += [f"overlap={self.overlap:g}"] if self.overlap else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
@@ -410,6 +416,8 @@ class Rounds:
             policy += f": {self._joined} batches in a round"
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
+        if sent := self._engine.sent_bytes:
+            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
         if state.che is not None and state.che.limit:
             policy += f"; {state.che.limit}"
         return policy
@@ -515,7 +523,11 @@ class Rounds:
             merged = self._engine.merge(starts, results, rows)
         if in_flight and landed:
             merged = merged._replace(
-                drift=landed.drift, squares=landed.squares, finite=landed.finite, wall_ms=in_flight.wall_ms
+                drift=landed.drift,
+                squares=landed.squares,
+                finite=landed.finite,
+                wall_ms=in_flight.wall_ms,
+                nbytes=landed.nbytes,
             )
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = RoundStatistics(merged.table, self._engine.columns)
@@ -567,7 +579,7 @@ class Rounds:
             return
         self._limit_logged = True
         if self._group.is_first:
-            line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/policies.md"
+            line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/slow_links.md"
             _log.warning(line, che.limit)
 
     def _epoch_size(self, data: Any, epochs: int = 1) -> int:

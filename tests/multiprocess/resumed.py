@@ -27,6 +27,7 @@ RULES = {
     "scaled": {"scaling": jaxche.AdamScale(), "base_batch_size": 4},
     "overlapped": {"overlap": 0.5},
     "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
+    "codes": {"wire": "int4"},
 }
 # Of the second process, one after another, and a run long enough for them.
 DEATHS, MORE_EPOCHS = 4, 26

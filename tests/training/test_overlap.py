@@ -114,6 +114,17 @@ def test_a_thread_merges_beside_steps_what_a_virtual_fleet_merges_at_once(make, 
     assert all(info.hidden_ms >= 0 and info.sync_ms >= 0 for info in infos)
 
 
+def test_codes_of_few_bytes_are_taken_in_too(make, data, same, close):
+    plain, one = make(optax.adam(RATE)), make(optax.adam(RATE), wire="int8")
+    exact, _ = rounds(plain, plain.init(jnp.zeros(3)), data)
+    state, infos = rounds(one, one.init(jnp.zeros(3)), data)
+    close(one.params(state), plain.params(exact), rtol=0.05, atol=0.02)
+    assert infos[1].merge_bytes > 0
+    other = make(optax.adam(RATE), wire="int8", fleet=None)
+    again, _ = other.replay(other.init(jnp.zeros(3)), data, infos)
+    same(again.local_states, state.merged().local_states)
+
+
 def test_moments_stay_and_schedules_count_all_replicas(make, data):
     tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -RATE / (1 + count)))
     one = make(tx)
