@@ -57,6 +57,9 @@ class RoundInfo:
       validation: results of the evaluation after this round, by name; empty if there was none.
       merge_bytes: bytes that each replica sends in the merge, from the collectives of its program: by ring algorithms
         :math:`2 (R - 1) / R` times the bytes of an all-reduce.
+      overlapped: with ``overlap=``, the steps that each replica took while the merge of the round before was in flight;
+        empty if no merge was. Drift is then of that merge, and ``sync_ms`` the part of it that was not hidden.
+      hidden_ms: the part of it that was.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -102,6 +105,8 @@ class RoundInfo:
     examples_done: int = 0
     validation: dict[str, float] = field(default_factory=dict)
     merge_bytes: int = 0
+    overlapped: tuple[int, ...] = ()
+    hidden_ms: float = 0.0
 
     @property
     def batches(self) -> int:

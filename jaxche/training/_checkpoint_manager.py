@@ -98,7 +98,9 @@ class CheckpointManager(Hook):
         self._append(info)
         is_due = run.state.round % self._config.every == 0 if self._every is None else run.is_due(self._every)
         if is_due or info.stop or run.is_done:
-            self.save(run.state)
+            with self._unless_lost("begun"):
+                run.state = run.state.merged()  # a resumed run goes on from there, and so does this one
+                self.save(run.state)
         return False
 
     def on_end(self, run: Run) -> None:

@@ -250,6 +250,50 @@ def check_auto(average: Any, staged: bool, outer: Any, scaling: Any, che: Any, e
         raise ValueError(f"policy='auto' has no programs for {what}; write policy='cadence' or policy='sync'")
 
 
+def check_overlap(
+    overlap: Any,
+    policy: ApplyPolicy,
+    average: str,
+    opt_state: str,
+    scaling: Any,
+    placements: Sequence[BatchPlacement],
+    virtual: bool,
+) -> None:
+    """Refuse merges in flight beside steps with collectives, or where there is nothing to correct later."""
+    if isinstance(overlap, bool) or not isinstance(overlap, int | float) or not 0 <= overlap <= 0.5:
+        raise ValueError(
+            f"overlap={overlap!r} is the part of a round that its replicas may take before the merge of the last one "
+            "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
+        )
+    if not overlap:
+        return
+    if policy is not ApplyPolicy.CADENCE or average != "parameters":
+        raise ValueError(
+            f"overlap={overlap} corrects parameters that replicas have trained on; policy={policy.value!r} with "
+            f"average={average!r} needs the result of each merge at once; write policy='cadence', or leave overlap= out"
+        )
+    if opt_state != "local":
+        raise ValueError(
+            f"overlap={overlap} leaves each replica its moments, and opt_state={opt_state!r} merges them: a late "
+            "correction makes first moments noisier; write opt_state='local', or leave it out"
+        )
+    if scaling is not None:
+        raise ValueError(f"overlap={overlap}: scaling= needs the noise of each merge at once; leave one of them out")
+    if not all(type(placement) is DevicePlacement for placement in placements):
+        raise ValueError(
+            f"overlap={overlap} is for replicas of one device: the steps of sharded replicas and of stages have "
+            "collectives of their own, and two in flight can deadlock; leave overlap= out"
+        )
+    own = [d for placement in placements for d in placement.devices.flat if d.process_index == jax.process_index()]
+    free = [device for device in jax.local_devices(backend="cpu") if device not in own]
+    if not virtual and len(placements) > 1 and len(free) < len(own):
+        raise ValueError(
+            f"overlap={overlap} merges on CPU devices that no replica trains on, and this process has {len(free)} of "
+            f"them for {len(own)} replicas; write jax.config.update('jax_num_cpu_devices', {2 * len(own)}) before "
+            f"jaxche.initialize(), and replicas=jax.devices()[::2]"
+        )
+
+
 def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size: int, staged: bool) -> tuple[str, int]:
     """How rows are dealt out, and the number of batches joined in an update under ``sync``."""
     if joined_batches is not None and policy is not ApplyPolicy.SYNC:

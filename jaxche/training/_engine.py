@@ -31,6 +31,7 @@ from jaxche.training._fingerprint import (
 )
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
 from jaxche.training._outputs import check_rows
+from jaxche.training._overlap import Correction, MergeInFlight, OverlappedMerge
 from jaxche.training._placement import (
     Placement,
     add_replica_axis,
@@ -103,6 +104,9 @@ class Settings:
     def coded_moments(self, local: LocalState) -> Any:
         """The optimizer's state if a merge averages it."""
         return local.opt_state if self.opt_state == "average" else ()
+
+    overlaps: bool = False  # a merge runs while the next round begins
+    virtual: bool = False  # on the clock of a virtual fleet
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
@@ -178,6 +182,11 @@ class Engine:
             self._shapes, self._replicas = shapes, []
             self._placements = [placement.with_layout(shapes) for placement in self._placements]
             self._replica_mesh = ReplicaMesh(self._group, self._placements, self._settings.host)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a merge runs while the next round begins."""
+        return self._settings.overlaps and self.world_size > 1
 
     @property
     def processes_of_ranks(self) -> list[tuple[int, ...]]:
@@ -385,6 +394,8 @@ class Engine:
         if len(self._all_placements) == 1:
             return SingleReplica(self._group, self._placements[0], self._rules.scaling)
         # Also when one of several replicas is left: its steps were compiled for this merge.
+        if self.overlaps:
+            return OverlappedMerge(self._replica_mesh, self._rules, local, in_background=not self._settings.virtual)
         return self._merge_type(self._replica_mesh, self._rules, local)
 
     def data_digest(self, data: Any) -> str:
@@ -443,24 +454,27 @@ class Engine:
         plan: RoundPlan,
         merge_scale: MergeScale,
         time_limit_ms: float | None = None,
+        corrections: Sequence[Correction | None] | None = None,
     ) -> list[LocalResult]:
         """Run the local steps of a plan on all local replicas at once; results hold the errors of failed replicas.
 
-        After ``time_limit_ms`` a replica begins no further step.
+        After ``time_limit_ms`` a replica begins no further step. With a merge in flight there is a correction for each.
         """
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
 
-        def run_one(replica: Replica, local: LocalState, feed: Feed) -> LocalResult:
+        def run_one(replica: Replica, local: LocalState, feed: Feed, correction: Correction | None) -> LocalResult:
             if not feed.steps:
-                return replica.idle(local)
+                result = replica.idle(local)
+                return result if correction is None else result._replace(carry=correction.apply(local, result.carry)[0])
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
-            result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
+            result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank], correction)
             if result.error is not None:
                 feed.stop()
             return result
 
-        return list(self._pool.map(run_one, self._replicas, local_states, feeds))
+        corrections = corrections or [None] * len(self._replicas)
+        return list(self._pool.map(run_one, self._replicas, local_states, feeds, corrections))
 
     def prefetch(self, data: Any, plan: RoundPlan) -> None:
         """Start to read the batches of the next round."""
@@ -469,6 +483,21 @@ class Engine:
     def merge(self, local_states: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
         """Merge the local replicas with those of all processes."""
         return self._merge(self._fitted(local_states), [result.carry for result in results], rows)
+
+    def exchange(self, starts: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
+        """The table of a round whose merge begins with :meth:`start_merge`; ``starts`` are those of the last merge."""
+        return self._merge.exchange(starts, [result.carry for result in results], rows)
+
+    def start_merge(
+        self,
+        starts: Sequence[LocalState],
+        results: Sequence[LocalResult],
+        rows: np.ndarray,
+        wall_ms: float,
+        cost_ms: float,
+    ) -> MergeInFlight:
+        """Begin to merge the local replicas with those of all processes."""
+        return self._merge.start(self._fitted(starts), [result.carry for result in results], rows, wall_ms, cost_ms)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""

@@ -40,6 +40,7 @@ HOST_COLUMNS = (
     "batches",
     "wall_ms",
     "last_sync_ms",
+    "last_hidden_ms",
     "failed",
     "stop",
     "accumulated",
@@ -276,6 +277,16 @@ class MergeProgram:
             merged.append(count)
         return merged
 
+    def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
+        """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""
+        payload: dict[str, Any] = {"table": self._table(host, measured["not_finite"], measured["sums"])}
+        if "counts" not in start:
+            return {}, self._sum(payload)["table"]
+        old, new = drop_replica_axis(start["counts"]), drop_replica_axis(measured["counts"])
+        payload["counts"] = jnp.stack([b - a for a, b in zip(old, new, strict=True)]).astype(jnp.float32)[None]
+        total = self._sum(payload)
+        return {"counts": add_replica_axis(self._merged_counts(old, new, total))}, total["table"]
+
     def gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """One update with the mean of all gradients, equal on all replicas: ``(merged trees, table, report)``."""
         sums = measured["sums"]
@@ -357,6 +368,7 @@ class Merged(NamedTuple):
     finite: bool = True  # whether the merge made no number NaN or infinite
     accumulated: int = 0  # see Report
     nbytes: int = 0  # that each replica sends
+    wall_ms: float | None = None  # duration of the merged steps, if they are of an earlier round
 
 
 class Merge:

@@ -31,6 +31,7 @@ _FIELDS = {
     "examples": "examples",
     "pending_batches": "owed",
     "sync_ms": "sync_ms",
+    "hidden_ms": "hidden_ms",
     "accumulated": "accumulated",
     "clock_ms": "clock_ms",
     "clock_merge_ms": "clock_merge_ms",

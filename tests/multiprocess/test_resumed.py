@@ -312,3 +312,32 @@ def test_a_death_in_an_evaluation_costs_no_round(program, tmp_path, capfd, what)
     # The evaluation after the second epoch is made up for after the next round, by two.
     after = sum(sum(counts) for _, _, _, counts, _ in rounds[:5])
     assert [steps for steps, _ in validation] == sorted({12, after, 36})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["LOST", "CUT unsaved"], ids=["a process dies", "connections end"])
+def test_a_merge_in_flight_that_breaks_off_costs_its_round_and_the_next(program, tmp_path, capfd, what):
+    code, results = run(tmp_path / "run", what, 3, processes=3, rules="overlapped", elastic=True)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    zero = results[0]
+    assert results == [zero] * (2 if what == "LOST" else 3)
+    # Either all had the merge of round 3 when the connections ended, or none goes on from it.
+    assert "going on from round 3" in err or "going on from round 4" in err
+    worlds = [len(counts) for _, _, _, counts, _ in zero["rounds"]]
+    assert worlds[:3] == [3, 3, 3]
+    assert worlds[-1] == len(results)
+    assert read(zero["rounds"]) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+
+
+def test_overlapped_merges_give_what_one_process_gets(program, tmp_path, devices):
+    code, (zero, one) = run(tmp_path / "run", "unsaved", rules="overlapped")
+    assert code == 0
+    assert zero == one
+    problem = program.Problem()
+    trainer = problem.trainer(2, replicas=devices[:2], **program.RULES["overlapped"])
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, program.EPOCHS, progress=False)
+    assert [info.counts for info in history] == [tuple(counts) for _, _, _, counts, _ in zero["rounds"]]
+    assert any(info.overlapped for info in history)
+    here = jax.device_get(trainer.params(state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-5, atol=1e-6), here, zero["params"])
