@@ -152,8 +152,8 @@ def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
 def agreement(params: Any, finite: Any, axis_name: str) -> tuple[Any, Any]:
     """Flags that are equal on all replicas: whether ``finite`` holds on all, and whether their parameters are equal.
 
-    A small all-reduce compares a checksum of the parameters. Otherwise replicas could drift apart unseen after a message
-    to one of them was damaged, or one could fail alone.
+    A small all-reduce compares a checksum of the parameters. After a damaged message replicas could otherwise drift
+    apart unseen, or one could fail alone.
     """
     checksum = jnp.uint32(0)
     for x in filter(_is_real, jax.tree.leaves(params)):
