@@ -31,7 +31,7 @@ from jaxche.cluster._heterogeneous import (
     register_devices,
 )
 from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.distributed import ElasticGroup, process_group
+from jaxche.distributed import ElasticGroup, process_group, start_cpu_client
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
@@ -164,7 +164,7 @@ def initialize(
         # It handles SIGTERM, so that only `Trainer.fit` ends the process.
         jax.config.update(_PREEMPTION_SERVICE.lower(), False)
     _exit_on_sigterm_as_process_1()
-    connect(found, local_ids, timeout_s, deadline)
+    connect(found, local_ids, timeout_s, deadline, elastic)
     group = process_group()
     replacement = False
     if isinstance(group, ElasticGroup):
@@ -186,10 +186,13 @@ def initialize(
     if replacement and isinstance(group, ElasticGroup):
         group.enter_standby()
     _configure_mixed_kinds([process.kind for process in processes], kind)
-    why = heterogeneity_reason(processes)
+    why, platform = heterogeneity_reason(processes), None
     if why is not None:
         platform = configure_platforms(processes, mine, _environ())
         _log.info("%s: replicas merge on the CPU devices of their processes", why)
+    if replacement and state.process_id == 0:
+        start_cpu_client(state.client, _xla_bridge.backends)
+    if why is not None:
         text = describe_accelerators(platform)
         texts = share("devices", state.process_id, state.num_processes, text, timeout_s, replacement=replacement)
         register_devices(texts, state.process_id, platform)

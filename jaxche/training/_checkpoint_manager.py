@@ -121,7 +121,12 @@ class CheckpointManager(Hook):
         else:
             self._align_operation_ids()
         self._manager = self._open()
-        self._log.truncate(run.state.round)
+        kept = self._log.truncate(run.state.round)
+        # The process that wrote the record may have died before it wrote the last rounds.
+        last = kept[-1].round if kept else -1
+        for info in run.history:
+            if info.round > last:
+                self._log.append(info)
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
         self.save(run.state)
@@ -361,7 +366,7 @@ class CheckpointReader:
 
 
 class MetricsLog:
-    """The rounds of a run as JSON lines beside its checkpoints, written by process 0 and read by all."""
+    """The rounds of a run as JSON lines beside its checkpoints, written by the leader and read by all."""
 
     def __init__(self, group: Group, folder: Path):
         self._group = group
@@ -369,7 +374,7 @@ class MetricsLog:
 
     def append(self, info: RoundInfo) -> None:
         """Write the line of a round."""
-        if self._group.process_index == 0:
+        if self._group.is_leader:
             with self._file.open("a", encoding="utf8") as file:
                 file.write(History([info]).to_json())
 
@@ -387,7 +392,7 @@ class MetricsLog:
             elif kept and info.round == kept[-1].round:  # with the results of an evaluation at the end
                 kept[-1] = info
         self._group.barrier()  # all have read the file
-        if self._group.process_index == 0:
+        if self._group.is_leader:
             warn_of_damage(str(self._file), record)
             if (text := kept.to_json().encode()) != data:
                 part = self._file.with_suffix(".part")

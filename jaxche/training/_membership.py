@@ -60,7 +60,7 @@ class Membership:
         if self._group.standby:
             self._pending = None
             return
-        found = self._group.broadcast(self._candidates() if self._group.process_index == 0 else None)
+        found = self._group.broadcast(self._candidates() if self._group.is_first else None)
         self._pending = found and ({int(process): number for process, number in found[0].items()}, found[1])
 
     def _candidates(self) -> tuple[dict[int, int], list[int]] | None:
@@ -89,11 +89,11 @@ class Membership:
             hook.on_admission()
         self._group.barrier()  # all members admit them, or none
         state = replace(run.state, che=self.rearranged(run.state.che, order), row_shares=RowShares())
-        message, data = {}, b""
-        if self._group.process_index == 0:
+        message, arrays = {}, []
+        if self._group.is_first:
             message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
-            data = b"".join(_whole(leaf).tobytes() for leaf in jax.tree.leaves(given))
-        self._group.admit(admitted, message, data)
+            arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
+        self._group.admit(admitted, message, arrays)
         engine.arrange(order, state.local_states)
         trainer.world_size, self._pending = len(order), None
         run.state, run.previous = state, None
@@ -116,12 +116,18 @@ class Membership:
         engine.prepare(state.local_states, run.data, plan, trainer._settings(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"
         _log.warning(text, group.process_index)
-        admission = group.request_admission(engine.fingerprint)
-        if admission is None:
-            raise SystemExit(0)
-        state_dict, message = engine.state_dict(state.local_states), admission.message
-        local_states = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
-        group.join(admission)
+        while True:
+            try:
+                admission = group.request_admission(engine.fingerprint)
+                if admission is None:
+                    raise SystemExit(0)
+                state_dict, message = engine.state_dict(state.local_states), admission.message
+                local_states = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
+                group.join(admission)
+                break
+            except PeerLostError as error:
+                _log.warning("process %s was not admitted, and tries again: %s", group.process_index, error)
+                group.restart()
         engine.arrange(message["order"], local_states)
         trainer.world_size = len(message["order"])
         che = trainer._che and replace(
@@ -129,22 +135,30 @@ class Membership:
         )
         run.state = with_metadata(replace(state, local_states=local_states, che=che), message["state"])
         run.previous, run.history = None, History.from_json(message["history"])
-        self._call_hooks(run, shrunk=False)
+        try:
+            self._call_hooks(run, shrunk=False)
+        except PeerLostError as error:
+            self.recover(run, error)
 
     def recover(self, run: Run, error: PeerLostError) -> None:
         """Continue with the remaining processes after a failed collective, or join them again.
 
         Raises the error if the remaining processes cannot train.
         """
-        try:
-            run.state = self._shrink(run.state, run.previous, error)
-        except TakenForDeadError:
-            self._group.restart()
-            self._join(run)
-            return
-        run.previous = None
-        run.history = History([info for info in run.history if info.round < run.state.round], run.history.memory)
-        self._call_hooks(run, shrunk=True)
+        while True:
+            try:
+                run.state = self._shrink(run.state, run.previous, error)
+            except TakenForDeadError:
+                self._group.restart()
+                self._join(run)
+                return
+            run.previous = None
+            run.history = History([info for info in run.history if info.round < run.state.round], run.history.memory)
+            try:
+                self._call_hooks(run, shrunk=True)
+                return
+            except PeerLostError as another:  # another process died meanwhile
+                error = another
 
     def _call_hooks(self, run: Run, shrunk: bool) -> None:
         for hook in run.hooks:
@@ -247,7 +261,7 @@ def ranks_of(processes_of_ranks: Sequence[tuple[int, ...]], processes: Collectio
     return ranks if busy == set(processes) else []
 
 
-def _arrays(wanted: dict[str, Any], data: bytes) -> dict[str, Any]:
+def _arrays(wanted: dict[str, Any], data: bytearray) -> dict[str, Any]:
     """The arrays of a received state, with the shapes and shardings of ``wanted``."""
     leaves, treedef = jax.tree.flatten(wanted)
     arrays, start = [], 0

@@ -22,6 +22,7 @@ from jaxche.training import _merge, _round
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
 MANY_EPOCHS = 12
+UNSAVED = ("JOIN", "AGAIN", "JOIN zero", "AGAIN zero")
 RULES = {
     "plain": {},
     "scaled": {"scaling": jaxche.AdamScale(), "base_batch_size": 4},
@@ -86,17 +87,17 @@ class Deadly:
 
 
 def callback(what, round, world):
-    """What happens in the callback after a round, on rank 1, unless the run was started anew."""
-    rounds_here = []
+    """What happens in the callback after a round, on one rank, unless the run was started anew."""
+    rounds_here, victim = [], victim_of(what)
 
     def call(state, info):
         if what.startswith(("JOIN", "AGAIN", "PAUSE20")) and len(info.counts) < world:
             time.sleep(0.7)  # the run is not to end before another has started
         restart = int(os.environ.get("JAXCHE_RESTART", 0))
-        if what == "AGAIN" and jax.process_index() == 1 and restart < DEATHS and len(rounds_here) == 2:
+        if what.startswith("AGAIN") and jax.process_index() == victim and restart < DEATHS and len(rounds_here) == 2:
             signal.raise_signal(signal.SIGKILL)
         rounds_here.append(info.round)
-        if info.round != round or jax.process_index() != 1 or restart:
+        if info.round != round or jax.process_index() != victim or restart:
             return False
         name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL")
         if name in ("KILL", "TERM", "STOP"):
@@ -108,6 +109,11 @@ def callback(what, round, world):
         return what == "stop"
 
     return call
+
+
+def victim_of(what):
+    """The rank that dies or stops: 1, or 0."""
+    return 0 if "zero" in what.split() else 1
 
 
 def cut_connections():
@@ -166,7 +172,7 @@ def main(what, round, folder, rules="plain"):
         epochs,
         callbacks=[callback(what, int(round), world)],
         progress=False,
-        checkpoints=None if what in ("LOST", "JOIN", "AGAIN") or "unsaved" in what else Path(folder) / "checkpoints",
+        checkpoints=None if what.split()[0] == "LOST" or what in UNSAVED or "unsaved" in what else Path(folder) / "checkpoints",
         validation=Deadly(problem.data) if "evaluates" in what else None,
     )
     result = {
