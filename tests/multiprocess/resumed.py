@@ -17,6 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import jaxche
+from jaxche.distributed import _elastic_group
 from jaxche.training import _merge, _round
 
 EPOCHS = 3
@@ -29,7 +30,7 @@ RULES = {
     "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
 }
 # Of the second process, one after another, and a run long enough for them.
-DEATHS, MORE_EPOCHS = 4, 26
+DEATHS, MORE_EPOCHS = 10, 60
 
 
 class Problem:
@@ -99,7 +100,9 @@ def callback(what, round, world):
         rounds_here.append(info.round)
         if info.round != round or jax.process_index() != victim or restart:
             return False
-        name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL")
+        name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL").replace("END", "KILL")
+        if name == "MERGE":
+            die_in_merge()
         if name in ("KILL", "TERM", "STOP"):
             signal.raise_signal(getattr(signal, f"SIG{name}"))
         elif name == "CUT":
@@ -142,6 +145,28 @@ def pause_in_merge(seconds):
     _merge.Merge.arguments = stop
 
 
+def die_in_merge():
+    """Die at the next merge, where the others wait in the same collective."""
+
+    def die(self, *args):
+        signal.raise_signal(signal.SIGKILL)
+
+    _merge.Merge.arguments = die
+
+
+def die_in_admission(moment):
+    """Process 0 dies while it sends its state, or the first replacement of process 1 while it receives one."""
+    restart = int(os.environ.get("JAXCHE_RESTART", 0))
+
+    def die(*args):
+        signal.raise_signal(signal.SIGKILL)
+
+    if moment == "sender" and jax.process_index() == 0 and not restart:
+        _elastic_group.send_state = die
+    if moment == "candidate" and jax.process_index() == 1 and restart == 1:
+        _elastic_group.receive_state = die
+
+
 def fail_to_read(step):
     """This process cannot read the parameters of a checkpoint, as when its machine has lost the file server."""
     restore = ocp.CheckpointManager.restore
@@ -160,6 +185,8 @@ def main(what, round, folder, rules="plain"):
     jaxche.initialize(timeout_s=60)
     if what.startswith("UNREADABLE") and jax.process_index() == 1:
         fail_to_read(int(what.split()[1]))
+    if "dies-" in what:
+        die_in_admission(what.partition("dies-")[2])
     problem, world = Problem(), len(jaxche.devices())
     trainer = problem.trainer(world, **RULES[rules])
     epochs = {"JOIN": MANY_EPOCHS, "PAUSE20": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS)
