@@ -180,7 +180,7 @@ def _run_group(
     address = f"127.0.0.1:{_free_port()}"
     coordinator = None
     if context.elastic and len(specs) > 1:
-        coordinator = start_coordinator(address, len(specs), env=base)
+        coordinator = start_coordinator(address, len(specs), is_launcher=True, env=base)
         base = {**base, LIVENESS: json.dumps(coordinator.liveness)}
     group = WorkerGroup(context, restart, restarts_left if context.elastic else 0, coordinator)
     with contextlib.ExitStack() as stack:

@@ -195,6 +195,8 @@ class WorkerGroup:
         if self._coordinator is not None:
             _signal_group(self._coordinator.process, signal.SIGKILL)
             self._coordinator.process.wait()
+            assert self._coordinator.process.stdin is not None
+            self._coordinator.process.stdin.close()
         for child in self._ranks:
             # A process in an uninterruptible wait ends later.
             with contextlib.suppress(subprocess.TimeoutExpired):

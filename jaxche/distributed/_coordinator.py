@@ -1,7 +1,8 @@
 """The process that keeps an elastic run together: JAX's coordination service, and who is alive.
 
 By default JAX starts its coordination service in process 0, with which it would die. This process does nothing else,
-and it imports no JAX. It ends some seconds after the last process of its run.
+and it imports no JAX. It ends some seconds after the last process of its run, but not before the launcher has closed
+its standard input, as the system does when the launcher is killed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def start_coordinator(
     num_processes: int,
     bind: str | None = None,
     start_s: float = math.inf,
+    is_launcher: bool = False,
     env: Mapping[str, str] = os.environ,
 ) -> Coordinator:
     """Start the coordinator of a run in a session of its own, and wait until it serves.
@@ -46,6 +48,7 @@ def start_coordinator(
       num_processes: of the run.
       bind: ``host:port`` where it listens; default: at ``address``.
       start_s: seconds after which it ends if no process has connected.
+      is_launcher: whether it stays as long as this process, which started it.
       env: its environment variables.
 
     Raises:
@@ -56,7 +59,7 @@ def start_coordinator(
         [sys.executable, "-P", "-m", __name__, *words],
         # jaxlib logs what it does, and jaxche may be a checkout that is not installed.
         env={"TF_CPP_MIN_LOG_LEVEL": "2", **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if is_launcher else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -69,6 +72,13 @@ def start_coordinator(
             words = process.stderr.read().decode(errors="replace").strip()[-500:]
             raise RuntimeError(f"the coordinator of the run cannot serve at {address}: {words}")
     return Coordinator(process, json.loads(line))
+
+
+def _is_input_open() -> bool:
+    try:
+        return bool(os.read(0, 1))
+    except BlockingIOError:
+        return True
 
 
 def is_coordinator(port: int) -> bool:
@@ -107,7 +117,8 @@ def main(address: str, bind: str, num_processes: str, start_s: str) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):  # whoever reads there is not to wait for this process
         os.dup2(null, descriptor)
-    liveness.serve(_EMPTY_S, float(start_s))
+    os.set_blocking(0, False)
+    liveness.serve(_EMPTY_S, float(start_s), _is_input_open)
     assert services  # they end with their last reference
     os._exit(0)  # without waiting for clients
 

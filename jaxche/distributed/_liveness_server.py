@@ -12,6 +12,7 @@ import queue
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxche.distributed._listener import Listener
@@ -64,14 +65,17 @@ class LivenessServer:
         """The incarnations that have connected and have not ended."""
         return self._heartbeats.keys() - self.ended
 
-    def serve(self, empty_s: float, start_s: float = math.inf) -> None:
-        """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``."""
+    def serve(self, empty_s: float, start_s: float = math.inf, is_held: Callable[[], bool] = lambda: False) -> None:
+        """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
+
+        And as long as ``is_held`` returns true.
+        """
         empty_since = time.monotonic() + start_s - empty_s
         while time.monotonic() - empty_since < empty_s:
             self.step()
-            if self.alive:
+            if self.alive or is_held():
                 empty_since = math.inf
-            elif self._heartbeats:
+            elif self._heartbeats or empty_since == math.inf:
                 empty_since = min(empty_since, time.monotonic())
 
     def step(self) -> None:

@@ -87,11 +87,12 @@ class Membership:
             given = jax.block_until_ready(engine.state_dict(run.state.local_states).pooled())
         for hook in run.hooks:
             hook.on_admission()
-        self._group.barrier()  # all members admit them, or none
-        state = replace(run.state, che=self.rearranged(run.state.che, order), row_shares=RowShares())
+        # The broadcast waits for all: all members admit them, or none.
+        state = replace(run.state, che=self._agreed(run.state.che, order), row_shares=RowShares())
         message, arrays = {}, []
         if self._group.is_first:
             message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
+            message["measured"] = list(self._measured.items())
             arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
         self._group.admit(admitted, message, arrays)
         engine.arrange(order, state.local_states)
@@ -128,6 +129,7 @@ class Membership:
             except PeerLostError as error:
                 _log.warning("process %s was not admitted, and tries again: %s", group.process_index, error)
                 group.restart()
+        self._measured = {rank: (steps, ms) for rank, (steps, ms) in message["measured"]}
         engine.arrange(message["order"], local_states)
         trainer.world_size = len(message["order"])
         che = trainer._che and replace(
@@ -202,9 +204,9 @@ class Membership:
         if not order:
             error.add_note(f"process {', '.join(map(str, lost))} died, and the remaining processes cannot continue")
             raise error
-        state = replace(state, che=self.rearranged(state.che, order), row_shares=RowShares())
+        state = replace(state, che=self._agreed(state.che, order), row_shares=RowShares())
         if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round
-            trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured[order[0]][0]
+            trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured.get(order[0], (1, 0.0))[0]
         return state, order, lost
 
     def _count_false_alarm(self, round: int, error: PeerLostError) -> None:
@@ -216,6 +218,12 @@ class Membership:
                 "all processes are alive; does something between their machines close them, e.g. a firewall?"
             )
             raise error
+
+    def _agreed(self, che: ElChe | None, order: Sequence[int]) -> ElChe | None:
+        """The cadence of these ranks as the first member has it: a process that came later has fewer measurements."""
+        own = self.rearranged(che, order)
+        found = self._group.broadcast(own and own.to_dict())
+        return found and ElChe.from_dict(found)
 
     def rearranged(self, che: ElChe | None, order: Sequence[int]) -> ElChe | None:
         """The cadence of these ranks in this order, with the last measurements of each; None for a single rank.

@@ -1,5 +1,6 @@
 """Quorums: who may propose the next one, and who is left behind. The store is a dict, and nobody dies by itself."""
 
+import contextlib
 import socket
 import threading
 from types import SimpleNamespace
@@ -37,9 +38,7 @@ def groups(monkeypatch, store):
     monkeypatch.setattr(module, "_liveness_address", lambda store: None)
     monkeypatch.setattr(module, "Liveness", lambda state, address, watchdog: Liveness(dead))
     monkeypatch.setattr(module.ElasticGroup, "_reconnect", lambda self: None)
-    made = [
-        module.ElasticGroup(SimpleNamespace(process_id=i, num_processes=3, client=store)) for i in range(3)
-    ]
+    made = [module.ElasticGroup(SimpleNamespace(process_id=i, num_processes=3, client=store)) for i in range(3)]
     return made, dead
 
 
@@ -157,11 +156,8 @@ def test_a_state_arrives_whole_or_not_at_all(damage):
 
 
 def send(sock, message, arrays):
-    with sock:
-        try:
-            send_state(sock, message, arrays, lambda: None)
-        except OSError:
-            pass
+    with sock, contextlib.suppress(OSError):
+        send_state(sock, message, arrays, lambda: None)
 
 
 def forward(source, sink, damage):

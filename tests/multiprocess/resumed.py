@@ -199,7 +199,9 @@ def main(what, round, folder, rules="plain"):
         epochs,
         callbacks=[callback(what, int(round), world)],
         progress=False,
-        checkpoints=None if what.split()[0] == "LOST" or what in UNSAVED or "unsaved" in what else Path(folder) / "checkpoints",
+        checkpoints=None
+        if what.split()[0] == "LOST" or what in UNSAVED or "unsaved" in what
+        else Path(folder) / "checkpoints",
         validation=Deadly(problem.data) if "evaluates" in what else None,
     )
     result = {
