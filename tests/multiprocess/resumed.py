@@ -94,6 +94,8 @@ def callback(what, round, world):
     def call(state, info):
         if what.startswith(("JOIN", "AGAIN", "PAUSE20")) and len(info.counts) < world:
             time.sleep(0.7)  # the run is not to end before another has started
+        if what.startswith("SLOW"):
+            time.sleep(0.5)
         restart = int(os.environ.get("JAXCHE_RESTART", 0))
         if what.startswith("AGAIN") and jax.process_index() == victim and restart < DEATHS and len(rounds_here) == 2:
             signal.raise_signal(signal.SIGKILL)
