@@ -19,7 +19,7 @@ import jax
 from jax._src import clusters as _jax_clusters
 
 # JAX has no option for a coordination service in another process.
-from jax._src.lib import _jax as _jax_lib
+from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxche.cluster._detect import Detected
 from jaxche.cluster._gpus import gpu_ids

@@ -272,7 +272,7 @@ class ElasticGroup(Group):
         process, incarnation = self.process_index, self.incarnation
         accepted: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
         listener = Listener(
-            own_address(self._state.coordinator_address), lambda sock, text: accepted.put((sock, text)), local=True
+            own_address(str(self._state.coordinator_address)), lambda sock, text: accepted.put((sock, text)), local=True
         )
         with contextlib.closing(listener):
             request = {"incarnation": incarnation, "fit": self._fit, "fingerprint": dict(fingerprint)}

@@ -31,8 +31,8 @@ def send_state(sock: socket.socket, message: Any, arrays: Sequence[np.ndarray], 
     sock.settimeout(_SLICE_S)
     _send(sock, _LENGTHS.pack(len(text), sum(view.nbytes for view in views)) + text, waiting)
     for view in views:
-        digest.update(view)
-        _send(sock, view, waiting)
+        digest.update(view.data)
+        _send(sock, view.data, waiting)
     _send(sock, digest.digest(), waiting)
 
 

@@ -264,6 +264,7 @@ def _spanning(array: jax.Array) -> jax.Array:
     """
     assert isinstance(array.sharding, jax.sharding.NamedSharding)
     mesh, spec = array.sharding.mesh, array.sharding.spec
+    assert isinstance(mesh, jax.sharding.Mesh)
     own = mesh.devices.flat[0]
     others = [device for device in own.client.devices() if device.process_index != own.process_index]
     both = np.array([*mesh.devices.flat, *others[: mesh.size]]).reshape(2, *mesh.devices.shape)
