@@ -80,8 +80,8 @@ def launch(
         is useful only if the GPUs are slow or the CPU is large: the share of a round of such a replica is small.
       elastic: whether the other ranks continue after the death of a rank: ``Trainer.fit`` then resumes with them from
         the last merged round. ``max_restarts`` then also counts replacements: the dead rank alone is restarted and
-        joins the others at the end of a round; with 0 it is not replaced. All ranks meet at a coordinator, a small process
-        beside them; its death restarts all. Requires replicas that merge on CPU devices.
+        joins the others at the end of a round; with 0 it is not replaced. All ranks meet at a coordinator, a small
+        process beside them; its death restarts all. Requires replicas that merge on CPU devices.
       max_restarts: number of restarts of all ranks after a failure, on a new port and with ``JAXCHE_RESTART`` counting
         up. The script resumes from its checkpoint. Exit code 2, bad input, is not restarted.
       survivors: whether to remove a rank that fails first in two starts in a row, as long as one process is left; the
