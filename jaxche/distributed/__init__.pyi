@@ -14,7 +14,7 @@ from ._environment import (
 )
 from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
-from ._liveness_server import Incarnation, LivenessServer
+from ._liveness_server import LivenessServer
 from ._shared_folder import shared_folder
 from ._watchdog import PREEMPTED_CODE, FileErrors, Watchdog, hang_timeout, on_sigterm
 
@@ -32,7 +32,6 @@ __all__ = [
     "ElasticGroup",
     "FileErrors",
     "Group",
-    "Incarnation",
     "Listener",
     "LivenessServer",
     "PeerLostError",

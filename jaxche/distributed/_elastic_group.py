@@ -39,8 +39,8 @@ _TOPOLOGY_MS, _ATTEMPTS = 2000, 20
 # that have ended.
 _QUORUMS, _LIVENESS = "jaxche/quorum/", "jaxche/liveness"
 _REQUESTS, _ANSWERS, _ENDED_FITS = "jaxche/request", "jaxche/answer", "jaxche/ended_fit"
-# Seconds in which a candidate accepts a connection, and between its looks for an answer; and in which process 0 tells
-# the others where the liveness server is.
+# Seconds for a candidate to accept a connection, ms between its looks for an answer, and ms for process 0 to write the
+# address of the liveness server.
 _CONNECT_S, _POLL_MS, _ADDRESS_MS = 10.0, 200, 60_000
 
 
