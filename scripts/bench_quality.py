@@ -329,6 +329,12 @@ class Results:
         cell = Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
         return Job(cell, row["arm"], row["lr"], row["seed"], row["measure"])
 
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells of fleets with merges, the standard ones first."""
+        found = {job.cell: None for job in map(self._job, self.rows.values()) if job.cell.sync_ms}
+        return sorted(found, key=lambda cell: (f"{cell.fleet}@{cell.sync_ms:g}" not in STANDARD, cell.task != "text"))
+
     def add(self, row: dict[str, Any]) -> None:
         self.rows[self._job(row).key] = row
         with self.path.open("a", encoding="utf8") as file:
@@ -456,6 +462,43 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
     return "\n".join(lines)
 
 
+def summary(results: Results, cells: Sequence[Cell]) -> str:
+    """Markdown with one line a cell: the loss of ``policy="auto"`` against the best of the others.
+
+    Ratios are of the losses of one seed, medians over the seeds that both have; below 1 is better.
+    """
+    lines = [
+        "| cell | seeds | fast device alone | best plain | auto | auto to best plain | best by hand | auto to it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        found = {name: results.best(cell, name, "annealed") for name, arm in ARMS.items() if cell.holds(arm)}
+        losses = {name: {row["seed"]: row["loss"] for row in runs} for name, runs in found.items() if runs}
+        if not {"auto", BASELINE} <= losses.keys():
+            continue
+        middle = {name: statistics.median(by_seed.values()) for name, by_seed in losses.items()}
+        plain = min((name for name in PLAIN if name in losses), key=middle.__getitem__)
+        hand = min((name for name in losses if name not in (*PLAIN, CEILING, "auto")), key=middle.__getitem__)
+        ratios = [
+            statistics.median(
+                losses["auto"][seed] / losses[name][seed] for seed in losses["auto"] if seed in losses[name]
+            )
+            for name in (plain, hand)
+        ]
+        columns = [
+            f"{cell.task}, {cell.fleet} at {cell.sync_ms:g} ms",
+            str(len(losses["auto"])),
+            f"{middle[BASELINE]:.3f}",
+            f"{middle[plain]:.3f}, {plain}",
+            f"{middle['auto']:.3f}",
+            f"{ratios[0]:.3f}",
+            f"{middle[hand]:.3f}, {hand}",
+            f"{ratios[1]:.3f}",
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
 def spread(values: Iterable[float], form: str) -> str:
     """The median, and the range of several values."""
     found = sorted(values)
@@ -493,6 +536,7 @@ def main() -> int:
     if args.table or args.write:
         text = "\n\n".join(table(results, cell, grid) for cell in cells)
         if args.write:
+            text = f"{summary(results, results.cells)}\n\n{text}"
             before, rest = PAGE.read_text(encoding="utf8").split(BEGIN)
             PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf8")
         else:

@@ -234,6 +234,11 @@ class Reader:
     has_time_limit = True  # a replica may leave batches to later rounds
     is_sharded = False  # any replica may train on any batch
 
+    @property
+    def size(self) -> int:
+        """The number of batches in an epoch."""
+        return checked_length(self.data)
+
     def seek(self, state: Any) -> None:
         """Nothing: batches are read by their index."""
 

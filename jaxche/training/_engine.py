@@ -19,7 +19,6 @@ from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, is_maker, nbytes
 from jaxche.training._checks import check_state_of_tx
-from jaxche.training._columns import Columns
 from jaxche.training._data import Feed, Key, Reader, non_finite_leaves
 from jaxche.training._fingerprint import (
     check_streams,
@@ -39,7 +38,7 @@ from jaxche.training._placement import (
     spans_processes,
     without_replica_axis,
 )
-from jaxche.training._programs import LocalPrograms, LocalState
+from jaxche.training._programs import Columns, LocalPrograms, LocalState
 from jaxche.training._replica import LocalResult, Replica, free_rates, row_limit
 from jaxche.training._replica_mesh import ReplicaMesh
 from jaxche.training._scaling import MergeScale, Scaling, with_previous_gradient
@@ -50,14 +49,21 @@ from jaxche.training._stream_reader import StreamReader
 
 
 class Readers:
-    """The readers of the present sequence and of the present stream, for all engines of a trainer."""
+    """The readers of the present sequence and of the present stream, for all engines of a trainer.
 
-    def __init__(self, group: Group):
-        self._group = group
+    ``check`` refuses data that the trainer cannot read.
+    """
+
+    def __init__(self, group: Group, check: Callable[[Any], Any]):
+        self._group, self._check = group, check
         self._readers: dict[bool, Reader | StreamReader] = {}
 
     def of(self, data: Any, processes_of_ranks: list[tuple[int, ...]]) -> Reader | StreamReader:
         """The reader of this data."""
+        for reader in self._readers.values():
+            if reader.data is data:
+                return reader
+        self._check(data)
         kind = is_stream(data)
         reader = self._readers.get(kind)
         if reader is None or not is_same(reader.data, data):

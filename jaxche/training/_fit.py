@@ -17,10 +17,10 @@ from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoint_manager import CheckpointManager
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import check_callbacks
-from jaxche.training._end import End
 from jaxche.training._evaluate import MetricProgram, batches_of, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
+from jaxche.training._plan import End
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._stream import as_stream, is_stream

@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxche.distributed import RESTART, PeerLostError
 from jaxche.reports import Every, History, Logger, Reached, RoundInfo
-from jaxche.training._end import End
 from jaxche.training._evaluate import MetricProgram, evaluate
+from jaxche.training._plan import End
 from jaxche.training._progress import Progress
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState

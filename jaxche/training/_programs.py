@@ -1,8 +1,9 @@
-"""The compiled programs of a replica's local steps, and the state, constants and carry of a round."""
+"""The compiled programs of a replica's local steps, and the state, constants, carry and sums of a round."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -11,9 +12,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxche.averaging import add_weighted, is_float, zero_sums
+from jaxche.averaging import Weighted, add_weighted, is_float, zero_sums
 from jaxche.sharding import batch_size, mean_of
-from jaxche.training._columns import Columns
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.training._scaling import MergeScale, Scaling
@@ -41,6 +41,40 @@ def stayed_finite(before: Any, after: Any) -> Any:
 def non_finite_flag(finite: Any) -> Any:
     """The column ``not_finite`` of one replica, ``[1, 1]``: 1 if a number is not finite."""
     return 1 - jnp.float32(finite)[None, None]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns ``[examples, loss, *metrics, *weights]``.
+
+    A mean over a batch counts with its examples: its column has the mean times the examples. A
+    :class:`~jaxche.Weighted` counts with its own weight: its column has the total, and its weight has a column too.
+    """
+
+    metrics: tuple[str, ...] = ()
+    weighted: tuple[int, ...] = ()  # positions in (loss, *metrics)
+
+    @classmethod
+    def of(cls, loss: Any, metrics: dict[str, Any]) -> Columns:
+        """The columns for a loss function that returns values like these."""
+        names = tuple(sorted(metrics))
+        values = (loss, *(metrics[name] for name in names))
+        return cls(names, tuple(i for i, value in enumerate(values) if isinstance(value, Weighted)))
+
+    @property
+    def count(self) -> int:
+        """The number of columns."""
+        return 2 + len(self.metrics) + len(self.weighted)
+
+    def weight_of(self, position: int) -> int:
+        """The column with the weights of the loss (position 0) or of a metric; column 0 has the examples."""
+        return 2 + len(self.metrics) + self.weighted.index(position) if position in self.weighted else 0
+
+    def row(self, loss: Any, metrics: dict[str, Any], examples: Any) -> Any:
+        """The numbers that a batch adds to the sums, ``[columns]``."""
+        values = [loss, *(metrics[name] for name in self.metrics)]
+        sums = [value.total if isinstance(value, Weighted) else value * examples for value in values]
+        return jnp.stack([examples, *sums, *(values[i].weight for i in self.weighted)])
 
 
 class Steps(NamedTuple):

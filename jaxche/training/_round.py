@@ -1,4 +1,4 @@
-"""A round on the host: its plan, its merged statistics, its errors and the next state."""
+"""The end of a round on the host: its merged statistics, its errors and the next state."""
 
 from __future__ import annotations
 
@@ -10,21 +10,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import (
-    ApplyPolicy,
-    ElChe,
-    RoundPlan,
-    RowShares,
-    Verdict,
-    active_counts,
-    clamp_counts,
-    limit_lead,
-    split_by_ratio,
-)
+from jaxche.cadence import ApplyPolicy, RoundPlan, Verdict, limit_lead
 from jaxche.distributed import Group
 from jaxche.reports import RoundInfo
-from jaxche.training._columns import Columns
 from jaxche.training._merge import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Merged
+from jaxche.training._programs import Columns
 from jaxche.training._replica import LocalResult
 from jaxche.training._state import TrainerState
 
@@ -64,124 +54,6 @@ class NonFiniteLossError(FloatingPointError):
     ):
         super().__init__(message)
         self.rank, self.round, self.state, self.batches = rank, round, state, batches
-
-
-# Steps in a round of a single replica. Nothing is merged there; a round only reports.
-SOLO_ROUND = 50
-
-# Rounds may take a few milliseconds, and a short delay of the machine must not cut them short.
-_MIN_EXTRA_MS = 200.0
-
-
-def next_plan(
-    state: TrainerState,
-    size: int,
-    policy: ApplyPolicy,
-    world_size: int,
-    last_epoch: int | None = None,
-    solo_steps: int = SOLO_ROUND,
-    joined: int | None = None,
-    most: int | None = None,
-) -> RoundPlan:
-    """The plan of the next round, the same on every host; pending batches of earlier rounds come first.
-
-    ``size`` is the number of batches in an epoch, ``solo_steps`` the number of steps of a single replica,
-    ``joined`` the number of batches in an update under ``sync``, by default one a replica, and ``most`` the number of
-    batches to the end of the run, if it is limited. At the end of an epoch and of the run the last rounds are of about
-    equal length: the loss of a round of one batch, on one replica, would be noise.
-    """
-    pending, che = bool(state.pending_batches), state.che
-    epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
-    left = stop - start if most is None else min(stop - start, most)
-    plan = RoundPlan(state.round, epoch, start, (0,) * world_size, size)
-    shares = RowShares() if pending else state.row_shares
-    if policy is ApplyPolicy.SYNC and not (pending or shares.rows or joined in (None, world_size)):
-        # Before times are known, equal parts in steps of at most a batch.
-        shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
-    if shares.rows:
-        plan = replace(plan, counts=shares.steps, shares=shares.rows, joined=shares.joined)
-        return plan.cut(_even_total(shares.joined, left))
-    if che is None:
-        counts = (1,) * world_size if pending else (solo_steps,)
-    elif pending or policy is not ApplyPolicy.SYNC:
-        counts = che.batch_counts
-    else:
-        counts = (1,) * world_size
-    if che is not None and state.choice is not None and state.choice.active and not pending:
-        counts = active_counts(che, state.choice, left)
-    elif policy is ApplyPolicy.ASYNC and not pending:
-        ends = None if last_epoch is None else (last_epoch - epoch) * size - start
-        left = min((end for end in (ends, most) if end is not None), default=None)
-    lead = che.max_batch_diff if che else None
-    return replace(plan, counts=_even_counts(counts, left, lead, stretches=policy is not ApplyPolicy.SYNC))
-
-
-# What is left at the end is joined with the round before it if it is shorter than this part of that round.
-_FRAGMENT = 0.25
-
-
-def _even_total(whole: int, left: int, least: int = 1) -> int:
-    """The batches of the next round: ``whole``, or half of what is left if otherwise a fragment would remain."""
-    return -(-left // 2) if 0 < left - whole < max(least, _FRAGMENT * whole) else min(whole, left)
-
-
-def _even_counts(counts: Sequence[int], left: int | None, lead: int | None, stretches: bool = True) -> tuple[int, ...]:
-    """The batches of each rank, of ``left`` in all that remain, so that no fragment of a round remains after them.
-
-    ``stretches`` is whether a rank may take one batch more, so that no rank is idle in the last round. Ranks without
-    batches in ``counts`` get none.
-    """
-    ranks = [rank for rank, n in enumerate(counts) if n]
-    wanted = limit_lead([counts[rank] for rank in ranks], lead)
-    total = sum(wanted)
-    if left is not None and stretches and total < left < 2 * len(ranks) and lead != 0:
-        total = left
-    elif left is not None:
-        # In lockstep a part of a round may not leave ranks out.
-        total = min(total, left) if lead == 0 else _even_total(total, left, least=len(ranks))
-    found = dict(zip(ranks, _dealt(wanted, total, lead), strict=True))
-    return tuple(found.get(rank, 0) for rank in range(len(counts)))
-
-
-def _dealt(wanted: Sequence[int], total: int, lead: int | None) -> list[int]:
-    """``total`` batches in the proportion of ``wanted``, none of them leading by more than ``lead``."""
-    parts = split_by_ratio(total, wanted) if total > sum(wanted) else clamp_counts(wanted, total)
-    if min(parts) == 0:  # fewer batches than ranks
-        return list(parts)
-    dealt = list(limit_lead(parts, lead))
-    while lead and sum(dealt) < total:
-        dealt[min(range(len(dealt)), key=lambda rank: (dealt[rank], -wanted[rank]))] += 1
-    return dealt
-
-
-def plan_of_counts(
-    state: TrainerState,
-    size: int,
-    policy: ApplyPolicy,
-    world_size: int,
-    counts: Sequence[int],
-    shares: tuple[int, ...] = (),
-    joined: int = 0,
-) -> RoundPlan:
-    """The plan of a round with given counts, e.g. recorded ones, cut at the end of the epoch."""
-    if len(counts) != world_size or sum(counts) < 1:
-        raise ValueError(
-            f"counts={tuple(counts)} has {len(counts)} entries for {world_size} replicas; "
-            "give each its number of steps, and at least one step in total"
-        )
-    epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
-    if shares:
-        return RoundPlan(state.round, epoch, start, tuple(counts), size, shares, min(joined, stop - start))
-    left = sum(counts) if policy is ApplyPolicy.ASYNC and not state.pending_batches else stop - start
-    return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
-
-
-def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
-    """The time limit of a round: a slow replica delays the others by at most the length of one round."""
-    if che is None or plan.shares or not all(che.ms_per_batch):
-        return None
-    expected = max(n * ms for n, ms in zip(plan.counts, che.ms_per_batch, strict=True))
-    return expected + max(expected, _MIN_EXTRA_MS)
 
 
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}

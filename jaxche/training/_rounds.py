@@ -45,20 +45,12 @@ from jaxche.training._checks import (
     replicas_text,
     rule_text,
 )
-from jaxche.training._end import End
 from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._outputs import BatchOutputs, in_order
-from jaxche.training._round import (
-    SOLO_ROUND,
-    RoundStatistics,
-    advance,
-    host_row,
-    next_plan,
-    plan_of_counts,
-    time_limit_ms,
-)
+from jaxche.training._plan import SOLO_ROUND, End, next_plan, plan_of_counts, time_limit_ms
+from jaxche.training._round import RoundStatistics, advance, host_row
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
@@ -173,7 +165,7 @@ class Rounds:
             paces=paces,
             scaling=scaled,
             host=host,
-            readers=Readers(group),
+            readers=Readers(group, self._epoch_size),
             joins_rows=self.rows == "speed" or self._joined != self.world_size,
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
@@ -369,9 +361,9 @@ class Rounds:
         if self._fleet is not None:
             return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
         self.check_state(state, "trainer.measure_rates")
-        size, reader = self._epoch_size(data), self._engine.reader(data)
+        reader = self._engine.reader(data)
         reader.seek(state)
-        plan = reader.fitted(self._plan(state, size), state)
+        plan = reader.fitted(self._plan(state, reader.size), state)
         self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         return tuple(self._engine.free_run(state.local_states, data, seconds))
 
@@ -455,10 +447,11 @@ class Rounds:
         cut: tuple[tuple[int, ...], int] = ((), 0),
         keeps: bool = False,
     ) -> tuple[TrainerState, RoundInfo]:
-        size, policy = self._epoch_size(data), self._policy(state)
+        policy = self._policy(state)
         if self._chooses:
             self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
         reader = self._engine.reader(data)
+        size = reader.size
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         reader.seek(state)

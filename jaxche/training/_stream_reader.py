@@ -10,7 +10,7 @@ from jaxche.cadence import Piece, RoundPlan, interleave
 from jaxche.distributed import Group
 from jaxche.training._data import Feed, Key, Step
 from jaxche.training._state import StreamPosition, TrainerState
-from jaxche.training._stream import Stream
+from jaxche.training._stream import EPOCH_SIZE, Stream
 from jaxche.training._stream_queue import Place, StreamQueue
 
 
@@ -22,6 +22,7 @@ class StreamReader:
     """
 
     nondeterministic = True  # batches are read once
+    size = EPOCH_SIZE
 
     def __init__(self, data: Any, stream: Stream, group: Group, processes_of_ranks: Sequence[Sequence[int]]):
         self.data = data

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml  # comes with jupytext
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from jaxche.cli import main
 from jaxche.cluster import emit
@@ -280,6 +281,16 @@ def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
     assert "volumes" not in h100
     assert "nodeSelector" not in plain
     assert "resources" not in plain["containers"][0]
+
+
+@pytest.mark.parametrize("volume", [None, "training:/kept"])
+def test_a_jobset_is_one_of_the_api_of_jobsets(volume):
+    manifest = yaml.safe_load(emit("jobset", COMMAND, "2x8:h100,4", 3, image="me/train:1", volume=volume))
+    # Made from the schema of jobset.x-k8s.io/v1alpha2: values of a wrong type are refused, unknown fields dropped.
+    assert JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
+    manifest["spec"]["failurePolicy"] = {"maxRestarts": "three"}
+    with pytest.raises(ValueError, match="maxRestarts"):
+        JobsetV1alpha2JobSet.from_dict(manifest)
 
 
 def test_all_pods_of_a_jobset_share_a_volume():

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 import jaxche
 from jaxche.distributed import _elastic_group
-from jaxche.training import _merge, _round
+from jaxche.training import _merge, _plan
 
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
@@ -183,7 +183,7 @@ def fail_to_read(step):
 
 def main(what, round, folder, rules="plain"):
     # A stall of this machine cuts no round short: runs are compared bit for bit.
-    _round._MIN_EXTRA_MS = 60_000.0
+    _plan._MIN_EXTRA_MS = 60_000.0
     jaxche.initialize(timeout_s=60)
     if what.startswith("UNREADABLE") and jax.process_index() == 1:
         fail_to_read(int(what.split()[1]))

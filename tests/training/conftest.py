@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training import _round
+from jaxche.training import _plan
 
 
 class Recorder:
@@ -75,7 +75,7 @@ def trained_alike(close):
 @pytest.fixture
 def patient(monkeypatch):
     """A stall of this machine cuts no round short."""
-    monkeypatch.setattr(_round, "_MIN_EXTRA_MS", 60_000.0)
+    monkeypatch.setattr(_plan, "_MIN_EXTRA_MS", 60_000.0)
 
 
 @pytest.fixture

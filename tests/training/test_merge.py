@@ -10,8 +10,8 @@ import jaxche
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
 from jaxche.training import PlanMismatchError
-from jaxche.training._columns import Columns
 from jaxche.training._merge import HOST_COLUMNS, reduce_rows
+from jaxche.training._programs import Columns
 from jaxche.training._round import RoundStatistics
 
 

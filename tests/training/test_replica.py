@@ -10,10 +10,9 @@ import pytest
 
 from jaxche.distributed import Group
 from jaxche.training import PaceError
-from jaxche.training._columns import Columns
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._placement import DevicePlacement, add_replica_axis, drop_replica_axis
-from jaxche.training._programs import LocalPrograms, LocalState
+from jaxche.training._programs import Columns, LocalPrograms, LocalState
 from jaxche.training._replica import Replica
 
 

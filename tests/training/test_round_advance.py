@@ -7,8 +7,8 @@ import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
 from jaxche.training import TrainerState
-from jaxche.training._columns import Columns
 from jaxche.training._merge import HOST_COLUMNS, Merged
+from jaxche.training._programs import Columns
 from jaxche.training._round import RoundStatistics, advance
 
 

@@ -9,7 +9,7 @@ from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group, RankError
 from jaxche.training import NonFiniteLossError, PlanMismatchError
 from jaxche.training import _round as module
-from jaxche.training._columns import Columns
+from jaxche.training._programs import Columns
 from jaxche.training._replica import LocalResult
 from jaxche.training._round import RoundStatistics, host_row
 

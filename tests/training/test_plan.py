@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RowShares, limit_lead
-from jaxche.training._round import next_plan, plan_of_counts, time_limit_ms
+from jaxche.training._plan import next_plan, plan_of_counts, time_limit_ms
 from jaxche.training._state import TrainerState
 
 CHE = ElChe.from_dict(ElChe(world_size=2, anchor=4).to_dict() | {"batch_counts": (10, 4), "ms_per_batch": (20.0, 50.0)})
