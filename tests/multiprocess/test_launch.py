@@ -124,7 +124,7 @@ def test_the_coordinator_of_a_launcher_that_was_killed_ends_too(script, gone):
     run.wait()
     run.stdout.close()
     assert len(children) == 4  # the reaper, the coordinator and the ranks
-    assert all(gone(pid) for pid in children)
+    assert all(gone(pid, within_s=20.0) for pid in children)
 
 
 def test_a_failing_rank_stops_one_that_ignores_sigterm_and_its_children(script, capfd, tmp_path, gone):
