@@ -255,7 +255,7 @@ def test_the_coordinator_ends_with_the_run_and_the_run_with_the_coordinator(scri
 
     def coordinators():
         pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-        return [pid for pid in pids if b"_coordinator" in words(pid) and parent(pid) == os.getpid()]
+        return [pid for pid in pids if b"distributed._coordinator" in words(pid) and parent(pid) == os.getpid()]
 
     def strike():
         assert until(lambda: (tmp_path / "1").exists())
