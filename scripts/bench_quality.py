@@ -224,14 +224,15 @@ class Bench:
             )
             trainer = self.trainers[-1 if len(history) % self.arm.every == self.arm.every - 1 else 0]
             after, info = trainer.round(state, data, self._counts(progress, mark))
-            if info.clock_ms > deadline:
+            # A merge in flight ends before the deadline too.
+            if after.merged().clock_ms > deadline:
                 # Take the last round again, with the steps that fit; a round that cannot be cut is left out.
                 left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1)
                 counts = tuple(min(n, max(0, int(left / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
                 if info.average == "gradients" or info.shares or not sum(counts):
                     break
                 after, info = trainer.round(state, data, counts)
-                if info.clock_ms > deadline:
+                if after.merged().clock_ms > deadline:
                     break
             state = after
             history.append(info)
@@ -239,7 +240,7 @@ class Bench:
                 curve.append((info.clock_ms, self.task.evaluate(trainer.params(state))["loss"]))
         if points:
             metrics = self.task.evaluate(self.trainers[0].params(state))
-            curve.append((state.clock_ms, metrics["loss"]))
+            curve.append((state.merged().clock_ms, metrics["loss"]))
         return Trained(curve, metrics, history)
 
     def _counts(self, progress: Progress, mark: float) -> Counts | None:

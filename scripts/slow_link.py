@@ -1,120 +1,132 @@
-"""Two machines with a slow link between them: the anchor grows until merging is below its target.
+"""Processes with slow links between them: what a merge costs there, and what is left of the free-running rate.
 
-Two network namespaces are joined by a link of 200 Mbit/s (``tc tbf``), with a process in each; a step takes 20 ms on
-one and 30 ms on the other, and the model is 2 MB. Without a cadence (one merge a step) the link would take most of the
-time. Needs root, and iproute2 (``apt install iproute2``); where it cannot run it says why and ends with code 77.
+Each process runs in a network namespace of its own. Links have a rate (``tc tbf``) and a round trip (a relay between
+the namespaces that keeps every packet for half of it, because few kernels have ``netem``). Steps are padded to a pace.
+Needs root, and iproute2 (``apt install iproute2``); where it cannot run it says why and ends with code 77.
 
-    python scripts/slow_link.py                # a table of rounds, efficiency before and after
-    python scripts/slow_link.py --rate 50mbit
+    python scripts/slow_link.py                                  # 2 processes, 2 million parameters, 3 links
+    python scripts/slow_link.py --processes 2 4 --millions 2 20 50 --links 1gbit/20ms --adam
+    python scripts/slow_link.py --growth                         # the anchor grows until merges are cheap
+
+One line is one arm: *of free* is the steps done over those that the paces allow, *merge* what a round takes beyond
+its slowest replica, *hidden* what a merge took beside steps, *MB* what a process sent in a merge. ``all-reduce`` is one
+bare all-reduce of the parameters in float32. To add an arm, add a line to ``ARMS``.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import json
 import os
+import select
 import shutil
+import signal
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-PACES, TARGET, STEPS = (20.0, 30.0), 0.05, 2500
-CANNOT = 77
+# Options of jaxche.Trainer.
+ARMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "local": {"opt_state": "local"},
+    "bfloat16": {"wire": "bfloat16"},
+    "int8": {"wire": "int8"},
+    "int4": {"wire": "int4"},
+    "overlap": {"overlap": 0.5},
+    "overlap int8": {"overlap": 0.5, "wire": "int8"},
+}
+BARE = "all-reduce"
+# Every other process is slower.
+SLOWER = 1.5
+# Of the mode --growth: the link, the paces, the target of the tuner, the steps of both processes.
+GROWTH_LINK, GROWTH_PACES, TARGET, STEPS = "200mbit/0ms", (20.0, 30.0), 0.05, 2500
+CANNOT, PORT = 77, 9751
+
+
+class Link(NamedTuple):
+    """The link of a machine: a rate as tc has it, or none, and the round trip to another machine."""
+
+    rate: str
+    round_trip_ms: float
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        rate, _, trip = text.partition("/")
+        return cls(rate, float((trip or "0ms").removesuffix("ms")))
+
+    def __str__(self) -> str:
+        return "no limit" if self.rate == "none" else f"{self.rate}/{self.round_trip_ms:g}ms"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc has it (default 200mbit)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of both together (default {STEPS})")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2], help="default 2")
+    parser.add_argument("--millions", type=float, nargs="+", default=[2], help="of parameters (default 2)")
+    parser.add_argument("--links", nargs="+", default=["none", "1gbit/20ms", "100mbit/100ms"], help="rate/round trip")
+    parser.add_argument("--arms", nargs="+", choices=[BARE, *ARMS], default=[BARE, *ARMS])
+    parser.add_argument("--round-s", type=float, default=2.0, help="length of the steps of a round (default 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured, after two more (default 3)")
+    parser.add_argument("--adam", action="store_true", help="instead of SGD")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--growth", action="store_true", help=f"the cadence on a link of {GROWTH_LINK}")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of --growth, of both together (default {STEPS})")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--relay", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.relay:
+        return relay(float(args.relay[0]), args.relay[1:])
     if args.worker:
-        return worker(Path(args.worker), args.steps)
+        return worker(Path(args.worker))
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("slow_link: skipped: needs root, and ip and tc of iproute2")
         return CANNOT
-    names = [f"jaxche{os.getpid()}-{side}" for side in "ab"]
     try:
-        try:
-            join(names, args.rate)
-        except subprocess.CalledProcessError as error:
-            print(f"slow_link: skipped: {' '.join(error.cmd)}: {error.stderr.strip()}")
-            return CANNOT
-        with tempfile.TemporaryDirectory(prefix="jaxche-link-") as folder:
-            rounds = train(names, Path(folder), args.steps)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
-    return report(rounds, args.rate)
+        return growth(args.steps) if args.growth else benchmark(args)
+    except subprocess.CalledProcessError as error:
+        print(f"slow_link: skipped: {' '.join(error.cmd)}: {error.stderr.strip()}")
+        return CANNOT
 
 
-def join(names: list[str], rate: str) -> None:
-    """Two namespaces 10.77.0.1 and 10.77.0.2 with a link of this rate between them."""
-
-    def do(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True, text=True)
-
-    for name in names:
-        do("ip", "netns", "add", name)
-    do("ip", "link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
-    for number, name in enumerate(names, 1):
-        inside = ("ip", "netns", "exec", name)
-        do(*inside, "ip", "link", "set", "lo", "up")
-        do(*inside, "ip", "addr", "add", f"10.77.0.{number}/24", "dev", "veth0")
-        do(*inside, "ip", "link", "set", "veth0", "up")
-        do(
-            *inside,
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            "veth0",
-            "root",
-            "tbf",
-            "rate",
-            rate,
-            "burst",
-            "256kb",
-            "latency",
-            "50ms",
-        )
-        # Gloo listens where the name of this machine leads to.
-        hosts = Path("/etc/netns") / name / "hosts"
-        hosts.parent.mkdir(parents=True)
-        hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{number} {os.uname().nodename}\n")
+def benchmark(args: argparse.Namespace) -> int:
+    """Every arm at every size over every link, one line each."""
+    print(
+        "processes millions link          arm          of free  steps ms  merge ms hidden ms     MB  loss", flush=True
+    )
+    found = []
+    for processes in args.processes:
+        for link in map(Link.parse, args.links):
+            for millions in args.millions:
+                # The moments of Adam are a pass over memory; SGD leaves alone what the loss does not use.
+                pace = max(20.0, 7.5 * millions * processes if args.adam else 0.0)
+                job = {name: getattr(args, name) for name in ("arms", "rounds", "adam")}
+                job |= {"size": round(millions * 1e6), "steps_ms": args.round_s * 1e3}
+                paces = [pace * (SLOWER if rank % 2 else 1.0) for rank in range(processes)]
+                for row in run(link, paces, job):
+                    row = {"processes": processes, "millions": millions, "link": str(link)} | row
+                    found.append(row)
+                    times = f"{row['steps_ms']:9.0f} {row['merge_ms']:9.0f} {row['hidden_ms']:9.0f}"
+                    print(
+                        f"{processes:9d} {millions:8g} {link!s:13s} {row['arm']:12s} {row['of_free']:7.1%} {times} "
+                        f"{row['mb']:6.1f}  {row['loss']:.4f}",
+                        flush=True,
+                    )
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
 
 
-def train(names: list[str], folder: Path, steps: int) -> list[dict[str, Any]]:
-    children = []
-    for rank, (name, pace) in enumerate(zip(names, PACES, strict=True)):
-        env = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAXCHE_COORDINATOR": "10.77.0.1:9751",
-            "JAXCHE_NUM_PROCESSES": "2",
-            "JAXCHE_PROCESS_ID": str(rank),
-            "JAXCHE_PACE_MS": str(pace),
-        }
-        command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
-        command += [sys.executable, __file__, "--worker", str(folder), "--steps", str(steps)]
-        children.append(subprocess.Popen(command, env=env))
-    codes = []
-    try:
-        codes = [child.wait(timeout=300) for child in children]
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-    if any(codes):
-        raise SystemExit(f"slow_link: processes ended with {codes}")
-    return json.loads((folder / "rounds.json").read_text())
-
-
-def report(rounds: list[dict[str, Any]], rate: str) -> int:
-    """The rounds, and whether the last ones merge within the target."""
-    print(f"link of {rate}, a step in {' and '.join(f'{p:g}' for p in PACES)} ms, target {TARGET:.0%}")
+def growth(steps: int) -> int:
+    """The rounds of a cadence, and whether the last ones merge within the target."""
+    rounds = run(Link.parse(GROWTH_LINK), GROWTH_PACES, {"growth": steps})
+    print(f"link of {GROWTH_LINK}, a step in {' and '.join(f'{p:g}' for p in GROWTH_PACES)} ms, target {TARGET:.0%}")
     print("round anchor    counts  round ms  merge ms merge share efficiency")
     for one in rounds:
         counts = ":".join(map(str, one["counts"]))
@@ -123,7 +135,7 @@ def report(rounds: list[dict[str, Any]], rate: str) -> int:
             f"{one['sync_ms'] / one['period_ms']:11.1%} {one['efficiency']:10.1%}"
         )
     first, last = rounds[:2], rounds[-4:-1]  # the very last is cut by the end of the epoch
-    before, after = (efficiency(part) for part in (first, last))
+    before, after = (of_free(part, GROWTH_PACES) for part in (first, last))
     share = sum(one["sync_ms"] for one in last) / sum(one["period_ms"] for one in last)
     print(f"efficiency {before:.1%} before and {after:.1%} after; merging takes {share:.1%} of the last rounds")
     # Whole counts make replicas wait a little too; that is in the target of the steady tuner, not in the share.
@@ -131,12 +143,141 @@ def report(rounds: list[dict[str, Any]], rate: str) -> int:
     return 0 if good else 1
 
 
-def efficiency(rounds: list[dict[str, Any]]) -> float:
+def of_free(rounds: Sequence[dict[str, Any]], paces: Sequence[float]) -> float:
     """Steps done over what the paces allow."""
-    return sum(sum(r["counts"]) for r in rounds) / sum(r["period_ms"] * sum(1 / p for p in PACES) for r in rounds)
+    return sum(sum(r["counts"]) for r in rounds) / sum(r["period_ms"] * sum(1 / p for p in paces) for r in rounds)
 
 
-def worker(folder: Path, steps: int) -> int:
+def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a job prints, run by one process a pace with this link between them."""
+    with machines(link, len(paces)) as names, tempfile.TemporaryDirectory(prefix="jaxche-link-") as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(job | {"paces": list(paces)}))
+        children = []
+        for rank, (name, pace) in enumerate(zip(names, paces, strict=True)):
+            env = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "JAXCHE_COORDINATOR": f"{address(0)}:{PORT}",
+                "JAXCHE_NUM_PROCESSES": str(len(paces)),
+                "JAXCHE_PROCESS_ID": str(rank),
+                "JAXCHE_PACE_MS": str(pace),
+            }
+            command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
+            children.append(subprocess.Popen([*command, sys.executable, __file__, "--worker", folder], env=env))
+        try:
+            codes = [child.wait(timeout=1800) for child in children]
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+        if any(codes):
+            raise SystemExit(f"slow_link: processes ended with {codes}")
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+# The machines: namespaces, and the relay that joins them.
+
+
+def address(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"
+
+
+@contextlib.contextmanager
+def machines(link: Link, count: int) -> Iterator[list[str]]:
+    """The names of as many namespaces, joined by links of this rate and round trip."""
+    names, hub = [f"jaxche{os.getpid()}-{rank}" for rank in range(count)], f"jaxche{os.getpid()}-hub"
+    ports, relaying = [f"port{rank}" for rank in range(count)], None
+
+    def do(*words: str) -> None:
+        subprocess.run(words, check=True, capture_output=True, text=True)
+
+    try:
+        do("ip", "netns", "add", hub)
+        for rank, (name, port) in enumerate(zip(names, ports, strict=True)):
+            do("ip", "netns", "add", name)
+            do("ip", "link", "add", "veth0", "netns", name, "type", "veth", "peer", "name", port, "netns", hub)
+            do("ip", "-n", hub, "link", "set", port, "up")
+            do("ip", "-n", name, "link", "set", "lo", "up")
+            do("ip", "-n", name, "addr", "add", f"{address(rank)}/24", "dev", "veth0")
+            do("ip", "-n", name, "link", "set", "veth0", "up")
+            if link.rate != "none":
+                shape = f"tbf rate {link.rate} burst 256kb latency {500 + link.round_trip_ms:g}ms"
+                do("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", *shape.split())
+            # Gloo listens where the name of this machine leads to.
+            hosts = Path("/etc/netns") / name / "hosts"
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{address(rank)} {os.uname().nodename}\n")
+        if link.round_trip_ms:
+            command = [sys.executable, __file__, "--relay", str(link.round_trip_ms / 2), *ports]
+            relaying = subprocess.Popen(["ip", "netns", "exec", hub, *command])
+        else:
+            do("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
+            do("ip", "-n", hub, "link", "set", "bridge0", "up")
+            for port in ports:
+                do("ip", "-n", hub, "link", "set", port, "master", "bridge0")
+        yield names
+    finally:
+        if relaying is not None:
+            relaying.terminate()
+            relaying.wait()
+        for name in (*names, hub):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+
+def relay(delay_ms: float, ports: Sequence[str]) -> int:
+    """A switch between network devices that forwards every packet after a delay."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    os.nice(-10)
+    # Of linux/if_packet.h and socket.h: packets keep their offload headers, so that one may be many segments of TCP.
+    sol_packet, ignore_outgoing, vnet_header, header_bytes, receive_buffer_force = 263, 23, 15, 10, 33
+    sockets = []
+    for port in ports:
+        one = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        one.setsockopt(sol_packet, vnet_header, 1)
+        one.setsockopt(sol_packet, ignore_outgoing, 1)
+        one.setsockopt(socket.SOL_SOCKET, receive_buffer_force, 64 << 20)
+        one.bind((port, 3))  # packets of all protocols
+        one.setblocking(False)
+        sockets.append(one)
+    behind: dict[bytes, socket.socket] = {}  # the port of each Ethernet address
+    waiting: collections.deque[tuple[float, socket.socket, bytes]] = collections.deque()
+    to, source = slice(header_bytes, header_bytes + 6), slice(header_bytes + 6, header_bytes + 12)
+    while True:
+        ready, _, _ = select.select(sockets, [], [], max(0.0, waiting[0][0] - time.monotonic()) if waiting else None)
+        for one in ready:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    packet = one.recv(1 << 17)
+                    behind[packet[source]] = one
+                    waiting.append((time.monotonic() + delay_ms / 1e3, one, packet))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, origin, packet = waiting.popleft()
+            known = behind.get(packet[to])
+            for target in [known] if known else [other for other in sockets if other is not origin]:
+                with contextlib.suppress(OSError):  # a full queue drops packets
+                    target.send(packet)
+
+
+# A process of a run.
+
+
+def worker(folder: Path) -> int:
+    import jax
+
+    import jaxche
+
+    # One to train on, and one to merge on while the next steps run.
+    jax.config.update("jax_num_cpu_devices", 2)
+    jaxche.initialize(timeout_s=60)
+    job = json.loads((folder / "job.json").read_text())
+    found = grow(job["growth"]) if "growth" in job else [measure(arm, job) for arm in job["arms"]]
+    if jax.process_index() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    return 0
+
+
+def measure(arm: str, job: dict[str, Any]) -> dict[str, Any]:
+    """One arm: rounds of the same counts, the first two of which are not measured."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -144,7 +285,80 @@ def worker(folder: Path, steps: int) -> int:
 
     import jaxche
 
-    jaxche.initialize(timeout_s=60)
+    size, paces = job["size"], job["paces"]
+    if arm == BARE:
+        return measure_bare(size, job["rounds"])
+    counts = [max(1, round(job["steps_ms"] / pace)) for pace in paces]
+    xs = np.random.default_rng(0).normal(size=(sum(counts) * (job["rounds"] + 3), 32)).astype(np.float32)
+    data = jaxche.Batches(xs, batch_size=1)
+    # Next to no arithmetic in a step: the loss is of a small linear map, and most parameters are only merged.
+    params = {"map": np.zeros((32, 32), np.float32), "rest": np.zeros(size - 32 * 32, np.float32)}
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ p["map"] - x) ** 2)
+
+    tx = optax.adam(1e-3) if job["adam"] else optax.sgd(0.1)
+    trainer = jaxche.Trainer(loss, tx, replicas=jax.devices()[::2], **ARMS[arm])
+    state, _ = trainer.round(trainer.init(params), data, counts)
+    state, before = state.merged(), sent_bytes()
+    # The first of these rounds has no merge in flight, and its own ends in the next one.
+    state, _ = trainer.round(state, data, counts)
+    clock, infos = time.perf_counter(), []
+    for _ in range(job["rounds"]):
+        state, info = trainer.round(state, data, counts)
+        infos.append(info)
+    jax.block_until_ready(state.local_states)
+    elapsed_ms = 1e3 * (time.perf_counter() - clock)
+    jax.block_until_ready(trainer.params(state))
+    return {
+        "arm": arm,
+        "of_free": sum(info.batches for info in infos) / (elapsed_ms * sum(1 / pace for pace in paces)),
+        "steps_ms": statistics.mean(max(info.wall_ms) for info in infos),
+        "merge_ms": statistics.median(info.sync_ms for info in infos),
+        "hidden_ms": statistics.median(info.hidden_ms for info in infos),
+        "mb": (sent_bytes() - before) / (len(infos) + 1) / 1e6,
+        "loss": infos[-1].loss,
+    }
+
+
+def measure_bare(size: int, times: int) -> dict[str, Any]:
+    """The time of one flat all-reduce of as many float32, and nothing else."""
+    import jax
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()[::2]), ("replica",))
+    add = jax.shard_map(lambda x: lax.psum(x, "replica"), mesh=mesh, in_specs=P("replica"), out_specs=P(None))
+    own = jax.device_put(np.ones((1, size), np.float32), jax.local_devices()[0])
+    shape, sharding = (mesh.size, size), NamedSharding(mesh, P("replica"))
+    whole = jax.make_array_from_single_device_arrays(shape, sharding, [own])
+    program = jax.jit(add)
+    program(whole).block_until_ready()
+    before, took = sent_bytes(), []
+    for _ in range(times):
+        clock = time.perf_counter()
+        program(whole).block_until_ready()
+        took.append(1e3 * (time.perf_counter() - clock))
+    merge_ms, mb = statistics.median(took), (sent_bytes() - before) / times / 1e6
+    return {"arm": BARE, "of_free": 0.0, "steps_ms": 0.0, "merge_ms": merge_ms, "hidden_ms": 0.0, "mb": mb, "loss": 0.0}
+
+
+def sent_bytes() -> int:
+    """Bytes that this machine has sent."""
+    return int(Path("/sys/class/net/veth0/statistics/tx_bytes").read_text())
+
+
+def grow(steps: int) -> list[dict[str, Any]]:
+    """The rounds of a cadence that starts small: without it merging would take most of the time."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxche
+
     rng = np.random.default_rng(0)
     data = jaxche.Batches(rng.normal(size=(steps, 64)).astype(np.float32), batch_size=1)
     params = {"in": np.zeros((64, 4096), np.float32), "out": np.zeros((4096, 64), np.float32)}
@@ -153,12 +367,10 @@ def worker(folder: Path, steps: int) -> int:
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"] - x) ** 2)
 
-    trainer = jaxche.Trainer(loss, optax.sgd(0.1), che=che)
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), che=che, replicas=jax.devices()[::2])
     _, history = trainer.fit(trainer.init(params), data, progress=False)
-    if jax.process_index() == 0:
-        names = ("round", "anchor", "counts", "period_ms", "sync_ms", "efficiency")
-        (folder / "rounds.json").write_text(json.dumps([{n: getattr(info, n) for n in names} for info in history]))
-    return 0
+    names = ("round", "anchor", "counts", "period_ms", "sync_ms", "efficiency")
+    return [{name: getattr(info, name) for name in names} for info in history]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,12 @@ from jaxche.averaging._trees import weighted as weighted
 from jaxche.averaging._trees import zero_sums as zero_sums
 from jaxche.averaging._weighted import Weighted
 from jaxche.averaging._weights import MERGE_RULES, merge_weights
+from jaxche.averaging._wire import WIRES as WIRES
+from jaxche.averaging._wire import blocks_size as blocks_size
+from jaxche.averaging._wire import exchange_means as exchange_means
+from jaxche.averaging._wire import gather_means as gather_means
+from jaxche.averaging._wire import is_gathered as is_gathered
+from jaxche.averaging._wire import part_size as part_size
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.
 __all__ = [

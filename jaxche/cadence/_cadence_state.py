@@ -22,3 +22,4 @@ class CadenceState:
     sync_samples: tuple[float, ...] = field(default=(), kw_only=True)
     travel_samples: tuple[float, ...] = field(default=(), kw_only=True)
     round_ms: float = field(default=0.0, kw_only=True)
+    overlap: float = field(default=0.0, kw_only=True)

@@ -59,6 +59,7 @@ class ElChe(CadenceState):
       travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
       round_ms: the wanted length of a round in ms, with the progress tuner; 0.0 before it is known. It may be shorter
         than a batch of the slowest rank.
+      overlap: the part of a round that runs while the merge of the last one does; the trainer sets it.
 
     Raises:
       ValueError: for an argument out of range; the message names it, its value and what to write.
@@ -128,6 +129,32 @@ class ElChe(CadenceState):
         """Whether the counts differ between ranks, by hint or by measurement."""
         return len(set(self.batch_counts)) > 1
 
+    @property
+    def limit(self) -> str:
+        """Why the next round is shorter than the measurements ask for, in one line; empty if it is not.
+
+        The seed tuner does not keep the cost of merges, so it has no such line.
+
+        Example:
+          >>> che = ElChe(2, 2, max_anchor=8, tuner="steady")
+          >>> for _ in range(2):
+          ...     che = che.report_timing([20.0, 50.0], [1, 1], sync_ms=100.0)
+          >>> che.limit
+          'max_anchor=8 limits rounds to 0.4 s; merges of 0.1 s ask for 1 s, max_anchor=20'
+        """
+        slow = max(self.ms_per_batch)
+        if not slow or len(self.sync_samples) < 2:
+            return ""
+        sync_ms = steady.middle(self.sync_samples)
+        wanted_ms = self.round_ms if self.tuner == "progress" else sync_ms / (self.overhead_target + self.overlap)
+        wanted = math.ceil(wanted_ms / slow - 1e-9)
+        if wanted <= self.max_anchor:
+            return ""
+        return (
+            f"max_anchor={self.max_anchor} limits rounds to {self.max_anchor * slow / 1e3:.3g} s; merges of "
+            f"{sync_ms / 1e3:.3g} s ask for {wanted_ms / 1e3:.3g} s, max_anchor={wanted}"
+        )
+
     def clamp_total(self, max_total: int) -> tuple[int, ...]:
         """The counts clamped to ``max_total`` batches, in proportion; below ``world_size``, one each to the fastest.
 
@@ -189,7 +216,7 @@ class ElChe(CadenceState):
         Args:
           wall_ms: compute time of each rank in ms, [R]; 0 for a rank without a timing, which keeps its estimate.
           actual_batches: batches that each rank ran in that time, [R].
-          sync_ms: what the merge cost in ms; 0 if not known; the anchor is then kept.
+          sync_ms: what the merge took in ms, hidden or not; 0 if not known; the anchor is then kept.
           travel_ms: time in which a replica moves as far as its parameters are long, in ms: the duration of the round
             over :math:`\sqrt{\sum w_i \|\Delta_i\|^2} / \|\bar x\|`; 0 if not known. For the progress tuner.
 

@@ -43,14 +43,23 @@ def update(
         limit = _GROWTH * (round_ms or anchor * float(ms.max()))
         if len(syncs) == 1:
             limit /= _GROWTH  # a first report may include compilation: it may shorten a round, not lengthen it
-        best = min(max(math.sqrt(sync * tau), float(ms[ms > 0].min())), limit)
+        best = min(max(best_round_ms(sync, tau, che.overlap), float(ms[ms > 0].min())), limit)
         if not round_ms or not 1 / _KEEP < best / round_ms < _KEEP:
             round_ms = best
-            anchor = choose_anchor(ms, sync, tau, round_ms, che.max_anchor, che.max_batch_diff)
+            anchor = choose_anchor(ms, sync, tau, round_ms, che.max_anchor, che.max_batch_diff, che.overlap)
     anchor = min(anchor, che.max_anchor)
     counts = ratio_counts(anchor, speed_ratios(ms), che.max_batch_diff)[1]
     measured |= {"anchor": anchor, "batch_counts": counts, "ms_per_batch": ms, "ms_samples": rows}
     return measured | {"round_ms": round_ms}
+
+
+def best_round_ms(sync_ms: float, tau: float, overlap: float = 0.0) -> float:
+    """The round length T with the most progress, T / (T + max(0, C - f T)) / (1 + T / τ).
+
+    √(C τ / (1 - f)), but no longer than hides the merge, C / f
+    """
+    hidden = sync_ms / overlap if overlap else math.inf
+    return min(math.sqrt(sync_ms * tau / (1 - overlap)), hidden)
 
 
 def half_life_ms(travel_ms: float, fast_ms: float) -> float:
@@ -59,18 +68,24 @@ def half_life_ms(travel_ms: float, fast_ms: float) -> float:
 
 
 def choose_anchor(
-    ms: np.ndarray, sync_ms: float, tau: float, round_ms: float, max_anchor: int, max_lead: int | None
+    ms: np.ndarray,
+    sync_ms: float,
+    tau: float,
+    round_ms: float,
+    max_anchor: int,
+    max_lead: int | None,
+    overlap: float = 0.0,
 ) -> int:
     """The anchor with the most progress a second, in whole batches, up to twice the wanted length of a round.
 
-    progress(a) = Σ n_i / (max_i n_i t_i + C) / (1 + a t_slow / τ),   n_i = round(a t_slow / t_i)
+    progress(a) = Σ n_i / (T + max(0, C - f T)) / (1 + T / τ),   n_i = round(a t_slow / t_i),   T = max_i n_i t_i
     """
     slow, ratio = float(ms.max()), speed_ratios(ms)
     best, most = 1, 0.0
     for anchor in range(1, max(1, min(max_anchor, math.ceil(2 * round_ms / slow))) + 1):
         whole = ratio_counts(anchor, ratio, max_lead)[1]
         wall = float((whole * ms).max())
-        progress = float(whole.sum()) / (wall + sync_ms) / (1 + wall / tau)
+        progress = float(whole.sum()) / (wall + max(0.0, sync_ms - overlap * wall)) / (1 + wall / tau)
         if progress > most:
             best, most = anchor, progress
     return best

@@ -37,8 +37,8 @@ def update(che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: fl
     if sync_ms:
         # A first report may include compilation. It may shorten the next round, which is cheap, but not lengthen it.
         high = che.max_anchor if che.sync_samples else chosen
-        chosen = choose_anchor(ms, sync, target, high, max_lead)
-    counts = choose_counts(chosen, ms, np.array(che.batch_counts, np.float64), max_lead, sync, target)
+        chosen = choose_anchor(ms, sync, target, high, max_lead, che.overlap)
+    counts = choose_counts(chosen, ms, np.array(che.batch_counts, np.float64), max_lead, sync, target, che.overlap)
     measured = {"ms_samples": rows, "sync_samples": syncs}
     return {"anchor": chosen, "batch_counts": counts, "ms_per_batch": ms} | measured
 
@@ -102,14 +102,26 @@ def ratio_counts(anchor: int, ratio: np.ndarray, max_lead: int | None) -> tuple[
 
 
 def plan_overhead(
-    anchor: int, counts: np.ndarray, exact: np.ndarray, ms: np.ndarray, slow: float, sync_ms: float
+    anchor: int,
+    counts: np.ndarray,
+    exact: np.ndarray,
+    ms: np.ndarray,
+    slow: float,
+    sync_ms: float,
+    overlap: float = 0.0,
 ) -> float:
-    """Time that the merge and the waiting caused by whole counts add to a round, relative to its work."""
-    wall = float((counts * ms).max()) + sync_ms
+    """Time that the merge and the waiting caused by whole counts add to a round, relative to its work.
+
+    The part ``overlap`` of the round hides as much of the merge.
+    """
+    wall = float((counts * ms).max())
+    wall += max(0.0, sync_ms - overlap * wall)
     return wall / (anchor * slow) * float(exact.sum() / counts.sum()) - 1
 
 
-def choose_anchor(ms: np.ndarray, sync_ms: float, target: float, high: int, max_lead: int | None) -> int:
+def choose_anchor(
+    ms: np.ndarray, sync_ms: float, target: float, high: int, max_lead: int | None, overlap: float = 0.0
+) -> int:
     """Smallest anchor whose overhead meets the target: the merge, and the waiting caused by whole counts.
 
     overhead(a) = (max_i n_i t_i + C) / (a t_slow) · Σ a t_slow / t_i / Σ n_i − 1, n_i = round(a t_slow / t_i)
@@ -119,12 +131,12 @@ def choose_anchor(ms: np.ndarray, sync_ms: float, target: float, high: int, max_
     """
     slow = float(ms.max())
     # Tolerance: a rounding error in 0.1 · 10 must not add a batch.
-    first = max(1, math.ceil(min(sync_ms / target / slow, high) - 1e-9))
+    first = max(1, math.ceil(min(sync_ms / (target + overlap) / slow, high) - 1e-9))
     best, least, ratio = first, math.inf, speed_ratios(ms)
     # Rounding costs at most half a batch of wall time and half a batch of work: 1 / target more batches pay for both.
     for anchor in range(first, min(high, first + math.ceil(1 / target)) + 1):
         exact, whole = ratio_counts(anchor, ratio, max_lead)
-        overhead = plan_overhead(anchor, whole, exact, ms, slow, sync_ms)
+        overhead = plan_overhead(anchor, whole, exact, ms, slow, sync_ms, overlap)
         if overhead <= target + 1e-9:
             return anchor
         if overhead < least:
@@ -133,7 +145,13 @@ def choose_anchor(ms: np.ndarray, sync_ms: float, target: float, high: int, max_
 
 
 def choose_counts(
-    anchor: int, ms: np.ndarray, current: np.ndarray, max_lead: int | None, sync_ms: float, target: float
+    anchor: int,
+    ms: np.ndarray,
+    current: np.ndarray,
+    max_lead: int | None,
+    sync_ms: float,
+    target: float,
+    overlap: float = 0.0,
 ) -> np.ndarray:
     """n_i = round(a t_slow / t_i), the slowest exactly a.
 
@@ -143,4 +161,5 @@ def choose_counts(
     exact, whole = ratio_counts(anchor, speed_ratios(ms), max_lead)
     near = (np.abs(exact - current) <= HYSTERESIS) & (ms < ms.max())
     kept = np.where(near, current, whole)
-    return kept if plan_overhead(anchor, kept, exact, ms, float(ms.max()), sync_ms) <= target else whole
+    overhead = plan_overhead(anchor, kept, exact, ms, float(ms.max()), sync_ms, overlap)
+    return kept if overhead <= target else whole

@@ -55,6 +55,11 @@ class RoundInfo:
       steps_done: batches that all replicas have trained on so far: the steps that a schedule in ``tx`` counts.
       examples_done: examples that they have trained on so far.
       validation: results of the evaluation after this round, by name; empty if there was none.
+      merge_bytes: bytes that each replica sends in the merge, from the collectives of its program: by ring algorithms
+        :math:`2 (R - 1) / R` times the bytes of an all-reduce.
+      overlapped: with ``overlap=``, the steps that each replica took while the merge of the round before was in flight;
+        empty if no merge was. Drift is then of that merge, and ``sync_ms`` the part of it that was not hidden.
+      hidden_ms: the part of it that was.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -99,6 +104,9 @@ class RoundInfo:
     steps_done: int = 0
     examples_done: int = 0
     validation: dict[str, float] = field(default_factory=dict)
+    merge_bytes: int = 0
+    overlapped: tuple[int, ...] = ()
+    hidden_ms: float = 0.0
 
     @property
     def batches(self) -> int:

@@ -12,6 +12,7 @@ from jaxche.sharding._explain import Explanation
 from jaxche.sharding._explain import as_bytes as as_bytes
 from jaxche.sharding._explain import nbytes as nbytes
 from jaxche.sharding._explain import nbytes_per_device as nbytes_per_device
+from jaxche.sharding._explain import show_bytes as show_bytes
 from jaxche.sharding._gradient import sharded_update, value_and_grad
 from jaxche.sharding._hlo import Collective
 from jaxche.sharding._hlo import collectives as collectives

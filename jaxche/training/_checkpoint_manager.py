@@ -99,7 +99,9 @@ class CheckpointManager(Hook):
         self._append(info)
         is_due = run.state.round % self._config.every == 0 if self._every is None else run.is_due(self._every)
         if is_due or info.stop or run.is_done:
-            self.save(run.state)
+            with self._unless_lost("begun"):
+                run.state = run.state.merged()  # a resumed run goes on from there, and so does this one
+                self.save(run.state)
         return False
 
     def on_end(self, run: Run) -> None:
@@ -336,12 +338,17 @@ class CheckpointReader:
                 name: args.StandardRestore(item) for name, item in checkpoint_items(wanted, meta["format"]).items()
             }
             read = reader.restore(step, args=args.Composite(**items))
-            trees = {"params": read.params} | (read.state if "state" in items else {})
+            trees = {name: read[name] for name in items if name != "state"} | (read.state if "state" in items else {})
             found = {name: from_nested(tree, trees[name], meta["format"]) for name, tree in wanted.items()}
         except Exception as e:
             error = e
         if self._unreadable(step, error):
             return None
+        if "residual" not in wanted and any(map(_is_residual, meta["leaves"])):
+            text = (
+                "checkpoint %s has what the merges of %s replicas had not sent; here it is left out and starts at zero"
+            )
+            _log.warning(text, step, meta["rows"]["residual"])
         # From here on processes run collectives.
         local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, meta["rows"]))
         return with_metadata(replace(state, local_states=local_states), meta)
@@ -393,8 +400,9 @@ class CheckpointReader:
                 "that only one of them was saved; give another folder, and this version saves both"
             )
         wanted = leaf_shapes(trees, meta["format"])
-        for path in sorted({*wanted, *meta["leaves"]}, key=lambda path: (not path.startswith("params/"), path)):
-            have, want = meta["leaves"].get(path, "missing"), wanted.get(path, "not there")
+        saved = {name: leaf for name, leaf in meta["leaves"].items() if "residual" in trees or not _is_residual(name)}
+        for path in sorted({*wanted, *saved}, key=lambda path: (not path.startswith("params/"), path)):
+            have, want = saved.get(path, "missing"), wanted.get(path, "not there")
             if have != want:
                 raise ValueError(
                     f"{where} is of another model or optimizer: {path} is {have} in the checkpoint and {want} in this "
@@ -412,6 +420,10 @@ class CheckpointReader:
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
         engine = self._trainer._engine
         return engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
+
+
+def _is_residual(path: str) -> bool:
+    return path.startswith("residual/")
 
 
 class MetricsLog:

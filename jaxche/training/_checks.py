@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxche.averaging import MERGE_RULES
+from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
@@ -71,6 +71,25 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
         raise ValueError(
             "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
             "nothing to act on; leave them out or write average='parameters'"
+        )
+
+
+def check_wire(wire: str, average: str, policy: ApplyPolicy, staged: bool) -> None:
+    """Refuse an unknown wire, and one for merges that send no change of the parameters."""
+    one_of("wire", wire, tuple(WIRES))
+    if wire == "float32":
+        return
+    reason = ""
+    if staged:
+        reason = "the stages of a jaxche.Partitioned merge one after the other in float32"
+    elif policy is ApplyPolicy.AUTO:
+        reason = "policy='auto' also makes rounds of exact sync, which send gradients in float32"
+    elif average == "gradients":
+        reason = "average='gradients' sums gradients in float32, for the exact update of the joined batch"
+    if reason:
+        raise ValueError(
+            f"wire={wire!r} codes the change of averaged parameters, and {reason}; leave it out, or write "
+            "policy='cadence', average='parameters' for a model in one piece"
         )
 
 
@@ -229,6 +248,50 @@ def check_auto(average: Any, staged: bool, outer: Any, scaling: Any, che: Any, e
     if staged or elastic:
         what = "a jaxche.Partitioned" if staged else "an elastic run"
         raise ValueError(f"policy='auto' has no programs for {what}; write policy='cadence' or policy='sync'")
+
+
+def check_overlap(
+    overlap: Any,
+    policy: ApplyPolicy,
+    average: str,
+    opt_state: str,
+    scaling: Any,
+    placements: Sequence[BatchPlacement],
+    virtual: bool,
+) -> None:
+    """Refuse merges in flight beside steps with collectives, or where there is nothing to correct later."""
+    if isinstance(overlap, bool) or not isinstance(overlap, int | float) or not 0 <= overlap <= 0.5:
+        raise ValueError(
+            f"overlap={overlap!r} is the part of a round that its replicas may take before the merge of the last one "
+            "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
+        )
+    if not overlap:
+        return
+    if policy is not ApplyPolicy.CADENCE or average != "parameters":
+        raise ValueError(
+            f"overlap={overlap} corrects parameters that replicas have trained on; policy={policy.value!r} with "
+            f"average={average!r} needs the result of each merge at once; write policy='cadence', or leave overlap= out"
+        )
+    if opt_state != "local":
+        raise ValueError(
+            f"overlap={overlap} leaves each replica its moments, and opt_state={opt_state!r} merges them: a late "
+            "correction makes first moments noisier; write opt_state='local', or leave it out"
+        )
+    if scaling is not None:
+        raise ValueError(f"overlap={overlap}: scaling= needs the noise of each merge at once; leave one of them out")
+    if not all(type(placement) is DevicePlacement for placement in placements):
+        raise ValueError(
+            f"overlap={overlap} is for replicas of one device: the steps of sharded replicas and of stages have "
+            "collectives of their own, and two in flight can deadlock; leave overlap= out"
+        )
+    own = [d for placement in placements for d in placement.devices.flat if d.process_index == jax.process_index()]
+    free = [device for device in jax.local_devices(backend="cpu") if device not in own]
+    if not virtual and len(placements) > 1 and len(free) < len(own):
+        raise ValueError(
+            f"overlap={overlap} merges on CPU devices that no replica trains on, and this process has {len(free)} of "
+            f"them for {len(own)} replicas; write jax.config.update('jax_num_cpu_devices', {2 * len(own)}) before "
+            f"jaxche.initialize(), and replicas=jax.devices()[::2]"
+        )
 
 
 def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size: int, staged: bool) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, is_maker, nbytes
 from jaxche.training._checks import check_state_of_tx
+from jaxche.training._coded_merge import fitted, zero_residual
 from jaxche.training._data import Feed, Key, Reader, non_finite_leaves
 from jaxche.training._fingerprint import (
     check_streams,
@@ -30,6 +31,7 @@ from jaxche.training._fingerprint import (
 )
 from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
 from jaxche.training._outputs import check_rows
+from jaxche.training._overlap import Correction, MergeInFlight, OverlappedMerge
 from jaxche.training._placement import (
     Placement,
     add_replica_axis,
@@ -97,10 +99,18 @@ class Settings:
     host: bool  # merge on CPU devices
     readers: Readers
     joins_rows: bool = False  # steps may join rows of several batches
+    wire: str = "float32"
+
+    def coded_moments(self, local: LocalState) -> Any:
+        """The optimizer's state if a merge averages it."""
+        return local.opt_state if self.opt_state == "average" else ()
+
+    overlaps: bool = False  # a merge runs while the next round begins
+    virtual: bool = False  # on the clock of a virtual fleet
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
-        return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
+        return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling, wire=self.wire)
 
 
 # For the messages of errors in Engine.prepare.
@@ -151,7 +161,12 @@ class Engine:
                 tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
             outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
             scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
-            return add_replica_axis(LocalState(params, tx.init(params), model_state, outer_state, **scaled))._asdict()
+            local = LocalState(params, tx.init(params), model_state, outer_state, **scaled)
+            if self._settings.wire != "float32":
+                is_sharded = self._placements[0].makes_pieces
+                residual = zero_residual(params, self._settings.coded_moments(local), self.world_size, is_sharded)
+                local = local._replace(residual=residual)
+            return add_replica_axis(local)._asdict()
 
         if is_maker(params) and not self._placements[0].makes_pieces:
             params = params()  # once, so that all replicas get the same numbers
@@ -167,6 +182,11 @@ class Engine:
             self._shapes, self._replicas = shapes, []
             self._placements = [placement.with_layout(shapes) for placement in self._placements]
             self._replica_mesh = ReplicaMesh(self._group, self._placements, self._settings.host)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a merge runs while the next round begins."""
+        return self._settings.overlaps and self.world_size > 1
 
     @property
     def processes_of_ranks(self) -> list[tuple[int, ...]]:
@@ -207,12 +227,27 @@ class Engine:
         """The bytes of the arrays that each replica adds to a merge."""
         return 0 if self.world_size == 1 else nbytes(self._shapes)
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that each replica sends in a merge, once it is compiled."""
+        return (self._merge.nbytes or 0) if self.world_size > 1 and self._merge is not None else 0
+
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        alike = self._settings.average == "gradients" or self._settings.opt_state != "local"
-        own = ("model_state",) if alike else ("model_state", "opt_state")
-        return StateDict(self._replica_mesh, own, self.world_size, local_states)
+        # What the rounding of moments leaves stays with their replica.
+        coded = self._settings.wire != "float32" and self._settings.opt_state == "average"
+        alike = self._settings.average == "gradients" or (self._settings.opt_state != "local" and not coded)
+        own = ("model_state", "residual") if alike else ("model_state", "opt_state", "residual")
+        return StateDict(self._replica_mesh, own, self.world_size, self._fitted(local_states))
+
+    def _fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
+        """The local states with residuals for this number of replicas."""
+        moments = self._settings.coded_moments
+        return tuple(
+            local._replace(residual=fitted(local.residual, moments(local), self.world_size, self._placements[rank]))
+            for rank, local in zip(self.ranks, local_states, strict=True)
+        )
 
     def with_previous_gradient(
         self, local_states: Sequence[LocalState], compares: bool | None = None
@@ -249,6 +284,12 @@ class Engine:
             raise ValueError(
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
                 "trainer's own: state = trainer.init(params)"
+            )
+        if (local.residual is None) != (self._settings.wire == "float32"):
+            other = "one of few bytes" if self._settings.wire == "float32" else "'float32'"
+            raise ValueError(
+                f"state is of a trainer whose wire is {other}, and here wire={self._settings.wire!r}; start from "
+                "its own: state = trainer.init(other.params(state))"
             )
         params, opt_state = without_replica_axis((local.params, local.opt_state))
         check_state_of_tx(self._tx, params, opt_state)
@@ -304,7 +345,7 @@ class Engine:
 
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
         carries = [r.idle(local).carry for r, local in zip(self._replicas, local_states, strict=True)]
-        self._merge(local_states, carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
+        self._merge(self._fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         """Make the local replicas and the merge; returns the constants of the loss."""
@@ -353,6 +394,8 @@ class Engine:
         if len(self._all_placements) == 1:
             return SingleReplica(self._group, self._placements[0], self._rules.scaling)
         # Also when one of several replicas is left: its steps were compiled for this merge.
+        if self.overlaps:
+            return OverlappedMerge(self._replica_mesh, self._rules, local, in_background=not self._settings.virtual)
         return self._merge_type(self._replica_mesh, self._rules, local)
 
     def data_digest(self, data: Any) -> str:
@@ -411,24 +454,27 @@ class Engine:
         plan: RoundPlan,
         merge_scale: MergeScale,
         time_limit_ms: float | None = None,
+        corrections: Sequence[Correction | None] | None = None,
     ) -> list[LocalResult]:
         """Run the local steps of a plan on all local replicas at once; results hold the errors of failed replicas.
 
-        After ``time_limit_ms`` a replica begins no further step.
+        After ``time_limit_ms`` a replica begins no further step. With a merge in flight there is a correction for each.
         """
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
 
-        def run_one(replica: Replica, local: LocalState, feed: Feed) -> LocalResult:
+        def run_one(replica: Replica, local: LocalState, feed: Feed, correction: Correction | None) -> LocalResult:
             if not feed.steps:
-                return replica.idle(local)
+                result = replica.idle(local)
+                return result if correction is None else result._replace(carry=correction.apply(local, result.carry)[0])
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
-            result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank])
+            result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank], correction)
             if result.error is not None:
                 feed.stop()
             return result
 
-        return list(self._pool.map(run_one, self._replicas, local_states, feeds))
+        corrections = corrections or [None] * len(self._replicas)
+        return list(self._pool.map(run_one, self._replicas, local_states, feeds, corrections))
 
     def prefetch(self, data: Any, plan: RoundPlan) -> None:
         """Start to read the batches of the next round."""
@@ -436,7 +482,22 @@ class Engine:
 
     def merge(self, local_states: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
         """Merge the local replicas with those of all processes."""
-        return self._merge(local_states, [result.carry for result in results], rows)
+        return self._merge(self._fitted(local_states), [result.carry for result in results], rows)
+
+    def exchange(self, starts: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
+        """The table of a round whose merge begins with :meth:`start_merge`; ``starts`` are those of the last merge."""
+        return self._merge.exchange(starts, [result.carry for result in results], rows)
+
+    def start_merge(
+        self,
+        starts: Sequence[LocalState],
+        results: Sequence[LocalResult],
+        rows: np.ndarray,
+        wall_ms: float,
+        cost_ms: float,
+    ) -> MergeInFlight:
+        """Begin to merge the local replicas with those of all processes."""
+        return self._merge.start(self._fitted(starts), [result.carry for result in results], rows, wall_ms, cost_ms)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""

@@ -217,7 +217,7 @@ def evaluate(
     trainer: Rounds, state: TrainerState, data: Any, program: MetricProgram, metrics: Any = None
 ) -> dict[str, float]:
     """The results of a metric function over ``data``, each batch taken once; all processes call it together."""
-    engine, group = trainer._engine, trainer._group
+    engine, group, state = trainer._engine, trainer._group, state.merged()
     engine.pause(state.local_states)
     form = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0].params)]
     program.begin((group.quorum_id, form))

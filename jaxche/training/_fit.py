@@ -136,7 +136,8 @@ def fit(
             hooks.append(manager)
             stack.enter_context(manager.active())
         if dry_run:
-            _, info = trainer._round(state, data, counts=(1,) * trainer.world_size, keeps=True)
+            after, info = trainer._round(state, data, counts=(1,) * trainer.world_size, keeps=True)
+            after.merged()
             if agreed.program is not None:
                 batches = [next(batches_of(validation))] * trainer.world_size
                 info = replace(info, validation=evaluate(trainer, state, batches, agreed.program, metrics))
@@ -166,6 +167,8 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
             if membership:
                 membership.admit(run)
             state, info = trainer._round(run.state, run.data, end=run.end, prefetch=True)
+            if info.stop or run.end.is_reached(state):
+                state = state.merged()
         except PeerLostError as error:
             if membership is None:
                 raise
@@ -213,6 +216,7 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
 
 
 def _stop(run: Run, preempted: bool = False) -> None:
+    run.state = run.state.merged()
     for hook in run.hooks:
         hook.on_stop(run, preempted)
 

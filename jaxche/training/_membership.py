@@ -83,6 +83,7 @@ class Membership:
         if self._pending is None:
             return
         trainer, engine, (admitted, order) = self._trainer, self._trainer._engine, self._pending
+        run.state = run.state.merged()
         with self._group.collective():
             given = jax.block_until_ready(engine.state_dict(run.state.local_states).pooled())
         for hook in run.hooks:
@@ -194,6 +195,12 @@ class Membership:
         """The last state of all remaining processes, their ranks, and the processes that were lost."""
         trainer, engine = self._trainer, self._trainer._engine
         lost = self._group.shrink()
+        try:
+            state, before = state.merged(), before and before.merged()
+        except PeerLostError:
+            # The merge in flight broke off: its round is dropped, and the one that began since.
+            assert before is not None, "a state with a merge in flight is not the first"
+            state, before = before.merged(), None
         reached = self._group.all_gather(state.round)
         if state.round > min(reached):
             assert before is not None, "a process that finished a round has the state before it"

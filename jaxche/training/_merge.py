@@ -25,6 +25,7 @@ from jaxche.averaging import (
     weighted,
 )
 from jaxche.distributed import Group
+from jaxche.training._coded_merge import CodedSums, Residual, coded_sums, sent_bytes
 from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
 from jaxche.training._programs import Carry, LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.training._replica_mesh import AXIS, ReplicaMesh
@@ -39,6 +40,7 @@ HOST_COLUMNS = (
     "batches",
     "wall_ms",
     "last_sync_ms",
+    "last_hidden_ms",
     "failed",
     "stop",
     "accumulated",
@@ -64,6 +66,7 @@ class MergeRules(NamedTuple):
     scaling: Scaling | None
     # The column of the sums with the weights of the loss: the examples, or weights of its own.
     loss_weight: int = 0
+    wire: str = "float32"
 
 
 class Report(NamedTuple):
@@ -96,6 +99,7 @@ class MergeProgram:
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
         self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
         self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
+        self._wire = rules.wire
         self._tx: Any = optax.with_extra_args_support(rules.tx)
         self._schedules = are_schedules(local.opt_state)
         # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
@@ -121,6 +125,25 @@ class MergeProgram:
             check_vma=False,
         )
         return sum_shards(payload)
+
+    def _coded_sums(
+        self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]
+    ) -> CodedSums:
+        """The sums with coded changes, on each device over its own shards."""
+        arguments = (delta, residual, moments, payload)
+        sums = functools.partial(coded_sums, wire=self._wire)
+        if not self._replica_mesh.inner:
+            return sums(*arguments)
+        leaf_specs = jax.tree.leaves(self._specs["opt_state"], is_leaf=lambda x: isinstance(x, P))
+        opt_specs, own = {i: leaf_specs[i] for i in moments}, Residual(self._specs["delta"])
+        sum_shards = jax.shard_map(
+            sums,
+            in_specs=(self._specs["delta"], own, opt_specs, P()),
+            out_specs=CodedSums(self._specs["delta"], own, opt_specs, P()),
+            axis_names=set(self._replica_mesh.inner),
+            check_vma=False,
+        )
+        return sum_shards(*arguments)
 
     def _table(self, host: Any, not_finite: Any, sums: Any) -> Any:
         """The rows of this replica in a table of zeros; the sum over replicas is the whole table."""
@@ -162,8 +185,8 @@ class MergeProgram:
         }[self._rule]
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
         statistics, finish = self._statistics(end, examples)
+        moments: dict[int, Any] = {}
         payload = {
-            "delta": weighted(delta, weight),
             "weight": weight,
             "squares": weighted(_square_norm(delta), weight),
             "statistics": statistics,
@@ -178,29 +201,39 @@ class MergeProgram:
         if self._opt_mode == "average":
             opt_leaves, opt_def = jax.tree.flatten(drop_replica_axis(end["opt_state"]))
             floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
-            payload["opt_state"] = weighted({i: opt_leaves[i] for i in floats}, weight)
+            moments = {i: opt_leaves[i] for i in floats}
         if self._scaling is not None:
             noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
             opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
             tracked = drop_replica_axis(measured["tracked"])
             payload["noise"] = self._scaling.payload(tracked, noise, opt_state, x0, examples)
             payload["gains"] = jnp.append(gains, weighted(gains[0], weight))
-        total = self._sum(payload)
+        merged = {}
+        if self._wire == "float32":
+            payload["delta"] = weighted(delta, weight)
+            if self._opt_mode == "average":
+                payload["opt_state"] = weighted(moments, weight)
+            total = self._sum(payload)
+            mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
+            moments = {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}
+        else:
+            residual = drop_replica_axis(start["residual"])
+            mean, residual, moments, total = self._coded_sums(delta, residual, moments, payload)
+            merged["residual"] = add_replica_axis(residual)
         # The steps that were taken: fewer than planned if a replica reached its time limit.
         counts = total["table"][:, 0, _COUNT]
         alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
-        mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
         outer_state = drop_replica_axis(start["outer_state"])
         if self._outer is None:
             params = jax.tree.map(lambda a, g: (a.astype(g.dtype) - g).astype(a.dtype), x0, progress)
         else:
             params, outer_state = outer_step(self._outer, x0, progress, outer_state)
-        merged = {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
+        merged |= {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
         merged["model_state"] = add_replica_axis(finish(total["statistics"], total["examples"]))
         if self._opt_mode == "average":
-            for i, s in total["opt_state"].items():
-                opt_leaves[i] = (s / total["weight"]).astype(opt_leaves[i].dtype)
+            for i, moment in moments.items():
+                opt_leaves[i] = moment.astype(opt_leaves[i].dtype)
             merged["opt_state"] = add_replica_axis(jax.tree.unflatten(opt_def, opt_leaves))
         elif self._opt_mode == "reset":
             fresh = self._tx.init(params)
@@ -243,6 +276,16 @@ class MergeProgram:
                 count = old + jnp.round(mean).astype(old.dtype)
             merged.append(count)
         return merged
+
+    def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
+        """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""
+        payload: dict[str, Any] = {"table": self._table(host, measured["not_finite"], measured["sums"])}
+        if "counts" not in start:
+            return {}, self._sum(payload)["table"]
+        old, new = drop_replica_axis(start["counts"]), drop_replica_axis(measured["counts"])
+        payload["counts"] = jnp.stack([b - a for a, b in zip(old, new, strict=True)]).astype(jnp.float32)[None]
+        total = self._sum(payload)
+        return {"counts": add_replica_axis(self._merged_counts(old, new, total))}, total["table"]
 
     def gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """One update with the mean of all gradients, equal on all replicas: ``(merged trees, table, report)``."""
@@ -324,6 +367,8 @@ class Merged(NamedTuple):
     squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # the arguments of measure_drift
     finite: bool = True  # whether the merge made no number NaN or infinite
     accumulated: int = 0  # see Report
+    nbytes: int = 0  # that each replica sends
+    wall_ms: float | None = None  # duration of the merged steps, if they are of an earlier round
 
 
 class Merge:
@@ -335,6 +380,7 @@ class Merge:
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
         self._replica_mesh, self._compiled = replica_mesh, False
+        self.nbytes: int | None = None  # that each replica sends, once traced
         program = MergeProgram(replica_mesh, rules, local)
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
         # Optimizer states that stay with their replica are no input of the global program.
@@ -344,6 +390,8 @@ class Merge:
             made = ("params", "model_state", "outer_state", *(("opt_state",) if opt_state != "local" else ()))
             schedules = are_schedules(local.opt_state)  # one for each count
             self._merges_counts = bool(schedules) and (any(schedules) or opt_state == "average")
+            if rules.wire != "float32":
+                self._common, made = (*self._common, "residual"), (*made, "residual")
         else:
             self._common = ("params", "model_state", "outer_state", "opt_state")
             self._sent = ("grads", "model_state")
@@ -384,6 +432,8 @@ class Merge:
             self._program.lower(*arguments).compile()
             self._replica_mesh.group.barrier()
             self._compiled = True
+        if self.nbytes is None:
+            self.nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
         with self._replica_mesh.group.collective():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
@@ -398,6 +448,7 @@ class Merge:
             squares=(report.mean_of_squares, report.mean_delta_sq, report.mean_params_sq),
             finite=report.finite == 1,
             accumulated=int(report.accumulated),
+            nbytes=self.nbytes,
         )
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
@@ -456,7 +507,7 @@ class SingleReplica:
         if self._spans:
             # The processes of the replica stop and fail together.
             rows = reduce_rows(np.stack(self._group.all_gather(rows.tolist()), axis=1))
-        local = LocalState(carry.params, carry.opt_state, carry.model_state, start.outer_state)
+        local = LocalState(carry.params, carry.opt_state, carry.model_state, start.outer_state, residual=start.residual)
         table = np.concatenate([rows, np.asarray(carry.not_finite), np.asarray(carry.sums)], axis=1)
         if self._scaling is None:
             return Merged((local,), table, (0.0, 0.0))

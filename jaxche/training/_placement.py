@@ -226,6 +226,8 @@ class ShardedPlacement:
             return self._decided.params_specs
         if name == "grads":
             return self._decided.grads_specs
+        if name == "residual":
+            return tree and tree._replace(own=self._decided.grads_specs)
         if name in _WHOLE:
             return P()
         # Optimizer states and other trees with the shapes of the parameters.

@@ -92,7 +92,7 @@ class Steps(NamedTuple):
 class LocalState(NamedTuple):
     """The state of one replica between rounds; each leaf has a leading axis of 1, its row of the ``[R, ...]`` view.
 
-    ``noise`` and ``progress`` are None unless learning rates are scaled.
+    ``noise`` and ``progress`` are None unless learning rates are scaled, and ``residual`` unless a merge sends codes.
     """
 
     params: Any
@@ -101,6 +101,7 @@ class LocalState(NamedTuple):
     outer_state: Any
     noise: Any = None
     progress: Any = None
+    residual: Any = None
 
 
 class Constants(NamedTuple):

@@ -16,6 +16,7 @@ from jaxche.distributed import Group
 from jaxche.sharding import batch_size, nbytes_per_device
 from jaxche.training._data import Feed, Key
 from jaxche.training._outputs import BatchOutputs, of_step
+from jaxche.training._overlap import Correction
 from jaxche.training._placement import BatchPlacement, spans_processes
 from jaxche.training._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.training._scaling import MergeScale
@@ -150,10 +151,12 @@ class Replica:
         merge_scale: MergeScale = _NO_SCALE,
         time_limit_ms: float | None = None,
         measured: int = 0,
+        correction: Correction | None = None,
     ) -> LocalResult:
         """Take one step on each batch of ``feed``, or as many as start within ``time_limit_ms``, but at least one.
 
-        With scaled learning rates the first ``measured`` steps measure their gradients. If several processes drive the
+        With scaled learning rates the first ``measured`` steps measure their gradients. A ``correction`` comes in after
+        its steps, or after the last one; the wait for it is not timed. If several processes drive the
         replica, the first of them checks the time limit, and all take the same steps. A failed replica still takes part
         in the merge: its error is part of the result. It raises only if there is no memory for the copy of the state
         that the merge needs.
@@ -180,6 +183,9 @@ class Replica:
                     late = steps > 0 and steps % in_flight == 0 and together(late)
                 # A late replica leaves the next batch to later rounds, so it does not take it.
                 batch = _NO_BATCH if late else next(batches, _NO_BATCH)
+                if correction is not None and (batch is _NO_BATCH or steps == correction.after):
+                    carry, waited_s = correction.apply(local, carry)
+                    start, correction = start + waited_s, None
                 if batch is _NO_BATCH:
                     break
                 self._taken = feed.taken if isinstance(feed, Feed) else ()

@@ -69,6 +69,7 @@ def host_row(
     stop: int,
     accumulated: int = 0,
     ended: int = 0,
+    last_hidden_ms: float = 0.0,
 ) -> list[float]:
     """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
     failed = result.error is not None
@@ -79,6 +80,7 @@ def host_row(
         plan.batches[rank] if plan.shares and steps else steps,
         result.wall_ms,
         last_sync_ms,
+        last_hidden_ms,
         failed,
         stop,
         accumulated,
@@ -120,6 +122,11 @@ class RoundStatistics:
         after an evaluation.
         """
         return float(np.median(self._host("last_sync_ms")))
+
+    @property
+    def last_hidden_ms(self) -> float:
+        """The part of the previous merge that ran beside steps, likewise."""
+        return float(np.median(self._host("last_hidden_ms")))
 
     @property
     def stop(self) -> int:
@@ -278,13 +285,14 @@ def advance(
     rule: str | None,
     sync_ms: float,
     shared: bool = False,
+    hidden_ms: float = 0.0,
 ) -> tuple[TrainerState, RoundInfo]:
     """The state after a round and its record.
 
     The next plan depends on the plan and the table only, so it is the same on all hosts. ``rule`` is the merge rule of
     parameters, or None if gradients are averaged. ``sync_ms`` is the cost of the merge in this process; the next merge
     shares it. If the clock is ``shared`` by several processes, it takes the cost of the last merge for this one until
-    then, because all know that.
+    then, because all know that. ``hidden_ms`` is what the merge took beside steps.
     """
     counts = table.counts
     before, correction, verdict = state.che, state.correction, Verdict.CALM
@@ -294,12 +302,14 @@ def advance(
         # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
         whole = counts == limit_lead(che.batch_counts, che.max_batch_diff)
         whole = whole or policy is ApplyPolicy.SYNC
-        wall_ms, last_sync_ms, reported = table.wall_ms, table.last_sync_ms if whole else 0.0, counts
+        last_merge_ms = table.last_sync_ms + table.last_hidden_ms
+        wall_ms, last_sync_ms, reported = table.wall_ms, last_merge_ms if whole else 0.0, counts
         if plan.shares:
             # A cadence counts whole batches: report the time that one would have taken.
             wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
-            last_sync_ms, reported = table.last_sync_ms, [min(n, 1) for n in counts]
-        che = che.report_timing(wall_ms, reported, last_sync_ms, travel_ms(max(table.wall_ms), merged.squares))
+            last_sync_ms, reported = last_merge_ms, [min(n, 1) for n in counts]
+        moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms
+        che = che.report_timing(wall_ms, reported, last_sync_ms, travel_ms(moved_ms, merged.squares))
         late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
         if any(late) and not plan.shares:
             # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
@@ -344,6 +354,8 @@ def advance(
         joined=plan.joined,
         steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
         examples_done=state.examples + int(examples.sum()),
+        merge_bytes=merged.nbytes,
+        hidden_ms=hidden_ms,
         **merged.scaled._asdict(),
     )
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end
@@ -357,11 +369,13 @@ def advance(
         cursor=cursor,
         examples=info.examples_done,
         sync_ms=sync_ms,
+        hidden_ms=hidden_ms,
         pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, counts),
         accumulated=merged.accumulated,
         clock_ms=clock_ms,
         clock_merge_ms=merge_ms,
         steps=info.steps_done,
+        in_flight=None,
     )
     return after, info
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
 from jaxche.reports import History, RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
+from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of, show_bytes
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
@@ -30,12 +31,14 @@ from jaxche.training._checks import (
     check_line_search,
     check_opt_state,
     check_outputs,
+    check_overlap,
     check_rules,
     check_state,
     check_unscaled,
     check_untraced,
     check_update,
     check_whole_batches,
+    check_wire,
     checked_max_rows,
     checked_paces,
     checked_rows,
@@ -49,12 +52,15 @@ from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._outputs import BatchOutputs, in_order
+from jaxche.training._overlap import Correction, exposed_ms
 from jaxche.training._plan import SOLO_ROUND, End, next_plan, plan_of_counts, time_limit_ms
 from jaxche.training._round import RoundStatistics, advance, host_row
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._stream import check_stream, epoch_size, is_stream
+
+_log = logging.getLogger("jaxche")
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
@@ -97,6 +103,8 @@ class Rounds:
         joined_batches: int | None = None,
         max_rows: int | Sequence[int] | None = None,
         outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
+        wire: str = "float32",
+        overlap: float = 0.0,
     ):
         check_joined()
         self._group = group = process_group()
@@ -106,11 +114,12 @@ class Rounds:
             check_auto(average, isinstance(loss_fn, Partitioned), outer, scaling, che, elastic, joined_batches)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
         if opt_state == "auto":
-            opt_state = "average" if average == "parameters" else "local"
+            opt_state = "average" if average == "parameters" and not overlap else "local"
         check_rules(tx, average, merge, opt_state, outer, backend)
         check_line_search(tx)
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
+        check_wire(wire, average, self.policy, staged)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
@@ -128,10 +137,12 @@ class Rounds:
             che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
         else:
             average = "parameters"  # a plain training loop: one update per batch
-        self.average, self.merge, self.scaling = average, merge, scaling
-        self._tx, self._che = tx, che
+        self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
+        self._tx, self._che = tx, replace(che, overlap=float(overlap)) if che is not None and overlap else che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
+        check_overlap(overlap, self.policy, average, opt_state, scaling, placements, fleet is not None)
+        self.overlap = float(overlap)
         self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
@@ -148,7 +159,7 @@ class Rounds:
                 sync=self.policy is ApplyPolicy.SYNC,
                 joined=not any(placement.makes_pieces for placement in placements),
             )
-        host = merges_on_host(backend, placements)
+        host = merges_on_host("host" if overlap else backend, placements)
         check_outputs(outputs, staged, placements)
         self._outputs = outputs
         loss: Any = loss_fn if staged else FrozenArrays(loss_fn, outputs is not None)
@@ -167,6 +178,9 @@ class Rounds:
             host=host,
             readers=Readers(group, self._epoch_size),
             joins_rows=self.rows == "speed" or self._joined != self.world_size,
+            wire=wire if self.world_size > 1 else "float32",
+            overlaps=overlap > 0,
+            virtual=fleet is not None,
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -180,6 +194,8 @@ class Rounds:
             "seed": str(seed),
             "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
+            "wire": wire,
+            "overlap": str(overlap),
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
@@ -196,6 +212,7 @@ class Rounds:
         self._metric_programs: list[Any] = []  # of the last evaluations
         self.last_good_state: TrainerState | None = None
         self.updates_logged = False  # the line on the number of updates
+        self._limit_logged = False
 
     def __repr__(self) -> str:
         """One line: the replicas, and the arguments by which they train."""
@@ -206,6 +223,8 @@ class Rounds:
             if self.policy is not ApplyPolicy.AUTO:
                 rules.append(f"average={self.average!r}")
                 rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
+            rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
+            rules += [f"overlap={self.overlap:g}"] if self.overlap else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
@@ -247,11 +266,11 @@ class Rounds:
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return self._engine.unreplicate(state.local_states[0].params)
+        return self._engine.unreplicate(state.merged().local_states[0].params)
 
     def model_state(self, state: TrainerState) -> Any:
         """The merged model state: one plain pytree without a replica axis."""
-        return self._engine.unreplicate(state.local_states[0].model_state)
+        return self._engine.unreplicate(state.merged().local_states[0].model_state)
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
@@ -324,6 +343,11 @@ class Rounds:
                     f"{self.world_size}; give it as many replicas. If the number changed during the run, as in an "
                     f"elastic run, replay the rounds before that: history[:{number}]"
                 )
+            if info.overlapped and not self.overlap:
+                raise ValueError(
+                    f"history has merges that overlap steps, in round {info.round}, and this trainer waits for its "
+                    "merges; write jaxche.Trainer(..., overlap=0.5)"
+                )
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
@@ -332,9 +356,11 @@ class Rounds:
                     f"round {state.round}, batch {start} of epoch {epoch}; start from the state before the first "
                     "recorded round, e.g. state = trainer.init(params), and give the same data"
                 )
-            state, info = self._round(state, data, info.planned, done=info.counts, cut=(info.shares, info.joined))
+            state = state if info.overlapped else state.merged()
+            cut, after = (info.shares, info.joined), info.overlapped
+            state, info = self._round(state, data, info.planned, done=info.counts, cut=cut, after=after)
             again.append(info)
-        return state, again
+        return state.merged(), again
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop after the next round; its merge carries the request."""
@@ -390,6 +416,10 @@ class Rounds:
             policy += f": {self._joined} batches in a round"
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
+        if sent := self._engine.sent_bytes:
+            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
+        if state.che is not None and state.che.limit:
+            policy += f"; {state.che.limit}"
         return policy
 
     @property
@@ -446,6 +476,7 @@ class Rounds:
         done: Sequence[int] | None = None,
         cut: tuple[tuple[int, ...], int] = ((), 0),
         keeps: bool = False,
+        after: Sequence[int] = (),
     ) -> tuple[TrainerState, RoundInfo]:
         policy = self._policy(state)
         if self._chooses:
@@ -467,19 +498,37 @@ class Rounds:
             merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
         is_limited = counts is None and self._fleet is None and reader.has_time_limit
         limit = time_limit_ms(state.che, plan) if is_limited else None
-        results = self._engine.run(state.local_states, feeds, plan, merge_scale, limit)
+        in_flight, corrections = state.in_flight, None
+        if in_flight is not None:
+            after = after or [int(self.overlap * n) for n in plan.counts]
+            corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(self._engine.ranks)]
+        results = self._engine.run(state.local_states, feeds, plan, merge_scale, limit, corrections)
+        # A merge that broke off ends the round here.
+        landed = in_flight and in_flight.result()
         if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
             self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, end))
-        stop, ended = self._stop, reader.ended(plan, state, sum(result.steps for result in results))
+        stop, stream_end = self._stop, reader.ended(plan, state, sum(result.steps for result in results))
         rows = np.array(
             [
-                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated, ended)
+                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated, stream_end, state.hidden_ms)
                 for rank, result in zip(self._engine.ranks, results, strict=True)
             ]
         )
         if self._membership:
             self._membership.poll()
-        merged = self._engine.merge(state.local_states, results, rows)
+        starts = landed.local_states if landed else state.local_states
+        if self._engine.overlaps:
+            merged = self._engine.exchange(starts, results, rows)
+        else:
+            merged = self._engine.merge(starts, results, rows)
+        if in_flight and landed:
+            merged = merged._replace(
+                drift=landed.drift,
+                squares=landed.squares,
+                finite=landed.finite,
+                wall_ms=in_flight.wall_ms,
+                nbytes=landed.nbytes,
+            )
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = RoundStatistics(merged.table, self._engine.columns)
         table.check(
@@ -494,22 +543,44 @@ class Rounds:
         )
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
+        overlapped = tuple(min(k, n) for k, n in zip(after, table.counts, strict=True)) if in_flight else ()
+        cost_ms = 0.0
         if self._fleet is None:
             # Replicas start a round together: the time beyond the slowest replica is that of the merge.
             sync_ms = elapsed_ms - max(table.wall_ms)
         else:
             batches = table.examples / self._engine.batch_size
             wall_ms, sync_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
-            table = table.with_wall_ms(wall_ms.tolist())
+            table, cost_ms = table.with_wall_ms(wall_ms.tolist()), sync_ms
+            if self._engine.overlaps:
+                sync_ms = exposed_ms(table.wall_ms, table.counts, overlapped, in_flight.cost_ms) if in_flight else 0.0
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
+        hidden_ms = 0.0
+        if in_flight:
+            duration_ms = in_flight.duration_ms if self._fleet is None else in_flight.cost_ms
+            hidden_ms = max(0.0, duration_ms - sync_ms)
         gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
         rule = None if gradients else self.merge
         shared = self._group.num_processes > 1
-        after, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared)
-        after = reader.advance(state, after, plan, table.counts, table.ended)
+        ended, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared, hidden_ms)
+        ended = reader.advance(state, ended, plan, table.counts, table.ended)
+        if self._engine.overlaps:
+            info = replace(info, overlapped=overlapped)
+            begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), cost_ms)
+            ended = replace(ended, in_flight=begun)
+        self._log_limit(ended.che)
         if self._outputs is not None and not keeps:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
-        return after if reader.is_sharded else self._with_shares(after, info), info
+        return ended if reader.is_sharded else self._with_shares(ended, info), info
+
+    def _log_limit(self, che: ElChe | None) -> None:
+        """Log once that a limit keeps rounds short."""
+        if che is None or not che.limit or self._limit_logged or self._chooses:
+            return
+        self._limit_logged = True
+        if self._group.is_first:
+            line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/slow_links.md"
+            _log.warning(line, che.limit)
 
     def _epoch_size(self, data: Any, epochs: int = 1) -> int:
         """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""

@@ -305,6 +305,11 @@ class StageMerge:
             if jax.tree.leaves(local.params[s])
         }
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that each replica sends, all its stages together."""
+        return sum(merge.nbytes or 0 for merge in self._merges.values())
+
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result; see :class:`Merge`."""
         merged = {
@@ -327,7 +332,12 @@ class StageMerge:
         table = np.max([one.table for one in merged.values()], axis=0)  # equal but for the flags of each stage
         finite, accumulated = all(one.finite for one in merged.values()), next(iter(merged.values())).accumulated
         return Merged(
-            tuple(local_states), table, (float(rel), float(direction)), finite=finite, accumulated=accumulated
+            tuple(local_states),
+            table,
+            (float(rel), float(direction)),
+            finite=finite,
+            accumulated=accumulated,
+            nbytes=self.nbytes,
         )
 
 

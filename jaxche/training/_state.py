@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import jax
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
 from jaxche.reports import Reached
+from jaxche.training._overlap import MergeInFlight
 from jaxche.training._programs import LocalState
 
 
@@ -40,6 +41,7 @@ class TrainerState:
         the data.
       examples: trained on so far, by all replicas.
       sync_ms: cost of the last merge in this process, without waiting.
+      hidden_ms: the part of the last merge that ran beside steps, likewise.
       pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
       clock_ms: time of all rounds so far, waiting and merging included; equal in all processes.
@@ -49,6 +51,8 @@ class TrainerState:
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
       steps: batches trained on so far, by all replicas.
       clock_merge_ms: the part of ``clock_ms`` that stands for the last merge.
+      in_flight: with ``overlap=``, the merge of the last round while it runs, else None. ``local_states`` are then the
+        replicas before it; the views and :meth:`merged` wait for it.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -67,6 +71,7 @@ class TrainerState:
     cursor: int = 0
     examples: int = 0
     sync_ms: float = 0.0
+    hidden_ms: float = 0.0
     pending_batches: tuple[tuple[int, int, int], ...] = ()
     accumulated: int = 0
     clock_ms: float = 0.0
@@ -75,6 +80,7 @@ class TrainerState:
     steps: int = 0
     clock_merge_ms: float = 0.0
     stream: StreamPosition | None = None
+    in_flight: MergeInFlight | None = field(default=None, repr=False, compare=False)
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 
     @property
@@ -83,21 +89,42 @@ class TrainerState:
         epochs = min([self.epoch, *(epoch for epoch, _, _ in self.pending_batches)])
         return Reached(self.steps, self.examples, epochs, self.clock_ms / 1e3)
 
+    def merged(self) -> TrainerState:
+        """This state after its merge, for which it waits if that is in flight.
+
+        Raises:
+          PeerLostError: the merge broke off.
+          FloatingPointError: it made a number NaN or infinite.
+        """
+        if self.in_flight is None:
+            return self
+        merged = self.in_flight.result()
+        if not merged.finite:
+            raise FloatingPointError(
+                f"the merge of round {self.round - 1} made parameters NaN or infinite, and those of the replicas were "
+                "finite; try a smaller step of outer="
+            )
+        clock_ms = self.clock_ms + self.in_flight.cost_ms
+        return replace(self, local_states=merged.local_states, in_flight=None, clock_ms=clock_ms)
+
     @property
     def params(self) -> Any:
-        return self._view("params", [local.params for local in self.local_states])
+        return self._all_rows("params")
 
     @property
     def opt_state(self) -> Any:
-        return self._view("opt_state", [local.opt_state for local in self.local_states])
+        return self._all_rows("opt_state")
 
     @property
     def model_state(self) -> Any:
-        return self._view("model_state", [local.model_state for local in self.local_states])
+        return self._all_rows("model_state")
 
     @property
     def outer_state(self) -> Any:
-        return self._view("outer_state", [local.outer_state for local in self.local_states])
+        return self._all_rows("outer_state")
+
+    def _all_rows(self, name: str) -> Any:
+        return self._view(name, [getattr(local, name) for local in self.merged().local_states])
 
     def __repr__(self) -> str:
         count = sum(x.size for x in jax.tree.leaves(self.local_states[0].params))

@@ -31,6 +31,7 @@ _FIELDS = {
     "examples": "examples",
     "pending_batches": "owed",
     "sync_ms": "sync_ms",
+    "hidden_ms": "hidden_ms",
     "accumulated": "accumulated",
     "clock_ms": "clock_ms",
     "clock_merge_ms": "clock_merge_ms",
@@ -39,7 +40,10 @@ _FIELDS = {
 
 
 class StateDict:
-    """Converts the state of all replicas to named trees and back; the trees in ``own`` differ between replicas."""
+    """Converts the state of all replicas to named trees and back; the trees in ``own`` differ between replicas.
+
+    A residual is of its replica alone: other replicas than those that were saved keep the one they have, zero.
+    """
 
     def __init__(
         self, replica_mesh: ReplicaMesh, own: Sequence[str], world_size: int, local_states: Sequence[LocalState]
@@ -53,7 +57,8 @@ class StateDict:
 
     def pooled(self) -> dict[str, Any]:
         """The trees of a replica that is admitted; :meth:`load` takes them with no rows."""
-        return {name: _pooled(name, x) if name in self._own else x for name, x in self.trees().items()}
+        trees = {name: tree for name, tree in self.trees().items() if name != "residual"}
+        return {name: _pooled(name, x) if name in self._own else x for name, x in trees.items()}
 
     @property
     def rows(self) -> dict[str, int]:
@@ -65,6 +70,7 @@ class StateDict:
         return {
             name: self._replica_mesh.abstract_tree(name, tree, rows.get(name), self._keeps(name, rows))
             for name, tree in _present(self._locals[0]).items()
+            if name != "residual" or self._keeps(name, rows)
         }
 
     def load(self, saved: dict[str, Any], rows: dict[str, int]) -> tuple[LocalState, ...]:
@@ -163,9 +169,10 @@ def installed_version() -> str:
 
 
 def checkpoint_items(trees: Mapping[str, Any], format: int) -> dict[str, Any]:
-    """The items of a checkpoint: ``params``, and ``state`` with all other trees, unless it would be empty."""
-    rest = {name: to_nested(tree, format) for name, tree in trees.items() if name != "params"}
-    return {"params": to_nested(trees["params"], format)} | ({"state": rest} if rest else {})
+    """The items of a checkpoint: ``params``, ``residual`` and ``state`` with all other trees, unless empty."""
+    own = {name: to_nested(trees[name], format) for name in ("params", "residual") if name in trees}
+    rest = {name: to_nested(tree, format) for name, tree in trees.items() if name not in own}
+    return own | ({"state": rest} if rest else {})
 
 
 def name_collision(trees: Mapping[str, Any], format: int) -> tuple[str, str] | None:

@@ -91,6 +91,14 @@ class Trainer(Rounds):
         each batch of this process's replicas, in the order of the data: what ``loss_fn`` returns beside the loss, such
         as logits, on the host. Then ``loss_fn`` may return ``(loss, outputs)`` with arrays of any shape, or a dict, of
         which the scalars are metrics. All processes give this argument.
+      wire: how a merge sends the change of the parameters: ``"float32"``, or for slow links ``"bfloat16"``, ``"int8"``
+        or ``"int4"``, with one scale for each 128 numbers. A later merge sends what rounding left of the parameters; of
+        the moments of the optimizer, it stays with the replica. See ``docs/slow_links.md``.
+      overlap: the part of a round that a replica takes while the merge of the round before runs, from 0 (default: wait
+        for each merge) to 0.5. Then it takes in the result, :math:`x_i \leftarrow x_i + (x' - y_i)`, with :math:`y_i`
+        its parameters at the end of that round. It is for merges of several hundred milliseconds. Moments stay with
+        their replica (``opt_state="local"``), and merges run on CPU devices that no replica trains on. What reads
+        the state waits for the merge: an evaluation, a checkpoint, :meth:`params`, the end of a fit.
 
     Notes:
       **Schedules.** On one device a schedule in ``tx`` is a function of the number of updates, one per batch. Here it

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxche
-from jaxche.cadence._tuner_progress import choose_anchor, half_life_ms
+from jaxche.cadence._tuner_progress import best_round_ms, choose_anchor, half_life_ms
 
 SPEEDS = {"two": (20.0, 50.0), "four": (20.0, 20.0, 40.0, 80.0)}
 
@@ -102,3 +102,36 @@ def test_the_anchor_counts_the_waiting_of_whole_batches():
 def test_a_travel_that_is_no_number_is_named():
     with pytest.raises(ValueError, match="travel_ms=nan"):
         jaxche.ElChe(2, 1, tuner="progress").report_timing([20.0, 50.0], [1, 1], 5.0, travel_ms=math.nan)
+
+
+def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the_merge():
+    # 1 / progress at every length, the slow way.
+    lengths = np.linspace(10.0, 20_000.0, 200_000)
+    for sync, tau, overlap in ((400.0, 3000.0, 0.5), (1500.0, 3000.0, 0.5), (1000.0, 3000.0, 0.25), (50.0, 800.0, 0.0)):
+        cost = (lengths + np.maximum(0.0, sync - overlap * lengths)) * (1 + lengths / tau) / lengths
+        best = best_round_ms(sync, tau, overlap)
+        assert best == pytest.approx(lengths[cost.argmin()], rel=1e-3)
+    # Whole batches too: 4 and 10 of 50 and 20 ms, half of which hide 100 ms.
+    assert choose_anchor(np.array([50.0, 20.0]), 100.0, 3000.0, 200.0, 200, None, 0.5) == 4
+
+
+def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():
+    che = jaxche.ElChe(2, 2, 0.05, tuner="steady", overlap=0.5)
+    for _ in range(4):
+        che = che.report_timing([50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]], che.batch_counts, 100.0)
+    assert che.batch_counts == (4, 10)
+
+
+@pytest.mark.parametrize("tuner", ["steady", "progress", "seed"])
+def test_a_limit_that_binds_is_told(tuner):
+    che = jaxche.ElChe(2, 1, 0.05, max_anchor=10, tuner=tuner)
+    assert che.limit == ""
+    for _ in range(6):
+        wall = [50.0 * che.batch_counts[0], 20.0 * che.batch_counts[1]]
+        che = che.report_timing(
+            wall, che.batch_counts, 2000.0, **({"travel_ms": 9000.0} if tuner == "progress" else {})
+        )
+    assert che.anchor == 10
+    wanted = {"steady": "40 s, max_anchor=800", "progress": "2.85 s, max_anchor=57", "seed": ""}[tuner]
+    assert che.limit == (wanted and f"max_anchor=10 limits rounds to 0.5 s; merges of 2 s ask for {wanted}")
+    assert che.with_max_anchor(800).limit == ""

@@ -54,6 +54,7 @@ CONFIGURATIONS = {
     "gradients": {"average": "gradients"},
     "scaled gradients": {"average": "gradients", "scaling": jaxche.AdaScale()},
     "scaled parameters": {"scaling": jaxche.AdamScale()},
+    "codes": {"wire": "int4"},
 }
 
 

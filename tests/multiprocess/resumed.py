@@ -27,7 +27,9 @@ UNSAVED = ("JOIN", "AGAIN", "JOIN zero", "AGAIN zero")
 RULES = {
     "plain": {},
     "scaled": {"scaling": jaxche.AdamScale(), "base_batch_size": 4},
+    "overlapped": {"overlap": 0.5},
     "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
+    "codes": {"wire": "int4"},
 }
 # Of the second process, one after another, and a run long enough for them.
 DEATHS, MORE_EPOCHS = 10, 60
@@ -107,7 +109,7 @@ def callback(what, round, world):
             die_in_merge()
         if name in ("KILL", "TERM", "STOP"):
             signal.raise_signal(getattr(signal, f"SIG{name}"))
-        elif name == "CUT":
+        elif name == "CUT" and rounds_here.count(round) == 1:  # a round that broke off is repeated
             cut_connections()
         elif name.startswith("PAUSE"):
             pause_in_merge(name.removeprefix("PAUSE"))
@@ -184,13 +186,16 @@ def fail_to_read(step):
 def main(what, round, folder, rules="plain"):
     # A stall of this machine cuts no round short: runs are compared bit for bit.
     _plan._MIN_EXTRA_MS = 60_000.0
+    if rules == "overlapped":  # one to train on, one to merge on
+        jax.config.update("jax_num_cpu_devices", 2)
     jaxche.initialize(timeout_s=60)
     if what.startswith("UNREADABLE") and jax.process_index() == 1:
         fail_to_read(int(what.split()[1]))
     if "dies-" in what:
         die_in_admission(what.partition("dies-")[2])
-    problem, world = Problem(), len(jaxche.devices())
-    trainer = problem.trainer(world, **RULES[rules])
+    replicas = jaxche.devices()[:: 2 if rules == "overlapped" else 1]
+    problem, world = Problem(), len(replicas)
+    trainer = problem.trainer(world, replicas=replicas, **RULES[rules])
     epochs = {"JOIN": MANY_EPOCHS, "PAUSE20": MANY_EPOCHS, "AGAIN": MORE_EPOCHS}.get(what.split()[0], EPOCHS)
     if "twice" in what:
         trainer.fit(trainer.init(problem.params), problem.data, progress=False)

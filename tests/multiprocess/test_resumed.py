@@ -120,12 +120,12 @@ def test_data_that_one_rank_cannot_read_ends_all_by_name_and_keeps_the_checkpoin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "accelerated"),
-    [("LOST", ()), ("KILL", ()), ("LOST", (0, 1))],
-    ids=["without checkpoints", "with checkpoints", "on accelerators"],
+    ("what", "accelerated", "rules"),
+    [("LOST", (), "plain"), ("KILL", (), "plain"), ("LOST", (0, 1), "plain"), ("KILL", (), "codes")],
+    ids=["without checkpoints", "with checkpoints", "on accelerators", "codes"],
 )
-def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stand_ins, accelerated):
-    options = {"elastic": True, "events": tmp_path / "events.jsonl", "env": stand_ins(*accelerated)}
+def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stand_ins, accelerated, rules):
+    options = {"elastic": True, "events": tmp_path / "events.jsonl", "env": stand_ins(*accelerated), "rules": rules}
     code, (zero, two) = run(tmp_path / "run", what, 3, processes=3, **options)
     err = capfd.readouterr().err
     assert code == 0, err
@@ -145,7 +145,10 @@ def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stan
     assert read(rounds) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
     # The same steps on devices of one process.
     problem = program.Problem()
-    first, second = (problem.trainer(n, replicas=[devices[i] for i in ids]) for n, ids in ((3, (0, 1, 2)), (2, (0, 2))))
+    first, second = (
+        problem.trainer(n, replicas=[devices[i] for i in ids], **program.RULES[rules])
+        for n, ids in ((3, (0, 1, 2)), (2, (0, 2)))
+    )
     state = first.init(problem.params)
     for _, _, _, counts, _ in rounds[:4]:
         state, _ = first.round(state, problem.data, counts=counts)
@@ -250,10 +253,14 @@ def test_a_death_in_an_admission_costs_another_try(program, tmp_path, capfd, mom
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["JOIN", "JOIN saved"], ids=["without checkpoints", "with checkpoints"])
-def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, capfd, json_lines):
-    events = tmp_path / "events.jsonl"
-    code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, max_restarts=1, events=events)
+@pytest.mark.parametrize(
+    ("what", "rules"),
+    [("JOIN", "plain"), ("JOIN saved", "plain"), ("JOIN saved", "codes")],
+    ids=["without checkpoints", "with checkpoints", "codes"],
+)
+def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, rules, capfd, json_lines):
+    options = {"elastic": True, "max_restarts": 1, "events": (events := tmp_path / "events.jsonl"), "rules": rules}
+    code, results = run(tmp_path / "run", what, 3, processes=3, **options)
     err = capfd.readouterr().err
     assert code == 0, err
     zero = results[0]
@@ -273,7 +280,7 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, cap
     assert read(rounds) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
     # An undisturbed run of three, on devices of one process.
     problem = program.Problem()
-    trainer = problem.trainer(3, replicas=devices[:3])
+    trainer = problem.trainer(3, replicas=devices[:3], **program.RULES[rules])
     _, history = trainer.fit(trainer.init(problem.params), problem.data, epochs=program.MANY_EPOCHS, progress=False)
     assert rounds[-1][-1] == pytest.approx(history[-1].loss, rel=0.2)
 
@@ -375,3 +382,32 @@ def test_a_death_in_an_evaluation_costs_no_round(program, tmp_path, capfd, what)
     # The evaluation after the second epoch is made up for after the next round, by two.
     after = sum(sum(counts) for _, _, _, counts, _ in rounds[:5])
     assert [steps for steps, _ in validation] == sorted({12, after, 36})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["LOST", "CUT unsaved"], ids=["a process dies", "connections end"])
+def test_a_merge_in_flight_that_breaks_off_costs_its_round_and_the_next(program, tmp_path, capfd, what):
+    code, results = run(tmp_path / "run", what, 3, processes=3, rules="overlapped", elastic=True)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    zero = results[0]
+    assert results == [zero] * (2 if what == "LOST" else 3)
+    # Either all had the merge of round 3 when the connections ended, or none goes on from it.
+    assert "going on from round 3" in err or "going on from round 4" in err
+    worlds = [len(counts) for _, _, _, counts, _ in zero["rounds"]]
+    assert worlds[:3] == [3, 3, 3]
+    assert worlds[-1] == len(results)
+    assert read(zero["rounds"]) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+
+
+def test_overlapped_merges_give_what_one_process_gets(program, tmp_path, devices):
+    code, (zero, one) = run(tmp_path / "run", "unsaved", rules="overlapped")
+    assert code == 0
+    assert zero == one
+    problem = program.Problem()
+    trainer = problem.trainer(2, replicas=devices[:2], **program.RULES["overlapped"])
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, program.EPOCHS, progress=False)
+    assert [info.counts for info in history] == [tuple(counts) for _, _, _, counts, _ in zero["rounds"]]
+    assert any(info.overlapped for info in history)
+    here = jax.device_get(trainer.params(state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-5, atol=1e-6), here, zero["params"])

@@ -18,7 +18,7 @@ def run(script, *words):
 
 @pytest.mark.slow
 def test_the_anchor_grows_until_a_slow_link_costs_little():
-    done = run("slow_link.py", "--steps", "1000")
+    done = run("slow_link.py", "--growth", "--steps", "1000")
     if done.returncode == 77:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr

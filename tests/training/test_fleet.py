@@ -110,3 +110,12 @@ def test_a_fixed_part_longer_than_a_batch_is_refused():
         jaxche.VirtualFleet([20, 50], fixed_ms=30.0)
     assert jax.process_count() == 1
     assert np.isfinite(FLEET.timings((1, 1), 0)[0]).all()
+
+
+def test_a_limit_that_keeps_rounds_short_is_logged_once(problem, devices, caplog):
+    che = jaxche.ElChe(2, 1, 0.05, max_anchor=2, tuner="steady")
+    one = trainer(problem, devices, jaxche.VirtualFleet([20, 50], sync_ms=100.0), che=che)
+    state, _ = one.fit(one.init(problem.params), problem.data, epochs=2, progress=False)
+    line = "max_anchor=2 limits rounds to 0.1 s; merges of 0.1 s ask for 2 s, max_anchor=40"
+    assert [line in record.getMessage() for record in caplog.records].count(True) == 1
+    assert one.explain(state).endswith(line)

@@ -81,6 +81,9 @@ def test_state_counts_examples_and_pending_batches(problem, devices):
 def test_explain_counts_the_batches_of_the_policy(problem, devices):
     sync = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy="sync", rows="equal", replicas=devices[:3])
     state, _ = sync.round(sync.init(problem.params), problem.data)
-    assert sync.explain(state) == "policy='sync', as given: 3 batches in a round"
+    rounds, _, merge = sync.explain(state).partition("; ")
+    assert rounds == "policy='sync', as given: 3 batches in a round"
+    assert merge.startswith("a merge sends ")
+    assert merge.endswith(" of each replica, wire='float32'")
     cadence = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     assert cadence.explain(cadence.init(problem.params)) == "policy='cadence', as given: (1, 1) batches in a round"

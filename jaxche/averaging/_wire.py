@@ -1,0 +1,221 @@
+"""Fewer bytes: float32 vectors as bfloat16, 8-bit or 4-bit codes with one scale per block, and their weighted mean."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# How the change of the parameters is sent, and the bits of a number; "float32" sends it as it is.
+WIRES = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+# Numbers that share a scale. Smaller blocks round less and send more scales: 0.125 bits a number here.
+BLOCK = 128
+_LARGEST = {"int8": 127, "int4": 7}
+_SCALE_BYTES = 2  # a bfloat16
+# A scale with this bit is the lowest of the floats in a block without negative numbers; these have lost so many bits.
+_IS_FLOATS = 0x8000
+_CUT_BITS = {"int8": 20, "int4": 24}
+
+
+def blocks_size(size: int) -> int:
+    """The numbers in the blocks of a vector."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def coded_bytes(size: int, wire: str) -> int:
+    """The bytes of the codes and scales of ``size`` numbers."""
+    if wire not in _LARGEST:
+        return size * WIRES[wire] // 8
+    return blocks_size(size) // BLOCK * (BLOCK * WIRES[wire] // 8 + _SCALE_BYTES)
+
+
+def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
+    r"""A vector as bytes: codes, then scales.
+
+    .. math:: c_k = \mathrm{round}(x_k / s), \qquad s = \max_{k \in \text{block}} |x_k| / c_{\max}
+
+    with the scale :math:`s` in bfloat16. ``"bfloat16"`` has no scales, and ``"float32"`` loses nothing. A block that is
+    not finite decodes to NaN.
+
+    With ``cut`` no number grows: codes are rounded towards zero. Then a block without negative numbers, such as second
+    moments, which range over many magnitudes, is cut to floats of 4 or 8 bits: powers of 4 down to :math:`4^{-14}` of
+    the largest, or 3 bits after the leading one down to :math:`2^{-31}`.
+
+    Args:
+      x: float32, ``[n]``.
+      wire: one of ``WIRES``.
+      cut: whether to round towards zero.
+
+    Returns:
+      uint8, ``[coded_bytes(n, wire)]``.
+    """
+    if wire == "float32":
+        return to_bytes(x)
+    if wire == "bfloat16":
+        return to_bytes(_cut_bits(x, 16).astype(jnp.uint16) if cut else x.astype(jnp.bfloat16))
+    largest = _LARGEST[wire]
+    blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
+    exact = jnp.max(jnp.abs(blocks), axis=1) / largest
+    scales = lax.bitcast_convert_type(_cut_bits(exact, 16) << 16, jnp.float32) if cut else exact
+    scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, scales, 0)
+    scales = jnp.where(jnp.isfinite(exact), scales, jnp.nan).astype(jnp.bfloat16)
+    wide = scales.astype(jnp.float32)[:, None]
+    ratios = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)
+    codes = jnp.clip(jnp.trunc(ratios) if cut else jnp.round(ratios), -largest, largest)
+    if cut:  # the quotient may have been rounded up
+        codes = jnp.where(jnp.abs(codes) * wide > jnp.abs(blocks), codes - jnp.sign(codes), codes)
+    codes = lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)
+    scales = lax.bitcast_convert_type(scales, jnp.uint16)
+    if cut:
+        bits = _cut_bits(blocks, _CUT_BITS[wire])
+        lowest = jnp.maximum(jnp.max(bits, axis=1), 2 * largest + 1) - (2 * largest + 1)
+        floats = jnp.maximum(bits, lowest[:, None]) - lowest[:, None]
+        positive = jnp.all((blocks >= 0) & jnp.isfinite(blocks), axis=1)
+        codes = jnp.where(positive[:, None], floats.astype(jnp.uint8), codes)
+        scales = jnp.where(positive, lowest.astype(jnp.uint16) | jnp.uint16(_IS_FLOATS), scales)
+    if wire == "int4":
+        codes = codes & 0xF
+        codes = codes[:, : BLOCK // 2] | codes[:, BLOCK // 2 :] << 4
+    return jnp.concatenate([codes.ravel(), to_bytes(scales)])
+
+
+def decode(data: jax.Array, size: int, wire: str) -> jax.Array:
+    """The inverse of :func:`encode` up to rounding: float32, ``[size]``. Products of code and scale are exact."""
+    if wire not in _LARGEST:
+        return from_bytes(data, jnp.dtype(wire)).astype(jnp.float32)
+    blocks = -(-size // BLOCK)
+    packed, scales = jnp.split(data, [data.size - blocks * _SCALE_BYTES])
+    codes = packed.reshape(blocks, BLOCK * WIRES[wire] // 8)
+    if wire == "int4":
+        codes = jnp.concatenate([codes << 4, codes & 0xF0], axis=1)
+    # The shift of signed bytes restores the sign.
+    spare = 8 - WIRES[wire]
+    numbers = (lax.bitcast_convert_type(codes, jnp.int8) >> jnp.int8(spare)).astype(jnp.float32)
+    scales = from_bytes(scales, jnp.dtype(jnp.uint16))[:, None]
+    numbers = numbers * lax.bitcast_convert_type(scales, jnp.bfloat16).astype(jnp.float32)
+    floats = (codes >> spare).astype(jnp.uint32)
+    bits = (floats + (scales & 0x7FFF).astype(jnp.uint32)) << _CUT_BITS[wire]
+    floats = jnp.where(floats > 0, lax.bitcast_convert_type(bits, jnp.float32), 0)
+    return jnp.where(scales >= _IS_FLOATS, floats, numbers).ravel()[:size]
+
+
+def _cut_bits(x: jax.Array, lowest: int) -> jax.Array:
+    """The bits of floats without the lowest ones."""
+    return lax.bitcast_convert_type(x, jnp.uint32) >> lowest
+
+
+def to_bytes(x: jax.Array) -> jax.Array:
+    """The bytes of an array, uint8 ``[nbytes]``."""
+    return lax.bitcast_convert_type(x, jnp.uint8).ravel()
+
+
+def from_bytes(data: jax.Array, dtype: Any) -> jax.Array:
+    """The vector of these bytes."""
+    return lax.bitcast_convert_type(data.reshape(-1, jnp.dtype(dtype).itemsize), dtype)
+
+
+def part_size(size: int, replicas: int) -> int:
+    """The numbers of a vector that each replica averages for all: whole blocks."""
+    return blocks_size(-(-size // replicas))
+
+
+def is_gathered(replicas: int) -> bool:
+    """Whether each replica gets the codes of all others, which is as many bytes as two exchanges of parts.
+
+    Each replica then receives :math:`n - 1` vectors of codes, and in two exchanges :math:`2 (n - 1) / n`.
+    """
+    return replicas <= 2
+
+
+def mean_of_rows(rows: jax.Array, weights: jax.Array, size: int, wire: str) -> jax.Array:
+    r"""The weighted mean :math:`\sum_r w_r x_r / \sum_r w_r` of coded vectors, summed in the order of the rows.
+
+    A row of weight 0 adds nothing, also where it is not finite.
+    """
+
+    def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        data, weight = row
+        return total + jnp.where(weight != 0, weight * decode(data, size, wire), 0), None
+
+    total, _ = lax.scan(add, jnp.zeros(size, jnp.float32), (rows, weights))
+    return total / weights.sum()
+
+
+class Means(NamedTuple):
+    """The weighted means of vectors over the replicas, and what this replica sent of its own vectors."""
+
+    means: list[jax.Array]
+    sent: list[jax.Array]
+
+
+def gather_means(
+    vectors: Sequence[jax.Array], exact: jax.Array, weight: jax.Array, axis_name: str, wire: str
+) -> tuple[Means, jax.Array]:
+    """Weighted means of coded vectors, and exact sums, in one all-gather: every replica decodes all codes.
+
+    Args:
+      vectors: this replica's vectors, float32; each is rounded as :func:`encode_all` does.
+      exact: float32 ``[m]``, summed over the replicas as it is.
+      weight: this replica's weight, a scalar.
+      axis_name: the mapped axis of the replicas.
+      wire: one of ``WIRES``.
+    """
+    sizes, data = [x.size for x in vectors], encode_all(vectors, wire)
+    rows = lax.all_gather(jnp.concatenate([data, to_bytes(jnp.append(exact, weight))]), axis_name)
+    numbers = jax.vmap(lambda row: from_bytes(row, exact.dtype))(rows[:, data.size :])
+    found = _split(rows[:, : data.size], sizes, wire)
+    means = [mean_of_rows(part, numbers[:, -1], size, wire) for part, size in zip(found, sizes, strict=True)]
+    return Means(means, decode_all(data, sizes, wire)), numbers[:, :-1].sum(0)
+
+
+def exchange_means(
+    vectors: Sequence[jax.Array], weights: jax.Array, part: jax.Array, axis_name: str, wire: str
+) -> tuple[Means, jax.Array]:
+    """Weighted means of coded vectors in two exchanges: each replica averages its part, and sends that mean to all.
+
+    Args:
+      vectors: this replica's vectors, float32; each is rounded as :func:`encode_all` does.
+      weights: ``[R]``, equal on all replicas.
+      part: what this replica has not sent of its parts of the means, one after the other, each ``[part_size(n, R)]``.
+      axis_name: the mapped axis of the replicas.
+      wire: one of ``WIRES``.
+
+    Returns:
+      The means, and the next ``part``.
+    """
+    replicas = weights.size
+    sizes = [part_size(x.size, replicas) for x in vectors]
+    padded = [jnp.pad(x, (0, replicas * size - x.size)) for x, size in zip(vectors, sizes, strict=True)]
+    rows = [x.reshape(replicas, -1) for x in padded]
+    data = jax.vmap(lambda *parts: encode_all(parts, wire))(*rows)
+    received = _split(lax.all_to_all(data, axis_name, split_axis=0, concat_axis=0), sizes, wire)
+    due = [mean_of_rows(one, weights, size, wire) for one, size in zip(received, sizes, strict=True)]
+    due = [mean + rest for mean, rest in zip(due, jnp.split(part, list(itertools.accumulate(sizes))[:-1]), strict=True)]
+    own = encode_all(due, wire)
+    means = lax.all_gather(own, axis_name)
+
+    def whole(rows: jax.Array) -> list[jax.Array]:
+        found = jax.vmap(lambda row: tuple(decode_all(row, sizes, wire)))(rows)
+        return [one.ravel()[: x.size] for one, x in zip(found, vectors, strict=True)]
+
+    return Means(whole(means), whole(data)), jnp.concatenate(due) - jnp.concatenate(decode_all(own, sizes, wire))
+
+
+def encode_all(vectors: Sequence[jax.Array], wire: str) -> jax.Array:
+    """Vectors as bytes, one after the other: the first rounded to the nearest codes, the others cut."""
+    return jnp.concatenate([encode(x, wire, cut=i > 0) for i, x in enumerate(vectors)])
+
+
+def decode_all(data: jax.Array, sizes: Sequence[int], wire: str) -> list[jax.Array]:
+    """The inverse of :func:`encode_all` up to rounding."""
+    return [decode(part, size, wire) for part, size in zip(_split(data, sizes, wire), sizes, strict=True)]
+
+
+def _split(data: jax.Array, sizes: Sequence[int], wire: str) -> list[jax.Array]:
+    """The bytes of each vector, along the last axis."""
+    ends = itertools.accumulate(coded_bytes(size, wire) for size in sizes)
+    return jnp.split(data, list(ends)[:-1], axis=-1)

@@ -1,0 +1,174 @@
+"""The sums of a merge with few bytes: coded changes of the parameters and moments of the optimizer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxche.averaging import (
+    blocks_size,
+    exchange_means,
+    gather_means,
+    is_float,
+    is_gathered,
+    part_size,
+    psum_buckets,
+    sum_dtype,
+    weighted,
+)
+from jaxche.training._placement import Placement
+from jaxche.training._replica_mesh import AXIS
+
+
+class Residual(NamedTuple):
+    """What a replica has not sent yet."""
+
+    # Of its own changes, like the parameters.
+    own: Any
+    # Of the means that it computes for all, where each replica averages a part: a vector, else None.
+    part: Any = None
+
+
+def zero_residual(params: Any, moments: Any, replicas: int, is_sharded: bool) -> Residual:
+    """The residual before the first merge.
+
+    Arguments are arrays or shapes without a replica axis; ``moments`` is the optimizer's state if it is averaged.
+    """
+    own = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), params)
+    size = _part_size(params, moments, replicas, is_sharded)
+    return Residual(own, None if size is None else jnp.zeros(size, jnp.float32))
+
+
+def fitted(residual: Residual | None, moments: Any, replicas: int, placement: Placement) -> Residual | None:
+    """A residual, with a leading axis of 1, for this number of replicas; a part of another size becomes zero."""
+    if residual is None:
+        return None
+    size = _part_size(residual.own, moments, replicas, placement.makes_pieces)
+    if size is None:
+        return residual._replace(part=None)
+    if residual.part is not None and residual.part.shape == (1, size):
+        return residual
+    return residual._replace(part=placement.put_whole([np.zeros((1, size), np.float32)])[0])
+
+
+def _part_size(params: Any, moments: Any, replicas: int, is_sharded: bool) -> int | None:
+    """The size of a part, or None if every replica decodes all codes, as sharded replicas do."""
+    if is_sharded or is_gathered(replicas):
+        return None
+    coded = [[x for x in jax.tree.leaves(params) if _is_real(x)], list(filter(_is_coded, jax.tree.leaves(moments)))]
+    return sum(part_size(sum(blocks_size(x.size) for x in arrays), replicas) for arrays in coded)
+
+
+def _is_real(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+def _is_coded(moment: Any) -> bool:
+    """Whether an array of an optimizer's state is sent as codes."""
+    return is_float(moment) and _is_real(moment) and moment.size > 1
+
+
+class CodedSums(NamedTuple):
+    """The result of :func:`coded_sums` on a device; ``mean`` and ``totals`` are equal on all replicas."""
+
+    mean: Any  # of the changes
+    residual: Residual
+    moments: dict[int, Any]
+    totals: Any  # of the payload
+
+
+def coded_sums(
+    delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any], wire: str
+) -> CodedSums:
+    r"""Sums over the replicas, on each device over its own shards, with codes :math:`Q` of changes and moments.
+
+    .. math:: e \leftarrow e + \Delta, \qquad \bar\Delta = \sum_r w_r Q(e_r) / \sum_r w_r, \qquad e \leftarrow e - Q(e)
+
+    .. math:: m \leftarrow m - Q(m) + \sum_r w_r Q(m_r) / \sum_r w_r
+
+    A replica of weight 0 sends no change, and its residual stays. Complex arrays, moments of one number and ``payload``
+    with its ``"weight"`` are summed as they are.
+    """
+    (changes, treedef), weight = jax.tree.flatten(delta), payload["weight"]
+    unsent, takes_part = jax.tree.leaves(residual.own), weight != 0
+    coded = [i for i, x in enumerate(changes) if _is_real(x)]
+    coded_moments = [i for i, x in moments.items() if _is_coded(x)]
+    due = [changes[i] + unsent[i] for i in coded]
+    # The moments of a replica that takes no part may be of any numbers.
+    kept = [jnp.where(takes_part | jnp.isfinite(moments[i]), moments[i], 0) for i in coded_moments]
+    kept = [x.astype(sum_dtype(x.dtype)) for x in kept]
+    vectors = [_vector(due), _vector(kept)]
+    exact = {
+        "payload": payload,
+        "changes": weighted({i: x for i, x in enumerate(changes) if i not in coded}, weight),
+        "moments": weighted({i: x for i, x in moments.items() if i not in coded_moments}, weight),
+    }
+    if residual.part is None:
+        leaves, structure = jax.tree.flatten(exact)
+        floats = [i for i, x in enumerate(leaves) if x.dtype == jnp.float32]
+        rest = psum_buckets({i: x for i, x in enumerate(leaves) if i not in floats}, AXIS)
+        numbers = jnp.concatenate([leaves[i].ravel() for i in floats])
+        found, sums = gather_means(vectors, numbers, weight, AXIS, wire)
+        ends = list(itertools.accumulate(leaves[i].size for i in floats))
+        rest |= {i: x.reshape(leaves[i].shape) for i, x in zip(floats, jnp.split(sums, ends[:-1]), strict=True)}
+        total, part = jax.tree.unflatten(structure, [rest[i] for i in range(len(leaves))]), None
+    else:
+        exact["weights"] = jnp.zeros(lax.axis_size(AXIS), jnp.float32).at[lax.axis_index(AXIS)].set(weight)
+        total = psum_buckets(exact, AXIS)
+        found, part = exchange_means(vectors, total["weights"], residual.part, AXIS, wire)
+    weights = total["payload"]["weight"]
+    means, sent = ([_split(x, like) for x, like in zip(one, (due, kept), strict=True)] for one in found)
+    for i, x, mean, own in zip(coded, due, means[0], sent[0], strict=True):
+        changes[i], unsent[i] = mean, jnp.where(takes_part, x - own, unsent[i])
+    for i, s in total["changes"].items():
+        changes[i] = s / weights.astype(s.dtype)
+    merged = {i: s / weights.astype(s.dtype) for i, s in total["moments"].items()}
+    for i, x, mean, own in zip(coded_moments, kept, means[1], sent[1], strict=True):
+        merged[i] = x - own + mean
+    residual = Residual(jax.tree.unflatten(treedef, unsent), part)
+    return CodedSums(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
+
+
+def _vector(arrays: Sequence[Any]) -> Any:
+    """The numbers of all arrays as float32, each array in blocks of its own."""
+    padded = [jnp.pad(x.ravel().astype(jnp.float32), (0, blocks_size(x.size) - x.size)) for x in arrays]
+    return jnp.concatenate([jnp.zeros(0, jnp.float32), *padded])
+
+
+def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
+    """The inverse of :func:`_vector`, in the dtypes in which arrays are summed."""
+    starts = itertools.accumulate((blocks_size(x.size) for x in like), initial=0)
+    parts = [vector[start : start + x.size] for start, x in zip(starts, like, strict=False)]
+    return [part.reshape(x.shape).astype(sum_dtype(x.dtype)) for part, x in zip(parts, like, strict=True)]
+
+
+def sent_bytes(program: Any) -> int:
+    """The bytes that a replica sends in a traced merge, by ring algorithms: all its collectives over the replicas."""
+    return round(_sent(program.jaxpr, 1, 1))
+
+
+def _sent(jaxpr: Any, replicas: int, devices: int) -> float:
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        name, inner = eqn.primitive.name, (replicas, devices)
+        if name == "shard_map":
+            mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+            inner = (mesh.shape[AXIS], devices * math.prod(mesh.shape[axis] for axis in manual if axis != AXIS))
+        share = {"all_gather": replicas - 1, "all_to_all": (replicas - 1) / replicas}.get(name, 0.0)
+        if name.startswith("psum"):
+            share = 2 * (replicas - 1) / replicas
+        if share:
+            total += devices * share * sum(x.aval.size * x.aval.dtype.itemsize for x in eqn.invars)
+        for value in eqn.params.values():
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                found = getattr(one, "jaxpr", one)
+                if hasattr(found, "eqns"):
+                    total += _sent(found, *inner)
+    return total

@@ -1,0 +1,202 @@
+"""Overlapped merges: the first steps of a round run while the merge of the round before it does.
+
+A replica ends a round at :math:`y_i` and trains on from there, while the merge makes the common :math:`x'` from the
+changes of all replicas. After a number of steps that is fixed before the round begins, each replica waits for
+:math:`x'`, unless it is there, and takes it in:
+
+.. math:: x_i \\leftarrow x_i + (x' - y_i)
+
+So no local step is lost, and the changes of a round are those since the last :math:`x'`, which all replicas have: the
+merge itself is the ordinary one. Only the table of the round is exchanged before the next round begins, because the
+next plan follows from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxche.averaging import is_float, sum_dtype
+from jaxche.training._merge import Merge, Merged, MergeProgram, MergeRules, reduce_rows
+from jaxche.training._programs import Carry, LocalState
+from jaxche.training._replica_mesh import AXIS, ReplicaMesh
+from jaxche.training._schedule_counts import are_schedules, counts_of, with_counts
+
+
+@dataclass(frozen=True, eq=False)
+class MergeInFlight:
+    """A merge that runs while its replicas train on.
+
+    Attributes:
+      wall_ms: duration of the steps of its round.
+      cost_ms: its own duration on the clock of a virtual fleet.
+    """
+
+    wall_ms: float
+    cost_ms: float
+    _finished: Future[tuple[Merged, float]]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its result is there."""
+        return self._finished.done()
+
+    def result(self) -> Merged:
+        """Wait for its result; raises the error of a merge that broke off."""
+        return self._finished.result()[0]
+
+    @property
+    def duration_ms(self) -> float:
+        """How long it took in this process; waits for its end."""
+        return self._finished.result()[1]
+
+
+class Correction(NamedTuple):
+    """What a replica takes in after ``after`` steps of a round: the result of the merge in flight."""
+
+    after: int
+    merge: MergeInFlight
+    index: int  # of the replica in this process
+
+    def apply(self, local: LocalState, carry: Carry) -> tuple[Carry, float]:
+        """The corrected carry of the round that began at ``local``, and the seconds that the replica waited."""
+        if not self.merge.is_finished:
+            jax.block_until_ready(carry.params)  # steps that are under way are no wait
+        clock = time.perf_counter()
+        merged = self.merge.result().local_states[self.index]
+        waited_s = time.perf_counter() - clock
+        return corrected(local, carry, merged), waited_s
+
+
+def corrected(local: LocalState, carry: Carry, merged: LocalState) -> Carry:
+    """The carry of a round that began at ``local`` with the merged parameters taken in, and the merged statistics."""
+    params, model_state = _corrected(carry.params, carry.model_state, local.params, merged.params, merged.model_state)
+    return carry._replace(params=params, model_state=model_state)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_state: Any) -> tuple[Any, Any]:
+    def one(x: Any, y: Any, m: Any) -> Any:
+        wide = sum_dtype(x.dtype)
+        return (x.astype(wide) + (m.astype(wide) - y.astype(wide))).astype(x.dtype)
+
+    # A copy, because the next step takes the buffers of the carry.
+    newest = jax.tree.map(lambda x, m: jnp.copy(m) if is_float(x) else x, model_state, merged_state)
+    return jax.tree.map(one, params, snapshot, mean), newest
+
+
+def exposed_ms(wall_ms: Sequence[float], counts: Sequence[int], overlapped: Sequence[int], cost_ms: float) -> float:
+    """What a merge adds to a round in which each replica takes some of its steps meanwhile.
+
+    max_i [max(f_i w_i, C) + (1 - f_i) w_i] - max_i w_i,   f_i = overlapped_i / n_i
+    """
+    parts = [k / max(n, 1) for k, n in zip(overlapped, counts, strict=True)]
+    ends = [max(part * wall, cost_ms) + (1 - part) * wall for wall, part in zip(wall_ms, parts, strict=True)]
+    return max(ends) - max(wall_ms)
+
+
+class OverlappedMerge:
+    """Exchanges the table of a round, and merges its trees on a thread.
+
+    Called like :class:`Merge` it does both, one after the other. One program with collectives is in flight at a time:
+    the replicas take in the result of a merge before they exchange their next table.
+    """
+
+    def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState, in_background: bool):
+        self._replica_mesh, self._compiled = replica_mesh, False
+        self._merge = Merge(replica_mesh, rules, local)
+        self._has_schedules = any(are_schedules(local.opt_state))
+        mapped = jax.shard_map(
+            MergeProgram(replica_mesh, rules, local).numbers,
+            mesh=replica_mesh.mesh,
+            in_specs=(P(AXIS), P(AXIS), P(AXIS)),
+            out_specs=(P(AXIS), P()),
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        counts = {"counts": replica_mesh.shardings("counts", counts_of(local.opt_state))} if self._has_schedules else {}
+        self._numbers = jax.jit(mapped, out_shardings=(counts, NamedSharding(replica_mesh.mesh, P())))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-merge") if in_background else None
+        self._last: Future[Any] | None = None
+
+    @property
+    def nbytes(self) -> int | None:
+        """The bytes that each replica sends in a merge, once it is compiled."""
+        return self._merge.nbytes
+
+    def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
+        """Exchange the table, then merge, and wait for both."""
+        self.exchange(starts, carries, rows)
+        merged = self._merge(starts, _copied(carries), rows)
+        for local, carry, one in zip(starts, _copied(carries), merged.local_states, strict=True):
+            corrected(local, carry, one)  # compiles it before any clock starts
+        return merged
+
+    def exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
+        """The table of the round, and the replicas as they are; ``starts`` are those of the last merge."""
+        if self._last is not None:
+            wait([self._last])  # also for one of a state that was dropped
+        stack = self._replica_mesh.stack
+        measured = [{"sums": carry.sums, "not_finite": carry.not_finite} for carry in carries]
+        before: list[dict[str, Any]] = [{} for _ in starts]
+        if self._has_schedules:
+            before = [{"counts": counts_of(start.opt_state)} for start in starts]
+            own = [{"counts": counts_of(carry.opt_state)} for carry in carries]
+            measured = [one | counts for one, counts in zip(measured, own, strict=True)]
+        arguments = (stack(before), stack(measured), self._replica_mesh.rows(rows))
+        if self._replica_mesh.group.elastic and not self._compiled:
+            self._numbers.lower(*arguments).compile()
+            self._replica_mesh.group.barrier()
+            self._compiled = True
+        with self._replica_mesh.group.collective():
+            counts, table = self._numbers(*arguments)
+            table = reduce_rows(np.asarray(table))
+        parts = self._replica_mesh.unstack(counts)
+        return Merged(tuple(map(_snapshot, starts, carries, parts)), table, (float("nan"), float("nan")))
+
+    def start(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, wall_ms: float, cost_ms: float
+    ) -> MergeInFlight:
+        """Begin to merge; the arguments are those of :meth:`exchange`, and of :class:`MergeInFlight`."""
+
+        def merge() -> tuple[Merged, float]:
+            clock = time.perf_counter()
+            # On CPU devices beside those of the replicas it takes copies already.
+            merged = self._merge(starts, carries if self._pool else _copied(carries), rows)
+            return merged, 1e3 * (time.perf_counter() - clock)
+
+        self._last = _future(merge, self._pool)
+        return MergeInFlight(wall_ms, cost_ms, self._last)
+
+
+def _future(function: Callable[[], Any], pool: ThreadPoolExecutor | None) -> Future[Any]:
+    """The result of a call in the pool, or of a call now."""
+    if pool is not None:
+        return pool.submit(function)
+    finished: Future[Any] = Future()
+    finished.set_result(function())
+    return finished
+
+
+def _copied(carries: Sequence[Carry]) -> list[Carry]:
+    """Carries whose buffers a merge may take: those of the arguments are the state of the replicas."""
+    return [
+        carry._replace(**jax.tree.map(jnp.copy, {"params": carry.params, "model_state": carry.model_state}))
+        for carry in carries
+    ]
+
+
+def _snapshot(start: LocalState, carry: Carry, part: dict[str, Any]) -> LocalState:
+    """A replica at the end of a round that is not merged yet."""
+    opt_state = with_counts(carry.opt_state, part["counts"]) if "counts" in part else carry.opt_state
+    return start._replace(params=carry.params, model_state=carry.model_state, opt_state=opt_state)

@@ -1,0 +1,294 @@
+"""Merges that overlap the next round: against a slow twin, replayed, resumed, on both clocks, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.training._overlap import exposed_ms
+
+COUNTS = [(4, 2), (6, 3), (1, 1), (5, 0), (8, 4)]
+FLEET = jaxche.VirtualFleet([20, 50], sync_ms=100.0)
+RATE = 0.05
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+def stateful_loss(w, batch, model_state):
+    state = {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0), "seen": model_state["seen"] + 1}
+    return loss_fn(w, batch), ({}, state)
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 3)).astype(np.float32)
+    y = x @ np.array([1.0, -2.0, 0.5], np.float32) + 0.1 * rng.normal(size=400).astype(np.float32)
+    return jaxche.Batches({"x": x, "y": y}, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def make(devices):
+    def trainer(tx=None, fleet=FLEET, loss=loss_fn, **options):
+        options = {"overlap": 0.5, "replicas": devices[:2]} | options
+        return jaxche.Trainer(loss, tx or optax.sgd(RATE), fleet=fleet, **options)
+
+    return trainer
+
+
+def rounds(trainer, state, data, counts=COUNTS):
+    infos = []
+    for one in counts:
+        state, info = trainer.round(state, data, one)
+        infos.append(info)
+    return state, infos
+
+
+def twin(data, part, merge="steps", outer=None):
+    """The parameters after each merge, in NumPy: replicas correct themselves after a part of their next steps."""
+    rows = [data[i] for i in range(sum(map(sum, COUNTS)))]
+    common, velocity, cursor, merged = np.zeros(3), np.zeros(3), 0, []
+    x, landing = [np.zeros(3), np.zeros(3)], None
+    for counts in COUNTS:
+        for i, n in enumerate(counts):
+            start, k = x[i].copy(), int(part * n)
+            for step in range(n + 1):
+                if step == k and landing is not None:
+                    x[i] = x[i] + landing - start
+                if step < n:
+                    batch = rows[cursor + step]
+                    error = batch["x"].astype(float) @ x[i] - batch["y"]
+                    x[i] = x[i] - RATE * 2 * batch["x"].T.astype(float) @ error / len(error)
+            cursor += n
+        common = common if landing is None else landing
+        weights, alpha = jaxche.merge_weights(merge, counts)
+        step = alpha * sum(w * (common - one) for w, one in zip(weights, x, strict=True))
+        if outer:
+            velocity = outer["momentum"] * velocity + step
+            step = outer["learning_rate"] * velocity
+        landing = common - step
+        merged.append(landing)
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [
+        (0.5, {}),
+        (0.25, {"merge": "fednova"}),
+        (0.5, {"merge": "batch", "outer": {"learning_rate": 0.7, "momentum": 0.9}}),
+    ],
+)
+def test_corrections_are_those_of_a_slow_twin(make, data, close, part, options):
+    wanted = twin(data, part, **options)
+    outer = {"outer": optax.sgd(**options["outer"])} if "outer" in options else {}
+    one = make(overlap=part, **options | outer)
+    state = one.init(jnp.zeros(3))
+    for counts, params in zip(COUNTS, wanted, strict=True):
+        state, info = one.round(state, data, counts)
+        close(one.params(state), params, rtol=1e-4, atol=1e-5)
+        assert info.counts == counts
+    assert info.overlapped == tuple(int(part * n) for n in COUNTS[-1])
+
+
+def test_the_first_round_has_nothing_to_correct_and_drift_is_of_the_merge_that_landed(make, data):
+    one, waiting = make(), make(overlap=0.0)
+    state, infos = rounds(one, one.init(jnp.zeros(3)), data)
+    _, blocking = rounds(waiting, waiting.init(jnp.zeros(3)), data)
+    assert [info.overlapped for info in infos] == [(), (3, 1), (0, 0), (2, 0), (4, 2)]
+    assert np.isnan(infos[0].drift)
+    assert infos[1].drift == pytest.approx(blocking[0].drift, rel=1e-5)
+    assert state.in_flight is not None
+    assert state.merged().in_flight is None
+
+
+def test_a_thread_merges_beside_steps_what_a_virtual_fleet_merges_at_once(make, data, same):
+    one, real = make(optax.adam(RATE)), make(optax.adam(RATE), fleet=None)
+    after, _ = rounds(one, one.init(jnp.zeros(3)), data)
+    again, infos = rounds(real, real.init(jnp.zeros(3)), data)
+    same(after.merged().local_states, again.merged().local_states)
+    assert all(info.hidden_ms >= 0 and info.sync_ms >= 0 for info in infos)
+
+
+def test_codes_of_few_bytes_are_taken_in_too(make, data, same, close):
+    plain, one = make(optax.adam(RATE)), make(optax.adam(RATE), wire="int8")
+    exact, _ = rounds(plain, plain.init(jnp.zeros(3)), data)
+    state, infos = rounds(one, one.init(jnp.zeros(3)), data)
+    close(one.params(state), plain.params(exact), rtol=0.05, atol=0.02)
+    assert infos[1].merge_bytes > 0
+    other = make(optax.adam(RATE), wire="int8", fleet=None)
+    again, _ = other.replay(other.init(jnp.zeros(3)), data, infos)
+    same(again.local_states, state.merged().local_states)
+
+
+def test_moments_stay_and_schedules_count_all_replicas(make, data):
+    tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -RATE / (1 + count)))
+    one = make(tx)
+    state = one.init(jnp.zeros(3))
+    for counts in COUNTS[:3]:
+        before = state
+        state, _ = one.round(state, data, counts)
+        for local in (*state.local_states, *state.merged().local_states):
+            assert int(local.opt_state[1].count[0]) == state.steps
+    own = [int(local.opt_state[0].count[0]) for local in state.local_states]
+    assert own == [sum(one) for one in zip(*COUNTS[:3], strict=True)]
+    assert before.steps == 15
+
+
+def test_statistics_are_merged_and_other_states_stay(make, data):
+    one = make(loss=stateful_loss)
+    state = one.init(jnp.zeros(3), {"mean": jnp.zeros(3), "seen": jnp.int32(0)})
+    state, _ = rounds(one, state, data, COUNTS[:2])
+    merged = [local.model_state for local in state.merged().local_states]
+    assert np.array_equal(merged[0]["mean"], merged[1]["mean"])
+    assert [int(one["seen"][0]) for one in merged] == [10, 5]
+
+
+def test_runs_replay_bit_for_bit(make, data, same):
+    one = make(optax.adam(RATE))
+    state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False, validation=data, eval_every=60)
+    assert state.in_flight is None
+    assert any(info.overlapped for info in history)
+    record = jaxche.History.from_json(history.to_json())
+    other = make(optax.adam(RATE), overlap=0.25, fleet=None)
+    again, repeated = other.replay(other.init(jnp.zeros(3)), data, record)
+    same(again.local_states, state.local_states)
+    assert [info.overlapped for info in repeated] == [info.overlapped for info in history]
+    with pytest.raises(ValueError, match=r"overlap=0.5"):
+        make(optax.adam(RATE), overlap=0.0).replay(one.init(jnp.zeros(3)), data, record)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, tmp_path):
+    def fit(folder, *callbacks):
+        one = make(optax.adam(RATE))
+        options = {"checkpoints": folder, "checkpoint_every": 40, "progress": False}
+        return one.fit(one.init(jnp.zeros(3)), data, epochs=3, callbacks=callbacks, **options)
+
+    def fail(state, info):
+        if info.round == 12:
+            raise RuntimeError("the machine stops")
+
+    with pytest.raises(RuntimeError, match="stops"):
+        fit(tmp_path / "a", fail)
+    (resumed, told), (whole, history) = fit(tmp_path / "a"), fit(tmp_path / "b")
+    assert [info.counts for info in told][-3:] == [info.counts for info in history][-3:]
+    assert resumed.round == whole.round
+    same(resumed.local_states, whole.local_states)
+    # A round after a checkpoint begins from what was saved.
+    assert sum(not info.overlapped for info in history) > 2
+
+
+def test_evaluation_sees_the_merged_parameters_and_changes_nothing(make, data, same, close):
+    one = make()
+    state, _ = rounds(one, one.init(jnp.zeros(3)), data)
+    found = one.evaluate(state, data)
+    w = np.asarray(one.params(state))
+    batches = [data[i] for i in range(len(data))]
+    close(found["loss"], np.mean([np.mean((b["x"] @ w - b["y"]) ** 2) for b in batches]), rtol=1e-4)
+    assert np.array_equal(state.params[0], w)
+    assert np.array_equal(state.params[1], w)
+    assert state.in_flight is not None
+    followed, _ = one.round(state, data, (2, 2))
+    other, _ = rounds(one, one.init(jnp.zeros(3)), data)
+    same(one.params(followed), one.params(one.round(other, data, (2, 2))[0]))
+
+
+def test_the_clock_counts_what_is_not_hidden():
+    # Both have done half of their round after 100 ms.
+    assert exposed_ms((200.0, 200.0), (10, 4), (5, 2), 100.0) == 0.0
+    assert exposed_ms((200.0, 200.0), (10, 4), (5, 2), 130.0) == pytest.approx(30.0)
+    # One that waits is not the last to end.
+    assert exposed_ms((200.0, 100.0), (10, 2), (8, 1), 140.0) == 0.0
+    # A replica without steps waits for the merge all the same.
+    assert exposed_ms((200.0, 0.0), (10, 0), (5, 0), 230.0) == pytest.approx(130.0)
+
+
+def test_the_fleets_clock_has_the_merge_in_flight_at_the_end(make, data):
+    one = make()
+    state, infos = rounds(one, one.init(jnp.zeros(3)), data)
+    walls = sum(max(info.wall_ms) for info in infos)
+    assert [info.sync_ms for info in infos] == pytest.approx([0.0, 50.0, 100.0, 60.0, 0.0])
+    assert [info.hidden_ms for info in infos] == pytest.approx([0.0, 50.0, 0.0, 40.0, 100.0])
+    assert state.clock_ms == pytest.approx(walls + 210.0)
+    assert state.merged().clock_ms == pytest.approx(walls + 310.0)
+
+
+def test_the_cadence_makes_rounds_as_long_as_hides_the_merge(make, data):
+    che = jaxche.ElChe(2, 1, 0.05, tuner="steady")
+    one = make(che=che)
+    state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=6, progress=False)
+    assert state.che.overlap == 0.5
+    # Of 2 and 5 batches each 100 ms long, two hide a merge of 100 ms in their first half.
+    assert history[-3].counts == (10, 4)
+    assert history[-3].sync_ms == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": 0.7}, r"overlap=0.7 is the part"),
+        ({"overlap": -0.1}, r"overlap=-0.1 is the part"),
+        ({"overlap": True}, r"write overlap=0.5"),
+        ({"policy": "sync"}, r"write policy='cadence'"),
+        ({"policy": "async"}, r"write policy='cadence'"),
+        ({"policy": "auto"}, r"write policy='cadence'"),
+        ({"average": "gradients"}, r"write policy='cadence'"),
+        ({"opt_state": "average"}, r"write opt_state='local'"),
+        ({"scaling": jaxche.AdaScale()}, r"leave one of them out"),
+    ],
+)
+def test_what_cannot_be_corrected_later_is_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_islands_and_busy_cpu_devices_are_refused(make, devices):
+    strategy = jaxche.FullShard()
+    islands = [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])]
+    with pytest.raises(ValueError, match="replicas of one device"):
+        make(fleet=None, replicas=islands, strategy=strategy)
+    with pytest.raises(ValueError, match=r"jax_num_cpu_devices', 16"):
+        make(fleet=None, replicas=devices)
+
+
+def test_numbers_that_become_infinite_end_the_run(make, data):
+    one = make()
+    state, _ = rounds(one, one.init(jnp.zeros(3)), data, COUNTS[:2])
+    bad = [{"x": batch["x"] * np.inf, "y": batch["y"]} for batch in (data[i] for i in range(40))]
+    with pytest.raises(jaxche.NonFiniteLossError) as caught:
+        one.round(state, bad, (2, 1))
+    assert np.isfinite(one.params(caught.value.state)).all()
+    exploding = make(outer=optax.sgd(1e38))
+    after, _ = exploding.round(exploding.init(jnp.ones(3) * 1e3), data, (4, 2))
+    with pytest.raises(FloatingPointError, match="outer="):
+        after.merged()
+    with pytest.raises(jaxche.NonFiniteLossError):
+        exploding.round(after, data, (4, 2))
+
+
+def test_one_merge_is_in_flight_also_when_a_state_is_dropped(make, data, same):
+    one = make(fleet=None)
+    state = one.init(jnp.zeros(3))
+    for _ in range(3):
+        kept, _ = one.round(state, data, (4, 2))
+    after, _ = one.round(kept, data, (6, 3))
+    other = make()
+    wanted, _ = rounds(other, other.init(jnp.zeros(3)), data, [(4, 2), (6, 3)])
+    same(one.params(after), other.params(wanted))
+
+
+def test_a_single_replica_has_no_merge(make, data, devices):
+    one = make(fleet=None, replicas=devices[:1])
+    state, info = one.round(one.init(jnp.zeros(3)), data)
+    assert state.in_flight is None
+    assert info.overlapped == ()
+
+
+def test_it_shows_itself(make):
+    assert "overlap=0.5" in repr(make())
+    assert "overlap" not in repr(make(overlap=0.0))
+    assert jax.tree.leaves(make().init(jnp.zeros(3)).local_states[0].params)[0].shape == (1, 3)
