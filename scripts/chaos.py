@@ -10,16 +10,21 @@ than one planned round more, and the step it is in.
 
     python scripts/chaos.py                      # 54 faults, nine of each kind
     python scripts/chaos.py --faults 6 --seed 1  # one of each kind
-    python scripts/chaos.py --elastic --faults 12  # the others continue: kills and stops, each rank in turn
+    python scripts/chaos.py --elastic --faults 15  # the others continue, each rank in turn
+    python scripts/chaos.py --elastic --first 500 --faults 500 --results chaos.jsonl  # a part, which can be resumed
 
-With ``--elastic`` nothing is started again but the rank that was hit, and the figure is the time from the fault to the
-next merged round, by rank. Such runs are longer, so that a replacement can join, and their rounds are not run again.
+With ``--elastic`` nothing is started again but the ranks that were hit, and the figure is the longest time without a
+merged round after the fault. A rank is killed, stopped for ever, or paused for some seconds; or two are killed at once,
+or one after the other while the run recovers. All ranks have to end with the same parameters, and no process may be
+left. Such runs are longer, so that a replacement can join, and their rounds are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -32,12 +37,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 PACES, EPOCHS, BATCHES = (10, 10, 25), 3, 120
-ELASTIC_KINDS, ELASTIC_EPOCHS = ("kill", "stop"), 25
+ELASTIC_KINDS, ELASTIC_EPOCHS = ("kill", "stop", "pause", "two", "again"), 25
 KINDS = ("kill", "stop", "term", "throttle", "disk full", "torn checkpoint")
 # While processes start and compile, in the first rounds, in later ones, in the last or after it.
 MOMENTS = ("later", "start", "first", "last")
@@ -56,13 +61,15 @@ def main() -> int:
     parser.add_argument("--undisturbed", type=int, default=12, help="runs without a fault (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="of kinds, ranks and moments (default 0)")
     parser.add_argument("--elastic", action="store_true", help="hit elastic runs")
+    parser.add_argument("--first", type=int, default=0, help="number of the first fault of an elastic campaign")
+    parser.add_argument("--results", type=Path, help="lines of an elastic campaign; faults that it has are left out")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--times", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return worker(Path(args.worker), args.times, args.elastic)
     if args.elastic:
-        return elastic_campaign(args.faults, random.Random(args.seed))
+        return elastic_campaign(range(args.first, args.first + args.faults), args.seed, args.results)
 
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
@@ -101,32 +108,51 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def elastic_campaign(faults: int, rng: random.Random) -> int:
-    """Hit elastic runs with kills and stops, each rank in turn."""
-    failed, gaps = 0, {}
-    print("fault  moment rank round replaced seconds to the next round  verdict")
+def elastic_campaign(numbers: Sequence[int], seed: int, results: Path | None) -> int:
+    """Hit elastic runs of two to four processes with faults of each kind, each rank in turn.
+
+    A fault follows from its number and the seed alone. Those that the results have already are not repeated.
+    """
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results and results.exists() else []
+    rows = [row for row in rows if row["seed"] == seed]
+    print("number fault    moment processes rank round replaced seconds without a round  verdict")
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
-        for number in range(faults):
-            kind, rank = ELASTIC_KINDS[number // len(PACES) % len(ELASTIC_KINDS)], number % len(PACES)
-            moment = ("later", "first", "later", "last")[number // (len(PACES) * len(ELASTIC_KINDS)) % 4]
-            row = run(Path(folder) / str(number), kind, moment, 3.0, rng, rank=rank, elastic=True)
+        for number in sorted(set(numbers) - {row["number"] for row in rows}):
+            rng = random.Random(f"{seed} {number}")
+            paces = (*PACES, PACES[0])[: rng.choice((2, 3, 3, 4))]
+            kind, rank = ELASTIC_KINDS[number % len(ELASTIC_KINDS)], number // len(ELASTIC_KINDS) % len(paces)
+            moment = rng.choice(("later", "later", "first", "last"))
+            found = run(Path(folder) / str(number), kind, moment, 3.0, rng, rank=rank, elastic=True, paces=paces)
             wrong = []
-            if row["code"] != 0:
-                wrong.append(f"exit code {row['code']}: {row['tail']}")
-            elif row["batches"] != sorted((e, i) for e in range(ELASTIC_EPOCHS) for i in range(BATCHES)):
+            if found["code"] != 0:
+                wrong.append(f"exit code {found['code']}: {found['tail']}")
+            elif found["batches"] != sorted((e, i) for e in range(ELASTIC_EPOCHS) for i in range(BATCHES)):
                 wrong.append("batches left out or used twice")
-            if row["restarts"]:
+            if found["restarts"]:
                 wrong.append("all were started again")
-            failed += bool(wrong)
-            gaps.setdefault((kind, rank), []).append(row["gap_s"])
+            if len(found["parameters"]) > 1:
+                wrong.append("the ranks ended with different parameters")
+            if found["orphans"]:
+                wrong.append(f"{found['orphans']} processes left")
+            row = {name: found[name] for name in ("kind", "moment", "rank", "round", "replaced", "gap_s", "seconds")}
+            rows.append({"seed": seed, "number": number, "processes": len(paces), **row, "wrong": wrong})
+            if results:
+                with results.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
             print(
-                f"{kind:6s} {moment:6s} {rank:4d} {row['round']:5d} {row['replaced']:8d} {row['gap_s']:25.2f}  "
-                f"{'; '.join(wrong) or 'ok'}",
+                f"{number:6d} {kind:8s} {moment:6s} {len(paces):9d} {rank:4d} {row['round']:5d} {row['replaced']:8d} "
+                f"{row['gap_s']:23.2f}  {'; '.join(wrong) or 'ok'}",
                 flush=True,
             )
-    for (kind, rank), found in sorted(gaps.items()):
-        print(f"{kind} of rank {rank}: median {statistics.median(found):.2f} s, most {max(found):.2f} s")
-    print(f"{faults - failed} of {faults} runs came through")
+    print("\nfault    rank runs  p50 s  p95 s  without a merged round")
+    for kind, rank in sorted({(row["kind"], row["rank"] > 0) for row in rows}):
+        those = [row["gap_s"] for row in rows if (row["kind"], row["rank"] > 0) == (kind, rank)]
+        gaps = sorted(gap for gap in those if math.isfinite(gap))  # the run may have ended before another round
+        p95 = gaps[math.ceil(0.95 * len(gaps)) - 1] if gaps else math.nan
+        p50 = statistics.median(gaps) if gaps else math.nan
+        print(f"{kind:8s} {'> 0' if rank else '0':>4s} {len(those):4d} {p50:6.2f} {p95:6.2f}")
+    failed = sum(bool(row["wrong"]) for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} runs came through")
     return 1 if failed else 0
 
 
@@ -176,11 +202,12 @@ def run(
     times: int = 1,
     rank: int | None = None,
     elastic: bool = False,
+    paces: Sequence[int] = PACES,
 ) -> dict[str, Any]:
     """One supervised run, and what befell it; a start takes so long. ``times`` trainings, each from the beginning."""
     folder.mkdir()
     events = folder / "events.jsonl"
-    command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
+    command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(paces)), "--pace", ",".join(map(str, paces))]
     command += [
         "--max-restarts",
         "3",
@@ -202,7 +229,7 @@ def run(
         child = subprocess.Popen(command, env=env, stdout=output, stderr=output)
         try:
             if kind:
-                at = wait_for(moment, events, child, rng, ELASTIC_EPOCHS if elastic else EPOCHS)
+                at = wait_for(moment, events, child, rng, ELASTIC_EPOCHS if elastic else EPOCHS, len(paces))
                 time.sleep(rng.random() * {"start": start_s, "last": 0.6}.get(moment, 0.3))
                 hit_at = time.time()
                 # Of those that have ended already there is nothing to hit.
@@ -219,9 +246,9 @@ def run(
     row = {"kind": kind, "moment": moment, "rank": rank, "round": at, "code": code, "seconds": seconds, "tail": tail}
     row |= {"restarts": sum(event["event"] == "restart" for event in told), "redone": redone(rounds)}
     row["replaced"] = sum(event["event"] == "replace" for event in told)
-    row["gap_s"] = min(
-        (e["time"] - hit_at for e in rounds if e["time"] > hit_at and e["rank"] != rank), default=math.nan
-    )
+    row["gap_s"] = longest_gap(hit_at, [event["time"] for event in rounds if event["rank"] != rank])
+    row["parameters"] = {path.read_text() for path in folder.glob("parameters-*")}
+    row["orphans"] = orphans(folder)
     row["wait_ms"] = max((event["wait_ms"] for event in rounds), default=0.0)
     records = [folder / f"checkpoints{number}" / "history.jsonl" for number in range(times)]
     row["over_ms"] = math.nan if elastic else max(map(over_ms, records))
@@ -231,6 +258,25 @@ def run(
     row["losses"] = json.loads(done.read_text()) if done.exists() else [float("nan")]
     row |= {"loss": row["losses"][0], "batches": batches(records[0])}
     return row | {"replayed": replayed(records[0]) if kind and not code and not elastic else math.nan}
+
+
+def longest_gap(hit_at: float, times: Sequence[float]) -> float:
+    """The longest time from a fault, or a round after it, to the next round; NaN if there was none."""
+    after = [hit_at, *sorted(time for time in times if time > hit_at)]
+    return max((late - early for early, late in itertools.pairwise(after)), default=math.nan)
+
+
+def orphans(folder: Path) -> int:
+    """Processes of a run that are still there some seconds after its end."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        found = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                found += os.fsencode(folder) in path.read_bytes()
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def replayed(record: Path) -> float:
@@ -297,13 +343,15 @@ def pids(events: Path) -> dict[int, int]:
     return {event["rank"]: event["pid"] for event in read(events) if event["event"] == "start"}
 
 
-def wait_for(moment: str, events: Path, child: subprocess.Popen[bytes], rng: random.Random, epochs: int) -> int:
+def wait_for(
+    moment: str, events: Path, child: subprocess.Popen[bytes], rng: random.Random, epochs: int, processes: int
+) -> int:
     """Wait until a run has come so far, and return its last round, -1 before the first."""
     wanted = {"start": -1, "first": rng.randrange(2), "later": rng.randrange(2, 8), "last": 1}[moment]
     while child.poll() is None:
         rounds = [event for event in read(events) if event["event"] == "round"]
         seen = max((event["round"] for event in rounds), default=-1)
-        there = seen >= wanted and len(pids(events)) == len(PACES)
+        there = seen >= wanted and len(pids(events)) == processes
         if moment == "last":
             # No more is left than what the last one took.
             left = epochs * BATCHES - sum(event["steps"] for event in rounds)
@@ -353,6 +401,22 @@ def torn(pids: dict[int, int], rank: int, folder: Path) -> None:
             os.truncate(path, path.stat().st_size // 2)
 
 
+def pause(pids: dict[int, int], rank: int, folder: Path) -> None:
+    """A rank is stopped for four seconds, which the others wait for."""
+    os.kill(pids[rank], signal.SIGSTOP)
+    time.sleep(4.0)
+    os.kill(pids[rank], signal.SIGCONT)
+
+
+def kill_two(pids: dict[int, int], rank: int, between_s: float) -> None:
+    """A rank and the next one are killed; of two ranks one stays."""
+    ranks = [rank, (rank + 1) % len(pids)][: len(pids) - 1]
+    for one in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[one], signal.SIGKILL)
+        time.sleep(between_s)
+
+
 def files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
@@ -364,6 +428,9 @@ FAULTS = {
     "throttle": throttle,
     "disk full": disk_full,
     "torn checkpoint": torn,
+    "pause": pause,
+    "two": lambda pids, rank, folder: kill_two(pids, rank, 0.0),
+    "again": lambda pids, rank, folder: kill_two(pids, rank, 1.5),
 }
 
 
@@ -391,6 +458,7 @@ def problem(world: int) -> tuple[Any, Any, Any, Callable[[Any], float]]:
 
 def worker(folder: Path, times: int, elastic: bool) -> int:
     import jax
+    import numpy as np
 
     import jaxche
 
@@ -404,6 +472,8 @@ def worker(folder: Path, times: int, elastic: bool) -> int:
         epochs = ELASTIC_EPOCHS if elastic else EPOCHS
         state, _ = trainer.fit(trainer.init(params), data, epochs, progress=False, checkpoints=checkpoints)
         losses.append(loss(trainer.params(state)))
+    digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.params(state))))
+    (folder / f"parameters-{jax.process_index()}").write_text(digest.hexdigest())
     if jax.process_index() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
     return 0
