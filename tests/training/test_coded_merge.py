@@ -205,14 +205,16 @@ def test_a_replay_and_a_resumed_run_repeat_bit_for_bit(problem, devices, tmp_pat
         ((3, "int4"), (2, "int8")),
         ((2, "float32"), (2, "int4")),
         ((2, "int4"), (2, "float32")),
+        ((3, "int4"), (3, "int8", "local")),
     ],
     ids=str,
 )
 def test_other_replicas_or_another_wire_go_on_with_nothing_left_unsent(
     problem, devices, tmp_path, lockstep, caplog, first, then
 ):
-    def trainer(count, wire):
-        return jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:count], che=lockstep(count), wire=wire)
+    def trainer(count, wire, opt_state="average"):
+        options = {"replicas": devices[:count], "che": lockstep(count), "wire": wire, "opt_state": opt_state}
+        return jaxche.Trainer(problem.loss, optax.adam(0.05), **options)
 
     one, other = trainer(*first), trainer(*then)
     saved, _ = one.fit(one.init(problem.params), problem.data, epochs=1, progress=False, checkpoints=tmp_path)
