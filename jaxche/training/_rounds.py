@@ -419,6 +419,8 @@ class Rounds:
             policy += f": {state.che.batch_counts} batches in a round"
         if sent := self._engine.sent_bytes:
             policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
+        if self._engine.overlaps:
+            policy += f", beside the first {self.overlap:.0%} of the next round"
         if state.che is not None and state.che.limit:
             policy += f"; {state.che.limit}"
         return policy

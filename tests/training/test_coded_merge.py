@@ -280,6 +280,8 @@ def test_bytes_are_those_of_the_program(slopes, devices):
         state, info = trainer.round(trainer.init(params), data, counts=(1, 1))
         found[wire] = info.merge_bytes
         assert f"wire={wire!r}" in trainer.explain(state)
+        unsent = [row.get("unsent changes", 0) for row in trainer.memory]
+        assert unsent == [0 if wire == "float32" else trainer.memory[0]["parameters"]] * 2
     exact = found["float32"] - 4 * 607  # the table, the weights and two squares
     assert 0 < exact < 4 * 100
     blocks, weight = 5 + 1, 4

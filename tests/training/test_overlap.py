@@ -153,6 +153,7 @@ def test_runs_replay_bit_for_bit(make, data, same):
     state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False, validation=data, eval_every=60)
     assert state.in_flight is None
     assert any(info.overlapped for info in history)
+    assert one.explain(state).endswith("wire='float32', beside the first 50% of the next round")
     record = jaxche.History.from_json(history.to_json())
     other = make(optax.adam(RATE), overlap=0.25, fleet=None)
     again, repeated = other.replay(other.init(jnp.zeros(3)), data, record)
