@@ -477,9 +477,11 @@ def summary(results: Results, cells: Sequence[Cell]) -> str:
         losses = {name: {row["seed"]: row["loss"] for row in runs} for name, runs in found.items() if runs}
         if not {"auto", BASELINE} <= losses.keys():
             continue
-        middle = {name: statistics.median(by_seed.values()) for name, by_seed in losses.items()}
-        plain = min((name for name in PLAIN if name in losses), key=middle.__getitem__)
-        hand = min((name for name in losses if name not in (*PLAIN, CEILING, "auto")), key=middle.__getitem__)
+        seeds = losses["auto"].keys()
+        shared = {name: [by_seed[seed] for seed in seeds & by_seed.keys()] for name, by_seed in losses.items()}
+        middle = {name: statistics.median(found) for name, found in shared.items() if found}
+        plain = min((name for name in PLAIN if name in middle), key=middle.__getitem__)
+        hand = min((name for name in middle if name not in (*PLAIN, CEILING, "auto")), key=middle.__getitem__)
         ratios = [
             statistics.median(
                 losses["auto"][seed] / losses[name][seed] for seed in losses["auto"] if seed in losses[name]
@@ -487,7 +489,7 @@ def summary(results: Results, cells: Sequence[Cell]) -> str:
             for name in (plain, hand)
         ]
         columns = [
-            f"{cell.task}, {cell.fleet} at {cell.sync_ms:g} ms",
+            f"{cell.task}, {cell.fleet} at {cell.sync_ms:g} ms" + f", {cell.fixed_ms:g} ms fixed" * (cell.fixed_ms > 0),
             str(len(losses["auto"])),
             f"{middle[BASELINE]:.3f}",
             f"{middle[plain]:.3f}, {plain}",

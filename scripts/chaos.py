@@ -10,6 +10,10 @@ than one planned round more, and the step it is in.
 
     python scripts/chaos.py                      # 54 faults, nine of each kind
     python scripts/chaos.py --faults 6 --seed 1  # one of each kind
+    python scripts/chaos.py --elastic --faults 12  # the others continue: kills and stops, each rank in turn
+
+With ``--elastic`` nothing is started again but the rank that was hit, and the figure is the time from the fault to the
+next merged round, by rank. Such runs are longer, so that a replacement can join, and their rounds are not run again.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 PACES, EPOCHS, BATCHES = (10, 10, 25), 3, 120
+ELASTIC_KINDS, ELASTIC_EPOCHS = ("kill", "stop"), 25
 KINDS = ("kill", "stop", "term", "throttle", "disk full", "torn checkpoint")
 # While processes start and compile, in the first rounds, in later ones, in the last or after it.
 MOMENTS = ("later", "start", "first", "last")
@@ -50,11 +55,14 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=54, help="how many (default 54)")
     parser.add_argument("--undisturbed", type=int, default=12, help="runs without a fault (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="of kinds, ranks and moments (default 0)")
+    parser.add_argument("--elastic", action="store_true", help="hit elastic runs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--times", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(Path(args.worker), args.times)
+        return worker(Path(args.worker), args.times, args.elastic)
+    if args.elastic:
+        return elastic_campaign(args.faults, random.Random(args.seed))
 
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
@@ -90,6 +98,35 @@ def main() -> int:
     if not 2 * low - high <= found <= 2 * high - low:
         print("that is outside the spread of undisturbed runs")
         failed += 1
+    return 1 if failed else 0
+
+
+def elastic_campaign(faults: int, rng: random.Random) -> int:
+    """Hit elastic runs with kills and stops, each rank in turn."""
+    failed, gaps = 0, {}
+    print("fault  moment rank round replaced seconds to the next round  verdict")
+    with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
+        for number in range(faults):
+            kind, rank = ELASTIC_KINDS[number // len(PACES) % len(ELASTIC_KINDS)], number % len(PACES)
+            moment = ("later", "first", "later", "last")[number // (len(PACES) * len(ELASTIC_KINDS)) % 4]
+            row = run(Path(folder) / str(number), kind, moment, 3.0, rng, rank=rank, elastic=True)
+            wrong = []
+            if row["code"] != 0:
+                wrong.append(f"exit code {row['code']}: {row['tail']}")
+            elif row["batches"] != sorted((e, i) for e in range(ELASTIC_EPOCHS) for i in range(BATCHES)):
+                wrong.append("batches left out or used twice")
+            if row["restarts"]:
+                wrong.append("all were started again")
+            failed += bool(wrong)
+            gaps.setdefault((kind, rank), []).append(row["gap_s"])
+            print(
+                f"{kind:6s} {moment:6s} {rank:4d} {row['round']:5d} {row['replaced']:8d} {row['gap_s']:25.2f}  "
+                f"{'; '.join(wrong) or 'ok'}",
+                flush=True,
+            )
+    for (kind, rank), found in sorted(gaps.items()):
+        print(f"{kind} of rank {rank}: median {statistics.median(found):.2f} s, most {max(found):.2f} s")
+    print(f"{faults - failed} of {faults} runs came through")
     return 1 if failed else 0
 
 
@@ -131,25 +168,43 @@ def judge(kind: str, row: dict[str, Any], longest: float) -> list[str]:
 
 
 def run(
-    folder: Path, kind: str | None, moment: str, start_s: float, rng: random.Random, times: int = 1
+    folder: Path,
+    kind: str | None,
+    moment: str,
+    start_s: float,
+    rng: random.Random,
+    times: int = 1,
+    rank: int | None = None,
+    elastic: bool = False,
 ) -> dict[str, Any]:
     """One supervised run, and what befell it; a start takes so long. ``times`` trainings, each from the beginning."""
     folder.mkdir()
     events = folder / "events.jsonl"
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
-    command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(events)]
-    command += [__file__, "--worker", str(folder), "--times", str(times)]
+    command += [
+        "--max-restarts",
+        "3",
+        "--hang-timeout",
+        "40" if elastic else "25",
+        "--grace",
+        "2",
+        "--events",
+        str(events),
+    ]
+    command += ["--elastic"] * elastic
+    command += [__file__, "--worker", str(folder), "--times", str(times), *["--elastic"] * elastic]
     # All runs compile the same small programs.
     cache = {"COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     env = os.environ | {"JAX_PLATFORMS": "cpu"} | {f"JAX_{name}": value for name, value in cache.items()}
     began = time.perf_counter()
-    rank, at = rng.randrange(len(PACES)), 0
+    rank, at, hit_at = rng.randrange(len(PACES)) if rank is None else rank, 0, math.inf
     with (folder / "output").open("w") as output:
         child = subprocess.Popen(command, env=env, stdout=output, stderr=output)
         try:
             if kind:
-                at = wait_for(moment, events, child, rng)
+                at = wait_for(moment, events, child, rng, ELASTIC_EPOCHS if elastic else EPOCHS)
                 time.sleep(rng.random() * {"start": start_s, "last": 0.6}.get(moment, 0.3))
+                hit_at = time.time()
                 # Of those that have ended already there is nothing to hit.
                 with contextlib.suppress(ProcessLookupError):
                     FAULTS[kind](pids(events), rank, folder)
@@ -163,15 +218,19 @@ def run(
     tail = (folder / "output").read_text()[-600:]
     row = {"kind": kind, "moment": moment, "rank": rank, "round": at, "code": code, "seconds": seconds, "tail": tail}
     row |= {"restarts": sum(event["event"] == "restart" for event in told), "redone": redone(rounds)}
+    row["replaced"] = sum(event["event"] == "replace" for event in told)
+    row["gap_s"] = min(
+        (e["time"] - hit_at for e in rounds if e["time"] > hit_at and e["rank"] != rank), default=math.nan
+    )
     row["wait_ms"] = max((event["wait_ms"] for event in rounds), default=0.0)
     records = [folder / f"checkpoints{number}" / "history.jsonl" for number in range(times)]
-    row["over_ms"] = max(map(over_ms, records))
+    row["over_ms"] = math.nan if elastic else max(map(over_ms, records))
     began_at = min((event["time"] for event in told if event["event"] == "start"), default=0.0)
     row["start_s"] = min((event["time"] for event in rounds), default=began_at) - began_at
     done = folder / "losses.json"
     row["losses"] = json.loads(done.read_text()) if done.exists() else [float("nan")]
     row |= {"loss": row["losses"][0], "batches": batches(records[0])}
-    return row | {"replayed": replayed(records[0]) if kind and not code else math.nan}
+    return row | {"replayed": replayed(records[0]) if kind and not code and not elastic else math.nan}
 
 
 def replayed(record: Path) -> float:
@@ -238,7 +297,7 @@ def pids(events: Path) -> dict[int, int]:
     return {event["rank"]: event["pid"] for event in read(events) if event["event"] == "start"}
 
 
-def wait_for(moment: str, events: Path, child: subprocess.Popen[bytes], rng: random.Random) -> int:
+def wait_for(moment: str, events: Path, child: subprocess.Popen[bytes], rng: random.Random, epochs: int) -> int:
     """Wait until a run has come so far, and return its last round, -1 before the first."""
     wanted = {"start": -1, "first": rng.randrange(2), "later": rng.randrange(2, 8), "last": 1}[moment]
     while child.poll() is None:
@@ -247,7 +306,7 @@ def wait_for(moment: str, events: Path, child: subprocess.Popen[bytes], rng: ran
         there = seen >= wanted and len(pids(events)) == len(PACES)
         if moment == "last":
             # No more is left than what the last one took.
-            left = EPOCHS * BATCHES - sum(event["steps"] for event in rounds)
+            left = epochs * BATCHES - sum(event["steps"] for event in rounds)
             there &= left <= sum(event["steps"] for event in rounds if event["round"] == seen)
         if there:
             return seen
@@ -330,7 +389,7 @@ def problem(world: int) -> tuple[Any, Any, Any, Callable[[Any], float]]:
     return trainer, params, jaxche.Batches(data, batch_size=8), lambda params: float(loss(params, data))
 
 
-def worker(folder: Path, times: int) -> int:
+def worker(folder: Path, times: int, elastic: bool) -> int:
     import jax
 
     import jaxche
@@ -339,8 +398,11 @@ def worker(folder: Path, times: int) -> int:
     losses = []
     for number in range(times):
         trainer, params, data, loss = problem(jax.device_count())
-        checkpoints = jaxche.Checkpoints(folder / f"checkpoints{number}", durable=True)
-        state, _ = trainer.fit(trainer.init(params), data, EPOCHS, progress=False, checkpoints=checkpoints)
+        checkpoints = jaxche.Checkpoints(
+            folder / f"checkpoints{number}", durable=not elastic, every=25 if elastic else 1
+        )
+        epochs = ELASTIC_EPOCHS if elastic else EPOCHS
+        state, _ = trainer.fit(trainer.init(params), data, epochs, progress=False, checkpoints=checkpoints)
         losses.append(loss(trainer.params(state)))
     if jax.process_index() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))

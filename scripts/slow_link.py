@@ -42,6 +42,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "int4": {"wire": "int4"},
     "overlap": {"overlap": 0.5},
     "overlap int8": {"overlap": 0.5, "wire": "int8"},
+    "overlap int4": {"overlap": 0.5, "wire": "int4"},
 }
 BARE = "all-reduce"
 # Every other process is slower.

@@ -196,9 +196,14 @@ class Store:
             self._values[key] = value
             self._changed.notify_all()
 
+    def key_value_increment(self, key, by):
+        with self._changed:
+            self._values[key] = str(int(self._values.get(key, "0")) + by)
+            return int(self._values[key])
+
     def key_value_delete(self, key):
         with self._changed:
-            del self._values[key]
+            self._values.pop(key, None)
 
     def blocking_key_value_get(self, key, timeout_ms):
         with self._changed:

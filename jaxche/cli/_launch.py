@@ -42,9 +42,9 @@ examples:
 With --max-restarts all processes are restarted after a failure, on a new port and with
 JAXCHE_RESTART=1, 2, ...; the script resumes from its checkpoint. With --survivors a rank that fails
 first in two starts in a row is removed from the next start, as long as one process is left.
-With --elastic the other ranks continue after the death of a rank other than 0. With --max-restarts
-the dead rank alone is then restarted, with the same number, and joins the others at the end of a
-round. Each replacement counts as a restart. The death of rank 0 restarts all.
+With --elastic the other ranks continue after the death of a rank. With --max-restarts the dead rank
+alone is then restarted, with the same number, and joins the others at the end of a round. Each
+replacement counts as a restart.
 
 A file for a cluster restarts all ranks after a failure, three times by default. A Slurm job that
 reaches its time limit is requeued, which does not count as a failure.

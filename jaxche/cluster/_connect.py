@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 # JAX has no public call for detection alone. Error messages need its result before joining.
 from jax._src import clusters as _jax_clusters
 
+# JAX has no option for a coordination service in another process.
+from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssue]
+
 from jaxche.cluster._detect import Detected
 from jaxche.cluster._gpus import gpu_ids
-from jaxche.distributed import is_loopback
+from jaxche.distributed import HEARTBEAT_TIMEOUT_S, LIVENESS, is_coordinator, is_loopback, start_coordinator
 
 # Variables of gRPC, in lower or upper case.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
-# Seconds without a heartbeat after which jaxlib ends a process, and the others unless the run is elastic.
-_HEARTBEAT_TIMEOUT_S = 100
+# Seconds longer than the others have to join that a coordinator waits for the first process.
+_START_S = 60.0
 
 
 def resolve_scheduler(found: Detected, timeout_s: float) -> Detected:
@@ -55,14 +60,23 @@ def local_device_ids(found: Detected) -> list[int] | None:
     return [found.local_id]
 
 
-def connect(found: Detected, local_ids: Sequence[int] | None, timeout_s: float, deadline: float) -> None:
+def connect(
+    found: Detected, local_ids: Sequence[int] | None, timeout_s: float, deadline: float, elastic: bool = False
+) -> None:
     """Joins the run before ``deadline`` (on the monotonic clock); ``timeout_s`` is for messages."""
     assert found.address is not None
     assert found.process_id is not None
     host, _, port = found.address.rpartition(":")
     _bypass_proxy(host)
     loopback_only = is_loopback(host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
-    if found.process_id == 0:
+    service = contextlib.nullcontext()
+    if elastic:
+        if found.process_id == 0:
+            service = _no_service()
+            if LIVENESS not in os.environ:
+                _start_coordinator(found, loopback_only, timeout_s)
+        _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
+    elif found.process_id == 0:
         _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
     else:
         _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
@@ -72,19 +86,44 @@ def connect(found: Detected, local_ids: Sequence[int] | None, timeout_s: float, 
     timer.daemon = True
     timer.start()
     try:
-        jax.distributed.initialize(
-            found.address,
-            found.num_processes,
-            found.process_id,
-            local_device_ids=local_ids,
-            # By default JAX detects missing values, and listens on all network interfaces.
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=found.address if loopback_only else None,
-            initialization_timeout=left_s,
-            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
-        )
+        with service:
+            jax.distributed.initialize(
+                found.address,
+                found.num_processes,
+                found.process_id,
+                local_device_ids=local_ids,
+                # By default JAX detects missing values, and listens on all network interfaces.
+                cluster_detection_method="deactivate",
+                coordinator_bind_address=found.address if loopback_only else None,
+                initialization_timeout=left_s,
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            )
     finally:
         timer.cancel()
+
+
+def _start_coordinator(found: Detected, loopback_only: bool, timeout_s: float) -> None:
+    """Starts the coordinator on process 0, unless this process replaces the one that did."""
+    assert found.address is not None
+    assert found.num_processes is not None
+    host, _, port = found.address.rpartition(":")
+    if is_coordinator(int(port)):
+        return
+    _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
+    bind = found.address if loopback_only else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
+    started = start_coordinator(found.address, found.num_processes, bind, timeout_s + _START_S)
+    os.environ[LIVENESS] = json.dumps(started.liveness)
+
+
+@contextlib.contextmanager
+def _no_service() -> Iterator[None]:
+    """Keeps JAX from starting its coordination service in process 0, where another process has it."""
+    start = _jax_lib.get_distributed_runtime_service
+    _jax_lib.get_distributed_runtime_service = lambda *args, **options: None
+    try:
+        yield
+    finally:
+        _jax_lib.get_distributed_runtime_service = start
 
 
 def _print_timeout(found: Detected, timeout_s: float) -> None:

@@ -41,6 +41,11 @@ class Heartbeats:
         newest = now if run_over else max(beating.values())
         return [rank for rank, changed in beating.items() if newest - changed > self._rank_timeout_s]
 
+    def has(self, rank: int) -> bool:
+        """Whether a rank has had a heartbeat since it was started."""
+        self._poll()
+        return self._changed[rank] is not None
+
     def forget(self, rank: int) -> None:
         """Resets a rank for its replacement."""
         self._changed[rank] = None

@@ -31,7 +31,7 @@ from jaxche.cluster._heterogeneous import (
     register_devices,
 )
 from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.distributed import ElasticGroup, process_group
+from jaxche.distributed import ElasticGroup, process_group, start_cpu_client
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
@@ -96,20 +96,21 @@ def initialize(
     For this, JAX's preemption service, which handles SIGTERM, is off, unless ``JAX_ENABLE_PREEMPTION_SERVICE`` is set.
 
     Args:
-      coordinator_address: ``host:port`` of process 0, which opens that port. Give all three or none.
+      coordinator_address: ``host:port`` of process 0, which opens that port, or has a process opened it that survives
+        process 0 (``elastic``). Give all three or none.
       num_processes: number of processes of the run.
       process_id: number of this process, from 0. ``JAXCHE_PROCESS_ID`` is optional under Slurm, MPI or an indexed
         Kubernetes job. With explicit values every process sees all its GPUs: set ``CUDA_VISIBLE_DEVICES`` or
         ``JAX_LOCAL_DEVICE_IDS`` if several share a machine.
       timeout_s: seconds to wait for process 0 and, on process 0, for all others.
-      elastic: whether the other processes continue in ``Trainer.fit`` after the death of a process other than 0: with
-        their own parameters, from the last merged round. The default is whether ``jaxche launch --elastic`` started
-        this process. The others wait up to 15 s for a process that is stopped; after a longer stop it joins again by
-        itself. Process 0 opens another port on the host of the coordinator to detect deaths; if the others cannot reach
-        it, the death of a process is detected after 15 s. A process that joins with the number of a dead one replaces
-        it: its ``Trainer.fit`` waits for the end of a round and continues from there; both must be in the first fit of
-        the script. Requires replicas that merge on CPU devices: a GPU collective does not return after the death of a
-        peer.
+      elastic: whether the other processes continue in ``Trainer.fit`` after the death of a process: with their own
+        parameters, from the last merged round. The default is whether ``jaxche launch --elastic`` started this process.
+        The others wait up to 15 s for a process that is stopped; after a longer stop it joins again by itself. The
+        processes meet at a coordinator, which opens another port to detect deaths. ``jaxche launch`` starts it;
+        otherwise process 0 does, detached from itself, and it ends after the last process. A process that joins with
+        the number of a dead one replaces it: its ``Trainer.fit`` waits for the end of a round and continues from there;
+        both must be in the first fit of the script. Requires replicas that merge on CPU devices: a GPU collective does
+        not return after the death of a peer.
 
     Returns:
       The number of this process, the number of processes, and the launcher.
@@ -164,7 +165,7 @@ def initialize(
         # It handles SIGTERM, so that only `Trainer.fit` ends the process.
         jax.config.update(_PREEMPTION_SERVICE.lower(), False)
     _exit_on_sigterm_as_process_1()
-    connect(found, local_ids, timeout_s, deadline)
+    connect(found, local_ids, timeout_s, deadline, elastic)
     group = process_group()
     replacement = False
     if isinstance(group, ElasticGroup):
@@ -186,10 +187,13 @@ def initialize(
     if replacement and isinstance(group, ElasticGroup):
         group.enter_standby()
     _configure_mixed_kinds([process.kind for process in processes], kind)
-    why = heterogeneity_reason(processes)
+    why, platform = heterogeneity_reason(processes), None
     if why is not None:
         platform = configure_platforms(processes, mine, _environ())
         _log.info("%s: replicas merge on the CPU devices of their processes", why)
+    if replacement and state.process_id == 0:
+        start_cpu_client(state.client, _xla_bridge.backends)
+    if why is not None:
         text = describe_accelerators(platform)
         texts = share("devices", state.process_id, state.num_processes, text, timeout_s, replacement=replacement)
         register_devices(texts, state.process_id, platform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import queue
@@ -20,7 +21,7 @@ from jaxche.cluster._output import LinePrinter, event_log
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
 from jaxche.cluster._reaper import start_reaper
 from jaxche.cluster._worker_group import GroupResult, LaunchContext, WorkerGroup
-from jaxche.distributed import EVENTS, HEARTBEAT, RESTART
+from jaxche.distributed import EVENTS, HEARTBEAT, LIVENESS, RESTART, start_coordinator
 
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 # Default seconds without a heartbeat of one rank in an elastic run; more than a large model takes to compile.
@@ -77,10 +78,10 @@ def launch(
         collectives between them take milliseconds, because gloo polls on the core of the computation.
       on_cpu: how many of the processes, the last ones, train on the CPU with all its cores, next to those on GPUs. This
         is useful only if the GPUs are slow or the CPU is large: the share of a round of such a replica is small.
-      elastic: whether the other ranks continue after the death of a rank other than 0: ``Trainer.fit`` then resumes
-        with them from the last merged round. ``max_restarts`` then also counts replacements: the dead rank alone is
-        restarted and joins the others at the end of a round; with 0 it is not replaced. The death of rank 0 restarts
-        all. Requires replicas that merge on CPU devices.
+      elastic: whether the other ranks continue after the death of a rank: ``Trainer.fit`` then resumes with them from
+        the last merged round. ``max_restarts`` then also counts replacements: the dead rank alone is restarted and
+        joins the others at the end of a round; with 0 it is not replaced. All ranks meet at a coordinator, a small
+        process beside them; its death restarts all. Requires replicas that merge on CPU devices.
       max_restarts: number of restarts of all ranks after a failure, on a new port and with ``JAXCHE_RESTART`` counting
         up. The script resumes from its checkpoint. Exit code 2, bad input, is not restarted.
       survivors: whether to remove a rank that fails first in two starts in a row, as long as one process is left; the
@@ -152,9 +153,10 @@ def _supervise(
     """Runs groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
     specs, blamed, restart = list(specs), None, 0
     while True:
-        group = WorkerGroup(context, restart, max_restarts - restart if context.elastic else 0)
-        ended = _run_group(group, command, specs, {**base, RESTART: str(restart)}, context, hang_timeout_s)
-        restart += group.replaced
+        ended, replaced = _run_group(
+            command, specs, {**base, RESTART: str(restart)}, context, hang_timeout_s, restart, max_restarts - restart
+        )
+        restart += replaced
         if ended.code in (0, _BAD_INPUT) or ended.by_signal or restart == max_restarts:
             context.log.write("end", restart=restart, code=ended.code)
             return ended.code
@@ -165,15 +167,22 @@ def _supervise(
 
 
 def _run_group(
-    group: WorkerGroup,
     command: Sequence[str],
     specs: Sequence[WorkerSpec],
     base: Mapping[str, str],
     context: LaunchContext,
     hang_timeout_s: float | None,
-) -> GroupResult:
+    restart: int,
+    restarts_left: int,
+) -> tuple[GroupResult, int]:
+    """Runs one start; returns how it ended and how many ranks were replaced."""
     # A new port each time: the last one may be in TIME_WAIT, and ranks of an earlier start must not join.
-    coordinator = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{_free_port()}"
+    coordinator = None
+    if context.elastic and len(specs) > 1:
+        coordinator = start_coordinator(address, len(specs), is_launcher=True, env=base)
+        base = {**base, LIVENESS: json.dumps(coordinator.liveness)}
+    group = WorkerGroup(context, restart, restarts_left if context.elastic else 0, coordinator)
     with contextlib.ExitStack() as stack:
         beats = None
         if hang_timeout_s is not None or context.elastic:
@@ -182,7 +191,7 @@ def _run_group(
         stack.callback(group.end)
         context.print(f"{len(specs)} process(es) on {', '.join(str(spec.placement) for spec in specs)}")
         for rank, spec in enumerate(specs):
-            env = rank_environment(base, rank, len(specs), coordinator, spec.placement, spec.pace_ms)
+            env = rank_environment(base, rank, len(specs), address, spec.placement, spec.pace_ms)
             if beats is not None:
                 env[HEARTBEAT] = str(beats / str(rank))
             group.start(command, env, spec.placement)
@@ -192,7 +201,7 @@ def _run_group(
             watch = Heartbeats(
                 [beats / str(rank) for rank in range(len(specs))], hang_timeout_s or math.inf, rank_timeout_s
             )
-        return group.wait(watch)
+        return group.wait(watch), group.replaced
 
 
 def _free_port() -> int:

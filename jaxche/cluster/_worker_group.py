@@ -18,7 +18,7 @@ from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._output import EventLog, LinePrinter, OutputReader
 from jaxche.cluster._placement import Placement, pinned
 from jaxche.cluster._reaper import Reaper
-from jaxche.distributed import RESTART
+from jaxche.distributed import RESTART, Coordinator
 
 # Seconds for the other ranks to print their errors after a failure.
 _ERROR_OUTPUT_S = 1.0
@@ -58,9 +58,15 @@ class LaunchContext:
 class WorkerGroup:
     """The ranks of one start; each leads a process group, which includes its children."""
 
-    def __init__(self, context: LaunchContext, restart: int, replacements: int = 0) -> None:
+    def __init__(
+        self, context: LaunchContext, restart: int, replacements: int = 0, coordinator: Coordinator | None = None
+    ) -> None:
         # The number of earlier starts, and how many dead ranks may be replaced while the others continue.
         self._context, self._restart, self._replacements = context, restart, replacements
+        # Of an elastic run; it ends after the ranks.
+        self._coordinator = coordinator
+        if coordinator is not None:
+            context.reaper.add(coordinator.process.pid)
         self._starts: list[tuple[Sequence[str], Mapping[str, str], Placement]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
         # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
@@ -121,10 +127,11 @@ class WorkerGroup:
     def wait(self, heartbeats: Heartbeats | None = None) -> GroupResult:
         """Waits until all ranks succeed, one fails, all hang, or a signal stops the launcher."""
         context, running = self._context, set(range(len(self._ranks)))
-        # The time to stop the remaining ranks after rank 0 has succeeded, and ranks whose failure is then ignored.
+        # The time to stop the remaining ranks after one has succeeded, and ranks whose failure is then ignored.
         end_deadline, expendable = math.inf, self._expendable
         while running:
-            if time.monotonic() > end_deadline and running <= expendable:
+            joined = {rank for rank in running if heartbeats is not None and heartbeats.has(rank)}
+            if time.monotonic() > end_deadline and running <= expendable - joined:
                 # Replacements that started after the end of the run have no run to join.
                 self._stop(signal.SIGTERM, context.grace_s)
                 break
@@ -133,6 +140,10 @@ class WorkerGroup:
                 context.print(f"{signal.Signals(number).name}: stopping {len(running)} process(es)")
                 self._stop(number, context.term_grace_s if number == signal.SIGTERM else context.grace_s)
                 return GroupResult(128 + number, by_signal=True)
+            if self._coordinator is not None and self._coordinator.process.poll() is not None:
+                context.print("the coordinator of the run has ended; stopping all")
+                self._stop(signal.SIGTERM, context.grace_s)
+                return GroupResult(1)
             silence = heartbeats.silence() if heartbeats is not None and end_deadline == math.inf else None
             if silence is not None:
                 context.print(f"no heartbeat; the last ones: {silence}; stopping all")
@@ -156,11 +167,12 @@ class WorkerGroup:
                 continue
             self._log_exit(rank, code)
             running.discard(rank)
-            if rank == 0 and code == 0 and context.elastic:
+            has_ended = end_deadline < math.inf
+            if code == 0 and context.elastic and not has_ended:
                 end_deadline = time.monotonic() + context.grace_s
-            if code != 0 and context.elastic and rank != 0 and (running or rank in expendable):
+            if code != 0 and context.elastic and (running or (has_ended and rank in expendable)):
                 context.print(f"rank {rank} {describe(code)}; the others continue")
-                if self._replacements and 0 in running:
+                if self._replacements and not has_ended:
                     self._replace(rank)
                     running.add(rank)
                     if heartbeats is not None:
@@ -180,6 +192,11 @@ class WorkerGroup:
         """Kills the remaining processes with their children, and reads their output to the end."""
         for child in self._ranks:
             _signal_group(child, signal.SIGKILL)
+        if self._coordinator is not None:
+            _signal_group(self._coordinator.process, signal.SIGKILL)
+            self._coordinator.process.wait()
+            assert self._coordinator.process.stdin is not None
+            self._coordinator.process.stdin.close()
         for child in self._ranks:
             # A process in an uninterruptible wait ends later.
             with contextlib.suppress(subprocess.TimeoutExpired):

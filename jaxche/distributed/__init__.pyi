@@ -1,10 +1,12 @@
 """The names of the package, each of which is imported when it is first used."""
 
-from ._elastic_group import ElasticGroup, TakenForDeadError, process_group
+from ._coordinator import HEARTBEAT_TIMEOUT_S, Coordinator, is_coordinator, start_coordinator
+from ._elastic_group import ElasticGroup, TakenForDeadError, process_group, start_cpu_client
 from ._environment import (
     EVENTS,
     HANG_TIMEOUT,
     HEARTBEAT,
+    LIVENESS,
     NUM_PROCESSES,
     PACE_MS,
     RESTART,
@@ -12,6 +14,7 @@ from ._environment import (
 )
 from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
+from ._liveness_server import LivenessServer
 from ._shared_folder import shared_folder
 from ._watchdog import PREEMPTED_CODE, FileErrors, Watchdog, hang_timeout, on_sigterm
 
@@ -19,24 +22,31 @@ __all__ = [
     "EVENTS",
     "HANG_TIMEOUT",
     "HEARTBEAT",
+    "HEARTBEAT_TIMEOUT_S",
+    "LIVENESS",
     "NUM_PROCESSES",
     "PACE_MS",
     "PREEMPTED_CODE",
     "RESTART",
+    "Coordinator",
     "ElasticGroup",
     "FileErrors",
     "Group",
     "Listener",
+    "LivenessServer",
     "PeerLostError",
     "RankError",
     "TakenForDeadError",
     "Watchdog",
     "connect",
     "hang_timeout",
+    "is_coordinator",
     "is_loopback",
     "on_sigterm",
     "own_address",
     "process_group",
     "scheduled",
     "shared_folder",
+    "start_coordinator",
+    "start_cpu_client",
 ]

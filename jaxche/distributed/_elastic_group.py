@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import json
 import logging
-import time
-from collections.abc import Callable, Mapping
+import os
+import queue
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,34 +21,58 @@ import numpy as np
 from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 
+from jaxche.distributed._environment import LIVENESS
 from jaxche.distributed._group import Group, PeerLostError
-from jaxche.distributed._liveness import Liveness
+from jaxche.distributed._listener import Listener, connect, own_address
+from jaxche.distributed._liveness import Liveness, unless_late
+from jaxche.distributed._transfer import receive_state, send_state
 
 _log = logging.getLogger("jaxche")
 
-# How long process 0 waits at exit for the others to write their last files; its exit ends the coordination service.
-_EXIT_TIMEOUT_S, _POLL_S = 120.0, 0.2
 # How many of its last keys a process keeps in the store for a barrier.
 _KEPT_KEYS = 64
-# Where XLA's clients keep the addresses of Gloo's sockets, and what process 0 knows of all devices.
+# Where XLA's clients keep the addresses of Gloo's sockets, and what they know of all devices.
 _ADDRESSES, _TOPOLOGY = "cpu:gloo/", "cpu:global_topology/cpu"
-# Requests of standby processes, the answers to them, the state sent to them, and the fits that have ended.
-_REQUESTS, _ANSWERS, _STATES, _ENDED_FITS = "jaxche/request", "jaxche/answer", "jaxche/state", "jaxche/ended_fit"
-# Bytes of one value in the store, whose messages are limited.
-_CHUNK = 1 << 20
+# How long others wait for that, and how often process 0 tries to write it.
+_TOPOLOGY_MS, _ATTEMPTS = 2000, 20
+# The memberships, the address of the liveness server, requests of standby processes, the answers to them, and the fits
+# that have ended.
+_QUORUMS, _LIVENESS = "jaxche/quorum/", "jaxche/liveness"
+_REQUESTS, _ANSWERS, _ENDED_FITS = "jaxche/request", "jaxche/answer", "jaxche/ended_fit"
+# Seconds for a candidate to accept a connection, ms between its looks for an answer, and ms for process 0 to write the
+# address of the liveness server.
+_CONNECT_S, _POLL_MS, _ADDRESS_MS = 10.0, 200, 60_000
 
 
 class TakenForDeadError(PeerLostError):
     """The other processes continued without this one, because it was stopped for too long."""
 
 
+class Quorum(NamedTuple):
+    """A membership: the members with their incarnations, and how it came about."""
+
+    members: dict[int, int]
+    # The members of the one before that were lost, and the member that sends the state to those that were admitted.
+    lost: list[int]
+    sender: int | None
+
+    def to_json(self) -> str:
+        return json.dumps(self._asdict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Quorum:
+        found = json.loads(text)
+        found["members"] = {int(process): number for process, number in found["members"].items()}
+        return cls(**found)
+
+
 class Admission(NamedTuple):
     """What a process is given when it is admitted: the membership, JSON and bytes."""
 
-    incarnations: dict[int, int]
     quorum_id: str
+    quorum: Quorum
     message: dict[str, Any]
-    state: bytes
+    state: bytearray
 
 
 class ElasticGroup(Group):
@@ -53,15 +80,21 @@ class ElasticGroup(Group):
 
     Each process has an incarnation, the number of processes that have had its index so far. A process that comes later
     is in standby until the members admit it.
+
+    Memberships, the quorums, are numbered. The members of a quorum agree on the next one by writing it to the store of
+    the run, where the first to write wins. So a quorum has one successor at most, and of processes that cannot reach
+    each other only those continue that are in it. No process has a part that another could not take.
     """
 
     elastic = True
 
     def __init__(self, state: Any = None):
         super().__init__(state)
-        self._liveness = Liveness(self._state, self.watchdog)
-        self._incarnations: dict[int, int] | None = None
+        self._liveness = Liveness(self._state, _liveness_address(self.client), self.watchdog)
+        self._incarnations = dict.fromkeys(range(self.num_processes), 1)
         self._devices: dict[int, Any] | None = None
+        # What XLA's clients know of all devices, as one of them wrote it.
+        self._topology: bytes | None = None
         # A script makes its fits in the same order in all its processes.
         self._fit = 0
 
@@ -77,10 +110,11 @@ class ElasticGroup(Group):
     @property
     def incarnations(self) -> dict[int, int]:
         """The members and their incarnations."""
-        if self._incarnations is None:
-            alive = self._liveness.alive()
-            self._incarnations = {process: alive.get(process, 1) for process in range(self.num_processes)}
         return self._incarnations
+
+    @property
+    def is_leader(self) -> bool:
+        return self.is_first and not self.standby
 
     def lost(self) -> list[int]:
         return self._liveness.lost(self.incarnations)
@@ -123,31 +157,41 @@ class ElasticGroup(Group):
     def shrink(self) -> list[int]:
         """Continue without the members that died, after a collective has failed; returns them.
 
-        Process 0 decides which have died. If none has, all continue over new connections.
+        If none has died, all continue over new connections.
 
         Raises:
           TakenForDeadError: the others continue without this process.
-          PeerLostError: process 0 died.
         """
-        expected, key = self.incarnations, f"jaxche/lost/{self.quorum_id}"
-        # So that no member waits for this one in the next round, and process 0 sees that it is alive.
-        self.client.key_value_set(f"{self._failures}{self.process_index}", "", allow_overwrite=True)
-        if self.process_index == 0:
-            self.client.key_value_set(key, json.dumps(self._liveness.wait_for_loss(expected, self._failures)))
-        lost = json.loads(self._liveness.wait_for_key(key, {0: expected[0]}))
-        if self.process_index in lost:
-            raise TakenForDeadError("this process was stopped, and the others went on without it")
-        remaining = {process: number for process, number in expected.items() if process not in lost}
-        self._configure(remaining, f"{self.quorum_id}-{', '.join(map(str, lost))}")
-        return lost
+        while True:
+            # So that no member waits for this one in the next round.
+            self.client.key_value_set(f"{self._failures}{self.process_index}", "", allow_overwrite=True)
+            expected = self.incarnations
+            lost = self._liveness.wait_for_loss(expected, self._failures, unless=lambda: self._next() is not None)
+            if lost is None:
+                quorum = self._next()
+                assert quorum is not None
+            else:
+                remaining = {process: number for process, number in expected.items() if process not in lost}
+                quorum = self._decide(Quorum(remaining, lost, None))
+            if quorum.members.get(self.process_index) != self.incarnation:
+                raise TakenForDeadError("this process was stopped, and the others went on without it")
+            if quorum.sender is None:
+                self._enter(self._next_id, quorum)
+                return quorum.lost
+            # Others have admitted a process, and wait for this one.
+            self._incarnations = quorum.members
+            self._set_quorum(self._next_id)
 
     def begin_fit(self) -> None:
         """Count the fits of the script. A standby process joins the fit with its own number."""
         self._fit += 1
+        if self._topology is None:
+            with unless_late():
+                self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
 
     def end_fit(self) -> None:
         """Answer the processes that still request admission to this fit."""
-        if self.standby or self.process_index != 0:
+        if self.standby:
             return
         self.client.key_value_set(f"{_ENDED_FITS}/{self._fit}/0", "", allow_overwrite=True)
         for process, request in self._requests().items():
@@ -167,12 +211,11 @@ class ElasticGroup(Group):
 
     def candidates(self) -> dict[int, dict[str, Any]]:
         """The processes that request admission to this fit and are alive, with their requests."""
-        alive = self._liveness.alive()
         return {
             process: request
             for process, request in self._requests().items()
             # Otherwise the death of its predecessor is not detected yet, or it has died itself.
-            if process not in self.members and alive.get(process) == request["incarnation"]
+            if process not in self.members and not self._liveness.lost({process: request["incarnation"]})
             # Otherwise it will read that its fit has ended.
             if request["fit"] == self._fit
         }
@@ -181,83 +224,148 @@ class ElasticGroup(Group):
         """Refuse a candidate."""
         self._answer(process, incarnation, {"refused": reason})
 
-    def admit(self, candidates: Mapping[int, int], message: Mapping[str, Any], state: bytes) -> None:
+    def admit(self, candidates: Mapping[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]) -> None:
         """Continue with more members; all present members call it together.
 
         Args:
           candidates: their incarnations.
-          message: JSON for them, read on process 0.
-          state: bytes for them, read on process 0.
+          message: JSON for them, read on the first member.
+          state: arrays for them, likewise.
+
+        Raises:
+          PeerLostError: one of the candidates or the members died meanwhile.
         """
-        incarnations = {**self.incarnations, **candidates}
-        quorum_id = f"{self.quorum_id}+{','.join(map(str, candidates))}"
-        if self.process_index == 0:
-            chunks = -(-len(state) // _CHUNK)
-            for i in range(chunks):
-                part = state[i * _CHUNK : (i + 1) * _CHUNK]
-                self.client.key_value_set_bytes(f"{_STATES}/{quorum_id}/{i}", part)
-            answer = {"incarnations": incarnations, "quorum_id": quorum_id, "chunks": chunks, "message": message}
+        requests, is_sender = self._requests(), self.is_first
+        members = dict(sorted({**self.incarnations, **candidates}.items()))
+        wanted = Quorum(members, [], self.members[0])
+        if self._decide(wanted) != wanted:
+            raise PeerLostError("the others went on without this process")
+        self._incarnations = members
+        self._set_quorum(self._next_id)
+        if is_sender:
             for process, incarnation in candidates.items():
-                self._answer(process, incarnation, answer)
-        self._configure(incarnations, quorum_id)
-        self.barrier()  # the candidates have read the state
-        if self.process_index == 0:
-            self.client.key_value_delete(f"{_STATES}/{quorum_id}")
+                if process in requests:  # else it has died, and the barrier fails
+                    self._send(requests[process]["address"], {process: incarnation}, message, state)
+                self.client.key_value_delete(f"{_REQUESTS}/{process}")
+        self._reconnect()
+        self.barrier()  # the candidates have the state
+
+    def _send(
+        self, address: list[Any], candidate: dict[int, int], message: Mapping[str, Any], state: Sequence[np.ndarray]
+    ) -> None:
+        def waiting() -> None:
+            self.watchdog.heartbeat_while_waiting()
+            if self._liveness.lost(candidate):
+                raise ConnectionError("the candidate died")
+
+        # Without its answer the barrier of the new members fails.
+        with contextlib.suppress(OSError), connect(address, self.quorum_id, _CONNECT_S) as sock:
+            send_state(sock, message, state, waiting)
 
     def request_admission(self, fingerprint: Mapping[str, str]) -> Admission | None:
         """Wait, in standby, until the members admit this process; :meth:`join` must follow. None: the fit has ended.
 
         Raises:
-          RuntimeError: they refuse it.
+          RuntimeError: they refuse it, or all of them have died.
+          PeerLostError: the member that sends the state died.
         """
-        process, alive = self.process_index, self._liveness.alive()
-        request = {"incarnation": self.incarnation, "fit": self._fit, "fingerprint": dict(fingerprint)}
-        self.client.key_value_set(f"{_REQUESTS}/{process}", json.dumps(request), allow_overwrite=True)
-        if dict(self.client.key_value_dir_get(f"{_ENDED_FITS}/{self._fit}/")):
-            self._answer(process, self.incarnation, {"ended": True})
-        key = f"{_ANSWERS}/{process}/{self.incarnation}"
-        answer = json.loads(self._liveness.wait_for_key(key, {0: alive[0]}))
-        if "refused" in answer:
-            raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")
-        if "ended" in answer:
-            _log.warning(
-                "process %s came when fit %s of its script had ended, and can join no other", process, self._fit
-            )
-            return None
-        keys = [f"{_STATES}/{answer['quorum_id']}/{i}" for i in range(answer["chunks"])]
-        state = b"".join(self.client.blocking_key_value_get_bytes(key, 10_000) for key in keys)
-        incarnations = {int(process): number for process, number in answer["incarnations"].items()}
-        return Admission(incarnations, answer["quorum_id"], answer["message"], state)
+        process, incarnation = self.process_index, self.incarnation
+        accepted: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
+        listener = Listener(
+            own_address(str(self._state.coordinator_address)), lambda sock, text: accepted.put((sock, text)), local=True
+        )
+        with contextlib.closing(listener):
+            request = {"incarnation": incarnation, "fit": self._fit, "fingerprint": dict(fingerprint)}
+            request["address"] = listener.address
+            self.client.key_value_set(f"{_REQUESTS}/{process}", json.dumps(request), allow_overwrite=True)
+            found = self._wait_for_answer()
+            if found is None:
+                _log.warning(
+                    "process %s came when fit %s of its script had ended, and can join no other", process, self._fit
+                )
+                return None
+            quorum_id, quorum = found
+            sender = {process: quorum.members[process] for process in [quorum.sender] if process is not None}
+            while True:
+                self._raise_if_lost(sender)
+                with contextlib.suppress(queue.Empty):
+                    sock, text = accepted.get(timeout=_POLL_MS / 1e3)
+                    with sock:
+                        if text == quorum_id:
+                            return Admission(*found, *receive_state(sock, lambda: self._raise_if_lost(sender)))
+
+    def _raise_if_lost(self, members: Mapping[int, int]) -> None:
+        self.watchdog.heartbeat_while_waiting()
+        if lost := self._liveness.lost(members):
+            raise PeerLostError(f"process {', '.join(map(str, lost))} died while it sent its state")
+
+    def _wait_for_answer(self) -> tuple[str, Quorum] | None:
+        """The quorum that this process is admitted to and its name; None if the fit has ended."""
+        process, incarnation = self.process_index, self.incarnation
+        while True:
+            answer = {}
+            with unless_late():
+                key = f"{_ANSWERS}/{process}/{incarnation}"
+                answer = json.loads(self.client.blocking_key_value_get(key, _POLL_MS))
+            if "refused" in answer:
+                raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")
+            if "ended" in answer or dict(self.client.key_value_dir_get(f"{_ENDED_FITS}/{self._fit}/")):
+                self.client.key_value_delete(f"{_REQUESTS}/{process}")
+                return None
+            name, quorum = self._newest()
+            if quorum.members.get(process) == incarnation:
+                return name, quorum
+            if len(self._liveness.lost(quorum.members)) == len(quorum.members):
+                raise RuntimeError(f"process {process} cannot join the run: all its members have died")
+            self.watchdog.heartbeat_while_waiting()
 
     def join(self, admission: Admission) -> None:
         """Become a member; all members call :meth:`admit` meanwhile."""
-        self._configure(admission.incarnations, admission.quorum_id)
         self.standby = False
+        self._enter(admission.quorum_id, admission.quorum)
         self.barrier()
 
     def leave(self) -> None:
-        """Leave the run at exit; process 0 waits until the others have left or died, because jaxlib would end them."""
-        if self.client is not None and self.process_index == 0:
-            self._wait_for_others()
+        """Leave the run at exit."""
+        # jaxlib ends a process that shuts down when the store is gone.
+        if self.client is not None and self._liveness.is_connected:
+            jax.distributed.shutdown()
         self._liveness.stop()
-
-    def _wait_for_others(self) -> None:
-        # Not for standby processes: they read that the run has ended.
-        members = self._incarnations or self._liveness.alive()
-        others = {process: incarnation for process, incarnation in members.items() if process != 0}
-        deadline = time.monotonic() + _EXIT_TIMEOUT_S
-        while len(self._liveness.lost(others)) < len(others) and time.monotonic() < deadline:
-            self.watchdog.heartbeat_while_waiting()
-            time.sleep(_POLL_S)
 
     @property
     def _failures(self) -> str:
         """Where each member writes once that a collective has failed."""
         return f"jaxche/failures/{self.quorum_id}/"
 
-    def _configure(self, incarnations: Mapping[int, int], quorum_id: str) -> None:
-        """Set the members and reconnect them; all of them call it together and then wait for each other."""
-        self._incarnations = dict(sorted(incarnations.items()))
+    @property
+    def _next_id(self) -> str:
+        return str(int(self.quorum_id) + 1)
+
+    def _next(self) -> Quorum | None:
+        """The quorum that follows the present one, if the members have agreed on it."""
+        return dict(self._quorums()).get(int(self._next_id))
+
+    def _newest(self) -> tuple[str, Quorum]:
+        first = 0, Quorum(dict.fromkeys(range(self.num_processes), 1), [], None)
+        number, quorum = max([first, *self._quorums()])
+        return str(number), quorum
+
+    def _quorums(self) -> list[tuple[int, Quorum]]:
+        found = self.client.key_value_dir_get(_QUORUMS)
+        return [(int(key.rpartition("/")[2]), Quorum.from_json(text)) for key, text in found]
+
+    def _decide(self, wanted: Quorum) -> Quorum:
+        """Propose the next quorum; returns the one that was proposed first."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self.client.key_value_set(f"{_QUORUMS}{self._next_id}", wanted.to_json())
+        found = self._next()
+        if found is None:
+            raise PeerLostError("the store of the run cannot be reached")
+        return found
+
+    def _enter(self, quorum_id: str, quorum: Quorum) -> None:
+        """Become a member of a quorum over new connections; all of its members call it and then wait for each other."""
+        self._incarnations = quorum.members
         self._set_quorum(quorum_id)
         self._reconnect()
 
@@ -272,11 +380,26 @@ class ElasticGroup(Group):
         as the client of the devices. Sockets to a process that has been replaced stay broken. So the processes use the
         devices of another client: the same CPU devices, which ``jax.devices()`` does not list.
         """
-        if self.process_index == 0:
+        place = f"jaxche/topology/{self.quorum_id}"
+        if self.is_first:
             self.client.key_value_delete(_ADDRESSES)
-            # The first client of process 0 wrote it, and a second one would not replace it. The others wait for it.
-            self.client.key_value_delete(_TOPOLOGY)
-        self._devices = {device.id: device for device in _xla_bridge.make_cpu_client().devices()}
+        if self.process_index == 0:
+            client = start_cpu_client(self.client, _xla_bridge.make_cpu_client)
+            self.client.key_value_set(place, "", allow_overwrite=True)
+        else:
+            if 0 in self.members:
+                self._liveness.wait_for_key(place, {0: self.incarnations[0]}, unless=self._failures)
+            self._restore_topology()
+            client = _xla_bridge.make_cpu_client()
+        self._devices = {device.id: device for device in client.devices()}
+
+    def _restore_topology(self) -> None:
+        """Write what XLA knows of all devices, if process 0 died after it removed this and before it wrote it again."""
+        with unless_late():
+            self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
+            return
+        if self._topology is not None:
+            self.client.key_value_set_bytes(_TOPOLOGY, self._topology, allow_overwrite=True)
 
     def _requests(self) -> dict[int, dict[str, Any]]:
         found = self.client.key_value_dir_get(f"{_REQUESTS}/")
@@ -285,6 +408,35 @@ class ElasticGroup(Group):
     def _answer(self, process: int, incarnation: int, answer: Mapping[str, Any]) -> None:
         self.client.key_value_set(f"{_ANSWERS}/{process}/{incarnation}", json.dumps(answer), allow_overwrite=True)
         self.client.key_value_delete(f"{_REQUESTS}/{process}")
+
+
+def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:
+    """Start a client of CPU devices on process 0, where one was started before.
+
+    XLA's clients on process 0 write what all of them know of all devices, and fail if it is there.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        store.key_value_delete(_TOPOLOGY)
+        try:
+            return start()
+        except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+    store.key_value_delete(_TOPOLOGY)
+    return start()
+
+
+def _liveness_address(store: Any) -> list[Any]:
+    """The address of the liveness server; whoever started the coordinator knows it, and tells the others."""
+    if LIVENESS in os.environ:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
+            store.key_value_set(_LIVENESS, os.environ[LIVENESS])
+    with unless_late():
+        return json.loads(store.blocking_key_value_get(_LIVENESS, _ADDRESS_MS))
+    raise RuntimeError(
+        "jax_enable_recoverability is set, and this run has no coordinator that detects deaths. Write: "
+        "jaxche.initialize(elastic=True) in place of jax.distributed.initialize()"
+    )
 
 
 @functools.cache

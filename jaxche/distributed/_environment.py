@@ -8,6 +8,8 @@ from collections.abc import Mapping
 NUM_PROCESSES, PACE_MS = "JAXCHE_NUM_PROCESSES", "JAXCHE_PACE_MS"
 # Set by ``jaxche launch``: the file to touch after each round, the file of events, and the number of restarts.
 HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
+# Set by ``jaxche launch --elastic``: the address of the liveness server.
+LIVENESS = "JAXCHE_LIVENESS"
 # Seconds for a round, where nothing reads heartbeats.
 HANG_TIMEOUT = "JAXCHE_HANG_TIMEOUT"
 

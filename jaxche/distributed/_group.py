@@ -104,6 +104,11 @@ class Group:
         return self.process_index == self.members[0]
 
     @property
+    def is_leader(self) -> bool:
+        """Whether this process prints and writes what one process of the run does; not in standby."""
+        return self.is_first
+
+    @property
     def client(self) -> Any:
         """The key-value store of the run."""
         return self._state.client

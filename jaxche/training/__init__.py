@@ -4,6 +4,7 @@ from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._data import Batches
 from jaxche.training._fit import fit
 from jaxche.training._flax import NNXLoss, linen_loss
+from jaxche.training._merge import MergeMismatchError
 from jaxche.training._outputs import BatchOutputs
 from jaxche.training._replica import PaceError
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
@@ -17,6 +18,7 @@ __all__ = [
     "BatchOutputs",
     "Batches",
     "Checkpoints",
+    "MergeMismatchError",
     "NNXLoss",
     "NonFiniteLossError",
     "PaceError",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
 from jaxche.reports import Every, History, RoundInfo, read_record, warn_of_damage
@@ -128,7 +129,12 @@ class CheckpointManager(Hook):
         else:
             self._align_operation_ids()
         self._manager = self._open()
-        self._log.truncate(run.state.round)
+        kept = self._log.truncate(run.state.round)
+        # The process that wrote the record may have died before it wrote the last rounds.
+        last = kept[-1].round if kept else -1
+        for info in run.history:
+            if info.round > last:
+                self._log.append(info)
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
         self.save(run.state)
@@ -142,6 +148,8 @@ class CheckpointManager(Hook):
         self._started = state.round
         args, state_dict = self._ocp.args, self._trainer._engine.state_dict(state.local_states)
         trees = state_dict.trees()
+        if len(self._group.members) < 2 <= jax.process_count():
+            trees = jax.tree.map(_spanning, trees)
         meta = metadata(self._with_iterators(state)) | {
             "format": FORMAT,
             "jaxche": installed_version(),
@@ -174,7 +182,7 @@ class CheckpointManager(Hook):
         return replace(state, stream=state.stream._replace(states=reader.states_of(gathered)))
 
     def _open(self) -> Any:
-        group, options, settings = self._group, self._ocp.options, {}
+        group, options, settings, handlers = self._group, self._ocp.options, {}, None
         if isinstance(group, ElasticGroup):
             # The death of a process ends a save and its threads when it is detected.
             wait = group.thread_barrier("saved")
@@ -184,11 +192,12 @@ class CheckpointManager(Hook):
             )
         is_first_quorum = group.quorum_id == "0"
         if not is_first_quorum:
-            settings["multiprocessing_options"] = options.MultiprocessingOptions(
+            settings["multiprocessing_options"] = multiprocessing = options.MultiprocessingOptions(
                 primary_host=group.members[0],
                 active_processes=set(group.members),
                 barrier_sync_key_prefix=f"jaxche-{group.quorum_id}",
             )
+            handlers = _handlers(multiprocessing)
         options = self._ocp.CheckpointManagerOptions(
             max_to_keep=self._config.keep,
             # Remove unfinished checkpoints of dead processes only when a run starts.
@@ -196,7 +205,7 @@ class CheckpointManager(Hook):
             create=is_first_quorum,
             **settings,
         )
-        return self._ocp.CheckpointManager(self._folder, options=options)
+        return self._ocp.CheckpointManager(self._folder, options=options, handler_registry=handlers)
 
     def _align_operation_ids(self) -> None:
         """Set Orbax's number of the next save, which must be equal in all processes."""
@@ -224,6 +233,51 @@ class CheckpointManager(Hook):
                 raise
             text = "checkpoint %s was not %s, the loss of a process was detected: %s"
             _log.warning(text, self._started, what, str(error)[:300])
+
+
+def _handlers(multiprocessing: Any) -> Any:
+    """Orbax's handlers that write through a process other than 0, which may be dead.
+
+    The manager's own option of that name does not reach them.
+    """
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import type_handlers
+    from orbax.checkpoint._src.metadata.array_metadata_store import Store
+
+    # Orbax refuses metadata of a single process where there are several.
+    store = Store() if len(multiprocessing.active_processes) > 1 else None
+    # In parallel, replicas would also write parts of arrays for processes that are dead.
+    handler = type_handlers.ArrayHandler(
+        primary_host=multiprocessing.primary_host, use_replica_parallel=False, array_metadata_store=store
+    )
+    absl = logging.getLogger("absl")
+    level = absl.level
+    absl.setLevel(logging.ERROR)  # it warns of every replacement
+    type_handlers.register_type_handler(jax.Array, handler, override=True)
+    absl.setLevel(level)
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for args, kind in (
+        (ocp.args.StandardSave, ocp.StandardCheckpointHandler),
+        (ocp.args.JsonSave, ocp.JsonCheckpointHandler),
+    ):
+        registry.add(None, args, kind(multiprocessing_options=multiprocessing))
+    return registry
+
+
+def _spanning(array: jax.Array) -> jax.Array:
+    """An array of this process as a replica of one on two processes, of which the other need not live.
+
+    Orbax saves only arrays that span processes where there are several, even if all others are dead.
+    """
+    assert isinstance(array.sharding, jax.sharding.NamedSharding)
+    mesh, spec = array.sharding.mesh, array.sharding.spec
+    assert isinstance(mesh, jax.sharding.Mesh)
+    own = mesh.devices.flat[0]
+    others = [device for device in own.client.devices() if device.process_index != own.process_index]
+    both = np.array([*mesh.devices.flat, *others[: mesh.size]]).reshape(2, *mesh.devices.shape)
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(both, ("absent", *mesh.axis_names)), spec)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 class CheckpointReader:
@@ -387,7 +441,7 @@ def _is_residual(path: str) -> bool:
 
 
 class MetricsLog:
-    """The rounds of a run as JSON lines beside its checkpoints, written by process 0 and read by all."""
+    """The rounds of a run as JSON lines beside its checkpoints, written by the leader and read by all."""
 
     def __init__(self, group: Group, folder: Path):
         self._group = group
@@ -395,7 +449,7 @@ class MetricsLog:
 
     def append(self, info: RoundInfo) -> None:
         """Write the line of a round."""
-        if self._group.process_index == 0:
+        if self._group.is_leader:
             with self._file.open("a", encoding="utf8") as file:
                 file.write(History([info]).to_json())
 
@@ -413,7 +467,7 @@ class MetricsLog:
             elif kept and info.round == kept[-1].round:  # with the results of an evaluation at the end
                 kept[-1] = info
         self._group.barrier()  # all have read the file
-        if self._group.process_index == 0:
+        if self._group.is_leader:
             warn_of_damage(str(self._file), record)
             if (text := kept.to_json().encode()) != data:
                 part = self._file.with_suffix(".part")

@@ -149,6 +149,24 @@ def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
     return [part.reshape(x.shape).astype(sum_dtype(x.dtype)) for part, x in zip(parts, like, strict=True)]
 
 
+def agreement(params: Any, finite: Any, axis_name: str) -> tuple[Any, Any]:
+    """Flags that are equal on all replicas: whether ``finite`` holds on all, and whether their parameters are equal.
+
+    A small all-reduce compares a checksum of the parameters. After a damaged message replicas could otherwise drift
+    apart unseen, or one could fail alone.
+    """
+    checksum = jnp.uint32(0)
+    for x in filter(_is_real, jax.tree.leaves(params)):
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        # The position counts, so that numbers that change places are noticed.
+        weights = 2 * lax.iota(jnp.uint32, x.size).reshape(x.shape) + 1
+        checksum = 31 * checksum + jnp.sum(bits * weights, dtype=jnp.uint32)
+    halves = jnp.stack([checksum & 0xFFFF, checksum >> 16]).astype(jnp.float32)  # exact
+    largest = lax.pmax(jnp.concatenate([halves, -halves, 1 - finite[None]]), axis_name)
+    agreed = jnp.all(largest[:2] == -largest[2:4])
+    return 1 - largest[4], agreed.astype(jnp.float32)
+
+
 def sent_bytes(program: Any) -> int:
     """The bytes that a replica sends in a traced merge, by ring algorithms: all its collectives over the replicas."""
     return round(_sent(program.jaxpr, 1, 1))
@@ -162,7 +180,7 @@ def _sent(jaxpr: Any, replicas: int, devices: int) -> float:
             mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
             inner = (mesh.shape[AXIS], devices * math.prod(mesh.shape[axis] for axis in manual if axis != AXIS))
         share = {"all_gather": replicas - 1, "all_to_all": (replicas - 1) / replicas}.get(name, 0.0)
-        if name.startswith("psum"):
+        if name.startswith(("psum", "pmax")):
             share = 2 * (replicas - 1) / replicas
         if share:
             total += devices * share * sum(x.aval.size * x.aval.dtype.itemsize for x in eqn.invars)

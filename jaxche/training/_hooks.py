@@ -135,6 +135,11 @@ class ProgressHook(Hook):
     def on_start(self, run: Run) -> None:
         self._bar = Progress(self._trainer, run.batches_left, self._enabled)
 
+    def on_membership(self, run: Run, shrunk: bool) -> None:
+        if self._bar:  # else it has not started
+            self._bar.close()
+            self.on_start(run)
+
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         if self._bar:
             is_due = None if self._every is None else run.is_due(self._every)

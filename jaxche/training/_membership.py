@@ -60,7 +60,7 @@ class Membership:
         if self._group.standby:
             self._pending = None
             return
-        found = self._group.broadcast(self._candidates() if self._group.process_index == 0 else None)
+        found = self._group.broadcast(self._candidates() if self._group.is_first else None)
         self._pending = found and ({int(process): number for process, number in found[0].items()}, found[1])
 
     def _candidates(self) -> tuple[dict[int, int], list[int]] | None:
@@ -88,13 +88,14 @@ class Membership:
             given = jax.block_until_ready(engine.state_dict(run.state.local_states).pooled())
         for hook in run.hooks:
             hook.on_admission()
-        self._group.barrier()  # all members admit them, or none
-        state = replace(run.state, che=self.rearranged(run.state.che, order), row_shares=RowShares())
-        message, data = {}, b""
-        if self._group.process_index == 0:
+        # The broadcast waits for all: all members admit them, or none.
+        state = replace(run.state, che=self._agreed(run.state.che, order), row_shares=RowShares())
+        message, arrays = {}, []
+        if self._group.is_first:
             message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
-            data = b"".join(_whole(leaf).tobytes() for leaf in jax.tree.leaves(given))
-        self._group.admit(admitted, message, data)
+            message["measured"] = list(self._measured.items())
+            arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
+        self._group.admit(admitted, message, arrays)
         engine.arrange(order, state.local_states)
         trainer.world_size, self._pending = len(order), None
         run.state, run.previous = state, None
@@ -117,12 +118,19 @@ class Membership:
         engine.prepare(state.local_states, run.data, plan, trainer._settings(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"
         _log.warning(text, group.process_index)
-        admission = group.request_admission(engine.fingerprint)
-        if admission is None:
-            raise SystemExit(0)
-        state_dict, message = engine.state_dict(state.local_states), admission.message
-        local_states = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
-        group.join(admission)
+        while True:
+            try:
+                admission = group.request_admission(engine.fingerprint)
+                if admission is None:
+                    raise SystemExit(0)
+                state_dict, message = engine.state_dict(state.local_states), admission.message
+                local_states = state_dict.load(_arrays(state_dict.abstract_trees({}), admission.state), {})
+                group.join(admission)
+                break
+            except PeerLostError as error:
+                _log.warning("process %s was not admitted, and tries again: %s", group.process_index, error)
+                group.restart()
+        self._measured = {rank: (steps, ms) for rank, (steps, ms) in message["measured"]}
         engine.arrange(message["order"], local_states)
         trainer.world_size = len(message["order"])
         che = trainer._che and replace(
@@ -130,22 +138,30 @@ class Membership:
         )
         run.state = with_metadata(replace(state, local_states=local_states, che=che), message["state"])
         run.previous, run.history = None, History.from_json(message["history"])
-        self._call_hooks(run, shrunk=False)
+        try:
+            self._call_hooks(run, shrunk=False)
+        except PeerLostError as error:
+            self.recover(run, error)
 
     def recover(self, run: Run, error: PeerLostError) -> None:
         """Continue with the remaining processes after a failed collective, or join them again.
 
         Raises the error if the remaining processes cannot train.
         """
-        try:
-            run.state = self._shrink(run.state, run.previous, error)
-        except TakenForDeadError:
-            self._group.restart()
-            self._join(run)
-            return
-        run.previous = None
-        run.history = History([info for info in run.history if info.round < run.state.round], run.history.memory)
-        self._call_hooks(run, shrunk=True)
+        while True:
+            try:
+                run.state = self._shrink(run.state, run.previous, error)
+            except TakenForDeadError:
+                self._group.restart()
+                self._join(run)
+                return
+            run.previous = None
+            run.history = History([info for info in run.history if info.round < run.state.round], run.history.memory)
+            try:
+                self._call_hooks(run, shrunk=True)
+                return
+            except PeerLostError as another:  # another process died meanwhile
+                error = another
 
     def _call_hooks(self, run: Run, shrunk: bool) -> None:
         for hook in run.hooks:
@@ -195,9 +211,9 @@ class Membership:
         if not order:
             error.add_note(f"process {', '.join(map(str, lost))} died, and the remaining processes cannot continue")
             raise error
-        state = replace(state, che=self.rearranged(state.che, order), row_shares=RowShares())
+        state = replace(state, che=self._agreed(state.che, order), row_shares=RowShares())
         if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round
-            trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured[order[0]][0]
+            trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured.get(order[0], (1, 0.0))[0]
         return state, order, lost
 
     def _count_false_alarm(self, round: int, error: PeerLostError) -> None:
@@ -209,6 +225,12 @@ class Membership:
                 "all processes are alive; does something between their machines close them, e.g. a firewall?"
             )
             raise error
+
+    def _agreed(self, che: ElChe | None, order: Sequence[int]) -> ElChe | None:
+        """The cadence of these ranks as the first member has it: a process that came later has fewer measurements."""
+        own = self.rearranged(che, order)
+        found = self._group.broadcast(own and own.to_dict())
+        return found and ElChe.from_dict(found)
 
     def rearranged(self, che: ElChe | None, order: Sequence[int]) -> ElChe | None:
         """The cadence of these ranks in this order, with the last measurements of each; None for a single rank.
@@ -254,7 +276,7 @@ def ranks_of(processes_of_ranks: Sequence[tuple[int, ...]], processes: Collectio
     return ranks if busy == set(processes) else []
 
 
-def _arrays(wanted: dict[str, Any], data: bytes) -> dict[str, Any]:
+def _arrays(wanted: dict[str, Any], data: bytearray) -> dict[str, Any]:
     """The arrays of a received state, with the shapes and shardings of ``wanted``."""
     leaves, treedef = jax.tree.flatten(wanted)
     arrays, start = [], 0

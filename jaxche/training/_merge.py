@@ -25,7 +25,7 @@ from jaxche.averaging import (
     weighted,
 )
 from jaxche.distributed import Group
-from jaxche.training._coded_merge import CodedSums, Residual, coded_sums, sent_bytes
+from jaxche.training._coded_merge import CodedSums, Residual, agreement, coded_sums, sent_bytes
 from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
 from jaxche.training._programs import Carry, LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.training._replica_mesh import AXIS, ReplicaMesh
@@ -69,6 +69,15 @@ class MergeRules(NamedTuple):
     wire: str = "float32"
 
 
+class MergeMismatchError(RuntimeError):
+    """The replicas decoded different parameters from the codes of one merge; the state before it is intact.
+
+    Example:
+      >>> issubclass(MergeMismatchError, RuntimeError)
+      True
+    """
+
+
 class Report(NamedTuple):
     """The scalars of a merge; the merge program returns them as one vector, followed by those of :class:`Scaled`."""
 
@@ -82,6 +91,8 @@ class Report(NamedTuple):
     finite: Any = 1.0
     # Batches accumulated by MultiSteps and not applied, where gradients are averaged.
     accumulated: Any = 0.0
+    # 1.0 if all replicas decoded the same parameters from the codes of a merge.
+    agreed: Any = 1.0
 
 
 def _to_vector(report: Report, scaled: Scaled | None) -> Any:
@@ -241,7 +252,10 @@ class MergeProgram:
         if "counts" in start:
             merged["counts"] = add_replica_axis(self._merged_counts(old_counts, new_counts, total))
         squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
-        report, scaled = Report(*measure_drift(*squares), *squares, _stayed_finite(start, merged)), None
+        finite, agreed = _stayed_finite(start, merged), jnp.float32(1)
+        if self._wire != "float32":  # each replica has decoded for itself
+            finite, agreed = agreement(params, finite, AXIS)
+        report, scaled = Report(*measure_drift(*squares), *squares, finite, agreed=agreed), None
         if self._scaling is not None:
             noise = self._scaling.update_from_estimates(noise, total["noise"])
             # Each replica counted the base steps of its own; the merge takes their weighted mean.
@@ -438,6 +452,12 @@ class Merge:
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
             table, (report, scaled) = reduce_rows(np.asarray(table)), _from_vector(report)
+        if not report.agreed:
+            raise MergeMismatchError(
+                "the replicas decoded different parameters from the codes of one merge: a message was damaged on its "
+                "way, or their machines compute differently. The round was not merged, and the state before it is "
+                "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
+            )
         parts = self._replica_mesh.unstack(merged)
         local_states = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
         return Merged(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 
-import jax
 from tqdm import tqdm
 
 from jaxche.drawing import per_rank
@@ -14,11 +13,11 @@ from jaxche.training._rounds import Rounds
 
 
 class Progress:
-    """A bar on a terminal, else a line every ten seconds; on process 0 only."""
+    """A bar on a terminal, else a line every ten seconds; on the leader of the group only."""
 
     def __init__(self, trainer: Rounds, total: int | None, enabled: bool):
         self._world_size = trainer.world_size
-        enabled = enabled and jax.process_index() == 0
+        enabled = enabled and trainer._group.is_leader
         terminal = enabled and sys.stderr.isatty()
         self._bar = tqdm(total=total, unit="batch", disable=not terminal, dynamic_ncols=True)
         self._lines = enabled and not terminal

@@ -96,5 +96,5 @@ class UpdatesHook(Hook):
             return
         trainer.updates_logged = True
         line = updates_line(trainer, run)
-        if line and trainer._group.process_index == 0:
+        if line and trainer._group.is_leader:
             _log.warning("%s", line)

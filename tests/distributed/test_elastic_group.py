@@ -1,58 +1,173 @@
-"""The processes that process 0 waits for at exit; liveness and the clock are played here."""
+"""Quorums: who may propose the next one, and who is left behind. The store is a dict, and nobody dies by itself."""
 
+import contextlib
+import socket
+import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from jaxche.distributed import PeerLostError, TakenForDeadError
 from jaxche.distributed import _elastic_group as module
+from jaxche.distributed._transfer import receive_state, send_state
 
-BEGINNING = {0: 10, 1: 11, 2: 12}
+
+class Liveness:
+    """Of processes that are dead as the test says."""
+
+    incarnation, is_connected = 1, True
+
+    def __init__(self, dead):
+        self.dead, self.stopped = dead, False
+
+    def lost(self, expected):
+        return [process for process, number in expected.items() if (process, number) in self.dead]
+
+    def wait_for_loss(self, expected, place, unless):
+        return None if unless() else self.lost(expected)
+
+    def stop(self):
+        self.stopped = True
 
 
 @pytest.fixture
-def leave(monkeypatch):
-    """Leaves as a process of a run; gives how many seconds it took. ``looks`` are the processes alive, in time."""
-
-    def leaving(process, looks, members=None):
-        seconds, seen = [0.0], iter(looks)
-        monkeypatch.setattr(module.time, "monotonic", lambda: seconds[0])
-        monkeypatch.setattr(module.time, "sleep", lambda s: seconds.__setitem__(0, seconds[0] + s))
-        now = [next(seen)]
-
-        class Liveness:
-            def __init__(self, state, watchdog):
-                self.stopped = False
-
-            def lost(self, expected):
-                gone = [other for other, incarnation in expected.items() if now[0].get(other) != incarnation]
-                now[0] = next(seen, now[0])
-                return gone
-
-            def alive(self):
-                return now[0]
-
-            def stop(self):
-                self.stopped = True
-
-        monkeypatch.setattr(module, "Liveness", Liveness)
-        group = module.ElasticGroup(SimpleNamespace(process_id=process, num_processes=3, client=object()))
-        group._incarnations = members
-        group.leave()
-        assert group._liveness.stopped
-        return seconds[0]
-
-    return leaving
+def groups(monkeypatch, store):
+    """Groups of three processes over one store, and the set of those that are dead."""
+    dead = set()
+    monkeypatch.setattr(module, "_liveness_address", lambda store: None)
+    monkeypatch.setattr(module, "Liveness", lambda state, address, watchdog: Liveness(dead))
+    monkeypatch.setattr(module.ElasticGroup, "_reconnect", lambda self: None)
+    made = [module.ElasticGroup(SimpleNamespace(process_id=i, num_processes=3, client=store)) for i in range(3)]
+    return made, dead
 
 
-def test_process_0_stays_while_others_live_but_not_for_ever(leave):
-    looks = [BEGINNING] * 50 + [{0: 10, 2: 12}] * 50 + [{0: 10}]
-    assert leave(0, looks) == pytest.approx(100 * module._POLL_S)
-    assert module._EXIT_TIMEOUT_S <= leave(0, [BEGINNING]) < module._EXIT_TIMEOUT_S + 1
+def test_all_enter_the_quorum_that_was_proposed_first(groups):
+    (zero, one, two), dead = groups
+    dead.add((0, 1))
+    assert one.shrink() == [0]
+    dead.add((1, 1))  # right after
+    assert two.shrink() == [0]
+    assert one.incarnations == two.incarnations == {1: 1, 2: 1}
+    assert one.quorum_id == two.quorum_id == "1"
+    assert one.is_leader
+    assert not two.is_leader
+    assert two.shrink() == [1]
+    assert two.is_leader
+    with pytest.raises(TakenForDeadError):
+        zero.shrink()
 
 
-def test_it_does_not_wait_for_a_standby_process(leave):
-    assert leave(0, [BEGINNING | {1: 99}, {0: 10, 1: 99}], members=BEGINNING) == pytest.approx(module._POLL_S)
+def test_a_process_that_was_left_behind_does_not_come_back_by_a_later_quorum(groups):
+    (zero, one, two), dead = groups
+    dead.add((2, 1))
+    assert one.shrink() == zero.shrink() == [2]
+    one._incarnations = zero._incarnations = {0: 1, 1: 1}
+    zero._decide(module.Quorum({0: 1, 1: 1, 2: 2}, [], 0))
+    with pytest.raises(TakenForDeadError):
+        two.shrink()
 
 
-def test_the_others_leave_at_once(leave):
-    assert leave(1, [BEGINNING]) == 0
+def test_nobody_dead_is_a_quorum_of_the_same_members(groups):
+    (zero, one, two), _ = groups
+    assert [group.shrink() for group in (two, one, zero)] == [[], [], []]
+    assert {group.quorum_id for group in (zero, one, two)} == {"1"}
+    assert zero.members == (0, 1, 2)
+
+
+def test_a_failure_beside_an_admission_breaks_off_the_quorum_of_the_admission(groups, store):
+    (zero, one, _), dead = groups
+    dead.add((2, 1))
+    assert zero.shrink() == one.shrink() == [2]
+    zero._decide(module.Quorum({0: 1, 1: 1, 2: 2}, [], 0))  # and one did not hear of it
+    dead.add((2, 2))
+    assert one.shrink() == [2]
+    assert one.quorum_id == "3"
+    assert dict(store.key_value_dir_get("jaxche/failures/2/"))
+    zero._incarnations, zero.quorum_id = {0: 1, 1: 1, 2: 2}, "2"
+    assert zero.shrink() == [2]
+    assert zero.incarnations == one.incarnations == {0: 1, 1: 1}
+
+
+def test_the_sender_of_the_state_is_the_first_member_and_others_are_no_leaders_in_standby(groups):
+    (zero, one, two), dead = groups
+    dead.add((0, 1))
+    assert one.shrink() == two.shrink() == [0]
+    assert zero.is_leader  # it does not know yet
+    zero.enter_standby()
+    assert not zero.is_leader
+    assert zero.members == (0,)
+    quorum = one._decide(module.Quorum({0: 2, 1: 1, 2: 1}, [], 1))
+    assert two._next() == quorum
+    assert zero._newest() == ("2", quorum)
+
+
+def test_a_process_leaves_at_once(groups, monkeypatch):
+    (zero, *_), _ = groups
+    ends = []
+    monkeypatch.setattr(module.jax.distributed, "shutdown", lambda: ends.append("shutdown"))
+    zero.leave()
+    assert ends == ["shutdown"]
+    zero._liveness.is_connected = False  # jaxlib would end it
+    zero.leave()
+    assert ends == ["shutdown"]
+    assert zero._liveness.stopped
+
+
+def test_process_0_starts_a_second_client_whoever_else_writes(store):
+    calls = []
+
+    def start():
+        calls.append(len(calls))
+        if len(calls) < 3:
+            raise RuntimeError("ALREADY_EXISTS: key")
+        return "client"
+
+    store.key_value_set(module._TOPOLOGY, "")
+    monkeypatched = SimpleNamespace(key_value_delete=lambda key: None)
+    assert module.start_cpu_client(monkeypatched, start) == "client"
+    with pytest.raises(RuntimeError, match="another"):
+        module.start_cpu_client(monkeypatched, lambda: (_ for _ in ()).throw(RuntimeError("another")))
+
+
+@pytest.mark.parametrize("damage", [None, "cut", "byte"])
+def test_a_state_arrives_whole_or_not_at_all(damage):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(300, 1000)).astype(np.float32), np.array(7), np.zeros((0, 3))]
+    left, right = socket.socketpair()
+    middle = [left]
+    if damage:
+        left, relay_in = socket.socketpair()
+        relay_out, right_ = right, middle[0]
+        right = right_
+        threading.Thread(target=forward, args=(relay_in, relay_out, damage), daemon=True).start()
+    thread = threading.Thread(target=send, args=(left, {"order": [0, 1]}, arrays))
+    thread.start()
+    with right:
+        if damage is None:
+            message, data = receive_state(right, lambda: None)
+            assert message == {"order": [0, 1]}
+            assert bytes(data) == b"".join(array.tobytes() for array in arrays)
+        else:
+            wrong = "closed the connection" if damage == "cut" else "wrong checksum"
+            with pytest.raises(PeerLostError, match=wrong):
+                receive_state(right, lambda: None)
+    thread.join()
+
+
+def send(sock, message, arrays):
+    with sock, contextlib.suppress(OSError):
+        send_state(sock, message, arrays, lambda: None)
+
+
+def forward(source, sink, damage):
+    """Pass bytes on, but not all of them as they came."""
+    seen = 0
+    with source, sink:
+        while data := bytearray(source.recv(65536)):
+            if seen < 500_000 <= seen + len(data):
+                if damage == "cut":
+                    return
+                data[500_000 - seen] ^= 1
+            seen += len(data)
+            sink.sendall(data)

@@ -1,105 +1,175 @@
-"""Heartbeats as process 0 sees them, over a store that is a dict, and connections over real sockets."""
+"""Connections of processes to the server that detects their ends, over real sockets and a store that is a dict."""
 
-import json
 import socket
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from jaxche.distributed import _liveness as module
-from jaxche.distributed import connect
+from jaxche.distributed import LivenessServer, PeerLostError, Watchdog, connect
+from jaxche.distributed import _liveness as client_module
+from jaxche.distributed import _liveness_server as module
 
 
 @pytest.fixture
-def kept(monkeypatch, store, coordinator):
-    """Opens connections, and closes them after the test."""
-    monkeypatch.setattr(module, "_GRACE_S", 1.0)
-    monkeypatch.setattr(module, "_RETRY_S", 0.02)
-    ends = []
+def run(monkeypatch, store):
+    """A server in a thread, and processes that connect to it; both are closed after the test."""
+    monkeypatch.setattr(client_module, "_RETRY_S", 0.02)
+    monkeypatch.setattr(module, "_POLL_S", 0.02)
+    server, over, ends = LivenessServer("127.0.0.1"), threading.Event(), []
 
-    def connected(process, life=1):
-        ends.append(module.open_connection(store, process, life, coordinator))
+    def serve():
+        while not over.is_set():
+            server.step()
+
+    def connected(process):
+        state = SimpleNamespace(process_id=process, client=store)
+        ends.append(client_module.Liveness(state, server.address, Watchdog()))
         return ends[-1]
 
-    yield store, connected
-    for end in reversed(ends):
-        end.close()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield server, connected
+    for end in ends:
+        end.stop()
+    over.set()
+    thread.join()
+    server.close()
 
 
-def test_who_lets_go_has_ended_and_nobody_else(kept, until):
-    store, connected = kept
-    server, one = connected(0), connected(1)
-    connected(2, life=3)
-    assert until(lambda: len(server._peers) == 2)
-    one.close()
-    assert until(lambda: module.ended(store))
-    assert module.ended(store) == {(1, 1)}
-    connected(1, life=2)
-    assert until(lambda: len(server._peers) == 2)
-    assert module.ended(store) == {(1, 1)}
+def test_an_incarnation_that_closes_its_connection_has_ended_for_all(run, until):
+    server, connected = run
+    zero, one = connected(0), connected(1)
+    assert (zero.incarnation, one.incarnation) == (1, 1)
+    zero.stop()
+    assert until(lambda: one.lost({0: 1, 1: 1}) == [0])
+    again = connected(0)
+    assert again.incarnation == 2
+    assert until(lambda: again.lost({0: 1}) == [0])  # what ended before it came
+    assert one.lost({0: 2}) == []
+    assert server.ended == {(0, 1)}
 
 
-def test_who_is_cut_off_and_comes_again_lives(kept, until):
-    store, connected = kept
-    server = connected(0)
+def test_a_later_incarnation_ends_the_one_before(run, until):
+    server, connected = run
     connected(1)
+    two = connected(1)
+    assert until(lambda: server.ended == {(1, 1)})
+    assert two.incarnation == 2
+    assert server.alive == {(1, 2)}
+
+
+def test_a_process_that_is_cut_off_and_connects_again_is_alive(run, until):
+    server, connected = run
+    one = connected(1)
     assert until(lambda: server._peers)
     (cut,) = server._peers
     cut.shutdown(socket.SHUT_RDWR)
     assert until(lambda: server._peers and cut not in server._peers)
-    assert not server._disconnected
-    assert not module.ended(store)
+    time.sleep(1.2 * module._GRACE_S)
+    assert server.ended == set()
+    assert one.is_connected
 
 
-def test_strangers_are_nobody(kept, until, strangers):
-    store, connected = kept
-    server = connected(0)
+def test_silence_ends_an_incarnation_but_not_a_pause_of_the_server(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "_POLL_S", 0.0)
+    server = LivenessServer("127.0.0.1")
+    server._heartbeats = {module.Incarnation(0, 1): 0.0, module.Incarnation(1, 1): 0.0}
+    for second in range(1, 12):
+        now[0] = float(second)
+        server.step()
+    now[0] = 40.0  # the server was stopped
+    server.step()
+    assert server.ended == set()
+    server._heartbeats[module.Incarnation(0, 1)] = 40.0
+    for second in range(41, 45):
+        now[0] = float(second)
+        server.step()
+    assert server.ended == set()
+    now[0] = 44.5
+    server.step()
+    assert server.ended == {(1, 1)}
+    server.close()
+
+
+def test_the_server_stays_a_while_after_the_last_process_and_waits_for_the_first(monkeypatch):
+    now, server = [0.0], LivenessServer("127.0.0.1")
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    came, step = {3.0: module.Incarnation(0, 1), 8.0: module.Incarnation(0, 2)}, []
+
+    def pass_a_second():
+        now[0] += 1.0
+        step.append(now[0])
+        if now[0] in came:
+            server._heartbeats[came[now[0]]] = now[0]
+        if now[0] == 5.0:
+            server.ended.add(module.Incarnation(0, 1))
+        if now[0] == 9.0:
+            server.ended.add(module.Incarnation(0, 2))
+
+    monkeypatch.setattr(server, "step", pass_a_second)
+    server.serve(empty_s=4.0, start_s=10.0)
+    assert step[-1] == 13.0
+    server._heartbeats.clear()
+    server.serve(empty_s=4.0, start_s=10.0)
+    assert step[-1] == 23.0
+    server.close()
+
+
+def test_greetings_of_strangers_are_no_processes(run, until, strangers):
+    server, connected = run
     one = connected(1)
-    assert until(lambda: server._peers)
-    address = json.loads(store.blocking_key_value_get("jaxche/connect", 1000))
-    used = strangers(address, seed=1)
+    used = strangers(server.address, seed=1)
     assert used["threads"] <= 0
     assert used["files"] <= 100
     assert used["kib"] < 20_000
-    # With the token, but without a process and a life.
+    # With the token, but without a process and an incarnation.
     for text in ("", "1", "x y", "1 1 1"):
-        with connect(address, text, 20) as sock:
+        with connect(server.address, text, 20) as sock:
             assert sock.recv(1) == b""
-    assert list(server._peers.values()) == [(1, 1)]
-    assert not server._disconnected
-    assert not module.ended(store)
-    connected(2)
-    assert until(lambda: set(server._peers.values()) == {(1, 1), (2, 1)})
-    one.close()
-    assert until(lambda: module.ended(store) == {(1, 1)})
+    assert server.alive == {(1, 1)}
+    one.stop()
+    assert until(lambda: server.ended == {(1, 1)})
 
 
-def test_what_a_connection_sends_is_not_read(kept, until):
-    store, connected = kept
-    server = connected(0)
-    with connect(server._listener.address, "3 1", 20) as sock:
+def test_what_a_connection_sends_is_not_read(run, until):
+    server, _ = run
+    with connect(server.address, "3 1", 20) as sock:
         for _ in range(100):
             sock.sendall(b"2 1\n" * 100)
         assert until(lambda: server._peers)
-        assert list(server._peers.values()) == [(3, 1)]
-    assert until(lambda: module.ended(store) == {(3, 1)})
+        assert server.alive == {(3, 1)}
+    assert until(lambda: server.ended == {(3, 1)})
 
 
-def test_the_server_listens_where_the_coordinator_is(kept):
-    _, connected = kept
-    assert connected(0)._listener.address[0] == "127.0.0.1"
+def test_a_wait_for_a_key_ends_with_its_writer_but_not_before_what_it_wrote(run, store, until):
+    _, connected = run
+    zero, one = connected(0), connected(1)
+    store.key_value_set("here", "yes")
+    zero.stop()
+    assert until(lambda: one.lost({0: 1}))
+    assert one.wait_for_key("here", {0: 1}) == "yes"
+    with pytest.raises(PeerLostError, match="process 0 died while others waited for it"):
+        one.wait_for_key("missing", {0: 1})
 
 
-def test_one_that_registers_between_two_reads_does_not_end_the_heartbeats():
-    stored = {module._INCARNATIONS: {"0": "1"}, module._HEARTBEATS: {"0": "7"}}
-
-    class Store:
-        def key_value_dir_get(self, place):
-            seen = [(place + process, text) for process, text in stored[place].items()]
-            stored[module._INCARNATIONS]["1"], stored[module._HEARTBEATS]["1"] = "1", "1"  # right after
-            return seen
-
-    one = object.__new__(module.Liveness)
-    one._client, one._seen, one._checked = Store(), {}, 0.0
-    one._check()
-    one._check()
-    assert {process: seen[:2] for process, seen in one._seen.items()} == {0: (1, "7"), 1: (1, "1")}
+def test_a_loss_is_known_when_all_others_have_come(run, store, until):
+    _, connected = run
+    zero, one = connected(0), connected(1)
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(zero.wait_for_loss({0: 1, 1: 1, 2: 1}, "failures/", unless=lambda: False))
+    )
+    store.key_value_set("failures/0", "")
+    store.key_value_set("failures/2", "")
+    thread.start()
+    time.sleep(0.5)
+    assert not found
+    one.stop()
+    thread.join(20)
+    assert found == [[1]]
+    assert zero.wait_for_loss({0: 1, 2: 1}, "failures/", unless=lambda: False) == []
+    assert zero.wait_for_loss({0: 1, 5: 1}, "failures/", unless=lambda: True) is None

@@ -17,11 +17,13 @@ import optax
 import orbax.checkpoint as ocp
 
 import jaxche
+from jaxche.distributed import _elastic_group
 from jaxche.training import _merge, _plan
 
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
 MANY_EPOCHS = 12
+UNSAVED = ("JOIN", "AGAIN", "JOIN zero", "AGAIN zero")
 RULES = {
     "plain": {},
     "scaled": {"scaling": jaxche.AdamScale(), "base_batch_size": 4},
@@ -30,7 +32,7 @@ RULES = {
     "codes": {"wire": "int4"},
 }
 # Of the second process, one after another, and a run long enough for them.
-DEATHS, MORE_EPOCHS = 4, 26
+DEATHS, MORE_EPOCHS = 10, 60
 
 
 class Problem:
@@ -88,19 +90,23 @@ class Deadly:
 
 
 def callback(what, round, world):
-    """What happens in the callback after a round, on rank 1, unless the run was started anew."""
-    rounds_here = []
+    """What happens in the callback after a round, on one rank, unless the run was started anew."""
+    rounds_here, victim = [], victim_of(what)
 
     def call(state, info):
         if what.startswith(("JOIN", "AGAIN", "PAUSE20")) and len(info.counts) < world:
             time.sleep(0.7)  # the run is not to end before another has started
+        if what.startswith("SLOW"):
+            time.sleep(0.5)
         restart = int(os.environ.get("JAXCHE_RESTART", 0))
-        if what == "AGAIN" and jax.process_index() == 1 and restart < DEATHS and len(rounds_here) == 2:
+        if what.startswith("AGAIN") and jax.process_index() == victim and restart < DEATHS and len(rounds_here) == 2:
             signal.raise_signal(signal.SIGKILL)
         rounds_here.append(info.round)
-        if info.round != round or jax.process_index() != 1 or restart:
+        if info.round != round or jax.process_index() != victim or restart:
             return False
-        name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL")
+        name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL").replace("END", "KILL")
+        if name == "MERGE":
+            die_in_merge()
         if name in ("KILL", "TERM", "STOP"):
             signal.raise_signal(getattr(signal, f"SIG{name}"))
         elif name == "CUT" and rounds_here.count(round) == 1:  # a round that broke off is repeated
@@ -110,6 +116,11 @@ def callback(what, round, world):
         return what == "stop"
 
     return call
+
+
+def victim_of(what):
+    """The rank that dies or stops: 1, or 0."""
+    return 0 if "zero" in what.split() else 1
 
 
 def cut_connections():
@@ -138,6 +149,28 @@ def pause_in_merge(seconds):
     _merge.Merge.arguments = stop
 
 
+def die_in_merge():
+    """Die at the next merge, where the others wait in the same collective."""
+
+    def die(self, *args):
+        signal.raise_signal(signal.SIGKILL)
+
+    _merge.Merge.arguments = die
+
+
+def die_in_admission(moment):
+    """Process 0 dies while it sends its state, or the first replacement of process 1 while it receives one."""
+    restart = int(os.environ.get("JAXCHE_RESTART", 0))
+
+    def die(*args):
+        signal.raise_signal(signal.SIGKILL)
+
+    if moment == "sender" and jax.process_index() == 0 and not restart:
+        _elastic_group.send_state = die
+    if moment == "candidate" and jax.process_index() == 1 and restart == 1:
+        _elastic_group.receive_state = die
+
+
 def fail_to_read(step):
     """This process cannot read the parameters of a checkpoint, as when its machine has lost the file server."""
     restore = ocp.CheckpointManager.restore
@@ -158,6 +191,8 @@ def main(what, round, folder, rules="plain"):
     jaxche.initialize(timeout_s=60)
     if what.startswith("UNREADABLE") and jax.process_index() == 1:
         fail_to_read(int(what.split()[1]))
+    if "dies-" in what:
+        die_in_admission(what.partition("dies-")[2])
     replicas = jaxche.devices()[:: 2 if rules == "overlapped" else 1]
     problem, world = Problem(), len(replicas)
     trainer = problem.trainer(world, replicas=replicas, **RULES[rules])
@@ -171,7 +206,9 @@ def main(what, round, folder, rules="plain"):
         epochs,
         callbacks=[callback(what, int(round), world)],
         progress=False,
-        checkpoints=None if what in ("LOST", "JOIN", "AGAIN") or "unsaved" in what else Path(folder) / "checkpoints",
+        checkpoints=None
+        if what.split()[0] == "LOST" or what in UNSAVED or "unsaved" in what
+        else Path(folder) / "checkpoints",
         validation=Deadly(problem.data) if "evaluates" in what else None,
     )
     result = {

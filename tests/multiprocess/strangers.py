@@ -19,9 +19,9 @@ from jaxche.distributed import process_group
 MODEL = runpy.run_path(str(Path(__file__).parents[1] / "stages" / "conftest.py"))["MODELS"]["plain"](2, False)
 
 
-def listening():
-    """Addresses and ports at which this process listens."""
-    inodes = {re.sub(r"\D", "", link) for link in map(target, Path("/proc/self/fd").iterdir()) if "socket:" in link}
+def listening(pid="self"):
+    """Addresses and ports at which a process listens, this one by default."""
+    inodes = {re.sub(r"\D", "", link) for link in map(target, Path(f"/proc/{pid}/fd").iterdir()) if "socket:" in link}
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -31,6 +31,22 @@ def listening():
                 words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
                 found.append([str(ipaddress.ip_address(b"".join(words))), int(port, 16)])
     return found
+
+
+def coordinator():
+    """The coordinator of this run, a process beside this one."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and os.environ["JAXCHE_COORDINATOR"] in words(folder):
+            return int(folder.name)
+    raise AssertionError("no coordinator")
+
+
+def words(folder):
+    try:
+        found = (folder / "cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+    return found if "jaxche.distributed._coordinator" in found else []
 
 
 def target(link):
@@ -88,12 +104,14 @@ def main(folder):
     )
     addresses = {"stage": model._runner.wire()._listener.address}
     if me == 0:
-        addresses["lines"] = process_group()._liveness._connection._listener.address
+        pid, liveness = coordinator(), json.loads(os.environ["JAXCHE_LIVENESS"])
+        told = {"pid": pid, "addresses": {"liveness": liveness}, "listening": listening(pid)}
+        write(folder / "ready-2.json", json.dumps(told))
     merged = merge()
     told = {"pid": os.getpid(), "addresses": addresses, "listening": listening(), "merged": merged}
     write(folder / f"ready-{me}.json", json.dumps(told))
     result = train(model, folder)
-    result |= {"merged": merge(), "lives": process_group()._liveness.alive(), "before": merged}
+    result |= {"merged": merge(), "lives": process_group().incarnations, "before": merged}
     model.close()
     write(folder / f"{me}.json", json.dumps(result))
 

@@ -1,9 +1,13 @@
 """Real processes: they find each other, and end together."""
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -62,8 +66,8 @@ def test_processes_that_expect_different_worlds_are_named(script, capfd):
     assert "num_processes=2 on process 0; num_processes=3 on process 1" in err
 
 
-@pytest.mark.parametrize(("who", "elastic"), [(1, False), (0, True)])
-def test_an_exception_after_joining_ends_both_at_once(script, capfd, who, elastic):
+@pytest.mark.parametrize("who", [1, 0])
+def test_an_exception_after_joining_ends_both_at_once(script, capfd, who):
     # Left to itself JAX would have rank 1 wait at exit for rank 0, and rank 0 for ever for rank 1.
     command = script(f"""
         from jaxche.cluster import initialize
@@ -76,15 +80,15 @@ def test_an_exception_after_joining_ends_both_at_once(script, capfd, who, elasti
         time.sleep(100)
     """)
     start = time.monotonic()
-    assert launch(command, 2, grace_s=0.3, elastic=elastic) == 1
+    assert launch(command, 2, grace_s=0.3) == 1
     assert time.monotonic() - start < 40
     err = capfd.readouterr().err
     assert f"rank {who} failed with exit code 1" in err
     assert "    KeyError: 'the data is missing'" in err
 
 
-def test_process_0_stays_until_others_have_written_their_last_file(script, capfd, tmp_path):
-    # The others meet at process 0, and where it has gone jaxlib ends them.
+def test_others_may_write_a_last_file_when_process_0_has_left_an_elastic_run(script, capfd, tmp_path):
+    # They meet at the coordinator, and where that has gone jaxlib ends them.
     command = script(f"""
         from jaxche.cluster import initialize
         info = initialize(timeout_s=60)
@@ -97,6 +101,30 @@ def test_process_0_stays_until_others_have_written_their_last_file(script, capfd
     assert (tmp_path / "written").exists()
     assert "rank 1" not in err, err
     assert "Traceback" not in err, err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+def test_the_coordinator_of_a_launcher_that_was_killed_ends_too(script, gone):
+    command = script("""
+        from jaxche.cluster import initialize
+        initialize(timeout_s=60)
+        print("joined", rank, flush=True)
+        time.sleep(100)
+    """)
+    code = f"from jaxche.cluster import launch; launch({command!r}, 2, elastic=True, grace_s=1.0, term_grace_s=8.0)"
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    children = []
+    for _ in range(2):
+        assert b"joined" in run.stdout.readline()
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == run.pid:
+                children.append(pid)
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    assert len(children) == 4  # the reaper, the coordinator and the ranks
+    assert all(gone(pid, within_s=20.0) for pid in children)
 
 
 def test_a_failing_rank_stops_one_that_ignores_sigterm_and_its_children(script, capfd, tmp_path, gone):

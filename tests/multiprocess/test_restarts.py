@@ -1,8 +1,12 @@
 """Real processes that die, hang or are told to stop: what the launcher makes of them. No JAX in here."""
 
+import os
 import re
 import signal
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -173,14 +177,17 @@ def test_ranks_and_their_children_end_with_a_launcher_that_was_killed(script, la
     assert all(gone(pid) for pid in pids)
 
 
-def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(script, capfd, tmp_path, json_lines):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(
+    script, capfd, tmp_path, json_lines, victim
+):
     command = script(f"""
         from pathlib import Path
         come = Path({str(tmp_path)!r}) / "come"
-        if rank == 1 and restart < 2:
+        if rank == {victim} and restart < 2:
             os.kill(os.getpid(), signal.SIGKILL)
         print("rank", rank, "start", restart, os.environ["JAXCHE_COORDINATOR"])
-        if rank == 1:
+        if rank == {victim}:
             come.touch()
         while not come.exists():
             time.sleep(0.05)
@@ -189,11 +196,11 @@ def test_in_an_elastic_run_a_rank_that_dies_is_replaced_while_the_others_go_on(s
     assert launch(command, 2, elastic=True, max_restarts=3, grace_s=1.0, events=events) == 0
     out, err = capfd.readouterr()
     starts = re.findall(r"rank (\d) start (\d) (\S+)", out)
-    assert sorted(start[:2] for start in starts) == [("0", "0"), ("1", "2")]
+    assert sorted(start[:2] for start in starts) == sorted([(str(1 - victim), "0"), (str(victim), "2")])
     assert starts[0][2] == starts[1][2]  # where the others are
     assert err.count("the others continue") == 2
     told = [(event["event"], event.get("restart"), event.get("rank")) for event in json_lines(events)]
-    assert [one for one in told if one[0] == "replace"] == [("replace", 1, 1), ("replace", 2, 1)]
+    assert [one for one in told if one[0] == "replace"] == [("replace", 1, victim), ("replace", 2, victim)]
     assert told[-1][:2] == ("end", 2)
 
 
@@ -225,6 +232,60 @@ def test_replacements_are_used_up_and_one_that_comes_too_late_is_stopped(script,
     start = time.monotonic()
     assert launch(late, 2, elastic=True, max_restarts=1, grace_s=0.5) == 0
     assert time.monotonic() - start < 50
+
+
+def test_replacements_alone_are_no_run_that_has_ended_well(script, capfd):
+    command = script("""
+        if rank == 0 and restart == 0:
+            time.sleep(1)
+        sys.exit(7 if restart else 3)
+    """)
+    assert launch(command, 2, elastic=True, max_restarts=2, grace_s=0.5) in (3, 7)
+    assert "the others continue" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+def test_the_coordinator_ends_with_the_run_and_the_run_with_the_coordinator(script, capfd, tmp_path, gone, until):
+    command = script(f"""
+        from pathlib import Path
+        open({str(tmp_path)!r} + f"/{{rank}}", "w").write(str(os.getppid()))
+        time.sleep(100 if rank else 0)
+    """)
+    found = []
+
+    def coordinators():
+        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+        return [pid for pid in pids if b"distributed._coordinator" in words(pid) and parent(pid) == os.getpid()]
+
+    def strike():
+        assert until(lambda: (tmp_path / "1").exists())
+        time.sleep(0.3)
+        (pid,) = [pid for pid in coordinators() if pid not in before]
+        found.append(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    before = coordinators()
+    thread = threading.Thread(target=strike)
+    thread.start()
+    assert launch(command, 2, elastic=True, grace_s=0.5) == 1
+    thread.join()
+    assert "the coordinator of the run has ended; stopping all" in capfd.readouterr().err
+    assert gone(found[0])
+    assert coordinators() == before
+
+
+def parent(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def words(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def test_in_an_elastic_run_a_rank_that_alone_is_silent_is_killed(script, capfd):

@@ -188,6 +188,70 @@ def test_one_that_is_left_goes_on_by_the_rules_of_several(program, tmp_path, dev
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-4, atol=1e-5), here, zero["params"])
 
 
+@pytest.mark.parametrize(("what", "processes"), [("KILL zero", 3), ("LOST zero", 2)])
+def test_the_loss_of_process_0_costs_what_another_costs(program, tmp_path, capfd, json_lines, what, processes):
+    events = tmp_path / "events.jsonl"
+    code, results = run(tmp_path / "run", what, 3, processes=processes, elastic=True, events=events)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert f"process 0 died: going on from round 4 with {processes - 1}" in err
+    assert len(results) == processes - 1
+    assert all(result == results[0] for result in results)
+    rounds = results[0]["rounds"]
+    assert [len(counts) for _, _, _, counts, _ in rounds][:5] == [processes] * 4 + [processes - 1]
+    assert read(rounds) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+    told = json_lines(events)
+    died = next(event["time"] for event in told if event["event"] == "exit" and event.get("signal"))
+    assert min(event["time"] for event in told if event["event"] == "round" and event["time"] > died) - died < 15
+    if what == "KILL zero":  # the others wrote the record and the last checkpoint, from which a new start ends at once
+        record = (tmp_path / "run" / "checkpoints" / "history.jsonl").read_text().splitlines()
+        assert [json.loads(line)["round"] for line in record] == list(range(len(rounds)))
+        code, again = run(tmp_path / "run", processes=processes)
+        assert code == 0
+        assert again == [results[0]] * processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "processes"), [("JOIN zero", 3), ("JOIN saved zero", 2)])
+def test_a_replacement_of_process_0_joins_the_survivors(program, tmp_path, capfd, what, processes):
+    code, results = run(tmp_path / "run", what, 3, processes=processes, elastic=True, max_restarts=1)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert "process 0 joined: going on" in err
+    assert results == [results[0]] * processes
+    rounds = results[0]["rounds"]
+    worlds = [len(counts) for _, _, _, counts, _ in rounds]
+    few = worlds.count(processes - 1)
+    assert few
+    assert worlds == [processes] * 4 + [processes - 1] * few + [processes] * (len(worlds) - 4 - few)
+    assert worlds[-1] == processes
+    assert read(rounds) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+
+
+@pytest.mark.parametrize("what", ["MERGE zero unsaved", "END zero"])
+def test_process_0_dies_in_a_merge_and_at_the_end(program, tmp_path, capfd, what):
+    code, results = run(tmp_path / "run", what, 3 if "MERGE" in what else 5, processes=3, elastic=True)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert results == [results[0]] * 2
+    assert read(results[0]["rounds"]) == [(e, i) for e in range(program.EPOCHS) for i in range(12)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["sender", "candidate"])
+def test_a_death_in_an_admission_costs_another_try(program, tmp_path, capfd, moment):
+    what = f"JOIN unsaved dies-{moment}"
+    code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, max_restarts=2)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert len(results) >= 2
+    assert all(result == results[0] for result in results)
+    assert read(results[0]["rounds"]) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+    assert f"rank {0 if moment == 'sender' else 1} was ended by SIGKILL" in err
+    if moment == "sender":
+        assert "was not admitted, and tries again" in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "rules"),
@@ -243,7 +307,11 @@ def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd, json_l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["CUT", "PAUSE12 unsaved"], ids=["connections end", "stopped in a merge"])
+@pytest.mark.parametrize(
+    "what",
+    ["CUT", "PAUSE12 unsaved", "PAUSE12 unsaved zero"],
+    ids=["connections end", "stopped in a merge", "process 0 stopped"],
+)
 def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program, tmp_path, capfd, what, json_lines):
     events = tmp_path / "events.jsonl"
     code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, events=events)
@@ -259,8 +327,9 @@ def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(program, tmp_path, capfd):
-    code, results = run(tmp_path / "run", "PAUSE20 unsaved", 3, processes=3, elastic=True)
+@pytest.mark.parametrize("what", ["PAUSE20 unsaved", "PAUSE20 unsaved zero"])
+def test_a_rank_that_is_stopped_for_long_is_detected_and_comes_back_by_itself(program, tmp_path, capfd, what):
+    code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True)
     err = capfd.readouterr().err
     assert code == 0, err
     zero = results[0]
@@ -286,8 +355,9 @@ def test_a_replacement_that_would_be_in_another_fit_leaves_again(program, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_processes_take_in_replacement_after_replacement(program, tmp_path, capfd):
-    code, results = run(tmp_path / "run", "AGAIN", processes=2, elastic=True, max_restarts=program.DEATHS)
+@pytest.mark.parametrize("what", ["AGAIN", "AGAIN zero"])
+def test_two_processes_take_in_replacement_after_replacement(program, tmp_path, capfd, what):
+    code, results = run(tmp_path / "run", what, processes=2, elastic=True, max_restarts=program.DEATHS)
     err = capfd.readouterr().err
     assert code == 0, err
     assert err.count("joined: going on") == program.DEATHS

@@ -13,7 +13,7 @@ import jaxche
 from jaxche.averaging import WIRES
 from jaxche.distributed import Group
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training import NonFiniteLossError
+from jaxche.training import MergeMismatchError, NonFiniteLossError
 from jaxche.training._coded_merge import Residual, _split, fitted, zero_residual
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._merge import HOST_COLUMNS
@@ -52,8 +52,8 @@ def program_of(trainer, state):
     return merge._program.lower(*arguments).as_text()
 
 
-@pytest.mark.parametrize(("count", "collectives"), [(2, (0, 0, 1)), (3, (1, 1, 1))])
-def test_two_replicas_take_one_collective_and_more_take_three(problem, devices, count, collectives):
+@pytest.mark.parametrize(("count", "collectives"), [(2, (1, 0, 1)), (3, (2, 1, 1))])
+def test_codes_take_one_collective_or_three_and_one_more_compares(problem, devices, count, collectives):
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), replicas=devices[:count], wire="int4")
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1,) * count)
@@ -99,6 +99,35 @@ def test_with_equal_weights_nothing_is_lost(slopes, devices, wire, count):
         left = left + vector(_split(np.concatenate([np.ravel(r.part) for r in residuals]), jax.tree.leaves(params)))
     merged = vector(params) - vector(trainer.params(state))
     np.testing.assert_allclose(merged + left, 0.1 * changes / count, atol=2e-6 * np.abs(changes).max())
+
+
+@pytest.mark.parametrize("wire", CODED)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("place", [0, -1], ids=["a code", "the last bytes"])
+def test_a_code_that_is_damaged_on_its_way_to_one_replica_is_refused_by_all(
+    slopes, devices, monkeypatch, wire, count, place
+):
+    params, data = slopes
+    settings = {"replicas": devices[:count], "wire": wire}
+    trainer = jaxche.Trainer(linear, optax.sgd(0.1), **settings)
+    state, _ = trainer.round(trainer.init(params), data, counts=(1,) * count)
+    gather = jax.lax.all_gather
+
+    def damaging(x, axis_name):
+        rows = gather(x, axis_name)
+        at = (1, place if count > 2 else 0)  # with two replicas the row ends with exact numbers
+        flipped = rows.at[at].set(rows[at] ^ 0x04)
+        return jax.numpy.where(jax.lax.axis_index(axis_name) == 0, flipped, rows)
+
+    monkeypatch.setattr(jax.lax, "all_gather", damaging)
+    damaged = jaxche.Trainer(linear, optax.sgd(0.1), **settings)
+    damaged._engine._warm_up_merge = lambda local_states: None
+    with pytest.raises(MergeMismatchError, match=r"state before it is intact.*wire='float32'"):
+        damaged.round(state, data, counts=(1,) * count)
+    monkeypatch.undo()
+    after, _ = trainer.round(state, data, counts=(1,) * count)
+    again, _ = jaxche.Trainer(linear, optax.sgd(0.1), **settings).round(state, data, counts=(1,) * count)
+    np.testing.assert_array_equal(vector(trainer.params(after)), vector(trainer.params(again)))
 
 
 def test_a_replica_without_steps_keeps_what_it_has_not_sent(slopes, devices):
@@ -284,8 +313,8 @@ def test_bytes_are_those_of_the_program(slopes, devices):
         assert unsent == [0 if wire == "float32" else trainer.memory[0]["parameters"]] * 2
     exact = found["float32"] - 4 * 607  # the table, the weights and two squares
     assert 0 < exact < 4 * 100
-    blocks, weight = 5 + 1, 4
-    assert {wire: size - exact - weight for wire, size in found.items() if wire != "float32"} == {
+    blocks, weight, comparison = 5 + 1, 4, 4 * 5
+    assert {wire: size - exact - weight - comparison for wire, size in found.items() if wire != "float32"} == {
         "bfloat16": blocks * 256,
         "int8": blocks * (128 + 2),
         "int4": blocks * (64 + 2),

@@ -1,0 +1,127 @@
+"""The process that keeps an elastic run together: JAX's coordination service, and who is alive.
+
+By default JAX starts its coordination service in process 0, with which it would die. This process does nothing else,
+and it imports no JAX. It ends some seconds after the last process of its run, but not before the launcher has closed
+its standard input, as the system does when the launcher is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxche.distributed._listener import own_address
+from jaxche.distributed._liveness_server import LivenessServer
+
+# Seconds without a heartbeat after which jaxlib takes a process for dead; the liveness is faster.
+HEARTBEAT_TIMEOUT_S = 100
+# Seconds that it stays after the last process, which may be about to be replaced.
+_EMPTY_S = 5.0
+
+
+class Coordinator(NamedTuple):
+    """A coordinator that was started, and the address of its :class:`LivenessServer`."""
+
+    process: subprocess.Popen[bytes]
+    liveness: list[Any]
+
+
+def start_coordinator(
+    address: str,
+    num_processes: int,
+    bind: str | None = None,
+    start_s: float = math.inf,
+    is_launcher: bool = False,
+    env: Mapping[str, str] = os.environ,
+) -> Coordinator:
+    """Start the coordinator of a run in a session of its own, and wait until it serves.
+
+    Args:
+      address: ``host:port`` where the processes reach it.
+      num_processes: of the run.
+      bind: ``host:port`` where it listens; default: at ``address``.
+      start_s: seconds after which it ends if no process has connected.
+      is_launcher: whether it stays as long as this process, which started it.
+      env: its environment variables.
+
+    Raises:
+      RuntimeError: it ended, because it cannot listen there; the message has its last words.
+    """
+    words = [address, bind or address, str(num_processes), str(start_s)]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, *words],
+        # jaxlib logs what it does, and jaxche may be a checkout that is not installed.
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE if is_launcher else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        line = process.stdout.readline()
+        if not line:
+            words = process.stderr.read().decode(errors="replace").strip()[-500:]
+            raise RuntimeError(f"the coordinator of the run cannot serve at {address}: {words}")
+    return Coordinator(process, json.loads(line))
+
+
+def _is_input_open() -> bool:
+    try:
+        return bool(os.read(0, 1))
+    except BlockingIOError:
+        return True
+
+
+def is_coordinator(port: int) -> bool:
+    """Whether the coordinator of a run serves at a port of this machine."""
+    if sys.platform != "linux":
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(_name(port)) == 0
+
+
+def _name(port: int) -> str:
+    return f"\0jaxche-coordinator-{port}"
+
+
+def main(address: str, bind: str, num_processes: str, start_s: str) -> None:
+    """Serve until the run has ended."""
+    from jaxlib import _jax  # type: ignore[attr-defined]
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the processes of the run may still write files
+        signal.signal(number, signal.SIG_IGN)
+    services = [
+        _jax.get_distributed_runtime_service(
+            bind,
+            int(num_processes),
+            heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout=1,
+            recoverable=True,
+        )
+    ]
+    liveness = LivenessServer(own_address(address))
+    if sys.platform == "linux":  # where local sockets have names that are not files
+        port = socket.socket(socket.AF_UNIX)
+        port.bind(_name(int(address.rpartition(":")[2])))
+        port.listen()
+    print(json.dumps(liveness.address), flush=True)
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):  # whoever reads there is not to wait for this process
+        os.dup2(null, descriptor)
+    os.set_blocking(0, False)
+    liveness.serve(_EMPTY_S, float(start_s), _is_input_open)
+    assert services  # they end with their last reference
+    os._exit(0)  # without waiting for clients
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

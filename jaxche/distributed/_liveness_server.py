@@ -1,0 +1,150 @@
+"""Detects which processes of an elastic run have ended, from one connection of each.
+
+The operating system closes the sockets of a process that ends, so its end is detected at once. A process that is
+stopped and a machine that is lost close nothing; they are detected by the absence of heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxche.distributed._listener import Listener
+
+# Seconds between the heartbeats of a process, and without one until it counts as dead. A shorter stop only delays the
+# others: a swap storm, or a virtual machine that moves to another host.
+INTERVAL_S, TIMEOUT_S = 1.0, 15.0
+# Seconds for a live process to connect again: something between the machines may close connections too.
+_GRACE_S = 1.0
+_POLL_S = 0.2
+# A longer time between two looks means that this process itself was stopped, and read no heartbeats.
+_PAUSE_S = 3.0
+
+
+class Incarnation(NamedTuple):
+    """A process, and how many processes have had its index so far, with this one."""
+
+    process: int
+    number: int
+
+
+class LivenessServer:
+    """Accepts a connection of each process, and sends to all of them which processes have ended.
+
+    A process greets with its incarnation and sends a byte per heartbeat. It receives a line, ``process incarnation``,
+    for each incarnation that has ended.
+
+    Args:
+      host: the address of this machine to listen at.
+
+    Attributes:
+      address: for :func:`jaxche.distributed.connect`.
+      ended: the incarnations that have ended.
+    """
+
+    def __init__(self, host: str):
+        self.ended: set[Incarnation] = set()
+        self._accepted: queue.SimpleQueue[tuple[socket.socket, Incarnation]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        # The incarnation of each connection, the last heartbeat of each, and when those without one lost it.
+        self._peers: dict[socket.socket, Incarnation] = {}
+        self._heartbeats: dict[Incarnation, float] = {}
+        self._disconnected: dict[Incarnation, float] = {}
+        self._looked = time.monotonic()
+        self._listener = Listener(host, self._accept)
+        self.address = self._listener.address
+
+    @property
+    def alive(self) -> set[Incarnation]:
+        """The incarnations that have connected and have not ended."""
+        return self._heartbeats.keys() - self.ended
+
+    def serve(self, empty_s: float, start_s: float = math.inf, is_held: Callable[[], bool] = lambda: False) -> None:
+        """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
+
+        And as long as ``is_held`` returns true.
+        """
+        empty_since = time.monotonic() + start_s - empty_s
+        while time.monotonic() - empty_since < empty_s:
+            self.step()
+            if self.alive or is_held():
+                empty_since = math.inf
+            elif self._heartbeats or empty_since == math.inf:
+                empty_since = min(empty_since, time.monotonic())
+
+    def step(self) -> None:
+        """Read what has arrived, wait a moment if nothing has, and send who has ended."""
+        for key, _ in self._selector.select(_POLL_S):
+            self._read(key.fileobj)
+        self._register_accepted()
+        now = time.monotonic()
+        if now - self._looked > _PAUSE_S:
+            for times in (self._heartbeats, self._disconnected):
+                times.update((one, since + now - self._looked) for one, since in times.items())
+        self._looked = now
+        silent = [one for one in self.alive if now - self._heartbeats[one] > TIMEOUT_S]
+        gone = [one for one, since in self._disconnected.items() if now - since > _GRACE_S]
+        for one in (*silent, *gone):
+            self._disconnected.pop(one, None)
+            self._end(one)
+
+    def close(self) -> None:
+        """Close the listener and all connections."""
+        self._listener.close()
+        self._register_accepted()
+        for sock in list(self._peers):
+            self._drop(sock)
+        self._selector.close()
+
+    def _accept(self, sock: socket.socket, text: str) -> None:
+        process, number = map(int, text.split())
+        self._accepted.put((sock, Incarnation(process, number)))
+
+    def _register_accepted(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                sock, peer = self._accepted.get_nowait()
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ)
+                self._peers[sock], self._heartbeats[peer] = peer, time.monotonic()
+                self._disconnected.pop(peer, None)
+                for earlier in [one for one in self.alive if one.process == peer.process and one.number < peer.number]:
+                    self._end(earlier)
+                self._send(sock, *sorted(self.ended))
+
+    def _read(self, sock: Any) -> None:
+        try:
+            is_closed = not sock.recv(256)
+        except OSError:
+            is_closed = True
+        if is_closed:
+            self._drop(sock)
+        else:
+            self._heartbeats[self._peers[sock]] = time.monotonic()
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        sock.close()
+        peer = self._peers.pop(sock)
+        if peer not in self._peers.values() and peer not in self.ended:
+            self._disconnected[peer] = time.monotonic()
+
+    def _end(self, one: Incarnation) -> None:
+        self.ended.add(one)
+        for sock in list(self._peers):
+            self._send(sock, one)
+
+    def _send(self, sock: socket.socket, *ended: Incarnation) -> None:
+        lines = "".join(f"{process} {number}\n" for process, number in ended).encode()
+        try:
+            is_sent = sock.send(lines) == len(lines)
+        except OSError:
+            is_sent = False
+        if not is_sent:  # it reads nothing; when it connects again it gets all lines
+            self._drop(sock)

@@ -1,0 +1,131 @@
+"""Elastic runs of processes that no launcher of jaxche started, and of processes that are cut off from each other."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("resumed.py")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process of an elastic run, as a scheduler may; all are ended after the test."""
+    started = []
+
+    def starting(what, rank, processes, address, prefix=(), **env):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        variables = {"JAX_PLATFORMS": "cpu", "JAXCHE_COORDINATOR": address, "JAXCHE_NUM_PROCESSES": str(processes)}
+        variables |= {"JAXCHE_PROCESS_ID": str(rank), "JAXCHE_ELASTIC": "1"}
+        log = (tmp_path / f"log-{len(started)}").open("w+")
+        command = [*prefix, sys.executable, str(PROGRAM), what, "3", str(folder)]
+        child = subprocess.Popen(
+            command, env=os.environ | variables | env, stdout=log, stderr=log, start_new_session=True
+        )
+        started.append((child, log))
+        return child
+
+    yield starting
+    for child, log in started:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        log.seek(0)
+        print(log.read())
+        log.close()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def coordinators(address):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"jaxche.distributed._coordinator" in words and address.encode() in words:
+            found.append(int(pid))
+    return found
+
+
+def test_process_0_starts_the_coordinator_where_nobody_else_did_and_may_die(tmp_path, start, until):
+    address = f"127.0.0.1:{free_port()}"
+    children = [start("JOIN zero", rank, 2, address) for rank in range(2)]
+    assert children[0].wait(timeout=60) == -signal.SIGKILL
+    assert coordinators(address)
+    again = start("JOIN zero", 0, 2, address, JAXCHE_RESTART="1")
+    assert children[1].wait(timeout=90) == 0
+    assert again.wait(timeout=30) == 0
+    results = [json.loads((tmp_path / "run" / f"{i}.json").read_text()) for i in range(2)]
+    assert results[0] == results[1]
+    worlds = [len(counts) for _, _, _, counts, _ in results[0]["rounds"]]
+    assert worlds[3:5] == [2, 1]
+    assert worlds[-1] == 2
+    assert until(lambda: not coordinators(address), within_s=15)
+
+
+@pytest.fixture
+def network():
+    """Two machines, which are namespaces of this one, their addresses, and a function that cuts the link between."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and ip")
+    names, addresses = [f"jx{os.getpid() % 10000}{side}" for side in "ab"], ["10.213.7.1", "10.213.7.2"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands.append(f"ip -n {names[0]} link add {names[0]} type veth peer name {names[1]} netns {names[1]}")
+    for name, address in zip(names, addresses, strict=True):
+        commands += [f"ip -n {name} addr add {address}/24 dev {name}", f"ip -n {name} link set {name} up"]
+        commands += [f"ip -n {name} link set lo up"]
+    try:
+        for command in commands:
+            if subprocess.run(command.split(), capture_output=True, check=False).returncode:
+                pytest.skip(f"not allowed: {command}")
+        for name, address in zip(names, addresses, strict=True):
+            # Gloo listens where the name of the machine leads to.
+            folder = Path("/etc/netns") / name
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        yield names, addresses, lambda: subprocess.run(f"ip -n {names[0]} link set {names[0]} down".split(), check=True)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_of_two_halves_only_the_one_with_the_coordinator_goes_on(tmp_path, start, network, until, json_lines):
+    names, addresses, cut = network
+    address, events = f"{addresses[0]}:{free_port()}", [tmp_path / f"events-{rank}.jsonl" for rank in range(3)]
+    children = []
+    for rank, side in enumerate((0, 1, 1)):  # the smaller half has the coordinator
+        prefix = ("ip", "netns", "exec", names[side])
+        children.append(start("SLOW unsaved", rank, 3, address, prefix, JAXCHE_EVENTS=str(events[rank])))
+
+    def rounds(rank):
+        return [event["round"] for event in json_lines(events[rank])] if events[rank].exists() else []
+
+    assert until(lambda: 4 in rounds(0), within_s=60)
+    cut()
+    time.sleep(1.0)
+    last = [rounds(1)[-1], rounds(2)[-1]]
+    assert children[0].wait(timeout=120) == 0
+    assert [rounds(1)[-1], rounds(2)[-1]] == last
+    assert not (tmp_path / "run" / "1.json").exists()
+    assert not (tmp_path / "run" / "2.json").exists()
+    result = json.loads((tmp_path / "run" / "0.json").read_text())
+    assert len(result["rounds"][-1][3]) == 1
+    found = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in result["rounds"] for i in range(sum(counts))]
+    assert found == [(e, i) for e in range(max(found)[0] + 1) for i in range(12)]
