@@ -10,7 +10,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from typing import Any, NoReturn
 
 import jax
@@ -253,7 +252,7 @@ def check_auto(average: Any, staged: bool, outer: Any, scaling: Any, che: Any, e
 
 def checked_overlap(overlap: Any) -> float:
     """The part of a round that runs beside a merge."""
-    if isinstance(overlap, bool) or not isinstance(overlap, Real) or not 0 <= overlap <= 0.5:
+    if isinstance(overlap, bool) or not isinstance(overlap, int | float | np.floating) or not 0 <= overlap <= 0.5:
         raise ValueError(
             f"overlap={overlap!r} is the part of a round that its replicas may take before the merge of the last one "
             "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
