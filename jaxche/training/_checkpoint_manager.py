@@ -90,6 +90,11 @@ class CheckpointManager(Hook):
         run.state = CheckpointReader(self._folder, self._trainer, self._batches, self._data).newest(run.state)
         self._manager = self._open()
         run.history = self._log.truncate(run.state.round)
+        if self._trainer._engine.overlaps and self._every is None and self._config.every == 1 and self._group.is_first:
+            _log.warning(
+                "a checkpoint waits for the merge before it, so with one after every round overlap= hides nothing; "
+                "write trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))"
+            )
 
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         if not self._handles_sigterm:
@@ -331,8 +336,8 @@ class CheckpointReader:
         self._group.raise_everywhere(refused, self._group.process_index, f"checkpoint {step}")
         if self._unreadable(step, error):
             return None
-        state_dict = self._state_dict(meta, state)
-        wanted = state_dict.abstract_trees(meta["rows"])
+        state_dict, rows = self._state_dict(meta, state), self._rows(meta, state)
+        wanted = state_dict.abstract_trees(rows)
         try:
             items = {
                 name: args.StandardRestore(item) for name, item in checkpoint_items(wanted, meta["format"]).items()
@@ -350,7 +355,7 @@ class CheckpointReader:
             )
             _log.warning(text, step, meta["rows"]["residual"])
         # From here on processes run collectives.
-        local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, meta["rows"]))
+        local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, rows))
         return with_metadata(replace(state, local_states=local_states), meta)
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
@@ -393,7 +398,7 @@ class CheckpointReader:
             _log.warning(
                 "%s was made with other data of the same number of batches; training continues with this data", where
             )
-        trees = self._state_dict(meta, state).abstract_trees(meta["rows"])
+        trees = self._state_dict(meta, state).abstract_trees(self._rows(meta, state))
         if names := name_collision(trees, meta["format"]):
             raise ValueError(
                 f"{where} was written in format {meta['format']}, in which {names[0]} and {names[1]} have one name, so "
@@ -420,6 +425,15 @@ class CheckpointReader:
         compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
         engine = self._trainer._engine
         return engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
+
+    def _rows(self, meta: Any, state: TrainerState) -> dict[str, int]:
+        """The rows of the saved trees, without a residual of other shapes, as with another ``opt_state=``."""
+        rows = meta["rows"]
+        wanted = leaf_shapes(self._state_dict(meta, state).abstract_trees(rows), meta["format"])
+        same = all(
+            wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
+        )
+        return rows if same else {name: count for name, count in rows.items() if name != "residual"}
 
 
 def _is_residual(path: str) -> bool:

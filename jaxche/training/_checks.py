@@ -250,32 +250,44 @@ def check_auto(average: Any, staged: bool, outer: Any, scaling: Any, che: Any, e
         raise ValueError(f"policy='auto' has no programs for {what}; write policy='cadence' or policy='sync'")
 
 
+def checked_overlap(overlap: Any) -> float:
+    """The part of a round that runs beside a merge."""
+    if isinstance(overlap, bool) or not isinstance(overlap, int | float | np.floating) or not 0 <= overlap <= 0.5:
+        raise ValueError(
+            f"overlap={overlap!r} is the part of a round that its replicas may take before the merge of the last one "
+            "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
+        )
+    return float(overlap)
+
+
 def check_overlap(
-    overlap: Any,
+    overlap: float,
     policy: ApplyPolicy,
     average: str,
     opt_state: str,
+    backend: str,
     scaling: Any,
     placements: Sequence[BatchPlacement],
     virtual: bool,
 ) -> None:
     """Refuse merges in flight beside steps with collectives, or where there is nothing to correct later."""
-    if isinstance(overlap, bool) or not isinstance(overlap, int | float) or not 0 <= overlap <= 0.5:
-        raise ValueError(
-            f"overlap={overlap!r} is the part of a round that its replicas may take before the merge of the last one "
-            "comes in, from 0 (wait for each merge) to 0.5; later corrections make training unstable; write overlap=0.5"
-        )
     if not overlap:
         return
     if policy is not ApplyPolicy.CADENCE or average != "parameters":
         raise ValueError(
             f"overlap={overlap} corrects parameters that replicas have trained on; policy={policy.value!r} with "
-            f"average={average!r} needs the result of each merge at once; write policy='cadence', or leave overlap= out"
+            f"average={average!r} needs the result of each merge at once; write policy='cadence', "
+            "average='parameters', or leave overlap= out"
         )
     if opt_state != "local":
         raise ValueError(
-            f"overlap={overlap} leaves each replica its moments, and opt_state={opt_state!r} merges them: a late "
-            "correction makes first moments noisier; write opt_state='local', or leave it out"
+            f"overlap={overlap} leaves each replica its moments, because a late correction makes them noisier, and "
+            f"opt_state={opt_state!r} changes them at each merge; write opt_state='local', or leave it out"
+        )
+    if backend == "device":
+        raise ValueError(
+            f"overlap={overlap} merges on CPU devices, where no step waits for a merge, and backend='device' on those "
+            "of the replicas; leave backend= out"
         )
     if scaling is not None:
         raise ValueError(f"overlap={overlap}: scaling= needs the noise of each merge at once; leave one of them out")

@@ -270,6 +270,7 @@ def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:
         "parameters": nbytes_per_device(local.params),
         "optimizer state": nbytes_per_device(local.opt_state),
         "model state": nbytes_per_device((local.model_state, local.outer_state, local.noise, local.progress)),
+        **({"unsent changes": nbytes_per_device(local.residual)} if local.residual is not None else {}),
         **({"frozen arrays": frozen} if frozen else {}),
         "working copy": nbytes_per_device(carry, carry_shardings),
         # In a tuple: for a batch of one array that the loss does not read, the sharding is None.

@@ -40,6 +40,7 @@ from jaxche.training._checks import (
     check_whole_batches,
     check_wire,
     checked_max_rows,
+    checked_overlap,
     checked_paces,
     checked_rows,
     checked_scaling,
@@ -113,6 +114,7 @@ class Rounds:
             elastic = isinstance(group, ElasticGroup)
             check_auto(average, isinstance(loss_fn, Partitioned), outer, scaling, che, elastic, joined_batches)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
+        self.overlap = overlap = checked_overlap(overlap)
         if opt_state == "auto":
             opt_state = "average" if average == "parameters" and not overlap else "local"
         check_rules(tx, average, merge, opt_state, outer, backend)
@@ -138,11 +140,10 @@ class Rounds:
         else:
             average = "parameters"  # a plain training loop: one update per batch
         self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
-        self._tx, self._che = tx, replace(che, overlap=float(overlap)) if che is not None and overlap else che
+        self._tx, self._che = tx, replace(che, overlap=overlap) if che is not None and overlap else che
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
-        check_overlap(overlap, self.policy, average, opt_state, scaling, placements, fleet is not None)
-        self.overlap = float(overlap)
+        check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
         self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
@@ -418,6 +419,8 @@ class Rounds:
             policy += f": {state.che.batch_counts} batches in a round"
         if sent := self._engine.sent_bytes:
             policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
+        if self._engine.overlaps:
+            policy += f", beside the first {self.overlap:.0%} of the next round"
         if state.che is not None and state.che.limit:
             policy += f"; {state.che.limit}"
         return policy

@@ -48,7 +48,7 @@ class Trainer(Rounds):
       merge: weights of parameters, see :func:`~jaxche.merge_weights`: ``"steps"``, ``"batch"`` or ``"fednova"``.
       opt_state: what a merge does with each replica's optimizer state: ``"average"`` (default, where parameters are
         averaged) takes the weighted mean of its moments and of their counts, ``"local"`` keeps it, ``"reset"``
-        initializes the moments again. Schedules continue in all three cases.
+        initializes the moments again. Schedules continue in all three cases. With ``overlap=`` it is ``"local"``.
       outer: optax transform on the pseudo-gradient of the merge; None averages.
       replicas: the replicas of all processes, each a device or a mesh of devices (an *island*: a sharded replica). By
         default every device of :func:`jaxche.devices` is a replica; with ``strategy=HybridShard(n)`` every node of
@@ -92,8 +92,8 @@ class Trainer(Rounds):
         as logits, on the host. Then ``loss_fn`` may return ``(loss, outputs)`` with arrays of any shape, or a dict, of
         which the scalars are metrics. All processes give this argument.
       wire: how a merge sends the change of the parameters: ``"float32"``, or for slow links ``"bfloat16"``, ``"int8"``
-        or ``"int4"``, with one scale for each 128 numbers. A later merge sends what rounding left of the parameters; of
-        the moments of the optimizer, it stays with the replica. See ``docs/slow_links.md``.
+        or ``"int4"``, with one scale for each 128 numbers. Later merges send what rounding leaves of the changes; what
+        it leaves of the optimizer's moments stays with the replica. See ``docs/slow_links.md``.
       overlap: the part of a round that a replica takes while the merge of the round before runs, from 0 (default: wait
         for each merge) to 0.5. Then it takes in the result, :math:`x_i \leftarrow x_i + (x' - y_i)`, with :math:`y_i`
         its parameters at the end of that round. It is for merges of several hundred milliseconds. Moments stay with

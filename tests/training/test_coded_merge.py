@@ -234,14 +234,16 @@ def test_a_replay_and_a_resumed_run_repeat_bit_for_bit(problem, devices, tmp_pat
         ((3, "int4"), (2, "int8")),
         ((2, "float32"), (2, "int4")),
         ((2, "int4"), (2, "float32")),
+        ((3, "int4"), (3, "int8", "local")),
     ],
     ids=str,
 )
 def test_other_replicas_or_another_wire_go_on_with_nothing_left_unsent(
     problem, devices, tmp_path, lockstep, caplog, first, then
 ):
-    def trainer(count, wire):
-        return jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:count], che=lockstep(count), wire=wire)
+    def trainer(count, wire, opt_state="average"):
+        options = {"replicas": devices[:count], "che": lockstep(count), "wire": wire, "opt_state": opt_state}
+        return jaxche.Trainer(problem.loss, optax.adam(0.05), **options)
 
     one, other = trainer(*first), trainer(*then)
     saved, _ = one.fit(one.init(problem.params), problem.data, epochs=1, progress=False, checkpoints=tmp_path)
@@ -307,6 +309,8 @@ def test_bytes_are_those_of_the_program(slopes, devices):
         state, info = trainer.round(trainer.init(params), data, counts=(1, 1))
         found[wire] = info.merge_bytes
         assert f"wire={wire!r}" in trainer.explain(state)
+        unsent = [row.get("unsent changes", 0) for row in trainer.memory]
+        assert unsent == [0 if wire == "float32" else trainer.memory[0]["parameters"]] * 2
     exact = found["float32"] - 4 * 607  # the table, the weights and two squares
     assert 0 < exact < 4 * 100
     blocks, weight, comparison = 5 + 1, 4, 4 * 5

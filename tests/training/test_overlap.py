@@ -153,6 +153,7 @@ def test_runs_replay_bit_for_bit(make, data, same):
     state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False, validation=data, eval_every=60)
     assert state.in_flight is None
     assert any(info.overlapped for info in history)
+    assert one.explain(state).endswith("wire='float32', beside the first 50% of the next round")
     record = jaxche.History.from_json(history.to_json())
     other = make(optax.adam(RATE), overlap=0.25, fleet=None)
     again, repeated = other.replay(other.init(jnp.zeros(3)), data, record)
@@ -180,6 +181,15 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, tm
     same(resumed.local_states, whole.local_states)
     # A round after a checkpoint begins from what was saved.
     assert sum(not info.overlapped for info in history) > 2
+
+
+@pytest.mark.parametrize(("options", "is_warned"), [({}, True), ({"checkpoint_every": 40}, False)])
+def test_checkpoints_after_every_round_leave_nothing_to_overlap(make, data, tmp_path, caplog, options, is_warned):
+    one = make()
+    with caplog.at_level("WARNING", "jaxche"):
+        _, history = one.fit(one.init(jnp.zeros(3)), data, progress=False, checkpoints=tmp_path, **options)
+    assert any(info.overlapped for info in history) is not is_warned
+    assert ("write trainer.fit(..., checkpoint_every=" in caplog.text) is is_warned
 
 
 def test_evaluation_sees_the_merged_parameters_and_changes_nothing(make, data, same, close):
@@ -233,11 +243,15 @@ def test_the_cadence_makes_rounds_as_long_as_hides_the_merge(make, data):
         ({"overlap": 0.7}, r"overlap=0.7 is the part"),
         ({"overlap": -0.1}, r"overlap=-0.1 is the part"),
         ({"overlap": True}, r"write overlap=0.5"),
+        ({"overlap": "yes"}, r"overlap='yes' is the part"),
+        ({"overlap": None}, r"write overlap=0.5"),
         ({"policy": "sync"}, r"write policy='cadence'"),
         ({"policy": "async"}, r"write policy='cadence'"),
         ({"policy": "auto"}, r"write policy='cadence'"),
-        ({"average": "gradients"}, r"write policy='cadence'"),
+        ({"average": "gradients"}, r"write policy='cadence', average='parameters'"),
         ({"opt_state": "average"}, r"write opt_state='local'"),
+        ({"opt_state": "reset"}, r"'reset' changes them .* write opt_state='local'"),
+        ({"backend": "device"}, r"leave backend= out"),
         ({"scaling": jaxche.AdaScale()}, r"leave one of them out"),
     ],
 )
@@ -290,5 +304,6 @@ def test_a_single_replica_has_no_merge(make, data, devices):
 
 def test_it_shows_itself(make):
     assert "overlap=0.5" in repr(make())
+    assert "overlap=0.5" in repr(make(overlap=np.float32(0.5)))
     assert "overlap" not in repr(make(overlap=0.0))
     assert jax.tree.leaves(make().init(jnp.zeros(3)).local_states[0].params)[0].shape == (1, 3)
