@@ -243,6 +243,8 @@ class Engine:
 
     def _fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
         """The local states with residuals for this number of replicas."""
+        if self._settings.wire == "float32":
+            return tuple(local_states)
         moments = self._settings.coded_moments
         return tuple(
             local._replace(residual=fitted(local.residual, moments(local), self.world_size, self._placements[rank]))

@@ -1,4 +1,4 @@
-"""A run over the workers of a real Ray, as examples/ray starts it."""
+"""A run over the workers of a real Ray, as examples/ray_workers.py starts it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("words", [(), ("--actors",)], ids=["Ray Train", "actors"])
 def test_the_workers_of_ray_train_one_model(tmp_path, words):
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/ray/train.py", *words],
+        [sys.executable, ROOT / "examples/ray_workers.py", *words],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"},
         capture_output=True,
         text=True,

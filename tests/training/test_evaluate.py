@@ -376,6 +376,8 @@ def test_a_linen_loss_is_a_metric_function_too(classes, devices):
 
 def test_an_error_in_one_replica_ends_all(trained):
     problem, trainer, state = trained()
+    trainer.evaluate(state, problem.data, metric_fn)
+    threads = threading.active_count()
 
     def torn():
         yield problem.data[0]
@@ -394,7 +396,7 @@ def test_an_error_in_one_replica_ends_all(trained):
     with pytest.raises(ValueError, match=r"metrics=dict needs update\(\) and compute\(\)|metrics=Accuracy needs"):
         trainer.evaluate(state, problem.data, metrics=nnx.metrics.Accuracy())
     trainer.evaluate(state, problem.data, metric_fn)
-    assert threading.active_count() < 30
+    assert threading.active_count() <= threads
 
 
 def test_programs_are_kept_for_the_functions_of_the_last_evaluations(trained):

@@ -1,7 +1,9 @@
 """A run over the workers of Ray: with Ray Train, or with plain actors (``--actors``).
 
-pip install '.[ray]'
-python examples/ray/train.py --workers 2
+The cluster is that of RAY_ADDRESS, or a Ray of this machine alone:
+
+    pip install '.[ray]'
+    python examples/ray_workers.py --workers 2
 """
 
 from __future__ import annotations
@@ -78,7 +80,6 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--actors", action="store_true", help="plain actors in the place of Ray Train")
     args = parser.parse_args()
-    # The cluster of RAY_ADDRESS, or a Ray of this machine alone.
     here = {"num_cpus": args.workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(**({} if "RAY_ADDRESS" in os.environ else here))
     for result in (with_actors if args.actors else with_ray_train)(args.workers):
