@@ -17,7 +17,20 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RoundPlan, RowShares, VirtualFleet, choose
+from jaxche.cadence import (
+    DEAR,
+    ApplyPolicy,
+    Choice,
+    DivergenceCorrection,
+    ElChe,
+    RoundPlan,
+    RowShares,
+    VirtualFleet,
+    WireChoice,
+    choose,
+    choose_wire,
+    merge_share,
+)
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
 from jaxche.reports import History, RoundInfo
@@ -26,12 +39,14 @@ from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, sha
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
+    check_auto_wire,
     check_fleet,
     check_joined,
     check_line_search,
     check_opt_state,
     check_outputs,
     check_overlap,
+    check_recorded,
     check_rules,
     check_state,
     check_unscaled,
@@ -121,6 +136,7 @@ class Rounds:
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
         check_wire(wire, average, self.policy, staged)
+        check_auto_wire(wire, che, isinstance(group, ElasticGroup), fleet is not None)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
@@ -262,7 +278,10 @@ class Rounds:
             check_opt_state(self._tx, shapes, opt_state, staged=isinstance(self._engine, StagedEngine))
         local_states = self._engine.placement(params, model_state, opt_state)
         choice = Choice() if self._chooses else None
-        return TrainerState(local_states, self._che, DivergenceCorrection(), choice=choice, _view=self._engine.view)
+        wire = WireChoice() if self.wire == "auto" and self.world_size > 1 else None
+        return TrainerState(
+            local_states, self._che, DivergenceCorrection(), choice=choice, wire=wire, _view=self._engine.view
+        )
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
@@ -343,11 +362,8 @@ class Rounds:
                     f"{self.world_size}; give it as many replicas. If the number changed during the run, as in an "
                     f"elastic run, replay the rounds before that: history[:{number}]"
                 )
-            if info.overlapped and not self.overlap:
-                raise ValueError(
-                    f"history has merges that overlap steps, in round {info.round}, and this trainer waits for its "
-                    "merges; write jaxche.Trainer(..., overlap=0.5)"
-                )
+        if self.world_size > 1:
+            check_recorded(history, self.wire, self.overlap)
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
@@ -357,6 +373,8 @@ class Rounds:
                     "recorded round, e.g. state = trainer.init(params), and give the same data"
                 )
             state = state if info.overlapped else state.merged()
+            if state.wire is not None:
+                state = replace(state, wire=replace(state.wire, wire=info.wire))
             cut, after = (info.shares, info.joined), info.overlapped
             state, info = self._round(state, data, info.planned, done=info.counts, cut=cut, after=after)
             again.append(info)
@@ -417,9 +435,13 @@ class Rounds:
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
         if sent := self._engine.sent_bytes:
-            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
+            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
         if self._engine.overlaps:
             policy += f", beside the first {self.overlap:.0%} of the next round"
+        if state.wire is not None and state.wire.reason:
+            policy += f"; {state.wire.reason}"
+        elif advice := self._advice(state):
+            policy += f"; {advice}"
         if state.che is not None and state.che.limit:
             policy += f"; {state.che.limit}"
         return policy
@@ -483,6 +505,8 @@ class Rounds:
         policy = self._policy(state)
         if self._chooses:
             self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
+        elif state.wire is not None:
+            self._engine.use_wire(state.wire.wire, state.local_states)
         reader = self._engine.reader(data)
         size = reader.size
         if reader.is_sharded:  # rows stay on their process
@@ -566,14 +590,42 @@ class Rounds:
         shared = self._group.num_processes > 1
         ended, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared, hidden_ms)
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
+        info = replace(info, wire=self._engine.wire)
         if self._engine.overlaps:
-            info = replace(info, overlapped=overlapped)
+            info = replace(info, overlapped=overlapped, overlap=self.overlap)
             begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), cost_ms)
             ended = replace(ended, in_flight=begun)
+        if done is None:
+            ended = self._with_wire(ended)
         self._log_limit(ended.che)
         if self._outputs is not None and not keeps:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return ended if reader.is_sharded else self._with_shares(ended, info), info
+
+    def _with_wire(self, state: TrainerState) -> TrainerState:
+        """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear."""
+        choice, che = state.wire, state.che
+        if choice is None or choice.reason or che is None or merge_share(che) < DEAR:
+            return state
+        state = state.merged()  # a merge in flight has collectives, too
+        self._engine.use_wire("int4", state.local_states)
+        choice = choose_wire(che, self._engine.merge_ms(state.local_states))
+        if self._group.is_first:
+            _log.info("%s", choice.reason)
+        return replace(state, wire=choice)
+
+    def _advice(self, state: TrainerState) -> str:
+        """What would make merges cheaper, in one line; empty where they are cheap or nothing is known to help."""
+        if self.average != "parameters" or isinstance(self._engine, StagedEngine) or state.che is None:
+            return ""
+        share, advice = merge_share(state.che), []
+        if share < DEAR:
+            return ""
+        if self.wire == "float32":
+            advice.append("wire='int4' sends about 1/8 of the bytes")
+        if not self.overlap and self.policy is ApplyPolicy.CADENCE and self.scaling is None:
+            advice.append("overlap=0.5 hides up to half a round")
+        return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""
