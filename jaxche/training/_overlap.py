@@ -55,6 +55,13 @@ class MergeInFlight:
         """Wait for its result; raises the error of a merge that broke off."""
         return self._finished.result()[0]
 
+    def seen_by(self, exchanged: Merged) -> Merged:
+        """An exchanged table with what this merge found: the round after a merge reports it."""
+        found = self.result()
+        return exchanged._replace(
+            drift=found.drift, squares=found.squares, finite=found.finite, wall_ms=self.wall_ms, nbytes=found.nbytes
+        )
+
     @property
     def duration_ms(self) -> float:
         """How long it took in this process; waits for its end."""
