@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxche
 from jaxche.training._checks import (
     check_joined,
     check_line_search,
