@@ -72,7 +72,8 @@ def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
         codes = lax.bitcast_convert_type(jnp.clip(jnp.round(ratios), -largest, largest).astype(jnp.int8), jnp.uint8)
     else:
         codes = jnp.minimum(ratios, largest).astype(jnp.int32)
-        codes = codes - (codes.astype(jnp.float32) * wide > sizes).astype(jnp.int32)  # the quotient may have been rounded up
+        # The quotient may have been rounded up.
+        codes = codes - (codes.astype(jnp.float32) * wide > sizes).astype(jnp.int32)
         codes = jnp.where(blocks < 0, -codes, codes)
         highest = 2 * largest + 1
         bits = _cut_bits(sizes, _CUT_BITS[wire]).astype(jnp.int32)

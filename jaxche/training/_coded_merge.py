@@ -26,7 +26,6 @@ from jaxche.averaging import (
 from jaxche.training._placement import Placement
 from jaxche.training._replica_mesh import AXIS
 
-
 # Arrays of as many numbers are coded alone: joining them takes XLA longer than coding them.
 _ALONE = 1 << 15
 
@@ -155,9 +154,7 @@ def _vector(arrays: Sequence[Any]) -> Any:
     """The numbers of a run as float32, each of several arrays in blocks of its own."""
     if len(arrays) == 1:
         return arrays[0].ravel().astype(jnp.float32)
-    return jnp.concatenate(
-        [jnp.pad(x.ravel().astype(jnp.float32), (0, blocks_size(x.size) - x.size)) for x in arrays]
-    )
+    return jnp.concatenate([jnp.pad(x.ravel().astype(jnp.float32), (0, blocks_size(x.size) - x.size)) for x in arrays])
 
 
 def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
