@@ -212,7 +212,7 @@ def exchange_means(
         for one, size in zip(jnp.split(received, ends, axis=1), sizes, strict=True)
     ]
     due = [mean + rest for mean, rest in zip(due, jnp.split(part, list(itertools.accumulate(sizes))[:-1]), strict=True)]
-    data = [encode(x, wire, cut=i > 0) for i, x in enumerate(due)]
+    data = [pieces[0] for pieces in encode_all([[x] for x in due], wire)]
     found = jnp.split(lax.all_gather(jnp.concatenate(data), axis_name), ends, axis=1)
     means = [
         [decode(x, like.size, wire) for x, like in zip(_of_rows(one, pieces, size, wire), pieces, strict=True)]
