@@ -204,7 +204,7 @@ def exchange_means(
     replicas = weights.size
     sizes = [part_size(sum(blocks_size(x.size) for x in pieces), replicas) for pieces in vectors]
     own = encode_all(vectors, wire)
-    rows = [_rows(*one, size, replicas, wire) for *one, size in zip(own, vectors, sizes, strict=True)]
+    rows = [_rows(data, pieces, size, replicas, wire) for data, pieces, size in zip(own, vectors, sizes, strict=True)]
     received = lax.all_to_all(jnp.concatenate(rows, axis=1), axis_name, split_axis=0, concat_axis=0)
     ends = list(itertools.accumulate(coded_bytes(size, wire) for size in sizes))[:-1]
     due = [
