@@ -90,7 +90,7 @@ def table(results: Results, links: Sequence[Link], millions: Sequence[float], se
                 losses, ends = ", ".join(f"{row['loss']:.3f}" for row in found), "no merge fits"
                 if found and ratios:
                     middle = statistics.mean(ratios)
-                    shown = ", ".join("above 4" if ratio > 4 else f"{ratio:.2f}" for ratio in ratios)
+                    shown = ", ".join("above 4" if ratio >= 4 else f"{ratio:.2f}" for ratio in ratios)
                     ends = f"{shown} | {'met' if middle <= GOAL else 'missed'}"
                 count = found[0]["rounds"] if found else "–"
                 ends = ends if ratios else "no merge fits | missed"

@@ -59,24 +59,29 @@ def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
         return to_bytes(_cut_bits(x, 16).astype(jnp.uint16) if cut else x.astype(jnp.bfloat16))
     largest = _LARGEST[wire]
     blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-    exact = jnp.max(jnp.abs(blocks), axis=1) / largest
+    sizes = jnp.abs(blocks)
+    top = jnp.max(sizes, axis=1)
+    exact = top / largest
     scales = lax.bitcast_convert_type(_cut_bits(exact, 16) << 16, jnp.float32) if cut else exact
     scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, scales, 0)
     scales = jnp.where(jnp.isfinite(exact), scales, jnp.nan).astype(jnp.bfloat16)
     wide = scales.astype(jnp.float32)[:, None]
-    ratios = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)
-    codes = jnp.clip(jnp.trunc(ratios) if cut else jnp.round(ratios), -largest, largest)
-    if cut:  # the quotient may have been rounded up
-        codes = jnp.where(jnp.abs(codes) * wide > jnp.abs(blocks), codes - jnp.sign(codes), codes)
-    codes = lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)
+    ratios = jnp.where(wide > 0, (sizes if cut else blocks) / jnp.where(wide > 0, wide, 1), 0)
     scales = lax.bitcast_convert_type(scales, jnp.uint16)
-    if cut:
-        bits = _cut_bits(blocks, _CUT_BITS[wire])
-        lowest = jnp.maximum(jnp.max(bits, axis=1), 2 * largest + 1) - (2 * largest + 1)
-        floats = jnp.maximum(bits, lowest[:, None]) - lowest[:, None]
-        positive = jnp.all((blocks >= 0) & jnp.isfinite(blocks), axis=1)
-        codes = jnp.where(positive[:, None], floats.astype(jnp.uint8), codes)
+    if not cut:
+        codes = lax.bitcast_convert_type(jnp.clip(jnp.round(ratios), -largest, largest).astype(jnp.int8), jnp.uint8)
+    else:
+        codes = jnp.minimum(ratios, largest).astype(jnp.int32)
+        # The quotient may have been rounded up.
+        codes = codes - (codes.astype(jnp.float32) * wide > sizes).astype(jnp.int32)
+        codes = jnp.where(blocks < 0, -codes, codes)
+        highest = 2 * largest + 1
+        bits = _cut_bits(sizes, _CUT_BITS[wire]).astype(jnp.int32)
+        lowest = jnp.maximum(_cut_bits(top, _CUT_BITS[wire]).astype(jnp.int32), highest) - highest
+        positive = (jnp.min(blocks, axis=1) >= 0) & jnp.isfinite(top)
+        codes = jnp.where(positive[:, None], jnp.maximum(bits - lowest[:, None], 0), codes)
         scales = jnp.where(positive, lowest.astype(jnp.uint16) | jnp.uint16(_IS_FLOATS), scales)
+        codes = (codes & 0xFF).astype(jnp.uint8)
     if wire == "int4":
         codes = codes & 0xF
         codes = codes[:, : BLOCK // 2] | codes[:, BLOCK // 2 :] << 4
@@ -199,7 +204,7 @@ def exchange_means(
     replicas = weights.size
     sizes = [part_size(sum(blocks_size(x.size) for x in pieces), replicas) for pieces in vectors]
     own = encode_all(vectors, wire)
-    rows = [_rows(*one, size, replicas, wire) for *one, size in zip(own, vectors, sizes, strict=True)]
+    rows = [_rows(data, pieces, size, replicas, wire) for data, pieces, size in zip(own, vectors, sizes, strict=True)]
     received = lax.all_to_all(jnp.concatenate(rows, axis=1), axis_name, split_axis=0, concat_axis=0)
     ends = list(itertools.accumulate(coded_bytes(size, wire) for size in sizes))[:-1]
     due = [
@@ -207,7 +212,7 @@ def exchange_means(
         for one, size in zip(jnp.split(received, ends, axis=1), sizes, strict=True)
     ]
     due = [mean + rest for mean, rest in zip(due, jnp.split(part, list(itertools.accumulate(sizes))[:-1]), strict=True)]
-    data = [encode(x, wire, cut=i > 0) for i, x in enumerate(due)]
+    data = [pieces[0] for pieces in encode_all([[x] for x in due], wire)]
     found = jnp.split(lax.all_gather(jnp.concatenate(data), axis_name), ends, axis=1)
     means = [
         [decode(x, like.size, wire) for x, like in zip(_of_rows(one, pieces, size, wire), pieces, strict=True)]

@@ -99,7 +99,8 @@ class Trainer(Rounds):
         which the scalars are metrics. All processes give this argument.
       wire: how a merge sends the change of the parameters: ``"float32"``, or for slow links ``"bfloat16"``, ``"int8"``
         or ``"int4"``, with one scale for each 128 numbers. Later merges send what rounding leaves of the changes; what
-        it leaves of the optimizer's moments stays with the replica. See ``docs/slow_links.md``.
+        it leaves of the optimizer's moments stays with the replica. ``"auto"``: ``"float32"`` until merges take 5 % of
+        the time, then ``"int4"`` if a merge is measured to be faster. See ``docs/slow_links.md``.
       overlap: the part of a round that a replica takes while the merge of the round before runs, from 0 (default: wait
         for each merge) to 0.5. Then it takes in the result, :math:`x_i \leftarrow x_i + (x' - y_i)`, with :math:`y_i`
         its parameters at the end of that round. It is for merges of several hundred milliseconds. Moments stay with
