@@ -42,6 +42,9 @@ def test_two_processes_compute_what_one_process_with_two_devices_does(
         np.testing.assert_allclose(*flat, rtol=1e-5, atol=1e-6, err_msg=name)
         told = [np.array(list(_leaves(r["told"])), np.float64) for r in (zero[name], here)]
         np.testing.assert_allclose(*told, rtol=1e-4, atol=1e-6, err_msg=name)
+    wires, _ = zero["wires"]  # both processes measure, and take codes after the same round
+    assert wires == sorted(wires)
+    assert set(wires) == {"float32", "int4"}
     wanted = {name: gain for name, (_, gain) in program.PUBLISHED.items()}
     assert zero["published"] == pytest.approx(wanted, rel=1e-6)
     assert program.published(devices[:2]) == pytest.approx(wanted, rel=1e-6)
