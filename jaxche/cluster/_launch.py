@@ -202,6 +202,7 @@ def _run_group(
         beats = None
         if hang_timeout_s is not None or context.elastic:
             beats = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxche-heartbeat-")))
+            context.reaper.add_folder(str(beats))
         # The ranks end before the directory is removed.
         stack.callback(group.end)
         context.print(f"{len(specs)} process(es) on {', '.join(str(spec.placement) for spec in specs)}")

@@ -14,6 +14,7 @@ import numpy as np
 from jaxche.distributed._group import PeerLostError
 
 _LENGTHS = struct.Struct(">QQ")
+HEAD_BYTES = _LENGTHS.size
 _PIECE_BYTES = 1 << 20
 # How long to wait for bytes to move before asking whether the peer is alive.
 _SLICE_S = 0.5
