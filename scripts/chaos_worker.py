@@ -112,7 +112,7 @@ def flip_a_bit(done: Path, part: str, at: float, bit: int) -> None:
         with contextlib.suppress(FileExistsError):
             done.touch(exist_ok=False)
             head, text = _transfer.HEAD_BYTES, len(json.dumps(message).encode())
-            state = sum(array.nbytes for array in arrays)
+            state = sum(_transfer.padded(array.nbytes) for array in arrays)
             first, size = {"head": (0, head), "text": (head, text), "state": (head + text, state)}[part]
             sock = FlippingSocket(sock, first + int(at * size), bit)
         send_state(sock, message, arrays, waiting)

@@ -17,6 +17,7 @@ from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
 from ._liveness_server import LEAST_TIMEOUT_S, LivenessServer
 from ._shared_folder import shared_folder
+from ._transfer import padded
 from ._watchdog import PREEMPTED_CODE, FileErrors, Watchdog, hang_timeout, on_sigterm
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "is_loopback",
     "on_sigterm",
     "own_address",
+    "padded",
     "process_group",
     "scheduled",
     "shared_folder",
