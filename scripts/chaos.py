@@ -34,7 +34,9 @@ def main() -> int:
     parser.add_argument("--kinds", help="those of the numbers that have one of these kinds, e.g. stop,pause")
     parser.add_argument("--results", type=Path, help="lines of an elastic campaign; faults that it has are left out")
     parser.add_argument("--keep", type=Path, help="the folder for the runs that failed (default: none is kept)")
-    parser.add_argument("--heartbeat-timeout", type=float, default=15.0, help="of elastic runs, in seconds (default 15)")
+    parser.add_argument(
+        "--heartbeat-timeout", type=float, default=15.0, help="of elastic runs, in seconds (default 15)"
+    )
     parser.add_argument("--replay-every", type=int, default=1, help="run each so manieth record again (default 1)")
     parser.add_argument("--goodput", type=float, metavar="S", help="measure runs of so many seconds")
     parser.add_argument("--arms", help="those of --goodput (default: all)")

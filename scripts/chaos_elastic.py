@@ -36,6 +36,7 @@ from chaos_faults import (
     corrupt,
     disk_full,
     kill_two,
+    load,
     nothing,
     pause,
     processes,
@@ -51,7 +52,6 @@ from chaos_worker import BATCHES
 # ms a step of each rank, and rounds between two checkpoints. A run takes so long undisturbed, and may take at most so
 # long.
 PACES, EVERY, RUN_S, LIMIT_S = (10, 10, 25, 10, 10, 25), 10, 14.0, 240.0
-MOMENTS = ("later", "later", "first", "last")
 
 
 class Kind(NamedTuple):
@@ -63,6 +63,11 @@ class Kind(NamedTuple):
     starts_again: bool = False
     # What happens in the processes themselves, as chaos_worker.py reads it.
     job: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
+    # When it may hit: while processes start and compile is no part of it, nor is a time without what it needs.
+    moments: tuple[str, ...] = ("later", "later", "first", "last")
+    needs_checkpoint: bool = False
+    # Whether no rank may be lost: all live and answer.
+    keeps_all: bool = False
     # Of runs in namespaces of their own.
     is_network: bool = False
 
@@ -85,13 +90,18 @@ KINDS = {
     "term": Kind(signalled(signal.SIGTERM), starts_again=True),
     "launcher": Kind(lambda target: os.kill(target.launcher, signal.SIGKILL), starts_again=True),
     "coordinator": Kind(then_kill(nothing, lambda t: t.coordinator), 2 * EVERY, True),
-    "torn": Kind(then_kill(tear, lambda t: t.coordinator), 3 * EVERY, True),
-    "corrupt": Kind(then_kill(corrupt, lambda t: t.coordinator), 3 * EVERY, True),
-    "throttle": Kind(throttle),
+    "torn": Kind(then_kill(tear, lambda t: t.coordinator), 3 * EVERY, True, needs_checkpoint=True),
+    "corrupt": Kind(then_kill(corrupt, lambda t: t.coordinator), 3 * EVERY, True, needs_checkpoint=True),
+    "throttle": Kind(throttle, keeps_all=True),
+    "load": Kind(load, moments=("first", "later"), keeps_all=True),
     "disk full": Kind(disk_full),
-    "flip": Kind(signalled(signal.SIGKILL), job=flip),
-    "clock": Kind(signalled(signal.SIGUSR1), job=lambda rng: {"shift_s": rng.choice((-1, 1)) * 10 ** rng.uniform(1, 6)}),
-    "slow join": Kind(signalled(signal.SIGKILL), job=slow_start),
+    "flip": Kind(signalled(signal.SIGKILL), job=flip, moments=("first", "later")),
+    "clock": Kind(
+        signalled(signal.SIGUSR1),
+        job=lambda rng: {"shift_s": rng.choice((-1, 1)) * 10 ** rng.uniform(1, 6)},
+        keeps_all=True,
+    ),
+    "slow join": Kind(signalled(signal.SIGKILL), job=slow_start, moments=("first", "later")),
     **{name: Kind(nothing, is_network=True) for name in chaos_network.KINDS},
 }
 
@@ -121,7 +131,7 @@ class Fault(NamedTuple):
         rng = random.Random(f"{seed} {number}")
         kind = list(KINDS)[number % len(KINDS)]
         paces = PACES[: rng.choice((2, 3, 3, 4, 5, 6))]
-        return cls(number, kind, rng.choice(MOMENTS), number // len(KINDS) % len(paces), paces, rng)
+        return cls(number, kind, rng.choice(KINDS[kind].moments), number // len(KINDS) % len(paces), paces, rng)
 
     @property
     def epochs(self) -> int:
@@ -202,7 +212,6 @@ def one(fault: Fault, parent: Path, options: Options) -> dict[str, Any]:
     rounds, events = read(folder / "rounds"), read(folder / "events.jsonl")
     row["gap_s"], row["lost"] = longest_gap(hit_at, [line["t"] for line in rounds]), lost(rounds)
     row["replaced"] = sum(event["event"] == "replace" for event in events)
-    # What in the processes themselves could not be: the fault was not in the way of anything.
     row["wrong"] = wrong + judge(fault, folder, kind, code, row, events)
     record = folder / "checkpoints0" / "history.jsonl"
     if not row["wrong"] and fault.number % options.replay_every == 0:
@@ -230,6 +239,8 @@ def judge(
         wrong.append("batches left out or used twice")
     if not kind.starts_again and any(event["event"] == "restart" for event in events):
         wrong.append("all were started again")
+    if kind.keeps_all and any(line["world"] < len(fault.paces) for line in read(folder / "rounds")):
+        wrong.append("a rank that lives was lost")
     if row["lost"] > kind.lost:
         wrong.append(f"{row['lost']} rounds done again")
     if len({path.read_text() for path in folder.glob("parameters-*")}) != 1:
@@ -243,7 +254,10 @@ def judge(
 
 def environment(folder: Path, options: Options) -> dict[str, str]:
     """Of the processes: one folder of compiled programs for all runs, one of temporary files for each."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     own = {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder / "tmp"), "JAXCHE_EVENTS": str(folder / "events.jsonl")}
     return os.environ | cache | own | {"JAXCHE_HEARTBEAT_TIMEOUT": f"{options.heartbeat_timeout_s:g}"}
 
@@ -296,6 +310,8 @@ def wait_for(
         rounds = read(folder / "rounds")
         seen = max((line["round"] for line in rounds), default=-1)
         there = seen >= wanted and has_started()
+        if KINDS[fault.kind].needs_checkpoint:
+            there &= any(path.name.isdigit() for path in (folder / "checkpoints0").glob("*"))
         if fault.moment == "last":
             # No more is left than what the last one took.
             sizes = {line["round"]: line["batches"] for line in rounds}

@@ -8,6 +8,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 # Where version 1 of cgroups limits the time of processes.
 CPU_CGROUP = Path("/sys/fs/cgroup/cpu")
-THROTTLED_S, FULL_S = 2.0, 1.0
+THROTTLED_S, FULL_S, LOAD_S, BUSY_PER_CORE = 2.0, 1.0, 15.0, 8
 
 
 class Target(NamedTuple):
@@ -30,7 +32,9 @@ class Target(NamedTuple):
     @property
     def pids(self) -> dict[int, int]:
         """The processes of the ranks that run now."""
-        return {event["rank"]: event["pid"] for event in read(self.folder / "events.jsonl") if event["event"] == "start"}
+        return {
+            event["rank"]: event["pid"] for event in read(self.folder / "events.jsonl") if event["event"] == "start"
+        }
 
     @property
     def coordinator(self) -> int:
@@ -99,6 +103,18 @@ def throttle(target: Target) -> None:
             with contextlib.suppress(OSError):
                 (CPU_CGROUP / "cgroup.procs").write_text(line)
         group.rmdir()
+
+
+def load(target: Target) -> None:
+    """Others want the machine: eight times as many processes as cores compute for some seconds."""
+    words = [
+        sys.executable,
+        "-c",
+        f"import time; end = time.monotonic() + {LOAD_S}\nwhile time.monotonic() < end: pass",
+    ]
+    busy = [subprocess.Popen(words) for _ in range(BUSY_PER_CORE * (os.cpu_count() or 1))]
+    for child in busy:
+        child.wait()
 
 
 def throttle_by_stops(pid: int) -> None:

@@ -123,7 +123,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heartbeat-timeout",
         type=number("--heartbeat-timeout 5", above=True),
         metavar="S",
-        help="with --elastic, the others continue after so many seconds without a sign of life from a rank (default: 15)",
+        help="with --elastic, the others continue after so many seconds without a heartbeat of a rank (default: 15)",
     )
     group.add_argument(
         "--events", type=file_path, metavar="FILE", help="append a JSON line for each start, exit, restart and round"

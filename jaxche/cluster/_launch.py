@@ -103,9 +103,9 @@ def launch(
         Another SIGTERM does not shorten it; Ctrl-C does.
       events: file for one JSON line for each start, exit, hang, restart and end, and from the trainer for each round of
         each rank: steps, times, bytes merged.
-      heartbeat_timeout_s: with ``elastic``, seconds without a sign of life from a rank until the others continue without
-        it, as when it is stopped or its machine is lost; the default is 15, or ``JAXCHE_HEARTBEAT_TIMEOUT``. A rank that
-        dies is detected at once. Less can lose ranks that live, where machines are overloaded.
+      heartbeat_timeout_s: with ``elastic``, seconds without a heartbeat of a rank until the others continue without it,
+        as when it is stopped or its machine is lost; the default is 15, or ``JAXCHE_HEARTBEAT_TIMEOUT``. The death of a
+        rank is detected at once. With less, ranks that live can be lost where machines are overloaded.
 
     Returns:
       0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if signal n ended it or the

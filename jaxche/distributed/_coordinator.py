@@ -85,8 +85,8 @@ def heartbeat_timeout_s(env: Mapping[str, str]) -> float:
         if LEAST_TIMEOUT_S <= float(text) < math.inf:
             return float(text)
     raise ValueError(
-        f"{HEARTBEAT_TIMEOUT}={text!r} must be seconds, at least {LEAST_TIMEOUT_S:g}: a process sends a heartbeat every "
-        f"{INTERVAL_S:g} s. Write: {HEARTBEAT_TIMEOUT}={TIMEOUT_S:g}"
+        f"{HEARTBEAT_TIMEOUT}={text!r} must be seconds, at least {LEAST_TIMEOUT_S:g}: a process sends a "
+        f"heartbeat every {INTERVAL_S:g} s. Write: {HEARTBEAT_TIMEOUT}={TIMEOUT_S:g}"
     )
 
 

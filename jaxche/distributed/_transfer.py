@@ -59,7 +59,7 @@ def receive_state(sock: socket.socket, waiting: Callable[[], None]) -> tuple[Any
     sock.settimeout(_SLICE_S)
     head = _receive(sock, _LENGTHS.size, 0, waiting)
     _compare(sock, head[1], waiting)
-    text_bytes, state_bytes = _LENGTHS.unpack(head[0])
+    text_bytes, state_bytes = _LENGTHS.unpack(head[0].data)
     text, checksum = _receive(sock, text_bytes, 0, waiting)
     state, checksum = _receive(sock, state_bytes, checksum, waiting)
     _compare(sock, checksum, waiting)
@@ -68,7 +68,7 @@ def receive_state(sock: socket.socket, waiting: Callable[[], None]) -> tuple[Any
 
 def _compare(sock: socket.socket, checksum: int, waiting: Callable[[], None]) -> None:
     """Compare the checksum that follows with that of what has arrived."""
-    if _CHECKSUM.unpack(_receive(sock, _CHECKSUM.size, 0, waiting)[0]) != (checksum,):
+    if _CHECKSUM.unpack(_receive(sock, _CHECKSUM.size, 0, waiting)[0].data) != (checksum,):
         raise PeerLostError("the state that a member sent has a wrong checksum")
 
 

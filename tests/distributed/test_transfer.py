@@ -1,5 +1,6 @@
 """The state of a run on its way to a process that joins, over real sockets."""
 
+import contextlib
 import socket
 import threading
 
@@ -9,7 +10,12 @@ import pytest
 from jaxche.distributed import PeerLostError
 from jaxche.distributed import _transfer as module
 
-ARRAYS = [np.arange(300_001, dtype=np.float32), np.array(7, np.int32), np.zeros((0, 3), np.float32), np.ones((2, 3), bool)]
+ARRAYS = [
+    np.arange(300_001, dtype=np.float32),
+    np.array(7, np.int32),
+    np.zeros((0, 3), np.float32),
+    np.ones((2, 3), bool),
+]
 MESSAGE = {"order": [0, 2], "name": "ä"}
 
 
@@ -41,10 +47,8 @@ def transfer(**faults):
     sock = Faulty(here, **faults)
 
     def send():
-        try:
+        with contextlib.suppress(OSError):
             module.send_state(sock, MESSAGE, ARRAYS, lambda: None)
-        except OSError:
-            pass
         here.close()
 
     thread = threading.Thread(target=send)
