@@ -1,32 +1,31 @@
 #!/usr/bin/env python
-"""Whether the extras cuda12 and cuda13 resolve in a fresh environment; needs PyPI, and no card.
+"""Whether the extras cuda12 and cuda13 resolve to wheels for Linux; needs uv and PyPI, and no card.
 
-  python scripts/check_wheels.py                               with this Python
-  python scripts/check_wheels.py --python python3.11 python3.12
+  python scripts/check_wheels.py                  # for Python 3.11, 3.12 and 3.13
+  python scripts/check_wheels.py --python 3.12
 
-pip resolves with `--dry-run`: it reads the metadata of wheels and downloads none of CUDA. Exit code 77 without PyPI.
+uv reads the metadata of wheels and downloads none. Exit code 77 without PyPI.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
 import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("cuda12", "cuda13")
+EXTRAS, PYTHONS = ("cuda12", "cuda13"), ("3.11", "3.12", "3.13")
 NO_PYPI = 77
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help="Pythons to resolve with")
+    parser.add_argument("--python", nargs="+", default=PYTHONS, help="versions to resolve for")
     parser.add_argument("--extra", nargs="+", choices=EXTRAS, default=EXTRAS)
     args = parser.parse_args()
     if not has_pypi():
@@ -34,19 +33,17 @@ def main() -> int:
         return NO_PYPI
     failed = False
     for python in args.python:
-        with tempfile.TemporaryDirectory() as folder:
-            pip = fresh(python, Path(folder))
-            for extra in args.extra:
-                versions, error = resolve(pip, extra, Path(folder))
-                error = error or misfit(extra, versions)
-                failed |= bool(error)
-                shown = error or ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if told(name))
-                print(f"{python} {extra}: {'FAILED' if error else 'resolves'}: {shown}", flush=True)
+        for extra in args.extra:
+            versions, error = resolve(python, extra)
+            error = error or misfit(extra, versions)
+            failed |= bool(error)
+            shown = error or ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if told(name))
+            print(f"Python {python}, {extra}: {'FAILED' if error else 'resolves'}: {shown}", flush=True)
     return int(failed)
 
 
 def has_pypi() -> bool:
-    """Whether the index of pip answers."""
+    """Whether the index of uv answers."""
     try:
         urllib.request.urlopen("https://pypi.org/simple/jax/", timeout=10).close()
     except (urllib.error.URLError, TimeoutError):
@@ -54,23 +51,14 @@ def has_pypi() -> bool:
     return True
 
 
-def fresh(python: str, folder: Path) -> list[str]:
-    """The pip of a new environment; a version that reads metadata without downloading wheels."""
-    subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
-    pip = [str(folder / "venv" / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "pip>=24"], check=True)
-    return pip
-
-
-def resolve(pip: list[str], extra: str, folder: Path) -> tuple[dict[str, str], str]:
-    """The versions that pip would install, or its error."""
-    report = folder / f"{extra}.json"
-    command = [*pip, "install", "--dry-run", "--quiet", "--report", report, f"{ROOT}[{extra}]"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def resolve(python: str, extra: str) -> tuple[dict[str, str], str]:
+    """The versions that a new environment would get, or the error."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", ROOT / "pyproject.toml", "--extra", extra]
+    command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28", "--only-binary", ":all:"]
+    done = subprocess.run([*command, "--quiet", "--no-annotate"], capture_output=True, text=True, check=False)
     if done.returncode:
-        return {}, done.stderr.strip().splitlines()[-1]
-    found = json.loads(report.read_text(encoding="utf8"))["install"]
-    return {one["metadata"]["name"].lower(): one["metadata"]["version"] for one in found}, ""
+        return {}, done.stderr.strip()
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.M)), ""
 
 
 def misfit(extra: str, versions: Mapping[str, str]) -> str:

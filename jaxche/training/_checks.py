@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import logging
 import math
 import os
@@ -17,7 +16,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
@@ -25,26 +23,11 @@ from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
-    Device,
-    FullShard,
-    HybridShard,
-    HybridShardGradOp,
-    Layout,
-    NoShard,
-    RemoteDevice,
-    ShardGradOp,
-    ShardingStrategy,
     check_transform,
-    devices,
-    is_private,
-    local_devices,
 )
 from jaxche.training._placement import (
     BatchPlacement,
     DevicePlacement,
-    Placement,
-    ShardedPlacement,
-    devices_by_process,
     spans_processes,
 )
 from jaxche.training._state import TrainerState
@@ -91,107 +74,6 @@ def check_wire(wire: str, average: str, policy: ApplyPolicy, staged: bool) -> No
             f"wire={wire!r} codes the change of averaged parameters, and {reason}; leave it out, or write "
             "policy='cadence', average='parameters' for a model in one piece"
         )
-
-
-def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, virtual: int = 0) -> list[Placement]:
-    """The placements of all replicas, on different devices; those of this process are of one kind.
-
-    The ``virtual`` replicas of a fleet may share devices; by default they are dealt out over those of the process.
-    """
-    if not isinstance(strategy, ShardingStrategy):
-        raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
-    if virtual and replicas is None and isinstance(strategy, NoShard):
-        replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
-    given = _default_replicas(strategy) if replicas is None else list(replicas)
-    devices = [d for r in given for d in (r.devices.flat if isinstance(r, Mesh) else (r,))]
-    if (
-        not devices
-        or any(not isinstance(d, jax.Device | RemoteDevice) for d in devices)
-        or (len(set(devices)) != len(devices) and not virtual)
-    ):
-        raise ValueError(
-            f"replicas={replicas!r} must be different devices or meshes of them, e.g. replicas=jaxche.devices() or "
-            "replicas=[strategy.mesh(devices[:4]), strategy.mesh(devices[4:])]; lists of devices are for a model in "
-            "stages, loss_fn=jaxche.Partitioned(...)"
-        )
-    check_local_devices(devices)
-    if any(map(is_private, local_devices())) and not any(map(is_private, devices)):
-        _log.warning(
-            "replicas has CPU devices only, which is what jax.devices() lists here; the accelerators are in "
-            "replicas=jaxche.devices()"
-        )
-    if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
-        strategy = _within_node(strategy)
-    if isinstance(strategy, NoShard) and not any(isinstance(r, Mesh) for r in given):
-        return [DevicePlacement(device) for device in given]
-    return _sharded_placements([r if isinstance(r, Mesh) else strategy.mesh([r]) for r in given], strategy)
-
-
-def check_local_devices(devices: Sequence[Device]) -> None:
-    """Refuse devices if none is of this process, or if those of this process are of different kinds."""
-    here = [d for d in devices if d.process_index == jax.process_index()]
-    if not here:
-        raise ValueError("replicas has no device of this process; every process must hold at least one replica")
-    kinds = sorted({d.device_kind for d in here})
-    if len(kinds) > 1:
-        raise ValueError(
-            f"one process cannot merge devices of different kinds ({', '.join(kinds)}); start one process per kind, or "
-            f"one per device: jaxche launch -n {len(here)} script.py"
-        )
-
-
-def _default_replicas(strategy: ShardingStrategy) -> list[Any]:
-    if isinstance(strategy, NoShard):
-        return devices()
-    if isinstance(strategy, HybridShard | HybridShardGradOp):
-        nodes = strategy.mesh(devices()).devices  # refuses a node size that does not divide the devices
-        return [_within_node(strategy).mesh(node) for node in nodes]
-    return [strategy.mesh(own) for own in devices_by_process().values()]
-
-
-def _within_node(strategy: Any) -> ShardingStrategy:
-    inside = FullShard if isinstance(strategy, HybridShard) else ShardGradOp
-    return inside(min_size=strategy.min_size, scanned=strategy.scanned)
-
-
-def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> list[Placement]:
-    for mesh in meshes:
-        Layout(strategy, mesh, ())  # refuses a mesh without the strategy's axes
-    placements: list[Placement] = [ShardedPlacement(mesh, strategy) for mesh in meshes]
-    for placement in placements:
-        if spans_processes(placement) and any(map(is_private, placement.devices.flat)):
-            raise ValueError(
-                f"replicas has an island on {list(placement.devices.flat)}, and in this run no program can span the "
-                "accelerators of several processes; give each process islands of its own"
-            )
-    shapes = {placement.devices.shape for placement in placements}
-    if len(shapes) > 1 and any(spans_processes(placement) for placement in placements):
-        raise ValueError(
-            f"replicas has islands of {sorted(placement.devices.size for placement in placements)} devices, and one of "
-            "them spans processes; such islands must all be of one shape. Give each process an island of its own, or "
-            "all islands equally many devices"
-        )
-    return placements
-
-
-def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
-    """Whether replicas merge on CPU devices; refuses ``"device"`` if no program can span the devices."""
-    devices = [device for placement in placements for device in placement.devices.flat]
-    shared = len(set(devices)) < len(devices)
-    if shared and backend == "device":
-        raise ValueError(
-            "backend='device' is one program over all replicas, and some of these share a device; write "
-            "backend='host', or leave it out"
-        )
-    private = len(placements) > 1 and any(map(is_private, devices))
-    if private and backend == "device":
-        raise ValueError(
-            "backend='device' is one program over all replicas, and in this run each accelerator is visible in its own "
-            "process only, because some processes train on the CPU or several on one GPU; write backend='host', or "
-            "leave it out"
-        )
-    kinds = {device.device_kind for device in devices}
-    return backend == "host" or (backend == "auto" and (shared or private or len(kinds) > 1))
 
 
 def check_joined() -> None:

@@ -319,8 +319,9 @@ def free_rates(
         feed: Iterable[Any] = itertools.cycle(batches)
         if replica.rank in agreed:
             feed = itertools.islice(feed, agreed[replica.rank])
-        else:
-            feed = itertools.takewhile(lambda _: time.perf_counter() < until, feed)
+        else:  # at least one, however short the time
+            rest = itertools.takewhile(lambda _: time.perf_counter() < until, feed)
+            feed = itertools.chain(itertools.islice(feed, 1), rest)
         result = replica.run(local, feed, 0)
         if result.error:
             raise result.error

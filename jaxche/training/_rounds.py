@@ -44,8 +44,6 @@ from jaxche.training._checks import (
     checked_paces,
     checked_rows,
     checked_scaling,
-    make_placements,
-    merges_on_host,
     replicas_text,
     rule_text,
 )
@@ -54,6 +52,7 @@ from jaxche.training._fingerprint import abbreviated
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._outputs import BatchOutputs, in_order
 from jaxche.training._overlap import Correction, exposed_ms
+from jaxche.training._placement import make_placements, merges_on_host
 from jaxche.training._plan import SOLO_ROUND, End, next_plan, plan_of_counts, time_limit_ms
 from jaxche.training._round import RoundStatistics, advance, host_row
 from jaxche.training._scaling import MergeScale, Scaling

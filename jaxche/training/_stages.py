@@ -18,7 +18,7 @@ from jaxche.averaging import add_weighted, measure_drift, zero_sums
 from jaxche.distributed import Group
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
-from jaxche.training._checks import check_local_devices, check_state_of_tx
+from jaxche.training._checks import check_state_of_tx
 from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import digest, update_digest
 from jaxche.training._merge import Merge, Merged, MergeRules
@@ -26,6 +26,7 @@ from jaxche.training._placement import (
     Begin,
     DevicePlacement,
     add_replica_axis,
+    check_local_devices,
     devices_by_process,
     drop_replica_axis,
     is_local,

@@ -16,12 +16,12 @@ def trainer(problem, devices):
 
 
 def test_replicas_run_at_once_each_on_its_own_thread(problem, devices):
-    """Three replicas of 4 steps at 25 ms take 100 ms side by side; one after the other they would take 300."""
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:3], pace_ms=25)
+    """Three replicas of 4 steps at 100 ms take 0.4 s side by side; one after the other they would take 1.2 s."""
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:3], pace_ms=100)
     state = trainer.init(problem.params)
     trainer.round(state, problem.data, counts=(1, 1, 1))
     _, info = trainer.round(state, problem.data, counts=(4, 4, 4))
-    assert max(info.wall_ms) + info.sync_ms < 250
+    assert max(info.wall_ms) + info.sync_ms < 1000
 
 
 def test_every_batch_of_every_epoch_draws_its_own_numbers(problem, devices):

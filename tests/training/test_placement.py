@@ -1,5 +1,8 @@
 """Replicas that are islands: whatever the strategy and the size, they train as replicas of one device do."""
 
+import functools
+from types import SimpleNamespace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,8 +12,19 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxche
-from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp, collectives
+from jaxche.sharding import (
+    FullShard,
+    HybridShard,
+    HybridShardGradOp,
+    NoShard,
+    RemoteDevice,
+    ShardGradOp,
+    collectives,
+    set_devices,
+)
+from jaxche.sharding import _devices as sharding_devices
 from jaxche.training._merge import HOST_COLUMNS
+from jaxche.training._placement import check_local_devices, make_placements, merges_on_host
 
 # Even, odd and scalar leaves; 8 rows a batch.
 ROUNDS = ((2, 3), (1, 4), (3, 3), (2, 1))
@@ -231,3 +245,52 @@ def test_what_gradients_are_divided_by_is_cut_like_them(problem, devices):
         jax.tree.leaves(seen.factors), jax.tree.leaves(state.local_states[0].params), strict=True
     ):
         assert factor.sharding.shard_shape(factor.shape) == params.sharding.shard_shape(params.shape) != params.shape
+
+
+def gpu(kind, process=0):
+    return SimpleNamespace(device_kind=kind, process_index=process)
+
+
+def test_replicas_are_the_given_devices_or_all(devices):
+    assert [p.devices.item() for p in make_placements(None, NoShard())] == list(jax.devices())
+    assert [p.devices.item() for p in make_placements(devices[2:4], NoShard())] == devices[2:4]
+    check_local_devices([gpu("A"), gpu("B", process=1), gpu("A")])
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda d: make_placements([d[0], d[0]], NoShard()), "different devices"),
+        (lambda d: check_local_devices([gpu("A", process=1)]), "no device of this process"),
+        (lambda d: check_local_devices([gpu("B"), gpu("A"), gpu("B")]), r"kinds \(A, B\).*per kind.*launch -n 3"),
+    ],
+)
+def test_devices_that_cannot_be_replicas_are_named(devices, call, named):
+    with pytest.raises(ValueError, match=named):
+        call(devices)
+
+
+def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(devices, monkeypatch):
+    same = make_placements(devices[:2], NoShard())
+    assert [merges_on_host(backend, same) for backend in ("auto", "device", "host")] == [False, False, True]
+    monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
+    # Of the same kind, as two processes on one GPU have them.
+    set_devices([devices[0], RemoteDevice(1, "cpu", devices[0].device_kind, 0)])
+    placements = make_placements(None, NoShard())
+    assert len(placements) == 2
+    assert merges_on_host("auto", placements)
+    assert merges_on_host("host", placements)
+    with pytest.raises(ValueError, match=r"backend='device' is one program.*write backend='host'"):
+        merges_on_host("device", placements)
+    strategy = FullShard()
+    with pytest.raises(ValueError, match=r"no program can span the accelerators.*islands of its own"):
+        make_placements([strategy.mesh(jaxche.devices())], strategy)
+    assert not merges_on_host("device", placements[1:])  # a single one meets nobody
+    assert not merges_on_host("device", same)
+
+
+def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
+    monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
+    set_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
+    make_placements(devices[:2], NoShard())
+    assert "replicas=jaxche.devices()" in caplog.text

@@ -67,7 +67,7 @@ def test_the_clock_waits_for_the_last_step(make):
     result = replica.run(local, [batch] * 4, 0)
     jax.block_until_ready(result.carry)
     elapsed = (time.perf_counter() - start) * 1e3
-    assert result.wall_ms == pytest.approx(elapsed, rel=0.2, abs=5)
+    assert elapsed / 2 < result.wall_ms <= elapsed
 
 
 def test_an_error_becomes_part_of_the_outcome(make):

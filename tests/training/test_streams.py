@@ -136,6 +136,7 @@ def test_rates_are_measured_on_batches_that_are_trained_on_later(devices, traine
     trainer, state = make(devices, 2)
     data = batches()
     assert len(trainer.measure_rates(state, data, seconds=0.05)) == 2
+    assert min(trainer.measure_rates(state, data, seconds=1e-9)) > 0  # of one batch
     trained.clear()
     trainer.fit(state, data, progress=False)
     assert ids(trained) == all_ids((0,))
@@ -296,13 +297,15 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(devices, tmp_path, same, 
     assert not log or log == [0, *range(12, LENGTH)]
 
 
-def test_a_state_that_json_does_not_hold_is_not_saved_and_batches_are_skipped(devices, tmp_path, caplog, trained):
+def test_a_state_that_json_does_not_hold_is_not_saved_and_batches_are_skipped(
+    devices, tmp_path, caplog, trained, lockstep
+):
     class Opaque(Counting):
         def get_state(self):
             return {"at": object()}
 
     for stop in (True, False):
-        trainer, state = make(devices, 2)
+        trainer, state = make(devices, 2, che=lockstep())
         callbacks = [lambda state, info, stop=stop: stop and state.round == 2]
         state, _ = trainer.fit(state, Opaque([]), progress=False, callbacks=callbacks, checkpoints=tmp_path)
     assert any("is not saved (a object has no exact form in JSON)" in text for text in caplog.messages)

@@ -321,11 +321,11 @@ def test_no_compilation_is_timed(devices, monkeypatch):
 
 
 def test_paced_replicas_take_the_time_they_are_given(problem, devices):
-    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(5, 20))
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], pace_ms=(10, 60))
     state = trainer.init(problem.params)
-    rates = trainer.measure_rates(state, problem.data, seconds=0.4)
-    assert rates[0] <= 200.0 * 1.02
-    assert rates[1] <= 50.0 * 1.02
+    rates = trainer.measure_rates(state, problem.data, seconds=0.5)
+    assert rates[0] <= 1e3 / 10 * 1.02
+    assert rates[1] <= 1e3 / 60 * 1.02
     for _ in range(4):
         state, _ = trainer.round(state, problem.data)
     assert state.che.batches(0) > 2 * state.che.batches(1)  # measured, not told
