@@ -46,7 +46,7 @@ from chaos_faults import (
     then_kill,
     throttle,
 )
-from chaos_record import ROUNDING, batches, replayed
+from chaos_record import ROUNDING, ROUNDING_OF_FIRST, batches, replayed
 from chaos_worker import BATCHES
 
 # ms a step of each rank, and rounds between two checkpoints. A run takes so long undisturbed, and may take at most so
@@ -218,7 +218,7 @@ def one(fault: Fault, parent: Path, options: Options) -> dict[str, Any]:
         loss, other = replayed(record)
         row["replayed"] = True
         recorded = read(folder / "losses.json")
-        if other or (recorded and not math.isclose(recorded[0][0], loss, rel_tol=ROUNDING)):
+        if other or (recorded and not math.isclose(recorded[0][0], loss, rel_tol=ROUNDING, abs_tol=ROUNDING_OF_FIRST)):
             row["wrong"] = [f"{other} rounds, or the end, have other losses when run again"]
     if row["wrong"] and options.keep:
         shutil.copytree(folder, options.keep / str(fault.number), dirs_exist_ok=True)
