@@ -5,6 +5,9 @@ cost of a merge, so that their rounds are alike and only the rounding differs. P
 
     python scripts/bench_wire.py
     python scripts/bench_wire.py --fleet 20/20/40/80 --seeds 0 1 --wires float32 int4
+    python scripts/bench_wire.py --speed 50     # the arithmetic of a merge, for 50 million parameters
+
+``--speed`` prints the milliseconds of a core that each part takes, and each replica of a whole merge of two.
 """
 
 from __future__ import annotations
@@ -12,16 +15,23 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
+from typing import Any
 
 # One core a run: before jax starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxche
+from jaxche.averaging._wire import decode, encode, mean_of_rows
 from jaxche.cli import _tasks
+from jaxche.training._coded_merge import agreement
+from jaxche.training._merge import HOST_COLUMNS
 
 
 def main() -> None:
@@ -32,7 +42,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--wires", nargs="+", default=["float32", "bfloat16", "int8", "int4", "float32/local"])
+    parser.add_argument("--speed", type=float, metavar="MILLIONS", help="time merges of as many parameters instead")
     args = parser.parse_args()
+    if args.speed:
+        speed(round(args.speed * 1e6), args.wires)
+        return
     speeds = tuple(map(float, args.fleet.split("/")))
     jax.config.update("jax_num_cpu_devices", len(speeds))
     task = _tasks.load("text")
@@ -69,6 +83,59 @@ def main() -> None:
             f"| {error:.4f} | {statistics.mean(differences):+.4f} |",
             flush=True,
         )
+
+
+def speed(size: int, wires: list[str]) -> None:
+    """Print what merges of this many parameters take without a link."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    x, weights = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32), jnp.array([2.0, 1.0])
+    print("| part, ms of a core | " + " | ".join(wires) + " |\n|---|" + "---|" * len(wires))
+    parts: dict[str, Any] = {
+        "codes of changes": lambda wire: core_ms(lambda x: encode(x, wire), x),
+        "codes of second moments": lambda wire: core_ms(lambda x: encode(x, wire, cut=True), x * x),
+        "from codes": lambda wire: core_ms(lambda data: decode(data, size, wire), encode(x, wire)),
+        "mean of two": lambda wire: core_ms(
+            lambda data: mean_of_rows(jnp.stack([data, data]), weights, size, wire), encode(x, wire)
+        ),
+        "checksum of the parameters": lambda wire: core_ms(
+            jax.vmap(lambda x: agreement(x, jnp.float32(1), "r"), axis_name="r"), x[None]
+        ),
+        "a whole merge, SGD": lambda wire: merge_ms(size, wire, optax.sgd(0.1)),
+        "a whole merge, Adam": lambda wire: merge_ms(size, wire, optax.adam(1e-3)),
+    }
+    for name, part in parts.items():
+        coded = [wire != "float32" or "merge" in name for wire in wires]
+        found = [f"{part(wire):,.0f}" if takes_part else "" for wire, takes_part in zip(wires, coded, strict=True)]
+        print(f"| {name} | {' | '.join(found)} |", flush=True)
+
+
+def core_ms(function: Any, *arguments: Any, times: int = 4) -> float:
+    """The least time of a core that a compiled function takes."""
+    program, took = jax.jit(function), []
+    jax.block_until_ready(program(*arguments))
+    for _ in range(times):
+        clock = time.process_time()
+        jax.block_until_ready(program(*arguments))
+        took.append(time.process_time() - clock)
+    return 1e3 * min(took)
+
+
+def merge_ms(size: int, wire: str, tx: optax.GradientTransformation, times: int = 3) -> float:
+    """The least time of a core that each of two replicas takes in a merge."""
+    params = {"map": np.zeros((32, 32), np.float32), "rest": np.ones(size - 32 * 32, np.float32)}
+    trainer = jaxche.Trainer(lambda p, x: jnp.mean((x @ p["map"] - x) ** 2), tx, replicas=jax.devices()[:2], wire=wire)
+    batches = jaxche.Batches(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32), batch_size=1)
+    state, _ = trainer.round(trainer.init(params), batches, (1, 1))
+    engine, took = trainer._engine, []
+    merge, local_states = engine._merge, engine._fitted(state.local_states)
+    for _ in range(times):
+        carries = [one.idle(local).carry for one, local in zip(engine._replicas, local_states, strict=True)]
+        arguments = merge.arguments(local_states, carries, np.ones((2, len(HOST_COLUMNS)), np.float32))
+        jax.block_until_ready(arguments)
+        clock = time.process_time()
+        jax.block_until_ready(merge._program(*arguments))
+        took.append((time.process_time() - clock) / 2)
+    return 1e3 * min(took)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ ARMS = {
         arm("cadence, local", opt_state="local"),
         arm("cadence, overlap 0.5", overlap=0.5),
         arm("cadence, overlap 0.25", overlap=0.25),
+        arm("cadence, int4", wire="int4"),
+        arm("cadence, overlap 0.5, int4", overlap=0.5, wire="int4"),
         arm("cadence, most throughput", che=throughput, opt_state="local"),
         *(
             arm(f"rounds of {ms} ms, averaged", counts=rounds_of(ms), opt_state="average")

@@ -59,24 +59,29 @@ def encode(x: jax.Array, wire: str, cut: bool = False) -> jax.Array:
         return to_bytes(_cut_bits(x, 16).astype(jnp.uint16) if cut else x.astype(jnp.bfloat16))
     largest = _LARGEST[wire]
     blocks = jnp.pad(x, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-    exact = jnp.max(jnp.abs(blocks), axis=1) / largest
+    sizes = jnp.abs(blocks)
+    top = jnp.max(sizes, axis=1)
+    exact = top / largest
     scales = lax.bitcast_convert_type(_cut_bits(exact, 16) << 16, jnp.float32) if cut else exact
     scales = jnp.where(exact >= jnp.finfo(jnp.float32).tiny, scales, 0)
     scales = jnp.where(jnp.isfinite(exact), scales, jnp.nan).astype(jnp.bfloat16)
     wide = scales.astype(jnp.float32)[:, None]
-    ratios = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1), 0)
-    codes = jnp.clip(jnp.trunc(ratios) if cut else jnp.round(ratios), -largest, largest)
-    if cut:  # the quotient may have been rounded up
-        codes = jnp.where(jnp.abs(codes) * wide > jnp.abs(blocks), codes - jnp.sign(codes), codes)
-    codes = lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)
+    ratios = jnp.where(wide > 0, (sizes if cut else blocks) / jnp.where(wide > 0, wide, 1), 0)
     scales = lax.bitcast_convert_type(scales, jnp.uint16)
-    if cut:
-        bits = _cut_bits(blocks, _CUT_BITS[wire])
-        lowest = jnp.maximum(jnp.max(bits, axis=1), 2 * largest + 1) - (2 * largest + 1)
-        floats = jnp.maximum(bits, lowest[:, None]) - lowest[:, None]
-        positive = jnp.all((blocks >= 0) & jnp.isfinite(blocks), axis=1)
-        codes = jnp.where(positive[:, None], floats.astype(jnp.uint8), codes)
+    if not cut:
+        codes = lax.bitcast_convert_type(jnp.clip(jnp.round(ratios), -largest, largest).astype(jnp.int8), jnp.uint8)
+    else:
+        codes = jnp.minimum(ratios, largest).astype(jnp.int32)
+        # The quotient may have been rounded up.
+        codes = codes - (codes.astype(jnp.float32) * wide > sizes).astype(jnp.int32)
+        codes = jnp.where(blocks < 0, -codes, codes)
+        highest = 2 * largest + 1
+        bits = _cut_bits(sizes, _CUT_BITS[wire]).astype(jnp.int32)
+        lowest = jnp.maximum(_cut_bits(top, _CUT_BITS[wire]).astype(jnp.int32), highest) - highest
+        positive = (jnp.min(blocks, axis=1) >= 0) & jnp.isfinite(top)
+        codes = jnp.where(positive[:, None], jnp.maximum(bits - lowest[:, None], 0), codes)
         scales = jnp.where(positive, lowest.astype(jnp.uint16) | jnp.uint16(_IS_FLOATS), scales)
+        codes = (codes & 0xFF).astype(jnp.uint8)
     if wire == "int4":
         codes = codes & 0xF
         codes = codes[:, : BLOCK // 2] | codes[:, BLOCK // 2 :] << 4
@@ -141,46 +146,55 @@ def mean_of_rows(rows: jax.Array, weights: jax.Array, size: int, wire: str) -> j
         data, weight = row
         return total + jnp.where(weight != 0, weight * decode(data, size, wire), 0), None
 
-    total, _ = lax.scan(add, jnp.zeros(size, jnp.float32), (rows, weights))
+    # Without a loop, two rows are one pass over memory.
+    total, _ = lax.scan(add, jnp.zeros(size, jnp.float32), (rows, weights), unroll=min(len(rows), 2))
     return total / weights.sum()
 
 
-class Means(NamedTuple):
-    """The weighted means of vectors over the replicas, and what this replica sent of its own vectors."""
+# A long vector in pieces; each is coded by itself, because XLA joins long arrays slowly.
+Pieces = Sequence[jax.Array]
 
-    means: list[jax.Array]
-    sent: list[jax.Array]
+
+class Means(NamedTuple):
+    """The weighted means of vectors over the replicas, and what this replica sent of its own vectors, in pieces."""
+
+    means: list[list[jax.Array]]
+    sent: list[list[jax.Array]]
 
 
 def gather_means(
-    vectors: Sequence[jax.Array], exact: jax.Array, weight: jax.Array, axis_name: str, wire: str
+    vectors: Sequence[Pieces], exact: jax.Array, weight: jax.Array, axis_name: str, wire: str
 ) -> tuple[Means, jax.Array]:
     """Weighted means of coded vectors, and exact sums, in one all-gather: every replica decodes all codes.
 
     Args:
-      vectors: this replica's vectors, float32; each is rounded as :func:`encode_all` does.
+      vectors: this replica's vectors, float32, in pieces; each is rounded as :func:`encode_all` does.
       exact: float32 ``[m]``, summed over the replicas as it is.
       weight: this replica's weight, a scalar.
       axis_name: the mapped axis of the replicas.
       wire: one of ``WIRES``.
     """
-    sizes, data = [x.size for x in vectors], encode_all(vectors, wire)
-    rows = lax.all_gather(jnp.concatenate([data, to_bytes(jnp.append(exact, weight))]), axis_name)
-    numbers = jax.vmap(lambda row: from_bytes(row, exact.dtype))(rows[:, data.size :])
-    found = _split(rows[:, : data.size], sizes, wire)
+    own = encode_all(vectors, wire)
+    data = list(itertools.chain.from_iterable(own))
+    rows = lax.all_gather(jnp.concatenate([*data, to_bytes(jnp.append(exact, weight))]), axis_name)
+    *found, numbers = jnp.split(rows, list(itertools.accumulate(x.size for x in data)), axis=1)
+    numbers = jax.vmap(lambda row: from_bytes(row, exact.dtype))(numbers)
+    sizes = [x.size for pieces in vectors for x in pieces]
     means = [mean_of_rows(part, numbers[:, -1], size, wire) for part, size in zip(found, sizes, strict=True)]
-    return Means(means, decode_all(data, sizes, wire)), numbers[:, :-1].sum(0)
+    sent = [decode(part, size, wire) for part, size in zip(data, sizes, strict=True)]
+    return Means(_regrouped(means, vectors), _regrouped(sent, vectors)), numbers[:, :-1].sum(0)
 
 
 def exchange_means(
-    vectors: Sequence[jax.Array], weights: jax.Array, part: jax.Array, axis_name: str, wire: str
+    vectors: Sequence[Pieces], weights: jax.Array, part: jax.Array, axis_name: str, wire: str
 ) -> tuple[Means, jax.Array]:
     """Weighted means of coded vectors in two exchanges: each replica averages its part, and sends that mean to all.
 
     Args:
-      vectors: this replica's vectors, float32; each is rounded as :func:`encode_all` does.
+      vectors: this replica's vectors, float32, in pieces; each is rounded as :func:`encode_all` does.
       weights: ``[R]``, equal on all replicas.
-      part: what this replica has not sent of its parts of the means, one after the other, each ``[part_size(n, R)]``.
+      part: what this replica has not sent of its parts of the means, one after the other, each ``[part_size(n, R)]``
+        with the numbers n in the blocks of a vector.
       axis_name: the mapped axis of the replicas.
       wire: one of ``WIRES``.
 
@@ -188,34 +202,69 @@ def exchange_means(
       The means, and the next ``part``.
     """
     replicas = weights.size
-    sizes = [part_size(x.size, replicas) for x in vectors]
-    padded = [jnp.pad(x, (0, replicas * size - x.size)) for x, size in zip(vectors, sizes, strict=True)]
-    rows = [x.reshape(replicas, -1) for x in padded]
-    data = jax.vmap(lambda *parts: encode_all(parts, wire))(*rows)
-    received = _split(lax.all_to_all(data, axis_name, split_axis=0, concat_axis=0), sizes, wire)
-    due = [mean_of_rows(one, weights, size, wire) for one, size in zip(received, sizes, strict=True)]
+    sizes = [part_size(sum(blocks_size(x.size) for x in pieces), replicas) for pieces in vectors]
+    own = encode_all(vectors, wire)
+    rows = [_rows(data, pieces, size, replicas, wire) for data, pieces, size in zip(own, vectors, sizes, strict=True)]
+    received = lax.all_to_all(jnp.concatenate(rows, axis=1), axis_name, split_axis=0, concat_axis=0)
+    ends = list(itertools.accumulate(coded_bytes(size, wire) for size in sizes))[:-1]
+    due = [
+        mean_of_rows(one, weights, size, wire)
+        for one, size in zip(jnp.split(received, ends, axis=1), sizes, strict=True)
+    ]
     due = [mean + rest for mean, rest in zip(due, jnp.split(part, list(itertools.accumulate(sizes))[:-1]), strict=True)]
-    own = encode_all(due, wire)
-    means = lax.all_gather(own, axis_name)
-
-    def whole(rows: jax.Array) -> list[jax.Array]:
-        found = jax.vmap(lambda row: tuple(decode_all(row, sizes, wire)))(rows)
-        return [one.ravel()[: x.size] for one, x in zip(found, vectors, strict=True)]
-
-    return Means(whole(means), whole(data)), jnp.concatenate(due) - jnp.concatenate(decode_all(own, sizes, wire))
-
-
-def encode_all(vectors: Sequence[jax.Array], wire: str) -> jax.Array:
-    """Vectors as bytes, one after the other: the first rounded to the nearest codes, the others cut."""
-    return jnp.concatenate([encode(x, wire, cut=i > 0) for i, x in enumerate(vectors)])
-
-
-def decode_all(data: jax.Array, sizes: Sequence[int], wire: str) -> list[jax.Array]:
-    """The inverse of :func:`encode_all` up to rounding."""
-    return [decode(part, size, wire) for part, size in zip(_split(data, sizes, wire), sizes, strict=True)]
+    data = [pieces[0] for pieces in encode_all([[x] for x in due], wire)]
+    found = jnp.split(lax.all_gather(jnp.concatenate(data), axis_name), ends, axis=1)
+    means = [
+        [decode(x, like.size, wire) for x, like in zip(_of_rows(one, pieces, size, wire), pieces, strict=True)]
+        for one, pieces, size in zip(found, vectors, sizes, strict=True)
+    ]
+    sent = [
+        [decode(x, like.size, wire) for x, like in zip(one, pieces, strict=True)]
+        for one, pieces in zip(own, vectors, strict=True)
+    ]
+    kept = [decode(x, size, wire) for x, size in zip(data, sizes, strict=True)]
+    return Means(means, sent), jnp.concatenate(due) - jnp.concatenate(kept)
 
 
-def _split(data: jax.Array, sizes: Sequence[int], wire: str) -> list[jax.Array]:
-    """The bytes of each vector, along the last axis."""
-    ends = itertools.accumulate(coded_bytes(size, wire) for size in sizes)
-    return jnp.split(data, list(ends)[:-1], axis=-1)
+def encode_all(vectors: Sequence[Pieces], wire: str) -> list[list[jax.Array]]:
+    """The bytes of each piece: those of the first vector rounded to the nearest codes, those of the others cut."""
+    return [[encode(x, wire, cut=i > 0) for x in pieces] for i, pieces in enumerate(vectors)]
+
+
+def _regrouped(found: Sequence[jax.Array], vectors: Sequence[Pieces]) -> list[list[jax.Array]]:
+    rest = iter(found)
+    return [list(itertools.islice(rest, len(pieces))) for pieces in vectors]
+
+
+def _block_bytes(wire: str) -> tuple[int, int]:
+    """The bytes of the codes of a block, and of its scale."""
+    return BLOCK * WIRES[wire] // 8, _SCALE_BYTES if wire in _LARGEST else 0
+
+
+def _rows(data: Pieces, pieces: Pieces, size: int, replicas: int, wire: str) -> jax.Array:
+    """The codes of a vector in rows of ``size`` numbers, one for each replica; blocks behind its end are zero."""
+    rows = []
+    for position, nbytes in enumerate(_block_bytes(wire)):
+        blocks = [_columns(x, like.size, wire)[position].ravel() for x, like in zip(data, pieces, strict=True)]
+        whole = jnp.concatenate([jnp.zeros(0, jnp.uint8), *blocks])
+        whole = jnp.pad(whole, (0, replicas * size // BLOCK * nbytes - whole.size))
+        rows.append(whole.reshape(replicas, -1))
+    return jnp.concatenate(rows, axis=1)
+
+
+def _of_rows(rows: jax.Array, pieces: Pieces, size: int, wire: str) -> list[jax.Array]:
+    """The inverse of :func:`_rows`: the bytes of each piece."""
+    ends = list(itertools.accumulate(blocks_size(x.size) // BLOCK for x in pieces))
+    halves = jnp.split(rows, [size // BLOCK * _block_bytes(wire)[0]], axis=1)
+    columns = [
+        jnp.split(half.ravel(), [end * nbytes for end in ends])[:-1]
+        for half, nbytes in zip(halves, _block_bytes(wire), strict=True)
+    ]
+    found = map(jnp.concatenate, zip(*columns, strict=True))
+    return [x[: coded_bytes(like.size, wire)] for x, like in zip(found, pieces, strict=True)]
+
+
+def _columns(data: jax.Array, size: int, wire: str) -> list[jax.Array]:
+    """The bytes of the codes and of the scales of one vector, in whole blocks."""
+    codes = blocks_size(size) // BLOCK * _block_bytes(wire)[0]
+    return jnp.split(jnp.pad(data, (0, max(0, codes - data.size))), [codes])

@@ -14,6 +14,11 @@ from jaxche.cadence._rounds import ApplyPolicy, RoundPlan, plan_round
 from jaxche.cadence._rounds import Piece as Piece
 from jaxche.cadence._row_shares import RowShares as RowShares
 from jaxche.cadence._simulate import FleetRun, Slowdown, VirtualFleet
+from jaxche.cadence._wire_choice import AUTO_WIRES as AUTO_WIRES
+from jaxche.cadence._wire_choice import DEAR as DEAR
+from jaxche.cadence._wire_choice import WireChoice as WireChoice
+from jaxche.cadence._wire_choice import choose_wire as choose_wire
+from jaxche.cadence._wire_choice import merge_share as merge_share
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.
 __all__ = [

@@ -18,7 +18,9 @@ from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, roun
 _log = logging.getLogger("jaxche")
 
 # Fields that earlier versions did not write.
-_LATER = frozenset({"clock_ms", "steps_done", "examples_done", "validation", "overlapped", "hidden_ms"})
+_LATER = frozenset(
+    {"clock_ms", "steps_done", "examples_done", "validation", "overlapped", "hidden_ms", "wire", "overlap"}
+)
 
 
 class History(list[RoundInfo]):

@@ -60,6 +60,8 @@ class RoundInfo:
       overlapped: with ``overlap=``, the steps that each replica took while the merge of the round before was in flight;
         empty if no merge was. Drift is then of that merge, and ``sync_ms`` the part of it that was not hidden.
       hidden_ms: the part of it that was.
+      wire: the wire of the merge; empty in records of earlier versions.
+      overlap: the argument of the trainer, 0 where it waits for each merge.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -107,6 +109,8 @@ class RoundInfo:
     merge_bytes: int = 0
     overlapped: tuple[int, ...] = ()
     hidden_ms: float = 0.0
+    wire: str = ""
+    overlap: float = 0.0
 
     @property
     def batches(self) -> int:

@@ -18,9 +18,10 @@ import numpy as np
 import optax
 
 from jaxche.averaging import MERGE_RULES, WIRES
-from jaxche.cadence import ApplyPolicy, VirtualFleet, whole_number
+from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
+from jaxche.reports import RoundInfo
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     check_transform,
@@ -59,7 +60,7 @@ def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, b
 
 def check_wire(wire: str, average: str, policy: ApplyPolicy, staged: bool) -> None:
     """Refuse an unknown wire, and one for merges that send no change of the parameters."""
-    one_of("wire", wire, tuple(WIRES))
+    one_of("wire", wire, (*WIRES, "auto"))
     if wire == "float32":
         return
     reason = ""
@@ -74,6 +75,38 @@ def check_wire(wire: str, average: str, policy: ApplyPolicy, staged: bool) -> No
             f"wire={wire!r} codes the change of averaged parameters, and {reason}; leave it out, or write "
             "policy='cadence', average='parameters' for a model in one piece"
         )
+
+
+def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, virtual: bool) -> None:
+    """Refuse ``wire="auto"`` where its merges cannot be measured and changed."""
+    if wire != "auto":
+        return
+    what = ""
+    if virtual:
+        what = "measures merges, and on the clock of fleet= they cost the same with every wire"
+    elif elastic:
+        what = "changes the programs of all processes in a run, and an elastic run admits processes without them"
+    elif che is not None and che.tuner == "seed":
+        what = "follows the measured merges, which tuner='seed' does not keep"
+    if what:
+        raise ValueError(f"wire='auto' {what}; write wire='int4', or leave it out")
+
+
+def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float) -> None:
+    """Refuse recorded rounds whose merges were others than those of a trainer with these arguments."""
+    wires = {info.wire for info in history if info.wire}
+    for info in history:
+        recorded = {"wire": "auto" if len(wires) > 1 else info.wire, "overlap": info.overlap} if info.wire else {}
+        if not info.wire and info.overlapped and not overlap:  # a record of an earlier version
+            recorded = {"overlap": 0.5}
+        for name, own in (("wire", wire), ("overlap", overlap)):
+            value = recorded.get(name, own)
+            if value != own and not (name == "wire" and own == "auto" and value in AUTO_WIRES):
+                raise ValueError(
+                    f"history was recorded with {name}={value!r} in round {info.round}, and this trainer has "
+                    f"{name}={own!r}; a replay makes the recorded merges again: write "
+                    f"jaxche.Trainer(..., {name}={value!r})"
+                )
 
 
 def check_joined() -> None:

@@ -26,6 +26,9 @@ from jaxche.averaging import (
 from jaxche.training._placement import Placement
 from jaxche.training._replica_mesh import AXIS
 
+# Arrays of as many numbers are coded alone: joining them takes XLA longer than coding them.
+_ALONE = 1 << 15
+
 
 class Residual(NamedTuple):
     """What a replica has not sent yet."""
@@ -104,7 +107,7 @@ def coded_sums(
     # The moments of a replica that takes no part may be of any numbers.
     kept = [jnp.where(takes_part | jnp.isfinite(moments[i]), moments[i], 0) for i in coded_moments]
     kept = [x.astype(sum_dtype(x.dtype)) for x in kept]
-    vectors = [_vector(due), _vector(kept)]
+    vectors = [[_vector(run) for run in _runs(arrays)] for arrays in (due, kept)]
     exact = {
         "payload": payload,
         "changes": weighted({i: x for i, x in enumerate(changes) if i not in coded}, weight),
@@ -124,7 +127,7 @@ def coded_sums(
         total = psum_buckets(exact, AXIS)
         found, part = exchange_means(vectors, total["weights"], residual.part, AXIS, wire)
     weights = total["payload"]["weight"]
-    means, sent = ([_split(x, like) for x, like in zip(one, (due, kept), strict=True)] for one in found)
+    means, sent = ([_joined(x, like) for x, like in zip(one, (due, kept), strict=True)] for one in found)
     for i, x, mean, own in zip(coded, due, means[0], sent[0], strict=True):
         changes[i], unsent[i] = mean, jnp.where(takes_part, x - own, unsent[i])
     for i, s in total["changes"].items():
@@ -136,10 +139,22 @@ def coded_sums(
     return CodedSums(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
 
 
+def _runs(arrays: Sequence[Any]) -> list[list[Any]]:
+    """The arrays in order, those of many numbers alone, the others together: each run is coded by itself."""
+    found: list[list[Any]] = []
+    for x in arrays:
+        if x.size >= _ALONE or not found or found[-1][-1].size >= _ALONE:
+            found.append([x])
+        else:
+            found[-1].append(x)
+    return found
+
+
 def _vector(arrays: Sequence[Any]) -> Any:
-    """The numbers of all arrays as float32, each array in blocks of its own."""
-    padded = [jnp.pad(x.ravel().astype(jnp.float32), (0, blocks_size(x.size) - x.size)) for x in arrays]
-    return jnp.concatenate([jnp.zeros(0, jnp.float32), *padded])
+    """The numbers of a run as float32, each of several arrays in blocks of its own."""
+    if len(arrays) == 1:
+        return arrays[0].ravel().astype(jnp.float32)
+    return jnp.concatenate([jnp.pad(x.ravel().astype(jnp.float32), (0, blocks_size(x.size) - x.size)) for x in arrays])
 
 
 def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
@@ -147,6 +162,12 @@ def _split(vector: Any, like: Sequence[Any]) -> list[Any]:
     starts = itertools.accumulate((blocks_size(x.size) for x in like), initial=0)
     parts = [vector[start : start + x.size] for start, x in zip(starts, like, strict=False)]
     return [part.reshape(x.shape).astype(sum_dtype(x.dtype)) for part, x in zip(parts, like, strict=True)]
+
+
+def _joined(vectors: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """The arrays of all runs, from the vector of each."""
+    runs = zip(vectors, _runs(like), strict=True)
+    return [x for vector, run in runs for x in _split(vector, run)]
 
 
 def agreement(params: Any, finite: Any, axis_name: str) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 import optax
 
 from jaxche.averaging import outer_init
-from jaxche.cadence import RoundPlan
+from jaxche.cadence import AUTO_WIRES, RoundPlan
 from jaxche.distributed import Group
 from jaxche.sharding import batch_size, is_maker, nbytes
 from jaxche.training._checks import check_state_of_tx
@@ -110,7 +111,7 @@ class Settings:
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
-        return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling, wire=self.wire)
+        return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
 # For the messages of errors in Engine.prepare.
@@ -143,6 +144,9 @@ class Engine:
         self._shapes: Any = None
         self._replica_mesh: Any = None
         self._merge: Any = None
+        # The wire of merges; under "auto" the trainer changes it, and the merges of both wires stay compiled.
+        self.wire = AUTO_WIRES[0] if settings.wire == "auto" else settings.wire
+        self._merges: dict[str, Any] = {}
         self._replicas: list[Replica] = []
         self._memory: dict[int, dict[str, int]] = {}
         self._row_limits: dict[int, float] = {}
@@ -162,7 +166,7 @@ class Engine:
             outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
             scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
             local = LocalState(params, tx.init(params), model_state, outer_state, **scaled)
-            if self._settings.wire != "float32":
+            if self._settings.wire != "float32":  # "auto" may take codes later
                 is_sharded = self._placements[0].makes_pieces
                 residual = zero_residual(params, self._settings.coded_moments(local), self.world_size, is_sharded)
                 local = local._replace(residual=residual)
@@ -215,7 +219,7 @@ class Engine:
         for rank, replica in zip(self.ranks, self._replicas, strict=False):
             replica.rank = rank
         if replicas:
-            self._merge = self._make_merge(local_states[0])
+            self._set_merge(self._make_merge(local_states[0]))
             self._warm_up_merge(local_states)
 
     def view(self, name: str, trees: Sequence[Any]) -> Any:
@@ -388,17 +392,43 @@ class Engine:
             for rank in self.ranks
         ]
         self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
-        self._merge = self._make_merge(local)
+        self._set_merge(self._make_merge(local))
         return code.consts
+
+    def _set_merge(self, merge: Any) -> None:
+        self._merge, self._merges = merge, {self.wire: merge}
+
+    def use_wire(self, wire: str, local_states: Sequence[LocalState]) -> None:
+        """Merge with this wire from now on, in all processes."""
+        if wire == self.wire:
+            return
+        self.wire = wire
+        if self._merge is None:  # :meth:`prepare` makes it
+            return
+        if isinstance(self._merge, OverlappedMerge):
+            self._merge.wait()
+        is_new = wire not in self._merges
+        if is_new:
+            self._merges[wire] = self._make_merge(local_states[0])
+        self._merge = self._merges[wire]
+        if is_new:
+            self._warm_up_merge(local_states)
+
+    def merge_ms(self, local_states: Sequence[LocalState]) -> float:
+        """The time of a merge that changes nothing, the longest of all processes."""
+        clock = time.perf_counter()
+        self._warm_up_merge(local_states)
+        return max(self._group.all_gather(1e3 * (time.perf_counter() - clock)))
 
     def _make_merge(self, local: LocalState) -> Any:
         assert self._rules is not None, "_build comes first"
         if len(self._all_placements) == 1:
             return SingleReplica(self._group, self._placements[0], self._rules.scaling)
         # Also when one of several replicas is left: its steps were compiled for this merge.
+        rules = self._rules._replace(wire=self.wire)
         if self.overlaps:
-            return OverlappedMerge(self._replica_mesh, self._rules, local, in_background=not self._settings.virtual)
-        return self._merge_type(self._replica_mesh, self._rules, local)
+            return OverlappedMerge(self._replica_mesh, rules, local, in_background=not self._settings.virtual)
+        return self._merge_type(self._replica_mesh, rules, local)
 
     def data_digest(self, data: Any) -> str:
         """A short hash of some batches, or ``NONDETERMINISTIC``; for a stream, whether it is sharded."""

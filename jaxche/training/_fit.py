@@ -20,7 +20,7 @@ from jaxche.training._checks import check_callbacks
 from jaxche.training._evaluate import MetricProgram, batches_of, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
-from jaxche.training._plan import End
+from jaxche.training._plan import End, GivenRound
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._stream import as_stream, is_stream
@@ -136,7 +136,7 @@ def fit(
             hooks.append(manager)
             stack.enter_context(manager.active())
         if dry_run:
-            after, info = trainer._round(state, data, counts=(1,) * trainer.world_size, keeps=True)
+            after, info = trainer._round(state, data, given=GivenRound((1,) * trainer.world_size), keeps=True)
             after.merged()
             if agreed.program is not None:
                 batches = [next(batches_of(validation))] * trainer.world_size

@@ -459,7 +459,7 @@ class Merge:
                 "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
             )
         parts = self._replica_mesh.unstack(merged)
-        local_states = tuple(_next(carry, part) for carry, part in zip(carries, parts, strict=True))
+        local_states = tuple(map(_next, starts, carries, parts))
         return Merged(
             local_states,
             table,
@@ -494,9 +494,9 @@ def _present(carry: Carry, *names: str) -> dict[str, Any]:
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
-def _next(carry: Carry, merged: dict[str, Any]) -> LocalState:
-    """The next local state: the merged trees, and the replica's own optimizer state unless it was merged."""
-    trees = {"opt_state": carry.opt_state} | merged
+def _next(start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
+    """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged."""
+    trees = {"opt_state": carry.opt_state, "residual": start.residual} | merged
     counts = trees.pop("counts", None)
     return (
         LocalState(**trees)

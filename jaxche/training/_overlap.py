@@ -55,6 +55,13 @@ class MergeInFlight:
         """Wait for its result; raises the error of a merge that broke off."""
         return self._finished.result()[0]
 
+    def seen_by(self, exchanged: Merged) -> Merged:
+        """An exchanged table with what this merge found: the round after a merge reports it."""
+        found = self.result()
+        return exchanged._replace(
+            drift=found.drift, squares=found.squares, finite=found.finite, wall_ms=self.wall_ms, nbytes=found.nbytes
+        )
+
     @property
     def duration_ms(self) -> float:
         """How long it took in this process; waits for its end."""
@@ -142,10 +149,14 @@ class OverlappedMerge:
             corrected(local, carry, one)  # compiles it before any clock starts
         return merged
 
+    def wait(self) -> None:
+        """Wait for a merge in flight, also for one of a state that was dropped."""
+        if self._last is not None:
+            wait([self._last])
+
     def exchange(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         """The table of the round, and the replicas as they are; ``starts`` are those of the last merge."""
-        if self._last is not None:
-            wait([self._last])  # also for one of a state that was dropped
+        self.wait()
         stack = self._replica_mesh.stack
         measured = [{"sums": carry.sums, "not_finite": carry.not_finite} for carry in carries]
         before: list[dict[str, Any]] = [{} for _ in starts]

@@ -16,7 +16,7 @@ from jaxche.cadence import (
     limit_lead,
     split_by_ratio,
 )
-from jaxche.reports import positive
+from jaxche.reports import RoundInfo, positive
 from jaxche.training._state import TrainerState
 
 # Steps in a round of a single replica. Nothing is merged there; a round only reports.
@@ -78,6 +78,28 @@ class End(NamedTuple):
         if self.examples is not None and batch_size:
             left.append(-(-(self.examples - state.examples) // batch_size))
         return max(1, min(left)) if left else None
+
+
+class GivenRound(NamedTuple):
+    """What is given for a round, and not planned: by a user, or by a record that is replayed.
+
+    Attributes:
+      counts: planned steps of each replica, without a time limit; None if the cadence plans them.
+      done: steps that each takes of these, because it was out of time when the round was recorded.
+      shares: rows of each replica, if batches are split, and ``joined``, the number of batches that are.
+      after: steps of each before it takes in the merge in flight.
+    """
+
+    counts: Sequence[int] | None = None
+    done: Sequence[int] | None = None
+    shares: tuple[int, ...] = ()
+    joined: int = 0
+    after: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, info: RoundInfo) -> GivenRound:
+        """A recorded round."""
+        return cls(info.planned, info.counts, info.shares, info.joined, info.overlapped)
 
 
 def next_plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -54,6 +54,20 @@ class NonFiniteLossError(FloatingPointError):
     ):
         super().__init__(message)
         self.rank, self.round, self.state, self.batches = rank, round, state, batches
+
+
+class RoundTimes(NamedTuple):
+    """Times of a round, in milliseconds.
+
+    Attributes:
+      sync_ms: what its merge added to it.
+      hidden_ms: what the merge of the round before it took beside its steps.
+      merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else 0.
+    """
+
+    sync_ms: float
+    hidden_ms: float
+    merge_ms: float
 
 
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}

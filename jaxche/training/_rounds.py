@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,15 +17,28 @@ import optax
 from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RoundPlan, RowShares, VirtualFleet, choose
+from jaxche.cadence import (
+    DEAR,
+    ApplyPolicy,
+    Choice,
+    DivergenceCorrection,
+    ElChe,
+    RoundPlan,
+    RowShares,
+    VirtualFleet,
+    WireChoice,
+    choose_wire,
+    merge_share,
+)
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
-from jaxche.reports import History, RoundInfo
+from jaxche.reports import RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of, show_bytes
+from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
     check_auto,
+    check_auto_wire,
     check_fleet,
     check_joined,
     check_line_search,
@@ -51,10 +64,11 @@ from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._frozen import FrozenArrays
 from jaxche.training._outputs import BatchOutputs, in_order
-from jaxche.training._overlap import Correction, exposed_ms
+from jaxche.training._overlap import Correction, MergeInFlight, exposed_ms
 from jaxche.training._placement import make_placements, merges_on_host
-from jaxche.training._plan import SOLO_ROUND, End, next_plan, plan_of_counts, time_limit_ms
-from jaxche.training._round import RoundStatistics, advance, host_row
+from jaxche.training._plan import SOLO_ROUND, End, GivenRound, next_plan, plan_of_counts, time_limit_ms
+from jaxche.training._round import RoundStatistics, RoundTimes, advance, host_row
+from jaxche.training._rows import RowRules, next_shares
 from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
@@ -62,20 +76,14 @@ from jaxche.training._stream import check_stream, epoch_size, is_stream
 
 _log = logging.getLogger("jaxche")
 
-# The shares of rows are multiples of a batch divided by this.
-_SHARES_OF_A_BATCH = 64
-# A round of a cadence in which the slowest replica has time for as many batches deals out whole ones.
-_WHOLE_BATCHES = 4
-# The number of batches in a shorter round changes if it is so far from the wanted one.
-_CHANGE = 0.15
-_ENDLESS = End()
+_ENDLESS, _PLANNED = End(), GivenRound()
 
 # The default cadence: from a small anchor the progress tuner finds the right round length in a few rounds.
 DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "overhead_target": 0.015, "tuner": "progress"}
 
 
 class Rounds:
-    """Plans, runs and merges rounds: the trainer without :meth:`Trainer.fit`."""
+    """Plans, runs and merges rounds: the trainer without what runs many of them, such as :meth:`Trainer.fit`."""
 
     # Follows the processes of an elastic run.
     _membership_type: Callable[[Any, ElasticGroup], Any] | None = None
@@ -121,6 +129,7 @@ class Rounds:
         checked_scaling(scaling, base_batch_size, tx, opt_state)
         staged = isinstance(loss_fn, Partitioned)
         check_wire(wire, average, self.policy, staged)
+        check_auto_wire(wire, che, isinstance(group, ElasticGroup), fleet is not None)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
@@ -147,7 +156,8 @@ class Rounds:
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
         # Each device of a sharded replica takes as many rows.
-        self._unit = math.lcm(*(placement.devices.size for placement in placements))
+        unit = math.lcm(*(placement.devices.size for placement in placements))
+        self._row_rules = RowRules(self.rows == "speed", self._joined, unit)
         paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
         scaled = None
         if scaling is not None:
@@ -262,7 +272,10 @@ class Rounds:
             check_opt_state(self._tx, shapes, opt_state, staged=isinstance(self._engine, StagedEngine))
         local_states = self._engine.placement(params, model_state, opt_state)
         choice = Choice() if self._chooses else None
-        return TrainerState(local_states, self._che, DivergenceCorrection(), choice=choice, _view=self._engine.view)
+        wire = WireChoice() if self.wire == "auto" and self.world_size > 1 else None
+        return TrainerState(
+            local_states, self._che, DivergenceCorrection(), choice=choice, wire=wire, _view=self._engine.view
+        )
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
@@ -309,58 +322,13 @@ class Rounds:
           PlanMismatchError: the hosts planned different rounds.
         """
         self.check_state(state, "trainer.round")
-        return self._round(state, data, counts)
+        return self._round(state, data, given=GivenRound(counts))
 
     def check_state(self, state: Any, call: str) -> None:
         """Refuse what is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
         check_state(state)
         check_untraced(call)
         self._engine.check_state(state.local_states)
-
-    @short_traceback
-    def replay(self, state: TrainerState, data: Any, history: Iterable[RoundInfo]) -> tuple[TrainerState, History]:
-        """Repeat recorded rounds: the same batches on the same replicas, at any speed.
-
-        On the same devices the result is equal bit for bit.
-
-        Args:
-          state: the state before the first recorded round.
-          data: the data of the recorded run.
-          history: the recorded rounds, e.g. ``History.from_json(Path("history.jsonl"))``.
-
-        Returns:
-          ``(state, history)`` of the repeated run.
-
-        Raises:
-          ValueError: the history begins at another place than the state, or has another number of replicas.
-        """
-        self.check_state(state, "trainer.replay")
-        again, history = History(), list(history)
-        for number, info in enumerate(history):
-            if len(info.counts) != self.world_size:
-                raise ValueError(
-                    f"history has {len(info.counts)} replicas in round {info.round}, and this trainer has "
-                    f"{self.world_size}; give it as many replicas. If the number changed during the run, as in an "
-                    f"elastic run, replay the rounds before that: history[:{number}]"
-                )
-            if info.overlapped and not self.overlap:
-                raise ValueError(
-                    f"history has merges that overlap steps, in round {info.round}, and this trainer waits for its "
-                    "merges; write jaxche.Trainer(..., overlap=0.5)"
-                )
-        for info in history:
-            epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
-            if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
-                raise ValueError(
-                    f"history has round {info.round} at batch {info.cursor} of epoch {info.epoch}, but the state is at "
-                    f"round {state.round}, batch {start} of epoch {epoch}; start from the state before the first "
-                    "recorded round, e.g. state = trainer.init(params), and give the same data"
-                )
-            state = state if info.overlapped else state.merged()
-            cut, after = (info.shares, info.joined), info.overlapped
-            state, info = self._round(state, data, info.planned, done=info.counts, cut=cut, after=after)
-            again.append(info)
-        return state.merged(), again
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop after the next round; its merge carries the request."""
@@ -372,27 +340,6 @@ class Rounds:
         if self._membership:
             self._membership.reset()
 
-    @short_traceback
-    def measure_rates(self, state: TrainerState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
-        """Batches per second of every replica, all running at once without merges: the upper bound of any cadence.
-
-        Args:
-          state: the state to run from; it is not changed.
-          data: as for :meth:`round`.
-          seconds: how long to run.
-
-        Returns:
-          One rate per replica, in batches a second.
-        """
-        if self._fleet is not None:
-            return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
-        self.check_state(state, "trainer.measure_rates")
-        reader = self._engine.reader(data)
-        reader.seek(state)
-        plan = reader.fitted(self._plan(state, reader.size), state)
-        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
-        return tuple(self._engine.free_run(state.local_states, data, seconds))
-
     @property
     def memory(self) -> list[dict[str, int]]:
         """Bytes that a round needs on a device of each replica.
@@ -400,29 +347,6 @@ class Rounds:
         One dict per replica, with its ``"rank"``, the bytes by purpose and ``"in all"``; empty before the first round.
         """
         return self._engine.memory
-
-    def explain(self, state: TrainerState) -> str:
-        """What the trainer does with its replicas, and why, in one line.
-
-        Args:
-          state: after the rounds from which speeds and merges are measured.
-        """
-        if state.choice is not None:
-            return state.choice.reason
-        policy = f"policy={self.policy.value!r}, as given"
-        if state.row_shares.rows:
-            policy += f": rows {state.row_shares.rows} of {state.row_shares.joined} batches by speed"
-        elif self.policy is ApplyPolicy.SYNC:
-            policy += f": {self._joined} batches in a round"
-        elif state.che is not None:
-            policy += f": {state.che.batch_counts} batches in a round"
-        if sent := self._engine.sent_bytes:
-            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self.wire!r}"
-        if self._engine.overlaps:
-            policy += f", beside the first {self.overlap:.0%} of the next round"
-        if state.che is not None and state.che.limit:
-            policy += f"; {state.che.limit}"
-        return policy
 
     @property
     def local_ranks(self) -> list[int]:
@@ -437,22 +361,15 @@ class Rounds:
         """
         return self._engine.compilations
 
-    def _plan(
-        self,
-        state: TrainerState,
-        size: int,
-        counts: Sequence[int] | None = None,
-        end: End = _ENDLESS,
-        cut: tuple[tuple[int, ...], int] = ((), 0),
-    ) -> RoundPlan:
+    def _plan(self, state: TrainerState, size: int, end: End = _ENDLESS, given: GivenRound = _PLANNED) -> RoundPlan:
         if state.cursor >= size:
             raise ValueError(
                 f"data has {size} batches in an epoch, and state is at batch {state.cursor} of one; go on with the "
                 "data it was trained on, or begin an epoch of others: state = trainer.init(trainer.params(state))"
             )
         policy, joined, most = self._policy(state), self._joined, end.batches_left(state, self._engine.batch_size)
-        if counts is not None:
-            return plan_of_counts(state, size, policy, self.world_size, counts, *cut)
+        if given.counts is not None:
+            return plan_of_counts(state, size, policy, self.world_size, given.counts, given.shares, given.joined)
         return next_plan(state, size, policy, self.world_size, end.epochs, self._solo_steps, joined, most)
 
     def _policy(self, state: TrainerState) -> ApplyPolicy:
@@ -472,43 +389,34 @@ class Rounds:
         self,
         state: TrainerState,
         data: Any,
-        counts: Sequence[int] | None = None,
         end: End = _ENDLESS,
+        given: GivenRound = _PLANNED,
         prefetch: bool = False,
-        done: Sequence[int] | None = None,
-        cut: tuple[tuple[int, ...], int] = ((), 0),
         keeps: bool = False,
-        after: Sequence[int] = (),
     ) -> tuple[TrainerState, RoundInfo]:
-        policy = self._policy(state)
-        if self._chooses:
-            self._engine = self._sync_engine if policy is ApplyPolicy.SYNC else self._local_engine
+        """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from what was measured.
+
+        With ``prefetch`` the batches of the next round are read meanwhile; with ``keeps`` those of this one are kept,
+        for another round on them.
+        """
+        self._set_programs(state)
         reader = self._engine.reader(data)
-        size = reader.size
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
-        reader.seek(state)
-        plan = reader.fitted(self._plan(state, size, counts, end, cut), state)
-        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
-        if end.examples is not None:  # the size of a batch is known now
-            plan = reader.fitted(self._plan(state, size, counts, end, cut), state)
-        feeds = self._engine.start(state, data, plan, done, keeps)
+        plan = self._prepare(reader, state, data, end, given)
+        feeds = self._engine.start(state, data, plan, given.done, keeps)
         clock = time.perf_counter()
-        merge_scale = MergeScale()
-        if self.scaling is not None:
-            weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
-            merge_scale = MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
-        is_limited = counts is None and self._fleet is None and reader.has_time_limit
-        limit = time_limit_ms(state.che, plan) if is_limited else None
-        in_flight, corrections = state.in_flight, None
+        in_flight, after, corrections = state.in_flight, given.after, None
         if in_flight is not None:
             after = after or [int(self.overlap * n) for n in plan.counts]
             corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(self._engine.ranks)]
-        results = self._engine.run(state.local_states, feeds, plan, merge_scale, limit, corrections)
+        is_limited = given.counts is None and self._fleet is None and reader.has_time_limit
+        limit = time_limit_ms(state.che, plan) if is_limited else None
+        results = self._engine.run(state.local_states, feeds, plan, self._merge_scale(plan), limit, corrections)
         # A merge that broke off ends the round here.
         landed = in_flight and in_flight.result()
         if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
-            self._engine.prefetch(data, self._plan(expected, plan.epoch_size, counts, end))
+            self._engine.prefetch(data, self._plan(expected, plan.epoch_size, end, given))
         stop, stream_end = self._stop, reader.ended(plan, state, sum(result.steps for result in results))
         rows = np.array(
             [
@@ -519,18 +427,8 @@ class Rounds:
         if self._membership:
             self._membership.poll()
         starts = landed.local_states if landed else state.local_states
-        if self._engine.overlaps:
-            merged = self._engine.exchange(starts, results, rows)
-        else:
-            merged = self._engine.merge(starts, results, rows)
-        if in_flight and landed:
-            merged = merged._replace(
-                drift=landed.drift,
-                squares=landed.squares,
-                finite=landed.finite,
-                wall_ms=in_flight.wall_ms,
-                nbytes=landed.nbytes,
-            )
+        merged = (self._engine.exchange if self._engine.overlaps else self._engine.merge)(starts, results, rows)
+        merged = in_flight.seen_by(merged) if in_flight else merged
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = RoundStatistics(merged.table, self._engine.columns)
         table.check(
@@ -546,34 +444,88 @@ class Rounds:
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         overlapped = tuple(min(k, n) for k, n in zip(after, table.counts, strict=True)) if in_flight else ()
-        cost_ms = 0.0
-        if self._fleet is None:
-            # Replicas start a round together: the time beyond the slowest replica is that of the merge.
-            sync_ms = elapsed_ms - max(table.wall_ms)
-        else:
-            batches = table.examples / self._engine.batch_size
-            wall_ms, sync_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
-            table, cost_ms = table.with_wall_ms(wall_ms.tolist()), sync_ms
-            if self._engine.overlaps:
-                sync_ms = exposed_ms(table.wall_ms, table.counts, overlapped, in_flight.cost_ms) if in_flight else 0.0
-        sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
-        hidden_ms = 0.0
-        if in_flight:
-            duration_ms = in_flight.duration_ms if self._fleet is None else in_flight.cost_ms
-            hidden_ms = max(0.0, duration_ms - sync_ms)
-        gradients = self.average == "gradients" or (self._chooses and policy is ApplyPolicy.SYNC)
-        rule = None if gradients else self.merge
-        shared = self._group.num_processes > 1
-        ended, info = advance(state, plan, merged, table, policy, rule, sync_ms, shared, hidden_ms)
+        table, times = self._times(table, plan, elapsed_ms, overlapped, in_flight)
+        policy, rule, shared = self._policy(state), self._rule(state), self._group.num_processes > 1
+        ended, info = advance(state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms)
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
+        info = replace(info, wire=self._engine.wire)
         if self._engine.overlaps:
-            info = replace(info, overlapped=overlapped)
-            begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), cost_ms)
+            info = replace(info, overlapped=overlapped, overlap=self.overlap)
+            begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), times.merge_ms)
             ended = replace(ended, in_flight=begun)
+        if given.done is None:
+            ended = self._with_wire(ended)
         self._log_limit(ended.che)
         if self._outputs is not None and not keeps:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
-        return ended if reader.is_sharded else self._with_shares(ended, info), info
+        if not reader.is_sharded:
+            size, limits = self._engine.batch_size, partial(self._engine.max_rows, self._max_rows)
+            ended = next_shares(ended, info, self._row_rules, self._policy, size, limits)
+        return ended, info
+
+    def _set_programs(self, state: TrainerState) -> None:
+        """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""
+        if self._chooses:
+            is_sync = self._policy(state) is ApplyPolicy.SYNC
+            self._engine = self._sync_engine if is_sync else self._local_engine
+        elif state.wire is not None:
+            self._engine.use_wire(state.wire.wire, state.local_states)
+
+    def _prepare(self, reader: Any, state: TrainerState, data: Any, end: End, given: GivenRound) -> RoundPlan:
+        """The plan of a round, with its programs compiled."""
+        reader.seek(state)
+        plan = reader.fitted(self._plan(state, reader.size, end, given), state)
+        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        if end.examples is not None:  # the size of a batch is known now
+            plan = reader.fitted(self._plan(state, reader.size, end, given), state)
+        return plan
+
+    def _merge_scale(self, plan: RoundPlan) -> MergeScale:
+        """What a merge of the planned steps is worth to the rule of the learning rate."""
+        if self.scaling is None:
+            return MergeScale()
+        weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
+        return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
+
+    def _rule(self, state: TrainerState) -> str | None:
+        """The merge rule of the next round; None if gradients are averaged."""
+        gradients = self.average == "gradients" or (self._chooses and self._policy(state) is ApplyPolicy.SYNC)
+        return None if gradients else self.merge
+
+    def _times(
+        self,
+        table: RoundStatistics,
+        plan: RoundPlan,
+        elapsed_ms: float,
+        overlapped: tuple[int, ...],
+        in_flight: MergeInFlight | None,
+    ) -> tuple[RoundStatistics, RoundTimes]:
+        """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet."""
+        if self._fleet is None:
+            # Replicas start a round together: the time beyond the slowest replica is that of the merge.
+            sync_ms, merge_ms = elapsed_ms - max(table.wall_ms), 0.0
+            duration_ms = in_flight.duration_ms if in_flight else 0.0
+        else:
+            batches = table.examples / self._engine.batch_size
+            wall_ms, merge_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
+            table = table.with_wall_ms(wall_ms.tolist())
+            sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
+            if self._engine.overlaps:
+                sync_ms = exposed_ms(table.wall_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
+        sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
+        return table, RoundTimes(sync_ms, max(0.0, duration_ms - sync_ms) if in_flight else 0.0, merge_ms)
+
+    def _with_wire(self, state: TrainerState) -> TrainerState:
+        """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear."""
+        choice, che = state.wire, state.che
+        if choice is None or choice.reason or che is None or merge_share(che) < DEAR:
+            return state
+        state = state.merged()  # a merge in flight has collectives, too
+        self._engine.use_wire("int4", state.local_states)
+        choice = choose_wire(che, self._engine.merge_ms(state.local_states))
+        if self._group.is_first:
+            _log.info("%s", choice.reason)
+        return replace(state, wire=choice)
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""
@@ -603,31 +555,3 @@ class Rounds:
         (epoch, cursor), steps = plan.end, state.steps + plan.total
         examples = state.examples + plan.total * self._engine.batch_size
         return replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
-
-    def _with_shares(self, state: TrainerState, info: RoundInfo) -> TrainerState:
-        """The state with the shares of the rows that follow from the times of the round, and with the choice."""
-        shares, che, choice, size = state.row_shares, state.che, state.choice, self._engine.batch_size
-        if self.rows != "speed" or che is None:
-            return state
-        shares = shares.report(info.counts, info.rows, info.wall_ms)
-        if choice is not None:
-            choice = choose(choice, shares, che, size, info.round)
-            if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
-                che = replace(che, travel_samples=())
-        state = replace(state, choice=choice, che=che)
-        return replace(state, row_shares=self._row_shares(state, shares))
-
-    def _row_shares(self, state: TrainerState, shares: RowShares) -> RowShares:
-        """The shares of the next round."""
-        che, choice, size = state.che, state.choice, self._engine.batch_size
-        assert che is not None, "a single replica has no shares"
-        joined, local = (choice and choice.joined) or self._joined, self._policy(state) is not ApplyPolicy.SYNC
-        if local:
-            # "auto" changes the length of a round often; whole batches need no other programs.
-            if choice is not None or not 0 < che.round_ms < _WHOLE_BATCHES * max(che.ms_per_batch):
-                return shares.without()
-            exact = che.round_ms * sum(1 / ms for ms in che.ms_per_batch if ms)
-            # Other sizes are compiled for, so the number stays while it is about right.
-            joined = shares.joined if abs(shares.joined - exact) < _CHANGE * exact else max(1, round(exact))
-        unit = math.lcm(self._unit, max(1, size // _SHARES_OF_A_BATCH))
-        return shares.split(joined, size, unit, self._engine.max_rows(self._max_rows), local)

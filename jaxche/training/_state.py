@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
+from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
 from jaxche.reports import Reached
 from jaxche.training._overlap import MergeInFlight
 from jaxche.training._programs import LocalState
@@ -47,6 +47,7 @@ class TrainerState:
       clock_ms: time of all rounds so far, waiting and merging included; equal in all processes.
       row_shares: the rows of a joined batch for each replica, and the times they follow from.
       choice: what ``policy="auto"`` does now, or None.
+      wire: what ``wire="auto"`` does now, or None.
       stream: with a stream as data, the position in it within an epoch, else None.
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
       steps: batches trained on so far, by all replicas.
@@ -77,6 +78,7 @@ class TrainerState:
     clock_ms: float = 0.0
     row_shares: RowShares = field(default_factory=RowShares)
     choice: Choice | None = None
+    wire: WireChoice | None = None
     steps: int = 0
     clock_merge_ms: float = 0.0
     stream: StreamPosition | None = None

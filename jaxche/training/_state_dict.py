@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
-from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares
+from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
 from jaxche.training._iterator_state import from_json, to_json
 from jaxche.training._programs import LocalState
 from jaxche.training._replica_mesh import ReplicaMesh
@@ -136,6 +136,7 @@ def metadata(state: TrainerState) -> dict[str, Any]:
         "correction": asdict(state.correction),
         "row_shares": state.row_shares.to_dict(),
         "choice": state.choice and state.choice.to_dict(),
+        "wire": state.wire and state.wire.to_dict(),
         "stream": state.stream and state.stream._asdict() | {"states": [to_json(one) for one in state.stream.states]},
     }
 
@@ -143,6 +144,8 @@ def metadata(state: TrainerState) -> dict[str, Any]:
 def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState:
     """The state with saved :func:`metadata`; measurements of another number of replicas are discarded."""
     che, correction = state.che, state.correction
+    if state.wire is not None and saved.get("wire"):
+        state = replace(state, wire=WireChoice.from_dict(saved["wire"]))
     if che is not None and saved["che"] is not None:
         if saved["che"]["world_size"] == che.world_size:
             if "row_shares" in saved:

@@ -1,19 +1,25 @@
-"""The trainer: rounds, and ``fit``."""
+"""The trainer: rounds, and what users call besides: fit, evaluate, replay, measure, explain."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from jaxche.cadence import DEAR, ApplyPolicy, merge_share
 from jaxche.drawing import short_traceback
-from jaxche.reports import Every, History
+from jaxche.reports import Every, History, RoundInfo
+from jaxche.sharding import show_bytes
 from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._checks import check_recorded
 from jaxche.training._evaluate import evaluate, metric_program
 from jaxche.training._fit import fit
 from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
+from jaxche.training._plan import GivenRound
 from jaxche.training._rounds import Rounds
+from jaxche.training._stages import StagedEngine
 from jaxche.training._state import TrainerState
 
 
@@ -93,7 +99,8 @@ class Trainer(Rounds):
         which the scalars are metrics. All processes give this argument.
       wire: how a merge sends the change of the parameters: ``"float32"``, or for slow links ``"bfloat16"``, ``"int8"``
         or ``"int4"``, with one scale for each 128 numbers. Later merges send what rounding leaves of the changes; what
-        it leaves of the optimizer's moments stays with the replica. See ``docs/slow_links.md``.
+        it leaves of the optimizer's moments stays with the replica. ``"auto"``: ``"float32"`` until merges take 5 % of
+        the time, then ``"int4"`` if a merge is measured to be faster. See ``docs/slow_links.md``.
       overlap: the part of a round that a replica takes while the merge of the round before runs, from 0 (default: wait
         for each merge) to 0.5. Then it takes in the result, :math:`x_i \leftarrow x_i + (x' - y_i)`, with :math:`y_i`
         its parameters at the end of that round. It is for merges of several hundred milliseconds. Moments stay with
@@ -256,3 +263,107 @@ class Trainer(Rounds):
           {'large': 7.0, 'mean': 4.5}
         """
         return evaluate(self, state, data, metric_program(self, metric_fn, metrics), metrics)
+
+    @short_traceback
+    def replay(self, state: TrainerState, data: Any, history: Iterable[RoundInfo]) -> tuple[TrainerState, History]:
+        """Repeat recorded rounds: the same batches on the same replicas, at any speed.
+
+        On the same devices the result is equal bit for bit.
+
+        Args:
+          state: the state before the first recorded round.
+          data: the data of the recorded run.
+          history: the recorded rounds, e.g. ``History.from_json(Path("history.jsonl"))``.
+
+        Returns:
+          ``(state, history)`` of the repeated run.
+
+        Raises:
+          ValueError: the history begins at another place than the state, or has another number of replicas.
+        """
+        self.check_state(state, "trainer.replay")
+        again, history = History(), list(history)
+        for number, info in enumerate(history):
+            if len(info.counts) != self.world_size:
+                raise ValueError(
+                    f"history has {len(info.counts)} replicas in round {info.round}, and this trainer has "
+                    f"{self.world_size}; give it as many replicas. If the number changed during the run, as in an "
+                    f"elastic run, replay the rounds before that: history[:{number}]"
+                )
+        if self.world_size > 1:
+            check_recorded(history, self.wire, self.overlap)
+        for info in history:
+            epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
+            if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
+                raise ValueError(
+                    f"history has round {info.round} at batch {info.cursor} of epoch {info.epoch}, but the state is at "
+                    f"round {state.round}, batch {start} of epoch {epoch}; start from the state before the first "
+                    "recorded round, e.g. state = trainer.init(params), and give the same data"
+                )
+            state = state if info.overlapped else state.merged()
+            if state.wire is not None:
+                state = replace(state, wire=replace(state.wire, wire=info.wire))
+            state, info = self._round(state, data, given=GivenRound.of(info))
+            again.append(info)
+        return state.merged(), again
+
+    @short_traceback
+    def measure_rates(self, state: TrainerState, data: Any, seconds: float = 2.0) -> tuple[float, ...]:
+        """Batches per second of every replica, all running at once without merges: the upper bound of any cadence.
+
+        Args:
+          state: the state to run from; it is not changed.
+          data: as for :meth:`round`.
+          seconds: how long to run.
+
+        Returns:
+          One rate per replica, in batches a second.
+        """
+        if self._fleet is not None:
+            return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
+        self.check_state(state, "trainer.measure_rates")
+        reader = self._engine.reader(data)
+        reader.seek(state)
+        plan = reader.fitted(self._plan(state, reader.size), state)
+        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        return tuple(self._engine.free_run(state.local_states, data, seconds))
+
+    def explain(self, state: TrainerState) -> str:
+        """What the trainer does with its replicas, and why, in one line.
+
+        Args:
+          state: after the rounds from which speeds and merges are measured.
+        """
+        if state.choice is not None:
+            return state.choice.reason
+        policy = f"policy={self.policy.value!r}, as given"
+        if state.row_shares.rows:
+            policy += f": rows {state.row_shares.rows} of {state.row_shares.joined} batches by speed"
+        elif self.policy is ApplyPolicy.SYNC:
+            policy += f": {self._joined} batches in a round"
+        elif state.che is not None:
+            policy += f": {state.che.batch_counts} batches in a round"
+        if sent := self._engine.sent_bytes:
+            policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
+        if self._engine.overlaps:
+            policy += f", beside the first {self.overlap:.0%} of the next round"
+        if state.wire is not None and state.wire.reason:
+            policy += f"; {state.wire.reason}"
+        elif advice := self._advice(state):
+            policy += f"; {advice}"
+        if state.che is not None and state.che.limit:
+            policy += f"; {state.che.limit}"
+        return policy
+
+    def _advice(self, state: TrainerState) -> str:
+        """What would make merges cheaper, in one line; empty where they are cheap or nothing is known to help."""
+        if self.average != "parameters" or isinstance(self._engine, StagedEngine) or state.che is None:
+            return ""
+        share, advice = merge_share(state.che), []
+        if share < DEAR:
+            return ""
+        if self.wire == "float32":
+            advice.append("wire='int4' sends about 1/8 of the bytes")
+        if not self.overlap and self.policy is ApplyPolicy.CADENCE and self.scaling is None:
+            advice.append("overlap=0.5 hides up to half a round")
+        return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""

@@ -156,6 +156,11 @@ def test_numbers_near_the_ends_of_float32(wire):
     assert (sent(np.full(5, np.float32(1e-40)), wire) == 0).all()  # sent later, with more
 
 
+def joined(found):
+    """Pieces of vectors as whole vectors."""
+    return type(found)(*([jnp.concatenate(pieces) for pieces in one] for one in found))
+
+
 def replicas(body, *arrays):
     return jax.jit(jax.vmap(body, axis_name="r"))(*arrays)
 
@@ -170,7 +175,8 @@ def test_the_gathered_mean_is_the_same_everywhere_and_that_of_the_codes(wire, co
     exact = np.arange(count * 2, dtype=np.float32).reshape(count, 2)
 
     def body(change, moment, exact, weight):
-        return gather_means([change, moment], exact, weight, "r", wire)
+        found, sums = gather_means([[change[:256], change[256:]], [moment]], exact, weight, "r", wire)
+        return joined(found), sums
 
     found, sums = replicas(body, changes, moments, exact, weights)
     np.testing.assert_array_equal(sums, np.broadcast_to(exact.sum(0), sums.shape))
@@ -190,7 +196,8 @@ def test_exchanged_means_and_their_rest_are_the_means_of_the_codes(wire):
     before = np.abs(rng.normal(size=(count, sum(sizes)))).astype(np.float32) * np.float32(0.01)
 
     def body(change, moment, part):
-        return exchange_means([change, moment], weights, part, "r", wire)
+        found, part = exchange_means([[change[:256], change[256:]], [moment]], weights, part, "r", wire)
+        return joined(found), part
 
     found, part = replicas(body, changes, moments, before)
     for mean, x, size, own, k in zip(found.means, (changes, moments), sizes, found.sent, range(2), strict=True):

@@ -1,5 +1,7 @@
 """Merges that overlap the next round: against a slow twin, replayed, resumed, on both clocks, and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,14 +155,20 @@ def test_runs_replay_bit_for_bit(make, data, same):
     state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False, validation=data, eval_every=60)
     assert state.in_flight is None
     assert any(info.overlapped for info in history)
-    assert one.explain(state).endswith("wire='float32', beside the first 50% of the next round")
+    assert "wire='float32', beside the first 50% of the next round; merges take" in one.explain(state)
+    assert one.explain(state).endswith("% of the time: wire='int4' sends about 1/8 of the bytes")
     record = jaxche.History.from_json(history.to_json())
-    other = make(optax.adam(RATE), overlap=0.25, fleet=None)
+    other = make(optax.adam(RATE), fleet=None)
     again, repeated = other.replay(other.init(jnp.zeros(3)), data, record)
     same(again.local_states, state.local_states)
     assert [info.overlapped for info in repeated] == [info.overlapped for info in history]
-    with pytest.raises(ValueError, match=r"overlap=0.5"):
-        make(optax.adam(RATE), overlap=0.0).replay(one.init(jnp.zeros(3)), data, record)
+    for overlap in (0.0, 0.25):
+        with pytest.raises(ValueError, match=rf"with overlap=0\.5 .* has overlap={overlap}; .*, overlap=0\.5\)"):
+            make(optax.adam(RATE), overlap=overlap).replay(one.init(jnp.zeros(3)), data, record)
+    older = [dataclasses.replace(info, wire="", overlap=0.0) for info in history]
+    other.replay(other.init(jnp.zeros(3)), data, older[:2])
+    with pytest.raises(ValueError, match=r"write jaxche.Trainer\(..., overlap=0.5\)"):
+        make(optax.adam(RATE), overlap=0.0).replay(one.init(jnp.zeros(3)), data, older)
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, tmp_path):

@@ -15,6 +15,7 @@ import jaxche
 from jaxche.cadence import ApplyPolicy
 from jaxche.training._checks import check_whole_batches
 from jaxche.training._data import Feed
+from jaxche.training._plan import GivenRound
 
 LENGTH = 23
 
@@ -348,7 +349,7 @@ def test_a_late_replica_leaves_its_next_batch_in_the_stream(devices, trained):
     state, _ = trainer.round(state, data, counts=(2,))
     reader = trainer._engine.reader(data)
     (replica,), (local,) = trainer._engine._replicas, state.local_states
-    (feed,) = reader.begin(trainer._plan(state, 100, (9,)), state, [0], (9,))
+    (feed,) = reader.begin(trainer._plan(state, 100, given=GivenRound((9,))), state, [0], (9,))
     trained.clear()
     result = replica.run(local, feed, 0, time_limit_ms=1e-9)
     assert (result.error, result.steps, ids(trained)) == (None, 1, [2] * 4)

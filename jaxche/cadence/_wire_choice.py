@@ -1,0 +1,55 @@
+"""The choice of ``wire="auto"``: numbers in float32 while merges are cheap, then codes, if they are merged faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxche.cadence._elche import ElChe
+from jaxche.cadence._tuner_steady import MEMORY, middle
+
+# The wires between which it chooses: the one that loses nothing, and the one of fewest bytes.
+AUTO_WIRES = ("float32", "int4")
+# Codes are tried where merges take this share of the time.
+DEAR = 0.05
+# They are taken if a merge takes this part of one in float32, or less: on a fast link their arithmetic costs more than
+# the bytes that they save.
+_FASTER = 0.7
+
+
+@dataclass(frozen=True)
+class WireChoice:
+    """The wire of the next merge, and why in one line; no reason as long as nothing was decided."""
+
+    wire: str = AUTO_WIRES[0]
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> WireChoice:
+        """The choice that ``to_dict`` saved."""
+        return cls(**saved)
+
+
+def merge_share(che: ElChe) -> float:
+    """The share of the time that merges take at the present length of a round, hidden or not: C / (T + C).
+
+    0 until three merges were measured.
+    """
+    steps_ms = max(n * ms for n, ms in zip(che.batch_counts, che.ms_per_batch, strict=True))
+    if len(che.sync_samples) < MEMORY or not steps_ms:
+        return 0.0
+    return middle(che.sync_samples) / (steps_ms + middle(che.sync_samples))
+
+
+def choose_wire(che: ElChe, coded_ms: float) -> WireChoice:
+    """The choice where merges are dear; ``coded_ms`` is the measured time of one with codes."""
+    exact, coded = AUTO_WIRES
+    exact_ms, share = middle(che.sync_samples), merge_share(che)
+    found = f"merges in {exact} of {exact_ms:.3g} ms took {share:.0%} of the time, and one in {coded} takes"
+    wire = coded if coded_ms <= _FASTER * exact_ms else exact
+    return WireChoice(wire, f"{found} {coded_ms:.3g} ms: wire={wire!r}")
