@@ -20,6 +20,7 @@ import collections
 import contextlib
 import json
 import os
+import random
 import select
 import shutil
 import signal
@@ -57,6 +58,7 @@ class Link(NamedTuple):
 
     rate: str
     round_trip_ms: float
+    loss: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Link:
@@ -83,7 +85,8 @@ def main() -> int:
     parser.add_argument("--relay", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.relay:
-        return relay(float(args.relay[0]), args.relay[1:])
+        delay_ms, loss, is_calm, *ports = args.relay
+        return relay(float(delay_ms), float(loss), is_calm == "calm", ports)
     if args.worker:
         return worker(Path(args.worker))
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
@@ -182,10 +185,24 @@ def address(rank: int) -> str:
     return f"10.77.0.{rank + 1}"
 
 
+def relay_of(names: Sequence[str]) -> int:
+    """The process of the relay between namespaces."""
+    command = ["ip", "netns", "pids", _hub(names)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0])
+
+
+def _hub(names: Sequence[str]) -> str:
+    return f"{names[0].rpartition('-')[0]}-hub"
+
+
 @contextlib.contextmanager
-def machines(link: Link, count: int) -> Iterator[list[str]]:
-    """The names of as many namespaces, joined by links of this rate and round trip."""
-    names, hub = [f"jaxche{os.getpid()}-{rank}" for rank in range(count)], f"jaxche{os.getpid()}-hub"
+def machines(link: Link, count: int, is_calm: bool = False) -> Iterator[list[str]]:
+    """The names of as many namespaces, joined by links of this rate, round trip and loss.
+
+    With ``is_calm`` packets are neither late nor lost until the relay gets SIGUSR1, and again after the next one.
+    """
+    names = [f"jaxche{os.getpid()}-{rank}" for rank in range(count)]
+    hub = _hub(names)
     ports, relaying = [f"port{rank}" for rank in range(count)], None
 
     def do(*words: str) -> None:
@@ -207,8 +224,9 @@ def machines(link: Link, count: int) -> Iterator[list[str]]:
             hosts = Path("/etc/netns") / name / "hosts"
             hosts.parent.mkdir(parents=True)
             hosts.write_text(f"127.0.0.1 localhost\n{address(rank)} {os.uname().nodename}\n")
-        if link.round_trip_ms:
-            command = [sys.executable, __file__, "--relay", str(link.round_trip_ms / 2), *ports]
+        if link.round_trip_ms or link.loss:
+            words = [str(link.round_trip_ms / 2), str(link.loss), "calm" if is_calm else "always", *ports]
+            command = [sys.executable, __file__, "--relay", *words]
             relaying = subprocess.Popen(["ip", "netns", "exec", hub, *command])
         else:
             do("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
@@ -225,9 +243,15 @@ def machines(link: Link, count: int) -> Iterator[list[str]]:
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 
 
-def relay(delay_ms: float, ports: Sequence[str]) -> int:
-    """A switch between network devices that forwards every packet after a delay."""
+def relay(delay_ms: float, loss: float, is_calm: bool, ports: Sequence[str]) -> int:
+    """A switch between network devices that forwards packets after a delay, and drops this share of them.
+
+    While it is calm, which SIGUSR1 begins and ends, it forwards all at once.
+    """
+    calm = [is_calm]
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGUSR1, lambda *_: calm.append(not calm.pop()))
+    rng = random.Random(0)
     os.nice(-10)
     # Of linux/if_packet.h and socket.h: packets keep their offload headers, so that one may be many segments of TCP.
     sol_packet, ignore_outgoing, vnet_header, header_bytes, receive_buffer_force = 263, 23, 15, 10, 33
@@ -250,7 +274,8 @@ def relay(delay_ms: float, ports: Sequence[str]) -> int:
                 while True:
                     packet = one.recv(1 << 17)
                     behind[packet[source]] = one
-                    waiting.append((time.monotonic() + delay_ms / 1e3, one, packet))
+                    if calm[0] or rng.random() >= loss:
+                        waiting.append((time.monotonic() + (0.0 if calm[0] else delay_ms / 1e3), one, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, origin, packet = waiting.popleft()
             known = behind.get(packet[to])

@@ -120,6 +120,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--elastic", action="store_true", help="the other ranks continue after the death of a rank")
     group.add_argument(
+        "--heartbeat-timeout",
+        type=number("--heartbeat-timeout 5", above=True),
+        metavar="S",
+        help="with --elastic, the others continue after so many seconds without a heartbeat of a rank (default: 15)",
+    )
+    group.add_argument(
         "--events", type=file_path, metavar="FILE", help="append a JSON line for each start, exit, restart and round"
     )
     group = parser.add_argument_group("on a cluster")
@@ -183,12 +189,15 @@ def _run(args: argparse.Namespace) -> int:
         hang_timeout_s=args.hang_timeout,
         term_grace_s=args.term_grace,
         events=args.events,
+        heartbeat_timeout_s=args.heartbeat_timeout,
         elastic=args.elastic,
     )
 
 
 def _check(args: argparse.Namespace, processes: int) -> None:
     """Refuses what ``launch`` refuses, with a message about flags."""
+    from jaxche.distributed import LEAST_TIMEOUT_S
+
     if args.pace and len(args.pace) != processes:
         raise ValueError(
             f"--pace has {len(args.pace)} value(s) for {processes} process(es); write one a process, e.g. "
@@ -198,6 +207,11 @@ def _check(args: argparse.Namespace, processes: int) -> None:
         raise ValueError(
             "--survivors leaves out a rank that failed first twice in a row, so it needs two restarts or more; "
             "write --max-restarts 3 --survivors"
+        )
+    if args.heartbeat_timeout is not None and not (args.elastic and args.heartbeat_timeout >= LEAST_TIMEOUT_S):
+        raise ValueError(
+            f"--heartbeat-timeout {args.heartbeat_timeout:g} is for elastic runs, and at least {LEAST_TIMEOUT_S:g} "
+            "seconds; write --elastic --heartbeat-timeout 5"
         )
 
 

@@ -21,7 +21,15 @@ from jaxche.cluster._output import LinePrinter, event_log
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
 from jaxche.cluster._reaper import start_reaper
 from jaxche.cluster._worker_group import GroupResult, LaunchContext, WorkerGroup
-from jaxche.distributed import EVENTS, HEARTBEAT, LIVENESS, RESTART, start_coordinator
+from jaxche.distributed import (
+    EVENTS,
+    HEARTBEAT,
+    HEARTBEAT_TIMEOUT,
+    LEAST_TIMEOUT_S,
+    LIVENESS,
+    RESTART,
+    start_coordinator,
+)
 
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 # Default seconds without a heartbeat of one rank in an elastic run; more than a large model takes to compile.
@@ -56,6 +64,7 @@ def launch(
     hang_timeout_s: float | None = None,
     term_grace_s: float = 25.0,
     events: str | os.PathLike[str] | None = None,
+    heartbeat_timeout_s: float | None = None,
 ) -> int:
     """Runs a command in one process per replica on this machine, and waits; if one fails, all are stopped.
 
@@ -94,6 +103,9 @@ def launch(
         Another SIGTERM does not shorten it; Ctrl-C does.
       events: file for one JSON line for each start, exit, hang, restart and end, and from the trainer for each round of
         each rank: steps, times, bytes merged.
+      heartbeat_timeout_s: with ``elastic``, seconds without a heartbeat of a rank until the others continue without it,
+        as when it is stopped or its machine is lost; the default is 15, or ``JAXCHE_HEARTBEAT_TIMEOUT``. The death of a
+        rank is detected at once. With less, ranks that live can be lost where machines are overloaded.
 
     Returns:
       0 if all processes succeeded; else the exit code of the first that failed, or 128 + n if signal n ended it or the
@@ -110,9 +122,12 @@ def launch(
     """
     _check(command, processes, on_cpu, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
     _check_restarts(max_restarts, survivors, hang_timeout_s)
+    _check_heartbeats(heartbeat_timeout_s, elastic)
     base = {**os.environ, **(env or {})}
     if elastic:
         base[ELASTIC] = "1"
+    if heartbeat_timeout_s is not None:
+        base[HEARTBEAT_TIMEOUT] = f"{heartbeat_timeout_s:g}"
     if events is not None:
         base[EVENTS] = os.path.abspath(events)
     placements = assign_placements(processes, base, on_cpu)
@@ -187,6 +202,7 @@ def _run_group(
         beats = None
         if hang_timeout_s is not None or context.elastic:
             beats = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxche-heartbeat-")))
+            context.reaper.add_folder(str(beats))
         # The ranks end before the directory is removed.
         stack.callback(group.end)
         context.print(f"{len(specs)} process(es) on {', '.join(str(spec.placement) for spec in specs)}")
@@ -272,3 +288,17 @@ def _check_restarts(max_restarts: int, survivors: bool, hang_timeout_s: float | 
         )
     if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
         raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")
+
+
+def _check_heartbeats(heartbeat_timeout_s: float | None, elastic: bool) -> None:
+    if heartbeat_timeout_s is None:
+        return
+    if not elastic:
+        raise ValueError(
+            f"heartbeat_timeout_s={heartbeat_timeout_s!r} is for elastic runs. Write: elastic=True, or leave it out"
+        )
+    if not LEAST_TIMEOUT_S <= heartbeat_timeout_s < math.inf:
+        raise ValueError(
+            f"heartbeat_timeout_s={heartbeat_timeout_s!r} must be seconds, at least {LEAST_TIMEOUT_S:g}. "
+            "Write: heartbeat_timeout_s=5"
+        )

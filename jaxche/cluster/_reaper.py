@@ -10,11 +10,12 @@ from collections.abc import Iterator
 # can write a checkpoint, and SIGKILL.
 _SCRIPT = """
 trap '' INT TERM HUP
-groups=
-while read -r word; do
+groups= folder=
+while read -r word rest; do
   case $word in
     end) exit 0 ;;
-    clear) groups= ;;
+    clear) groups= folder= ;;
+    folder) folder=$rest ;;
     *) groups="$groups $word" ;;
   esac
 done
@@ -33,6 +34,7 @@ while [ "$left" -gt 0 ] && signal 0; do
   left=$((left - 1))
 done
 signal KILL
+[ -z "$folder" ] || rm -rf -- "$folder"
 """
 
 
@@ -45,6 +47,10 @@ class Reaper:
     def add(self, group: int) -> None:
         """Adds a process group."""
         self._send(str(group))
+
+    def add_folder(self, path: str) -> None:
+        """Adds the temporary folder of the launcher, which is removed after the groups have ended."""
+        self._send(f"folder {path}")
 
     def clear(self) -> None:
         """Removes all groups: they have ended, and the system may reuse their numbers."""

@@ -18,7 +18,7 @@ from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._output import EventLog, LinePrinter, OutputReader
 from jaxche.cluster._placement import Placement, pinned
 from jaxche.cluster._reaper import Reaper
-from jaxche.distributed import RESTART, Coordinator
+from jaxche.distributed import PREEMPTED_CODE, RESTART, Coordinator
 
 # Seconds for the other ranks to print their errors after a failure.
 _ERROR_OUTPUT_S = 1.0
@@ -170,7 +170,9 @@ class WorkerGroup:
             has_ended = end_deadline < math.inf
             if code == 0 and context.elastic and not has_ended:
                 end_deadline = time.monotonic() + context.grace_s
-            if code != 0 and context.elastic and (running or (has_ended and rank in expendable)):
+            # After SIGTERM to one rank all save after the same round, and exit with this code.
+            is_preempted = code == PREEMPTED_CODE
+            if code != 0 and not is_preempted and context.elastic and (running or (has_ended and rank in expendable)):
                 context.print(f"rank {rank} {describe(code)}; the others continue")
                 if self._replacements and not has_ended:
                     self._replace(rank)
@@ -180,7 +182,7 @@ class WorkerGroup:
                 continue
             if code != 0:
                 context.print(f"rank {rank} {describe(code)}; stopping the others")
-                self._all_end(min(_ERROR_OUTPUT_S, context.grace_s))
+                self._all_end(context.term_grace_s if is_preempted else min(_ERROR_OUTPUT_S, context.grace_s))
                 self._stop(signal.SIGTERM, context.grace_s)
                 self._report(rank, code)
                 if self._stop_signal is not None:

@@ -6,6 +6,7 @@ from ._environment import (
     EVENTS,
     HANG_TIMEOUT,
     HEARTBEAT,
+    HEARTBEAT_TIMEOUT,
     LIVENESS,
     NUM_PROCESSES,
     PACE_MS,
@@ -14,15 +15,18 @@ from ._environment import (
 )
 from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
-from ._liveness_server import LivenessServer
+from ._liveness_server import LEAST_TIMEOUT_S, LivenessServer
 from ._shared_folder import shared_folder
+from ._transfer import padded
 from ._watchdog import PREEMPTED_CODE, FileErrors, Watchdog, hang_timeout, on_sigterm
 
 __all__ = [
     "EVENTS",
     "HANG_TIMEOUT",
     "HEARTBEAT",
+    "HEARTBEAT_TIMEOUT",
     "HEARTBEAT_TIMEOUT_S",
+    "LEAST_TIMEOUT_S",
     "LIVENESS",
     "NUM_PROCESSES",
     "PACE_MS",
@@ -44,6 +48,7 @@ __all__ = [
     "is_loopback",
     "on_sigterm",
     "own_address",
+    "padded",
     "process_group",
     "scheduled",
     "shared_folder",

@@ -7,6 +7,7 @@ its standard input, as the system does when the launcher is killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,8 +18,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxche.distributed._environment import HEARTBEAT_TIMEOUT
 from jaxche.distributed._listener import own_address
-from jaxche.distributed._liveness_server import LivenessServer
+from jaxche.distributed._liveness_server import INTERVAL_S, LEAST_TIMEOUT_S, TIMEOUT_S, LivenessServer
 
 # Seconds without a heartbeat after which jaxlib takes a process for dead; the liveness is faster.
 HEARTBEAT_TIMEOUT_S = 100
@@ -52,8 +54,10 @@ def start_coordinator(
       env: its environment variables.
 
     Raises:
+      ValueError: ``JAXCHE_HEARTBEAT_TIMEOUT`` is not seconds of several heartbeats.
       RuntimeError: it ended, because it cannot listen there; the message has its last words.
     """
+    heartbeat_timeout_s(env)
     words = [address, bind or address, str(num_processes), str(start_s)]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, *words],
@@ -72,6 +76,18 @@ def start_coordinator(
             words = process.stderr.read().decode(errors="replace").strip()[-500:]
             raise RuntimeError(f"the coordinator of the run cannot serve at {address}: {words}")
     return Coordinator(process, json.loads(line))
+
+
+def heartbeat_timeout_s(env: Mapping[str, str]) -> float:
+    """The seconds without a heartbeat until a process counts as dead, as ``JAXCHE_HEARTBEAT_TIMEOUT`` has them."""
+    text = env.get(HEARTBEAT_TIMEOUT) or str(TIMEOUT_S)
+    with contextlib.suppress(ValueError):
+        if LEAST_TIMEOUT_S <= float(text) < math.inf:
+            return float(text)
+    raise ValueError(
+        f"{HEARTBEAT_TIMEOUT}={text!r} must be seconds, at least {LEAST_TIMEOUT_S:g}: a process sends a "
+        f"heartbeat every {INTERVAL_S:g} s. Write: {HEARTBEAT_TIMEOUT}={TIMEOUT_S:g}"
+    )
 
 
 def _is_input_open() -> bool:
@@ -108,7 +124,7 @@ def main(address: str, bind: str, num_processes: str, start_s: str) -> None:
             recoverable=True,
         )
     ]
-    liveness = LivenessServer(own_address(address))
+    liveness = LivenessServer(own_address(address), heartbeat_timeout_s(os.environ))
     if sys.platform == "linux":  # where local sockets have names that are not files
         port = socket.socket(socket.AF_UNIX)
         port.bind(_name(int(address.rpartition(":")[2])))

@@ -72,7 +72,7 @@ class Admission(NamedTuple):
     quorum_id: str
     quorum: Quorum
     message: dict[str, Any]
-    state: bytearray
+    state: np.ndarray
 
 
 class ElasticGroup(Group):

@@ -10,6 +10,9 @@ NUM_PROCESSES, PACE_MS = "JAXCHE_NUM_PROCESSES", "JAXCHE_PACE_MS"
 HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
 # Set by ``jaxche launch --elastic``: the address of the liveness server.
 LIVENESS = "JAXCHE_LIVENESS"
+# Set by ``jaxche launch --heartbeat-timeout``: seconds without a heartbeat until a process of an elastic run counts as
+# dead.
+HEARTBEAT_TIMEOUT = "JAXCHE_HEARTBEAT_TIMEOUT"
 # Seconds for a round, where nothing reads heartbeats.
 HANG_TIMEOUT = "JAXCHE_HANG_TIMEOUT"
 

@@ -17,14 +17,17 @@ from typing import Any, NamedTuple
 
 from jaxche.distributed._listener import Listener
 
-# Seconds between the heartbeats of a process, and without one until it counts as dead. A shorter stop only delays the
-# others: a swap storm, or a virtual machine that moves to another host.
-INTERVAL_S, TIMEOUT_S = 1.0, 15.0
+# Seconds between the heartbeats of a process, and the default of those without one until it counts as dead. A shorter
+# stop only delays the others: a swap storm, or a virtual machine that moves to another host.
+INTERVAL_S, TIMEOUT_S = 0.5, 15.0
+# The least timeout: some heartbeats may be late.
+LEAST_TIMEOUT_S = 4 * INTERVAL_S
 # Seconds for a live process to connect again: something between the machines may close connections too.
 _GRACE_S = 1.0
 _POLL_S = 0.2
-# A longer time between two looks means that this process itself was stopped, and read no heartbeats.
-_PAUSE_S = 3.0
+# A longer time between two looks means that this process itself was stopped, and read no heartbeats: in seconds, and as
+# a part of the timeout.
+_PAUSE_S, _PAUSE_PART = 3.0, 0.25
 
 
 class Incarnation(NamedTuple):
@@ -42,13 +45,15 @@ class LivenessServer:
 
     Args:
       host: the address of this machine to listen at.
+      timeout_s: seconds without a heartbeat until a process counts as dead.
 
     Attributes:
       address: for :func:`jaxche.distributed.connect`.
       ended: the incarnations that have ended.
     """
 
-    def __init__(self, host: str):
+    def __init__(self, host: str, timeout_s: float = TIMEOUT_S):
+        self._timeout_s, self._pause_s = timeout_s, min(_PAUSE_S, _PAUSE_PART * timeout_s)
         self.ended: set[Incarnation] = set()
         self._accepted: queue.SimpleQueue[tuple[socket.socket, Incarnation]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -84,11 +89,11 @@ class LivenessServer:
             self._read(key.fileobj)
         self._register_accepted()
         now = time.monotonic()
-        if now - self._looked > _PAUSE_S:
+        if now - self._looked > self._pause_s:
             for times in (self._heartbeats, self._disconnected):
                 times.update((one, since + now - self._looked) for one, since in times.items())
         self._looked = now
-        silent = [one for one in self.alive if now - self._heartbeats[one] > TIMEOUT_S]
+        silent = [one for one in self.alive if now - self._heartbeats[one] > self._timeout_s]
         gone = [one for one, since in self._disconnected.items() if now - since > _GRACE_S]
         for one in (*silent, *gone):
             self._disconnected.pop(one, None)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
 from jaxche.reports import Every, History, RoundInfo, read_record, warn_of_damage
 from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._checksums import checksum_of_json, checksums
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._iterator_state import from_json, to_json
@@ -159,6 +160,9 @@ class CheckpointManager(Hook):
             "data": self._data,
             "seed": self._trainer.seed,
         }
+        with self._unless_lost("begun"):
+            meta["checksums"] = checksums(trees, FORMAT, self._group)
+        meta["checksum"] = _checksum(meta)
         items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees, FORMAT).items()}
         with self._unless_lost("begun"):
             self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
@@ -280,6 +284,10 @@ def _spanning(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
+class _CorruptError(Exception):
+    """The files of a checkpoint can be read, and are not what was written."""
+
+
 class CheckpointReader:
     """Restores the newest checkpoint that all processes can read, and refuses those of other runs.
 
@@ -323,6 +331,8 @@ class CheckpointReader:
         args, error, refused, meta, found = self._ocp.args, None, None, {}, {}
         try:
             meta = reader.restore(step, args=args.Composite(run=args.JsonRestore())).run
+            if meta.pop("checksum", None) not in (None, _checksum(meta)):
+                raise _CorruptError("the checksum of its metadata is wrong")
             try:
                 self._refuse_other(meta, state)
             except ValueError as e:
@@ -347,7 +357,7 @@ class CheckpointReader:
             found = {name: from_nested(tree, trees[name], meta["format"]) for name, tree in wanted.items()}
         except Exception as e:
             error = e
-        if self._unreadable(step, error):
+        if self._unreadable(step, error) or self._unreadable(step, self._corrupt(found, meta)):
             return None
         if "residual" not in wanted and any(map(_is_residual, meta["leaves"])):
             text = (
@@ -357,6 +367,13 @@ class CheckpointReader:
         # From here on processes run collectives.
         local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, rows))
         return with_metadata(replace(state, local_states=local_states), meta)
+
+    def _corrupt(self, found: dict[str, Any], meta: Any) -> Exception | None:
+        """An error if arrays are not those that were saved; all processes call this together."""
+        saved = meta.get("checksums")  # missing in older checkpoints
+        here = checksums(found, meta["format"], self._group) if saved else {}
+        wrong = [name for name, checksum in here.items() if saved.get(name) != checksum]
+        return _CorruptError(f"the checksum of {wrong[0]} is wrong") if wrong else None
 
     def _unreadable(self, step: int, error: Exception | None) -> bool:
         """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
@@ -434,6 +451,11 @@ class CheckpointReader:
             wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
         )
         return rows if same else {name: count for name, count in rows.items() if name != "residual"}
+
+
+def _checksum(meta: dict[str, Any]) -> int:
+    """The checksum of metadata, without what is refused by name if it is wrong."""
+    return checksum_of_json({name: value for name, value in meta.items() if name not in ("format", "jaxche")})
 
 
 def _is_residual(path: str) -> bool:

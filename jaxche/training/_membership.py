@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, RowShares
-from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError
+from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
 from jaxche.reports import History
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Run
@@ -276,19 +276,21 @@ def ranks_of(processes_of_ranks: Sequence[tuple[int, ...]], processes: Collectio
     return ranks if busy == set(processes) else []
 
 
-def _arrays(wanted: dict[str, Any], data: bytearray) -> dict[str, Any]:
+def _arrays(wanted: dict[str, Any], data: np.ndarray) -> dict[str, Any]:
     """The arrays of a received state, with the shapes and shardings of ``wanted``."""
     leaves, treedef = jax.tree.flatten(wanted)
     arrays, start = [], 0
     for leaf in leaves:
         host = np.frombuffer(data, leaf.dtype, count=int(np.prod(leaf.shape)), offset=start).reshape(leaf.shape)
-        start += host.nbytes
+        start += padded(host.nbytes)
         arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index, host=host: host[index]))
     return jax.tree.unflatten(treedef, arrays)
 
 
 def _whole(leaf: Any) -> np.ndarray:
     """The host array of a leaf with all its shards in this process."""
+    if len(leaf.addressable_shards) == 1:  # without a copy, on the CPU
+        return np.asarray(leaf.addressable_shards[0].data)
     host = np.empty(leaf.shape, leaf.dtype)
     for shard in leaf.addressable_shards:
         host[shard.index] = np.asarray(shard.data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -119,11 +119,14 @@ def from_nested(like: Any, found: Mapping[str, Any], format: int) -> Any:
 
 def leaf_shapes(trees: Mapping[str, Any], format: int) -> dict[str, str]:
     """Shape and dtype of every leaf by its path, e.g. ``{"params/w": "float32[3,2]"}``."""
-    return {
-        "/".join((name, *_names(path, "/", format))): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        for name, tree in trees.items()
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    return {name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for name, leaf in leaf_names(trees, format)}
+
+
+def leaf_names(trees: Mapping[str, Any], format: int) -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path, e.g. ``params/w``."""
+    for name, tree in trees.items():
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            yield "/".join((name, *_names(path, "/", format))), leaf
 
 
 def metadata(state: TrainerState) -> dict[str, Any]:

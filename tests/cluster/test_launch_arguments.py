@@ -22,6 +22,12 @@ from jaxche.cluster import launch
         ({"processes": 1, "max_restarts": -1}, "max_restarts=-1"),
         ({"processes": 2, "max_restarts": 1, "survivors": True}, "survivors=True with max_restarts=1.*max_restarts=3"),
         ({"processes": 1, "hang_timeout_s": 0.0}, "hang_timeout_s=0.0"),
+        ({"processes": 2, "heartbeat_timeout_s": 5.0}, "heartbeat_timeout_s=5.0 is for elastic runs"),
+        ({"processes": 2, "elastic": True, "heartbeat_timeout_s": 1.0}, "heartbeat_timeout_s=1.0.*at least 2"),
+        (
+            {"processes": 2, "elastic": True, "env": {"JAXCHE_HEARTBEAT_TIMEOUT": "soon"}},
+            "JAXCHE_HEARTBEAT_TIMEOUT='soon' must be seconds",
+        ),
         ({"processes": 1, "events": "/nowhere/events.jsonl"}, "events='/nowhere/events.jsonl' cannot be written"),
         ({"processes": 1, "command": "python train.py"}, "list of words"),
         ({"processes": 1, "command": []}, "list of words"),
@@ -75,7 +81,7 @@ def test_options_reach_the_launch(monkeypatch):
         "--events",
         "e.jsonl",
     ]
-    shown = ["--only-rank0", "--no-prefix", "--no-pin", "--elastic"]
+    shown = ["--only-rank0", "--no-prefix", "--no-pin", "--elastic", "--heartbeat-timeout", "5"]
     args = _parse("--pace", "20,50.5", *shown, "--grace", "1", *restarts, __file__)
     assert args.command_object.run(args) == 0
     assert seen == {
@@ -92,6 +98,7 @@ def test_options_reach_the_launch(monkeypatch):
         "hang_timeout_s": 60,
         "term_grace_s": 9,
         "events": "e.jsonl",
+        "heartbeat_timeout_s": 5,
     }
 
 
@@ -104,6 +111,8 @@ def test_options_reach_the_launch(monkeypatch):
         (["-n", "2", "--pace", "20", __file__], "--pace has 1 value(s) for 2 process(es); write one a process"),
         (["-n", "2", "-m"], "-m has no module"),
         (["-n", "2", "--survivors", __file__], "write --max-restarts 3 --survivors"),
+        (["-n", "2", "--heartbeat-timeout", "5", __file__], "write --elastic --heartbeat-timeout 5"),
+        (["-n", "2", "--elastic", "--heartbeat-timeout", "1", __file__], "at least 2 seconds"),
         (["-n", "2", "--survivors", "--max-restarts", "1", __file__], "write --max-restarts 3 --survivors"),
     ],
 )

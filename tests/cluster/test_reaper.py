@@ -14,7 +14,8 @@ LAUNCHER = """
 import sys, time
 from jaxche.cluster._reaper import start_reaper
 with start_reaper(float(sys.argv[1])) as home:
-    for group in sys.argv[2:]:
+    home.add_folder(sys.argv[2])
+    for group in sys.argv[3:]:
         home.add(int(group))
     print("ready", flush=True)
     time.sleep(100)
@@ -55,7 +56,7 @@ def test_dead_ranks_do_not_shorten_the_grace_of_others(start, tmp_path):
     saves, other = start("sh", "-c", SAVES, cwd=tmp_path), start("sleep", "100")
     until_ready(saves)
     groups = [str(process.pid) for process in (gone, saves, other)]
-    launcher = start(sys.executable, "-c", LAUNCHER, "10", *groups)
+    launcher = start(sys.executable, "-c", LAUNCHER, "10", str(tmp_path / "none"), *groups)
     until_ready(launcher)
     launcher.kill()
     assert other.wait(timeout=20) == -signal.SIGTERM
@@ -63,10 +64,16 @@ def test_dead_ranks_do_not_shorten_the_grace_of_others(start, tmp_path):
     assert (tmp_path / "checkpoint").exists()
 
 
-def test_kill_after_the_grace(start):
+def test_kill_after_the_grace_and_no_folder_is_left(start, tmp_path, until):
+    """Found by chaos.py --elastic, seed 0, number 6: the folder of heartbeats was left."""
+    folder = tmp_path / "heart beats"
+    folder.mkdir()
+    (folder / "0").touch()
     stays = start("sh", "-c", "trap '' TERM; echo ready; sleep 100")
     until_ready(stays)
-    launcher = start(sys.executable, "-c", LAUNCHER, "1", str(stays.pid))
+    launcher = start(sys.executable, "-c", LAUNCHER, "1", str(folder), str(stays.pid))
     until_ready(launcher)
     launcher.kill()
     assert stays.wait(timeout=20) == -signal.SIGKILL
+    assert until(lambda: not folder.exists())
+    assert tmp_path.exists()

@@ -1,16 +1,11 @@
 """Quorums: who may propose the next one, and who is left behind. The store is a dict, and nobody dies by itself."""
 
-import contextlib
-import socket
-import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from jaxche.distributed import PeerLostError, TakenForDeadError
+from jaxche.distributed import TakenForDeadError
 from jaxche.distributed import _elastic_group as module
-from jaxche.distributed._transfer import receive_state, send_state
 
 
 class Liveness:
@@ -128,46 +123,3 @@ def test_process_0_starts_a_second_client_whoever_else_writes(store):
     assert module.start_cpu_client(monkeypatched, start) == "client"
     with pytest.raises(RuntimeError, match="another"):
         module.start_cpu_client(monkeypatched, lambda: (_ for _ in ()).throw(RuntimeError("another")))
-
-
-@pytest.mark.parametrize("damage", [None, "cut", "byte"])
-def test_a_state_arrives_whole_or_not_at_all(damage):
-    rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=(300, 1000)).astype(np.float32), np.array(7), np.zeros((0, 3))]
-    left, right = socket.socketpair()
-    middle = [left]
-    if damage:
-        left, relay_in = socket.socketpair()
-        relay_out, right_ = right, middle[0]
-        right = right_
-        threading.Thread(target=forward, args=(relay_in, relay_out, damage), daemon=True).start()
-    thread = threading.Thread(target=send, args=(left, {"order": [0, 1]}, arrays))
-    thread.start()
-    with right:
-        if damage is None:
-            message, data = receive_state(right, lambda: None)
-            assert message == {"order": [0, 1]}
-            assert bytes(data) == b"".join(array.tobytes() for array in arrays)
-        else:
-            wrong = "closed the connection" if damage == "cut" else "wrong checksum"
-            with pytest.raises(PeerLostError, match=wrong):
-                receive_state(right, lambda: None)
-    thread.join()
-
-
-def send(sock, message, arrays):
-    with sock, contextlib.suppress(OSError):
-        send_state(sock, message, arrays, lambda: None)
-
-
-def forward(source, sink, damage):
-    """Pass bytes on, but not all of them as they came."""
-    seen = 0
-    with source, sink:
-        while data := bytearray(source.recv(65536)):
-            if seen < 500_000 <= seen + len(data):
-                if damage == "cut":
-                    return
-                data[500_000 - seen] ^= 1
-            seen += len(data)
-            sink.sendall(data)

@@ -95,6 +95,26 @@ def test_silence_ends_an_incarnation_but_not_a_pause_of_the_server(monkeypatch):
     server.close()
 
 
+@pytest.mark.parametrize("timeout_s", [4.0, 15.0])
+def test_the_timeout_is_that_of_the_run_and_a_stall_of_the_server_delays_it(monkeypatch, timeout_s):
+    now, one = [0.0], module.Incarnation(0, 1)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "_POLL_S", 0.0)
+    server = LivenessServer("127.0.0.1", timeout_s)
+    server._heartbeats = {one: 0.0}
+    stall = min(3.0, timeout_s / 4) + 0.01  # on an overloaded machine all are late
+    now[0] = stall
+    server.step()
+    while now[0] < stall + timeout_s - 0.1:
+        now[0] += 0.4
+        server.step()
+        assert server.ended == set() or now[0] - stall > timeout_s
+    now[0] = stall + timeout_s + 0.1
+    server.step()
+    assert server.ended == {one}
+    server.close()
+
+
 def test_the_server_stays_a_while_after_the_last_process_and_waits_for_the_first(monkeypatch):
     now, server = [0.0], LivenessServer("127.0.0.1")
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])

@@ -74,6 +74,31 @@ def test_a_second_one_does_not_end_the_checkpoint_that_the_first_one_had_written
     assert [path.name for path in (tmp_path / "saved").glob("[0-9]*")] == ["4"]
 
 
+def test_one_to_a_rank_of_an_elastic_run_starts_all_again_from_the_checkpoint(script, launcher, tmp_path, json_lines):
+    """Found by chaos.py --elastic, seed 0, number 5: each rank was replaced, and had no run to join."""
+    ranks = script(f"""
+        import jax, jax.numpy as jnp, numpy as np, optax, jaxche
+
+        def after(state, info):
+            if rank == 1 and info.round == 2 and not restart:
+                signal.raise_signal(signal.SIGTERM)
+
+        jaxche.initialize(timeout_s=60)
+        che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)
+        trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), che=che)
+        saved = jaxche.Checkpoints({str(tmp_path / "saved")!r}, every=1000)
+        data = [np.ones((2, 3), np.float32)] * 40
+        _, history = trainer.fit(trainer.init(jnp.zeros(3)), data, callbacks=[after], progress=False, checkpoints=saved)
+        print("rounds", restart, [info.round for info in history], flush=True)
+    """)
+    run = launcher(ranks, "elastic=True", "max_restarts=1", f"events={str(tmp_path / 'events')!r}")
+    out, err = run.communicate(timeout=90)
+    assert run.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"[{rank}] rounds 1 {list(range(10))}" for rank in range(2)]
+    events = [event["event"] for event in json_lines(tmp_path / "events") if event["event"] != "round"]
+    assert events == ["start", "start", "exit", "exit", "restart", "start", "start", "exit", "exit", "end"]
+
+
 def test_it_also_ends_the_first_process_of_a_container(script, launcher):
     in_container = ["unshare", "--fork", "--pid"]
     if shutil.which("unshare") is None or subprocess.run([*in_container, "true"], check=False).returncode:

@@ -38,6 +38,19 @@ def test_runs_come_through_a_fault_of_each_kind():
 
 
 @pytest.mark.slow
+def test_elastic_runs_come_through_a_death_and_a_stop(tmp_path):
+    results = tmp_path / "results.jsonl"
+    words = ["--elastic", "--faults", "2", "--kinds", "stop,flip", "--seed", "7", "--heartbeat-timeout", "4"]
+    done = run("chaos.py", *words, "--results", str(results))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 runs came through; 2 were run again" in done.stdout
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["stop", "flip"]
+    # By a clock that does not jump.
+    assert all(0 < row["gap_s"] <= row["seconds"] for row in rows)
+
+
+@pytest.mark.slow
 def test_peers_are_compared_in_one_table(tmp_path):
     done = run("bench_peers.py", "--quick", "--json", str(tmp_path / "peers.json"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -261,6 +261,36 @@ def test_what_is_torn_is_set_aside(saved, same, caplog):
     assert [info.round for info in record] == list(range(final.round))
 
 
+@pytest.mark.parametrize("where", ["params", "state", "run"])
+def test_one_wrong_bit_that_orbax_reads_is_found(saved, same, caplog, monkeypatch, where):
+    """Found by chaos.py --elastic, kind "corrupt": Orbax loads arrays with wrong bits without an error."""
+    folder, run, state, _ = saved
+    restore = ocp.CheckpointManager.restore
+
+    def flipped(value):
+        if isinstance(value, int):
+            return value + 1
+        bits = np.asarray(value).copy()
+        bits.reshape(-1).view(np.uint8)[0] ^= 1
+        return jax.device_put(bits, value.sharding)
+
+    def restore_other(self, step, args):
+        found = restore(self, step, args=args)
+        if step != 3 or where not in dict(found.items()):
+            return found
+        leaves, treedef = jax.tree.flatten(found[where])
+        at = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, (int, jax.Array)))
+        leaves[at] = flipped(leaves[at])
+        return ocp.args.Composite(**{**dict(found.items()), where: jax.tree.unflatten(treedef, leaves)})
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", restore_other)
+    again, _ = run(callbacks=[stop_after(3)])
+    same(plain(again)[0], plain(state)[0])  # round 2 was done again
+    assert "checkpoint 3 cannot be read and is set aside" in caplog.text
+    assert "CorruptError: the checksum of" in caplog.text
+    assert (folder / "unreadable-3").is_dir()
+
+
 def test_where_nothing_can_be_read_the_run_begins_anew(saved, caplog):
     folder, run, _, _ = saved
     for step in ("1", "2", "3"):

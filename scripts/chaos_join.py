@@ -1,0 +1,116 @@
+"""The state of a run on its way to a replacement, beside a bare copy over the loopback device.
+
+Two processes, one sends. *bare* is ``sendall`` and ``recv_into`` over TCP. *bytes* sends host arrays as an elastic run
+does, with a checksum and over its own kind of socket. *state* begins and ends with arrays of JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+TIMES, LEAVES = 5, 8
+# Of the bare copy.
+GOAL = 2.0
+
+
+def benchmark(mb: float) -> int:
+    """Print the seconds of each way; the exit code says whether the goal is reached."""
+    size = int(mb * 1e6 / 4 / LEAVES)
+    print(f"{mb:g} MB in {LEAVES} float32 arrays, median of {TIMES}")
+    took = {}
+    for what in ("bare", "bytes", "state"):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            command = [sys.executable, __file__, what, str(size), str(port)]
+            with subprocess.Popen([*command, "send"]) as sender:
+                control = server.accept()[0]
+                with control, control.makefile("rw") as lines:
+                    took[what] = receive(what, size, lines)
+            if sender.returncode:
+                return 1
+        print(f"{what:6s} {took[what]:6.3f} s {took[what] / took['bare']:5.2f} of bare", flush=True)
+    return 0 if took["state"] <= GOAL * took["bare"] else 1
+
+
+def receive(what: str, size: int, lines: Any) -> float:
+    """Receive as often, and return the median of the seconds from the request to the end."""
+    import queue
+
+    from jaxche.distributed import Listener
+
+    accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    took = []
+    listener = Listener("127.0.0.1", lambda sock, text: accepted.put(sock), local=True)
+    with socket.create_server(("127.0.0.1", 0)) as bare:
+        lines.write(json.dumps({"bare": bare.getsockname()[1], "address": listener.address}) + "\n")
+        lines.flush()
+        for _ in range(TIMES + 1):
+            lines.readline()  # the sender is ready
+            began = time.perf_counter()
+            lines.write("go\n")
+            lines.flush()
+            with bare.accept()[0] if what == "bare" else accepted.get() as sock:
+                {"bare": receive_bare, "bytes": receive_bytes, "state": receive_state}[what](sock, size)
+            took.append(time.perf_counter() - began)
+    listener.close()
+    return statistics.median(took[1:])
+
+
+def receive_bare(sock: socket.socket, size: int) -> None:
+    view = memoryview(bytearray(4 * size * LEAVES))
+    while view:
+        view = view[sock.recv_into(view) :]
+
+
+def receive_bytes(sock: socket.socket, size: int) -> Any:
+    from jaxche.distributed._transfer import receive_state as receive
+
+    return receive(sock, lambda: None)[1]
+
+
+def receive_state(sock: socket.socket, size: int) -> None:
+    import jax
+    import numpy as np
+
+    from jaxche.training._membership import _arrays
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {str(i): jax.ShapeDtypeStruct((size,), np.float32, sharding=sharding) for i in range(LEAVES)}
+    jax.block_until_ready(_arrays(wanted, receive_bytes(sock, size)))
+
+
+def send(what: str, size: int, port: int) -> None:
+    """The other process."""
+    import jax
+    import numpy as np
+
+    from jaxche.distributed import connect
+    from jaxche.distributed._transfer import send_state
+    from jaxche.training._membership import _whole
+
+    host = [np.random.default_rng(i).normal(size=size).astype(np.float32) for i in range(LEAVES)]
+    leaves = [jax.device_put(array) for array in host] if what == "state" else host
+    with socket.create_connection(("127.0.0.1", port)) as control, control.makefile("rw") as lines:
+        where = json.loads(lines.readline())
+        for _ in range(TIMES + 1):
+            lines.write("ready\n")
+            lines.flush()
+            lines.readline()
+            if what == "bare":
+                with socket.create_connection(("127.0.0.1", where["bare"])) as sock:
+                    for array in host:
+                        sock.sendall(array.data)
+                continue
+            arrays = [_whole(leaf) for leaf in leaves] if what == "state" else leaves
+            with connect(where["address"], "state", 10.0) as sock:
+                send_state(sock, {}, arrays, lambda: None)
+
+
+if __name__ == "__main__":
+    send(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,77 @@
+"""Checksums of arrays, against the sum written out, and over shards on several devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxche.training import _checksums as module
+
+
+def slow(host):
+    """The same sum, element by element."""
+    host = np.atleast_1d(host)
+    unit = min(host.itemsize, 8)
+    bits = np.frombuffer(host.tobytes(), f"u{unit}")
+    return sum(int(bit) * (2 * i + 1) for i, bit in enumerate(bits)) % 2**64
+
+
+ARRAYS = [
+    np.float32(1.5),
+    np.arange(7, dtype=np.int32),
+    np.random.default_rng(0).normal(size=(3, 5, 2)).astype(np.float32),
+    np.random.default_rng(1).normal(size=(4, 3)).astype(jnp.bfloat16),
+    np.array([[True, False], [True, True]]),
+    np.array([1 + 2j, 3 - 4j], np.complex64),
+    np.zeros((0, 4), np.float32),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{array.shape}")
+@pytest.mark.parametrize("block", [1, 4, 1 << 20])
+def test_the_sum_of_all_elements_by_their_place(array, block, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", block)
+    assert module.checksum(jnp.asarray(array)) == slow(array)
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b"))])
+def test_it_does_not_depend_on_shards(spec, devices):
+    array = np.random.default_rng(2).normal(size=(8, 4)).astype(np.float32)
+    sharding = NamedSharding(Mesh(np.array(devices[:4]).reshape(2, 2), ("a", "b")), spec)
+    assert module.checksum(jax.device_put(array, sharding)) == slow(array)
+
+
+def test_every_wrong_bit_is_found():
+    array = np.random.default_rng(3).normal(size=(2, 3)).astype(np.float32)
+    right = module.checksum(jnp.asarray(array))
+    for at in range(array.size):
+        for bit in range(32):
+            bits = array.view(np.uint32).copy()
+            bits.flat[at] ^= np.uint32(1 << bit)
+            assert module.checksum(jnp.asarray(bits.view(np.float32))) != right
+
+
+def test_processes_add_their_shards_and_count_whole_arrays_once():
+    class Two:
+        is_first = False
+
+        def all_gather(self, own):
+            self.own = own
+            return [dict.fromkeys(own, module._MODULUS - 1), own]
+
+    group, array = Two(), jnp.arange(4.0)
+    sharded = type("Sharded", (), {"is_fully_replicated": False, "addressable_shards": array.addressable_shards})()
+    sharded.shape = array.shape
+    found = module.checksums({"params": {"w": array, "rows": sharded}}, 2, group)
+    assert group.own == {"params/rows": slow(np.asarray(array)), "params/w": 0}
+    assert found["params/rows"] == slow(np.asarray(array)) - 1
+    assert module.checksums({"params": {"w": array}}, 2, None) == {"params/w": slow(np.asarray(array))}
+
+
+def test_of_json_it_is_the_one_of_what_can_be_read_again():
+    value = {"b": (1, 2), "a": {1: 0.1, "c": None}}
+    again = module.json.loads(module.json.dumps(value))
+    assert module.checksum_of_json(value) == module.checksum_of_json(again)
+    assert module.checksum_of_json(value) != module.checksum_of_json(again | {"b": [1, 3]})
