@@ -8,8 +8,8 @@
     python scripts/chaos.py --goodput 240        # a fault a minute, beside restarts from checkpoints
     python scripts/chaos.py --join-mb 500        # a state to a replacement, beside a bare copy
 
-``chaos_restarts.py`` and ``chaos_elastic.py`` say what is asked of the runs. A fault of an elastic campaign follows
-from its number and the seed alone.
+``restarts.py`` and ``elastic.py`` in ``chaos_parts/`` say what is asked of the runs. A fault of an elastic campaign
+follows from its number and the seed alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import chaos_elastic
-import chaos_goodput
-import chaos_join
-import chaos_restarts
+from chaos_parts import elastic, goodput, join, restarts
 
 
 def main() -> int:
@@ -43,14 +40,14 @@ def main() -> int:
     parser.add_argument("--join-mb", type=float, metavar="MB", help="measure the transfer of a state of this size")
     args = parser.parse_args()
     if args.join_mb:
-        return chaos_join.benchmark(args.join_mb)
+        return join.benchmark(args.join_mb)
     if args.goodput:
-        return chaos_goodput.benchmark(args.goodput, args.arms and args.arms.split(","), args.heartbeat_timeout)
+        return goodput.benchmark(args.goodput, args.arms and args.arms.split(","), args.heartbeat_timeout)
     if args.elastic:
-        options = chaos_elastic.Options(args.seed, args.heartbeat_timeout, args.replay_every, args.results, args.keep)
+        options = elastic.Options(args.seed, args.heartbeat_timeout, args.replay_every, args.results, args.keep)
         numbers = range(args.first, args.first + args.faults)
-        return chaos_elastic.campaign(numbers, options, args.kinds and args.kinds.split(","))
-    return chaos_restarts.campaign(args.faults, args.undisturbed, args.seed)
+        return elastic.campaign(numbers, options, args.kinds and args.kinds.split(","))
+    return restarts.campaign(args.faults, args.undisturbed, args.seed)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def test_what_is_torn_is_set_aside(saved, same, caplog):
 
 @pytest.mark.parametrize("where", ["params", "state", "run"])
 def test_one_wrong_bit_that_orbax_reads_is_found(saved, same, caplog, monkeypatch, where):
-    """Found by chaos.py --elastic, kind "corrupt": Orbax loads arrays with wrong bits without an error."""
+    """Orbax loads arrays with wrong bits without an error, found by flipping bits one by one."""
     folder, run, state, _ = saved
     restore = ocp.CheckpointManager.restore
 

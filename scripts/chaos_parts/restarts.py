@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import chaos_worker
-from chaos_faults import Target, disk_full, read, signalled, throttle_by_stops, torn
-from chaos_record import ROUNDING, batches, replayed
-from chaos_worker import BATCHES
+from chaos_parts import worker
+from chaos_parts.faults import Target, disk_full, read, signalled, throttle_by_stops, torn
+from chaos_parts.record import ROUNDING, batches, replayed
+from chaos_parts.worker import BATCHES
 
 PACES, EPOCHS = (10, 10, 25), 3
 KINDS = ("kill", "stop", "term", "throttle", "disk full", "torn checkpoint")
@@ -125,7 +125,7 @@ def run(
     events = folder / "events.jsonl"
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
     command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(events)]
-    command += [chaos_worker.__file__, str(folder)]
+    command += [worker.__file__, str(folder)]
     # All runs compile the same small programs.
     cache = {"COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     env = os.environ | {"JAX_PLATFORMS": "cpu"} | {f"JAX_{name}": value for name, value in cache.items()}

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import chaos_worker
 import slow_link
-from chaos_faults import read
+
+from chaos_parts import worker
+from chaos_parts.faults import read
 
 # Seconds that packets are lost or late, the share that is lost, and how late.
 DISTURBED_S, LOSS, DELAY_MS = 4.0, 0.2, 300.0
@@ -52,7 +53,7 @@ def run(folder: Path, fault: Any, env: dict[str, str], wait_for: Callable[..., i
                 own = {"JAXCHE_COORDINATOR": f"{slow_link.address(0)}:{slow_link.PORT}", "JAXCHE_ELASTIC": "1"}
                 own |= {"JAXCHE_NUM_PROCESSES": str(len(names)), "JAXCHE_PROCESS_ID": str(rank)}
                 own |= {"JAXCHE_PACE_MS": str(pace)}
-                command = ["ip", "netns", "exec", name, sys.executable, chaos_worker.__file__, str(folder)]
+                command = ["ip", "netns", "exec", name, sys.executable, worker.__file__, str(folder)]
                 children.append(subprocess.Popen(command, env=env | own, stdout=output, stderr=output))
             try:
                 at = wait_for(fault, folder, children[0])

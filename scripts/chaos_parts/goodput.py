@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import chaos_torchft
-import chaos_worker
-from chaos_faults import Target, read
+from chaos_parts import torchft_arm, worker
+from chaos_parts.faults import Target, read
 
 PACES, EVERY, FAULT_S = (10, 10, 25), 10, 60.0
 GOAL = 0.9
@@ -52,7 +51,7 @@ def benchmark(seconds: float, arms: Sequence[str] | None, heartbeat_timeout_s: f
             continue
         times = fault_times(seconds, seed) if is_hit else []
         with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
-            start = chaos_torchft.running if is_torch else launched(words, heartbeat_timeout_s)
+            start = torchft_arm.running if is_torch else launched(words, heartbeat_timeout_s)
             rounds, batches = measure(Path(folder), start, seconds, times)
         base.setdefault(is_torch, (rounds, batches))
         shares = [found / best for found, best in zip((rounds, batches), base[is_torch], strict=True)]
@@ -94,7 +93,7 @@ def launched(words: list[str], heartbeat_timeout_s: float) -> Callable[[Path], A
         (folder / "job.json").write_text(json.dumps(job))
         command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), *words, "--grace", "2"]
         command += ["--pace", ",".join(map(str, PACES)), "--events", str(folder / "events.jsonl")]
-        command += ["--hang-timeout", "60", chaos_worker.__file__, str(folder)]
+        command += ["--hang-timeout", "60", worker.__file__, str(folder)]
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         env = os.environ | cache | {"JAX_PLATFORMS": "cpu"}
         if is_elastic:

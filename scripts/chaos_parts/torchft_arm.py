@@ -1,4 +1,4 @@
-"""The arm of torchft in chaos_goodput.py: LocalSGD on gloo, whose dead ranks are started again."""
+"""The arm of torchft in goodput.py: LocalSGD on gloo, whose dead ranks are started again."""
 
 from __future__ import annotations
 

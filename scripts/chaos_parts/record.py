@@ -8,7 +8,7 @@ import json
 import math
 from pathlib import Path
 
-from chaos_worker import BATCHES, problem
+from chaos_parts.worker import BATCHES, problem
 
 # Of a loss that processes compute and one that devices of a single process do, and of the first loss: Adam amplifies
 # rounding where next to nothing is left of the loss.

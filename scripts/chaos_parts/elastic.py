@@ -7,7 +7,7 @@ round after the fault, by the clock that does not jump; "none" where the run end
 
 Some faults end all processes by their nature: SIGTERM, the death of the coordinator, and that of the launcher, after
 which the same command is started a second time. Such runs go on from a checkpoint, one of which is made every
-``EVERY`` rounds. ``chaos_network.py`` has the faults of networks.
+``EVERY`` rounds. ``network.py`` has the faults of networks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import chaos_network
-import chaos_worker
-from chaos_faults import (
+from chaos_parts import network, worker
+from chaos_parts.faults import (
     Target,
     corrupt,
     disk_full,
@@ -46,8 +45,8 @@ from chaos_faults import (
     then_kill,
     throttle,
 )
-from chaos_record import ROUNDING, ROUNDING_OF_FIRST, batches, replayed
-from chaos_worker import BATCHES
+from chaos_parts.record import ROUNDING, ROUNDING_OF_FIRST, batches, replayed
+from chaos_parts.worker import BATCHES
 
 # ms a step of each rank, and rounds between two checkpoints. A run takes so long undisturbed, and may take at most so
 # long.
@@ -61,7 +60,7 @@ class Kind(NamedTuple):
     # Finished rounds that may be done again, and whether all processes may be started again.
     lost: int = 1
     starts_again: bool = False
-    # What happens in the processes themselves, as chaos_worker.py reads it.
+    # What happens in the processes themselves, as worker.py reads it.
     job: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
     # When it may hit: while processes start and compile is no part of it, nor is a time without what it needs.
     moments: tuple[str, ...] = ("later", "later", "first", "last")
@@ -102,7 +101,7 @@ KINDS = {
         keeps_all=True,
     ),
     "slow join": Kind(signalled(signal.SIGKILL), job=slow_start, moments=("first", "later")),
-    **{name: Kind(nothing, is_network=True) for name in chaos_network.KINDS},
+    **{name: Kind(nothing, is_network=True) for name in network.KINDS},
 }
 
 
@@ -201,12 +200,12 @@ def one(fault: Fault, parent: Path, options: Options) -> dict[str, Any]:
     began = time.monotonic()
     try:
         if kind.is_network:
-            network = chaos_network.run(folder, fault, environment(folder, options), wait_for)
-            row |= {"round": network.round}
-            code, hit_at, wrong = network.code, network.hit_at, network.wrong
+            done = network.run(folder, fault, environment(folder, options), wait_for)
+            row |= {"round": done.round}
+            code, hit_at, wrong = done.code, done.hit_at, done.wrong
         else:
             row["round"], hit_at, code, wrong = launched(fault, folder, kind, options)
-    except chaos_network.Unavailable as error:
+    except network.Unavailable as error:
         return row | {"skipped": f"skipped: {error}"}
     row["seconds"] = round(time.monotonic() - began, 2)
     rounds, events = read(folder / "rounds"), read(folder / "events.jsonl")
@@ -268,7 +267,7 @@ def launched(fault: Fault, folder: Path, kind: Kind, options: Options) -> tuple[
     paces, wrong = ",".join(map(str, fault.paces)), []
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(fault.paces)), "--pace", paces, "--elastic"]
     command += ["--max-restarts", "4", "--hang-timeout", "40", "--grace", "2", "--events", str(folder / "events.jsonl")]
-    command += [chaos_worker.__file__, str(folder)]
+    command += [worker.__file__, str(folder)]
     with running(command, folder, options) as child:
         target = Target(folder, child.pid, fault.rank, fault.rng)
         at = wait_for(fault, folder, child, lambda: len(target.pids) == len(fault.paces))
