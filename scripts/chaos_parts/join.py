@@ -63,7 +63,9 @@ def receive(what: str, size: int, lines: Any) -> float:
 
 
 def receive_bare(sock: socket.socket, size: int) -> None:
-    view = memoryview(bytearray(4 * size * LEAVES))
+    import numpy as np
+
+    view = memoryview(np.empty(4 * size * LEAVES, np.uint8))
     while view:
         view = view[sock.recv_into(view) :]
 

@@ -43,6 +43,13 @@ def test_it_does_not_depend_on_shards(spec, devices):
     assert module.checksum(jax.device_put(array, sharding)) == slow(array)
 
 
+def test_random_keys_have_the_sum_of_their_numbers(devices):
+    keys = jax.random.split(jax.random.key(7), 4)
+    wanted = slow(np.asarray(jax.random.key_data(keys)))
+    assert module.checksum(keys) == wanted
+    assert module.checksum(jax.device_put(keys, NamedSharding(Mesh(np.array(devices[:2]), ("a",)), P("a")))) == wanted
+
+
 def test_every_wrong_bit_is_found():
     array = np.random.default_rng(3).normal(size=(2, 3)).astype(np.float32)
     right = module.checksum(jnp.asarray(array))
@@ -63,7 +70,7 @@ def test_processes_add_their_shards_and_count_whole_arrays_once():
 
     group, array = Two(), jnp.arange(4.0)
     sharded = type("Sharded", (), {"is_fully_replicated": False, "addressable_shards": array.addressable_shards})()
-    sharded.shape = array.shape
+    sharded.shape, sharded.dtype = array.shape, array.dtype
     found = module.checksums({"params": {"w": array, "rows": sharded}}, 2, group)
     assert group.own == {"params/rows": slow(np.asarray(array)), "params/w": 0}
     assert found["params/rows"] == slow(np.asarray(array)) - 1
