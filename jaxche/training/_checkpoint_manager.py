@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +115,7 @@ class CheckpointManager(Hook):
     def on_end(self, run: Run) -> None:
         if run.history and run.history[-1] is not self._logged:  # evaluated since
             self._append(run.history[-1])
+        self._log.flush()
 
     def _append(self, info: RoundInfo) -> None:
         self._log.append(info)
@@ -468,12 +471,33 @@ class MetricsLog:
     def __init__(self, group: Group, folder: Path):
         self._group = group
         self._file = folder / "history.jsonl"
+        self._unwritten = b""
 
     def append(self, info: RoundInfo) -> None:
-        """Write the line of a round."""
+        """Write the line of a round; while the disk is full it is kept, and written with a later one."""
         if self._group.is_leader:
-            with self._file.open("a", encoding="utf8") as file:
-                file.write(History([info]).to_json())
+            was_full = bool(self._unwritten)
+            self._unwritten += History([info]).to_json().encode()
+            self.flush(warns=not was_full)
+
+    def flush(self, warns: bool = True) -> None:
+        """Write the lines that are not on file yet."""
+        if not self._unwritten:
+            return
+        size = self._file.stat().st_size if self._file.exists() else 0
+        try:
+            with self._file.open("ab") as file:
+                file.write(self._unwritten)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            with contextlib.suppress(OSError):
+                os.truncate(self._file, size)
+            if warns:
+                lines = self._unwritten.count(b"\n")
+                _log.warning("%s: %s; its last %d rounds are not on file yet", self._file, error.strerror, lines)
+            return
+        self._unwritten = b""
 
     def truncate(self, rounds: int) -> History:
         """Keep and return the rounds before this number, because later rounds are repeated.
@@ -491,7 +515,10 @@ class MetricsLog:
         self._group.barrier()  # all have read the file
         if self._group.is_leader:
             warn_of_damage(str(self._file), record)
-            if (text := kept.to_json().encode()) != data:
+            self._unwritten = b""
+            if (text := kept.to_json().encode()) != data and data.startswith(text):
+                os.truncate(self._file, len(text))  # needs no space, which a full disk has not
+            elif text != data:
                 part = self._file.with_suffix(".part")
                 part.write_bytes(text)
                 part.replace(self._file)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxche.distributed import Group
@@ -36,7 +37,7 @@ def checksum(leaf: jax.Array) -> int:
 
     Factors are odd, so one wrong bit is always found. Of copies of a shard the first counts.
     """
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     shards = leaf.addressable_shards
     shards = shards[:1] if leaf.is_fully_replicated else [shard for shard in shards if shard.replica_id == 0]

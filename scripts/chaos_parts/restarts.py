@@ -121,7 +121,8 @@ def run(
 ) -> dict[str, Any]:
     """One supervised run, and what befell it; a start takes so long. ``times`` trainings, each from the beginning."""
     folder.mkdir()
-    (folder / "job.json").write_text(json.dumps({"times": times, "epochs": EPOCHS, "elastic": False, "every": 1}))
+    every = 1 if kind else 1000  # a run that nothing hits needs no checkpoint to continue from
+    (folder / "job.json").write_text(json.dumps({"times": times, "epochs": EPOCHS, "elastic": False, "every": every}))
     events = folder / "events.jsonl"
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
     command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(events)]

@@ -1,6 +1,7 @@
 """Saved and found again: bit for bit with the same replicas, correctly with others, past what cannot be read."""
 
 import os
+import resource
 import shutil
 import signal
 from dataclasses import replace
@@ -17,7 +18,7 @@ import jaxche
 from jaxche.distributed import Group, PeerLostError
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import _checkpoint_manager
-from jaxche.training._checkpoint_manager import CheckpointManager
+from jaxche.training._checkpoint_manager import CheckpointManager, MetricsLog
 
 
 def noisy_loss(params, batch, rng, model_state):
@@ -339,6 +340,54 @@ def test_a_record_cut_in_mid_line_or_longer_than_the_checkpoint_is_mended(saved,
     _, again = run(callbacks=[stop_after(4)])
     assert told(again[:3]) == told(history)
     assert told(jaxche.History.from_json(record)) == told(again)
+
+
+@pytest.fixture
+def full_disk():
+    """Lets no file of this process grow beyond a size, or any again with None."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def test_rounds_on_a_full_disk_are_on_file_when_it_has_space(
+    problem, devices, lockstep, tmp_path, told, full_disk, caplog
+):
+    """A line that cannot be written must not end the run (chaos.py, seed 1, number 32)."""
+    record = tmp_path / "history.jsonl"
+
+    def fill(state, info):
+        if info.round == 1:
+            full_disk(record.stat().st_size + 50)
+        elif info.round == 4:
+            assert len(jaxche.History.from_json(record)) == 2  # and no part of a line
+            full_disk(None)
+
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), che=lockstep(), replicas=devices[:2])
+    checkpoints = jaxche.Checkpoints(tmp_path, every=100)
+    _, history = trainer.fit(
+        trainer.init(problem.params), problem.data, 3, callbacks=[fill], progress=False, checkpoints=checkpoints
+    )
+    assert len(history) > 6
+    assert told(jaxche.History.from_json(record)) == told(history)
+    assert [text for text in caplog.messages if "not on file yet" in text] == [
+        f"{record}: File too large; its last 1 rounds are not on file yet"
+    ]
+
+
+def test_rounds_that_are_repeated_leave_the_record_of_a_full_disk(saved, full_disk):
+    folder, *_ = saved
+    log = MetricsLog(Group(), folder)
+    size = log._file.stat().st_size
+    full_disk(10)
+    assert [info.round for info in log.truncate(2)] == [0, 1]
+    full_disk(None)
+    assert log._file.stat().st_size < size
+    assert [info.round for info in jaxche.History.from_json(log._file)] == [0, 1]
 
 
 def test_plain_orbax_opens_the_parameters(saved, same):
