@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
-import os
+import shutil
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
-from jaxche.reports import Every, History, RoundInfo, read_record, warn_of_damage
+from jaxche.distributed import PeerLostError, on_sigterm, shared_folder
+from jaxche.reports import Every, RoundInfo
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checksums import checksum_of_json, checksums
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._iterator_state import from_json, to_json
+from jaxche.training._metrics_log import MetricsLog
+from jaxche.training._no_space import no_space
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
@@ -43,6 +47,10 @@ _log = logging.getLogger("jaxche")
 
 # Limit for all processes to write their shards. The death of a process ends the wait earlier.
 _TIMEOUT_S = 3600
+# Before the last checkpoint is tried again, if there was no space.
+_PAUSES_S = (1.0, 3.0, 6.0)
+# At most so many errors of a save does Orbax raise one after another: those of its threads, and of its metadata.
+_ERRORS = 8
 
 
 class CheckpointManager(Hook):
@@ -74,6 +82,10 @@ class CheckpointManager(Hook):
         self._manager: Any = None
         # The step of the last save that was started, and of the last one that a lost process did not finish.
         self._started = self._abandoned = 0
+        # The step of the save in flight, or 0; the number of saves of the present members; and why the last one
+        # that ended left no checkpoint.
+        self._in_flight, self._saves, self._missing = 0, 0, ""
+        self._barrier, self._thread = self._group.thread_barrier("save-0"), threading.current_thread()
         self._sigterm = contextlib.ExitStack()
         self._handles_sigterm = self._warned = False
 
@@ -115,18 +127,30 @@ class CheckpointManager(Hook):
     def on_end(self, run: Run) -> None:
         if run.history and run.history[-1] is not self._logged:  # evaluated since
             self._append(run.history[-1])
+        self._settle()
+        for pause_s in _PAUSES_S:
+            if self._missing:
+                time.sleep(pause_s)
+                self.save(run.state)
+                self._settle()
         self._log.flush()
+        if self._missing:
+            raise OSError(
+                f"the last checkpoint, {run.state.round}, is missing: {self._missing} in {self._folder}. Make space "
+                "there and start the run again: it continues from the newest checkpoint. The state of this run is in "
+                "trainer.last_good_state"
+            )
 
     def _append(self, info: RoundInfo) -> None:
         self._log.append(info)
         self._logged = info
 
     def on_admission(self) -> None:
-        """Wait until all saves are written."""
-        self._manager.wait_until_finished()
+        self._settle()
 
     def on_membership(self, run: Run, shrunk: bool) -> None:
         """Continue with the present members from the state of the run."""
+        self._in_flight, self._saves, self._missing = 0, 0, ""
         if shrunk:
             # Some processes may have started to save a round that is now repeated.
             self._abandoned = max(self._group.all_gather(self._started))
@@ -141,12 +165,18 @@ class CheckpointManager(Hook):
                 self._log.append(info)
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
+        self._settle()
         self.save(run.state)
         if preempted:
-            self._manager.wait_until_finished()
+            self._settle()
+            if self._group.is_leader and not self._missing:
+                _log.warning("preempted: saved after round %s", run.state.round - 1)
 
     def save(self, state: TrainerState) -> None:
-        """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written."""
+        """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written.
+
+        All members call it together. If there is no space, the checkpoint is missing and the run goes on.
+        """
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._started = state.round
@@ -167,10 +197,64 @@ class CheckpointManager(Hook):
             meta["checksums"] = checksums(trees, FORMAT, self._group)
         meta["checksum"] = _checksum(meta)
         items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees, FORMAT).items()}
+        self._settle()
+        self._in_flight, self._saves = state.round, self._saves + 1
+        self._barrier = self._group.thread_barrier(f"save-{self._saves}")
         with self._unless_lost("begun"):
-            self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+            try:
+                self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+            except BaseException:
+                self._barrier.abort()
+                raise
         if self._config.durable:
-            self._manager.wait_until_finished()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the save in flight has ended; all members call it together, and agree on how.
+
+        One that failed for want of space costs that checkpoint. Any other error is raised.
+        """
+        if not self._in_flight:
+            return
+        step, self._in_flight, error = self._in_flight, 0, None
+        with self._unless_lost("finished"):
+            try:
+                self._manager.wait_until_finished()
+            except Exception as e:
+                error = e
+                _end_threads()
+            reports = self._group.all_gather(None if error is None else no_space(error) or "")
+            self._barrier.close()
+            self._missing = next((report for report in reports if report), "")
+            if reports.count(None) == len(reports):
+                return
+            if not self._missing:
+                own = None if isinstance(error, threading.BrokenBarrierError) else error
+                self._group.raise_everywhere(own, self._group.process_index, f"the save of checkpoint {step}")
+            self._discard(step)
+
+    def _discard(self, step: int) -> None:
+        """Remove what there is of a checkpoint whose save failed, and begin with a new manager."""
+        _close(self._manager)
+        self._group.barrier()  # none writes any more
+        if self._group.is_first:
+            for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
+            _log.warning(
+                "checkpoint %s is missing: %s in %s. Training continues, and the next save tries again. Make space "
+                "there, or keep fewer checkpoints: jaxche.Checkpoints(folder, keep=1)",
+                step,
+                self._missing or "a process did not write its part",
+                self._folder,
+            )
+        self._manager = self._open()
+
+    def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
+        """The barrier of Orbax's threads, to which they come last also when the save has failed."""
+        if sys.exc_info()[0] is not None and threading.current_thread() is not self._thread:
+            self._barrier.abort()
+        else:
+            self._barrier.wait(key.replace("/", "."), timeout_ms)
 
     def _with_iterators(self, state: TrainerState) -> TrainerState:
         """The state with those of the iterators of all processes, if data is a stream and has them."""
@@ -190,12 +274,10 @@ class CheckpointManager(Hook):
 
     def _open(self) -> Any:
         group, options, settings, handlers = self._group, self._ocp.options, {}, None
-        if isinstance(group, ElasticGroup):
-            # The death of a process ends a save and its threads when it is detected.
-            wait = group.thread_barrier("saved")
+        if group.num_processes > 1:
+            # Orbax's own waits for a process that has failed, or died, until the time is up.
             settings["async_options"] = options.AsyncOptions(
-                timeout_secs=_TIMEOUT_S,
-                barrier_sync_fn=lambda *, key, timeout_ms: wait(key.replace("/", "."), timeout_ms),
+                timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._wait_for_others
             )
         is_first_quorum = group.quorum_id == "0"
         if not is_first_quorum:
@@ -224,11 +306,14 @@ class CheckpointManager(Hook):
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
         """Wait until all saves are written, but not after the death of a process."""
-        if self._manager is not None and not isinstance(error, PeerLostError):
-            with self._unless_lost("finished"):
-                self._manager.wait_until_finished()
-            with self._unless_lost("finished"):
-                self._manager.close()
+        if self._manager is None or isinstance(error, PeerLostError):
+            return
+        if error is None:
+            self._settle()
+        with self._unless_lost("finished"):
+            failed = _close(self._manager)
+            if failed is not None and not (error is not None and no_space(failed)):
+                raise failed
 
     @contextlib.contextmanager
     def _unless_lost(self, what: str) -> Iterator[None]:
@@ -236,10 +321,37 @@ class CheckpointManager(Hook):
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
-            if not self._group.elastic or not (self._group.lost() or "Gloo" in str(error)):
+            # Where connections broke the next round has them made anew.
+            is_lost = isinstance(error, PeerLostError) or self._group.lost() or "Gloo" in str(error)
+            if not (self._group.elastic and is_lost):
                 raise
             text = "checkpoint %s was not %s, the loss of a process was detected: %s"
             _log.warning(text, self._started, what, str(error)[:300])
+
+
+def _close(manager: Any) -> Exception | None:
+    """Wait for all threads of a manager and close it; returns the first error of a save that failed."""
+    first = None
+    for _ in range(_ERRORS):  # each is raised once
+        try:
+            manager.close()
+            break
+        except Exception as error:
+            first = first or error
+    return first
+
+
+def _end_threads() -> None:
+    """Wait for the other threads of a save that failed; those that wait for its folders would do so for minutes."""
+    from orbax.checkpoint._src.futures import future
+    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+    operation = OperationIdGenerator.get_current_operation_id()
+    signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract(operation)
+    future.set_signals(signals, operation_id=operation)
+    for thread in threading.enumerate():
+        if isinstance(thread, future._SignalingThread):
+            threading.Thread.join(thread)  # its own raises its error
 
 
 def _handlers(multiprocessing: Any) -> Any:
@@ -463,63 +575,3 @@ def _checksum(meta: dict[str, Any]) -> int:
 
 def _is_residual(path: str) -> bool:
     return path.startswith("residual/")
-
-
-class MetricsLog:
-    """The rounds of a run as JSON lines beside its checkpoints, written by the leader and read by all."""
-
-    def __init__(self, group: Group, folder: Path):
-        self._group = group
-        self._file = folder / "history.jsonl"
-        self._unwritten = b""
-
-    def append(self, info: RoundInfo) -> None:
-        """Write the line of a round; while the disk is full it is kept, and written with a later one."""
-        if self._group.is_leader:
-            was_full = bool(self._unwritten)
-            self._unwritten += History([info]).to_json().encode()
-            self.flush(warns=not was_full)
-
-    def flush(self, warns: bool = True) -> None:
-        """Write the lines that are not on file yet."""
-        if not self._unwritten:
-            return
-        size = self._file.stat().st_size if self._file.exists() else 0
-        try:
-            with self._file.open("ab") as file:
-                file.write(self._unwritten)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            with contextlib.suppress(OSError):
-                os.truncate(self._file, size)
-            if warns:
-                lines = self._unwritten.count(b"\n")
-                _log.warning("%s: %s; its last %d rounds are not on file yet", self._file, error.strerror, lines)
-            return
-        self._unwritten = b""
-
-    def truncate(self, rounds: int) -> History:
-        """Keep and return the rounds before this number, because later rounds are repeated.
-
-        Unreadable lines are dropped. All processes call this together.
-        """
-        data = self._file.read_bytes() if self._file.exists() else b""
-        record, kept = read_record(data), History()
-        for info in record.rounds:
-            # The first round need not be number 0.
-            if (kept[-1].round if kept else -1) < info.round < rounds:
-                kept.append(info)
-            elif kept and info.round == kept[-1].round:  # with the results of an evaluation at the end
-                kept[-1] = info
-        self._group.barrier()  # all have read the file
-        if self._group.is_leader:
-            warn_of_damage(str(self._file), record)
-            self._unwritten = b""
-            if (text := kept.to_json().encode()) != data and data.startswith(text):
-                os.truncate(self._file, len(text))  # needs no space, which a full disk has not
-            elif text != data:
-                part = self._file.with_suffix(".part")
-                part.write_bytes(text)
-                part.replace(self._file)
-        return kept

@@ -195,8 +195,6 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
                 trainer.request_stop()  # all processes stop after the next round
             if info.stop == Stop.PREEMPTED:
                 _stop(run, preempted=True)
-                if group.is_leader:
-                    _log.warning("preempted: saved after round %s", info.round)
                 raise SystemExit(PREEMPTED_CODE)
             if info.stop or (wants_stop and group.num_processes == 1):
                 _stop(run)
