@@ -37,6 +37,13 @@ class ThreadBarrier:
         self._own_keys: list[str] = []
         self._broken = False
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a member has called :meth:`abort`."""
+        if not self._broken and len(self._members) > 1:
+            self._broken = bool(self._client.key_value_dir_get(f"{self._place}/aborted/"))
+        return self._broken
+
     def wait(self, key: str, timeout_ms: float) -> None:
         """Wait for all members; all of them make the same calls with a key.
 
@@ -50,7 +57,7 @@ class ThreadBarrier:
         key = f"{key}.{self._uses[key]}"
         if not self._broken:
             self._set(key)
-        for process in self._members:
+        for process in set(self._members) - {self._process}:
             self._wait_for(key, process, deadline)
 
     def abort(self) -> None:
@@ -64,6 +71,8 @@ class ThreadBarrier:
             self._client.key_value_delete(self._own_keys.pop())
 
     def _set(self, key: str) -> None:
+        if len(self._members) == 1:
+            return
         self._own_keys.append(f"{self._place}/{key}/{self._process}")
         self._client.key_value_set(self._own_keys[-1], "", allow_overwrite=True)
 
@@ -75,6 +84,5 @@ class ThreadBarrier:
                 self._receive(f"{self._place}/{key}/{process}", process, _SLICE_MS)
                 return
             except TimeoutError:
-                self._broken = self._broken or bool(self._client.key_value_dir_get(f"{self._place}/aborted/"))
-                if time.monotonic() > deadline and not self._broken:
+                if not self.is_broken and time.monotonic() > deadline:
                     raise

@@ -497,6 +497,7 @@ def test_a_disk_without_space_for_a_folder_holds_up_nobody(
     assert not [thread for thread in threading.enumerate() if type(thread).__name__ == "_SignalingThread"]
 
 
+@LATE_RESULT
 def test_another_error_of_a_save_is_raised(problem, devices, tmp_path, monkeypatch, caplog):
     mkdir = os.mkdir
 
@@ -526,6 +527,7 @@ def test_a_preempted_run_without_space_does_not_say_that_it_saved(saved, full_di
     full_disk(None)
     assert ended.value.code == 143
     assert 5 in missing(caplog, folder)
+    assert len(list(folder.glob("[0-9]*"))) == 3  # older ones are kept in its place
     assert "preempted: saved" not in caplog.text
     _, history = run()
     assert len(history) == 6
