@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxche.data import EPOCH_SIZE
 from jaxche.distributed import RESTART, PeerLostError
 from jaxche.reports import Every, History, Logger, Reached, RoundInfo
 from jaxche.training._evaluate import MetricProgram, evaluate
@@ -17,7 +18,6 @@ from jaxche.training._plan import End
 from jaxche.training._progress import Progress
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
-from jaxche.training._stream import EPOCH_SIZE
 
 _log = logging.getLogger("jaxche")
 

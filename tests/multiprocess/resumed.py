@@ -18,7 +18,8 @@ import orbax.checkpoint as ocp
 
 import jaxche
 from jaxche.distributed import _elastic_group
-from jaxche.training import _merge, _plan
+from jaxche.replicas import _merge
+from jaxche.training import _plan
 
 EPOCHS = 3
 # Of a run long enough for a replacement to come.

@@ -13,8 +13,8 @@ import pytest
 
 import jaxche
 from jaxche.cadence import ApplyPolicy
+from jaxche.data._batches import Feed
 from jaxche.training._checks import check_whole_batches
-from jaxche.training._data import Feed
 from jaxche.training._plan import GivenRound
 
 LENGTH = 23
