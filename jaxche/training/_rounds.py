@@ -75,9 +75,17 @@ from jaxche.training._checks import (
 )
 from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
-from jaxche.training._plan import SOLO_ROUND, End, GivenRound, next_plan, plan_of_counts, time_limit_ms
+from jaxche.training._plan import (
+    SOLO_ROUND,
+    End,
+    GivenRound,
+    RowRules,
+    next_plan,
+    next_shares,
+    plan_of_counts,
+    time_limit_ms,
+)
 from jaxche.training._round import RoundStatistics, RoundTimes, advance, host_row
-from jaxche.training._rows import RowRules, next_shares
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
 

@@ -229,7 +229,7 @@ def test_a_generator_is_at_its_end_in_the_next_fit(devices):
 
 def test_the_progress_needs_no_number_of_batches(devices, capsys, monkeypatch):
     clock = itertools.count(step=100)
-    monkeypatch.setattr("jaxche.training._progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("jaxche.training._hooks.time.perf_counter", lambda: next(clock))
     trainer, state = make(devices, 1)
     trainer.fit(state, batches())
     assert f"({LENGTH} batches)" in capsys.readouterr().err
