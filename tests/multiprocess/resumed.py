@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 import jaxche
 from jaxche.distributed import _elastic_group
@@ -33,7 +32,7 @@ RULES = {
     "codes": {"wire": "int4"},
 }
 # Of the second process, one after another, and a run long enough for them.
-DEATHS, MORE_EPOCHS = 10, 60
+DEATHS, MORE_EPOCHS = 4, 24
 
 
 class Problem:
@@ -174,6 +173,8 @@ def die_in_admission(moment):
 
 def fail_to_read(step):
     """This process cannot read the parameters of a checkpoint, as when its machine has lost the file server."""
+    import orbax.checkpoint as ocp  # takes as long to import as everything else here: only where it is used
+
     restore = ocp.CheckpointManager.restore
 
     def fail(self, number, args):
