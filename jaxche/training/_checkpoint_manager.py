@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm, shared_folder
 from jaxche.reports import Every, RoundInfo
 from jaxche.training._checkpoint_reader import CheckpointReader, checksum_of_metadata
@@ -23,7 +24,6 @@ from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checksums import checksums
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
-from jaxche.training._iterator_state import from_json, to_json
 from jaxche.training._metrics_log import MetricsLog
 from jaxche.training._no_space import no_space
 from jaxche.training._rounds import Rounds
@@ -35,8 +35,6 @@ from jaxche.training._state_dict import (
     leaf_shapes,
     metadata,
 )
-from jaxche.training._stream import is_stream
-from jaxche.training._stream_reader import StreamReader
 
 _log = logging.getLogger("jaxche")
 
