@@ -15,7 +15,7 @@ def run(context: Context) -> None:
     turns, makes = (2, 1) if short else (4, 3)
     words = ("--turns", turns, "--makes", makes)
     _add(context, program(context, "noise_program", *words), turns, makes)
-    if not (context.quick and context.cpu):
+    if not context.quick:
         _add(context, pair(context, "beside", "noise_program", *words)[0], turns, makes)
 
 
