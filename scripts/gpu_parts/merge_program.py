@@ -23,7 +23,7 @@ from gpu_parts.workloads import Repeated
 from jaxche.sharding import local_devices
 
 _LEAVES = 16
-# Of the parameters, that a process has at once: the state, its round, the merged ones, and those of the bare all-reduce.
+# Arrays as large as the parameters that a process has at once: state, round, merged ones, and the bare all-reduce.
 _COPIES = 7
 
 
