@@ -95,7 +95,7 @@ class Fleet:
 
 
 def workload_of(args: argparse.Namespace) -> workloads.Workload:
-    """A small model; for ``policy="auto"`` one of which a CPU does about 1 % of what a large card does."""
+    """A small model; for ``policy="auto"`` one that is much slower on a CPU."""
     if args.policy == "auto" and not args.cpu:
         return dataclasses.replace(workloads.resnet(False), rows=16)
     return workloads.cnn(args.cpu)
