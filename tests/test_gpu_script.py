@@ -12,6 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +30,7 @@ from gpu_parts import (  # noqa: E402
     overlap_program,
     processes,
     table,
+    workloads,
 )
 from gpu_parts import tests as tests_part  # noqa: E402
 from gpu_parts.context import Context, is_out_of_memory, read_lines  # noqa: E402
@@ -149,6 +153,25 @@ def test_the_first_half_of_a_round_is_longer_than_its_merge():
     assert overlap_program.steps_for(merge_ms=200.0, step_ms=10.0) == 50
     assert overlap_program.steps_for(merge_ms=1.0, step_ms=10.0) == 4
     assert overlap_program.steps_for(merge_ms=1e6, step_ms=0.5) == 1000
+
+
+def test_no_merge_is_in_flight_when_the_rounds_of_another_trainer_begin():
+    devices = jax.devices("cpu")[:2]
+    tiny = workloads.Workload(
+        "tiny",
+        init=lambda: jnp.zeros(4),
+        loss_fn=lambda w, x: jnp.mean((x @ w - 1) ** 2),
+        tx=optax.sgd(0.1),
+        batch=lambda rows, seed: np.random.default_rng(seed).normal(size=(rows, 4)).astype(np.float32),
+        rows=2,
+    )
+    rounds = overlap_program.Rounds(tiny, devices, 0.5)
+    assert rounds._state.in_flight is None
+    infos, seconds = rounds.timed(3)
+    assert rounds._state.in_flight is None
+    assert [info.overlapped for info in infos] == [(1, 1)] * 3
+    assert seconds > 0
+    assert len(rounds.free_rates()) == 2
 
 
 def test_a_merge_for_which_the_card_has_no_memory_is_a_line_without_a_number(tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ from jaxlib import xla_client
 
 
 def _make():
-    options = xla_bridge._options_from_jax_configs("cuda")
+    state, options = distributed.global_state, xla_bridge._options_from_jax_configs("cuda")
     os.environ["CARD_OPTIONS"] = json.dumps(options)
-    if options["num_nodes"] != 1:
+    if state.client is not None and options.get("num_nodes") != 1:
         raise RuntimeError("NCCL refuses two processes on one GPU")
-    return xla_client.make_cpu_client(node_id=distributed.global_state.process_id, num_nodes=1, num_devices=1)
+    return xla_client.make_cpu_client(node_id=state.process_id or 0, num_nodes=1, num_devices=1)
 
 
 def initialize():
