@@ -120,7 +120,7 @@ def run_all(names: list[str], quick: bool, cpu: bool, path: Path, until: float |
             continue
         print(f"\n{name}: {part.about}", flush=True)
         seconds = part.quick or part.seconds if quick else part.seconds
-        limit = (CPU_PATIENCE if cpu else PATIENCE) * max(seconds, 30)
+        limit = (CPU_PATIENCE if cpu else PATIENCE) * max(seconds, 40)
         limit = limit if left is None else min(limit, left)
         run_part(name, min(seconds, limit), limit, env, results, path)
     save(results, path)

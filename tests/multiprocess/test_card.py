@@ -37,17 +37,19 @@ print(json.dumps(result))
 """
 
 
+def on_the_card():
+    """The variables of a machine with one card."""
+    env = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), str(HERE / "card")])
+    return env | {"PATH": os.pathsep.join([str(HERE / "card"), env["PATH"]])}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [0, 1], ids=["two on one card", "a card and its CPU"])
 def test_processes_on_one_card_merge_through_the_host(tmp_path, on_cpu):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    card = HERE / "card"
-    env = os.environ | {
-        "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{card}",
-        "PATH": f"{card}{os.pathsep}{os.environ['PATH']}",
-    }
-    env = {name: value for name, value in env.items() if name not in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
+    env = on_the_card()
     if on_cpu:
         # The process on the CPU needs a second device to merge on.
         path.write_text(SCRIPT.replace("for overlap in (0.0, 0.5)", "for overlap in (0.0,)"))
@@ -69,3 +71,22 @@ def test_processes_on_one_card_merge_through_the_host(tmp_path, on_cpu):
     else:
         assert zero["options"]["memory_fraction"] == one["options"]["memory_fraction"] == 0.375
         assert one["apart"]
+
+
+@pytest.mark.slow
+def test_the_tests_marked_gpu_run():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "tests/training/test_gpu.py",
+    ]
+    env = on_the_card() | {"JAX_PLATFORMS": "cuda,cpu"}
+    done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 7 passed" in f" {done.stdout.splitlines()[-1]}"
