@@ -3,6 +3,7 @@
 from . import averaging as averaging
 from . import cadence as cadence
 from . import cluster as cluster
+from . import data as data
 from . import reports as reports
 from . import scaling as scaling
 from . import sharding as sharding
@@ -11,6 +12,7 @@ from . import training as training
 from .averaging import Weighted, merge_weights, weighted_mean
 from .cadence import ApplyPolicy, ElChe, VirtualFleet
 from .cluster import fake_devices, initialize
+from .data import Batches, Stream, process_shard
 from .distributed import PeerLostError, RankError
 from .reports import Every, History, LivePlot, RoundInfo
 from .scaling import (
@@ -41,16 +43,13 @@ from .stages import (
     order_partitions,
 )
 from .training import (
-    Batches,
     Checkpoints,
     NNXLoss,
     NonFiniteLossError,
     PlanMismatchError,
-    Stream,
     Trainer,
     TrainerState,
     linen_loss,
-    process_shard,
 )
 
 __version__: str

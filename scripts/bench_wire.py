@@ -30,8 +30,8 @@ import optax
 import jaxche
 from jaxche.averaging._wire import decode, encode, mean_of_rows
 from jaxche.cli import _tasks
-from jaxche.training._coded_merge import agreement
-from jaxche.training._merge import HOST_COLUMNS
+from jaxche.replicas._coded_merge import agreement
+from jaxche.replicas._merge import HOST_COLUMNS
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of kinds, ranks and moments (default 0)")
     parser.add_argument("--elastic", action="store_true", help="hit elastic runs")
     parser.add_argument("--first", type=int, default=0, help="number of the first fault of an elastic campaign")
-    parser.add_argument("--kinds", help="those of the numbers that have one of these kinds, e.g. stop,pause")
+    parser.add_argument("--kinds", help="faults of these kinds only, e.g. stop,pause")
     parser.add_argument("--results", type=Path, help="lines of an elastic campaign; faults that it has are left out")
     parser.add_argument("--keep", type=Path, help="the folder for the runs that failed (default: none is kept)")
     parser.add_argument(
@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--arms", help="those of --goodput (default: all)")
     parser.add_argument("--join-mb", type=float, metavar="MB", help="measure the transfer of a state of this size")
     args = parser.parse_args()
+    kinds = args.kinds.split(",") if args.kinds else None
     if args.join_mb:
         return join.benchmark(args.join_mb)
     if args.goodput:
@@ -46,8 +47,8 @@ def main() -> int:
     if args.elastic:
         options = elastic.Options(args.seed, args.heartbeat_timeout, args.replay_every, args.results, args.keep)
         numbers = range(args.first, args.first + args.faults)
-        return elastic.campaign(numbers, options, args.kinds and args.kinds.split(","))
-    return restarts.campaign(args.faults, args.undisturbed, args.seed)
+        return elastic.campaign(numbers, options, kinds)
+    return restarts.campaign(args.faults, args.undisturbed, args.seed, kinds or restarts.KINDS)
 
 
 if __name__ == "__main__":

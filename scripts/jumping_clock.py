@@ -1,6 +1,6 @@
 """A plugin of pytest: the clock by which rounds are timed jumps ahead at random, so that no test rests on a timing.
 
-    PYTHONPATH=scripts .venv/bin/python -m pytest -p jumping_clock -n 3 tests/training
+    PYTHONPATH=scripts .venv/bin/python -m pytest -p jumping_clock -n 3 tests/replicas tests/training
 
 ``JUMPS=1`` is the seed. Tests that pace replicas in real time bear jumps of some tens of milliseconds.
 """
@@ -29,7 +29,8 @@ class JumpingClock:
 
 
 def pytest_collection_finish() -> None:
-    from jaxche.training import _overlap, _replica, _rounds
+    from jaxche.replicas import _overlap, _replica
+    from jaxche.training import _rounds
 
     clock = SimpleNamespace(**(vars(time) | {"perf_counter": JumpingClock(int(os.environ.get("JUMPS", "0")))}))
     for module in (_overlap, _replica, _rounds):

@@ -19,6 +19,8 @@ ORDER = (
     "scaling",
     "sharding",
     "distributed",
+    "data",
+    "replicas",
     "stages",
     "cluster",
     "reports",

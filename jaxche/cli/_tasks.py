@@ -14,8 +14,8 @@ import optax
 from flax import linen as nn
 
 from jaxche.cli._settings import require
+from jaxche.data import Batches
 from jaxche.stages import balance_stages
-from jaxche.training import Batches
 
 BATCH_SIZE, LEARNING_RATE, EPOCHS = 16, 2e-3, 4
 _CONTEXT = 48

@@ -1,16 +1,13 @@
-"""Layer 5, training: rounds of local steps on every replica, one merge, and the next plan."""
+"""Layer 6, training: rounds of local steps on every replica, one merge, and the next plan."""
 
+from jaxche.data import Batches, Stream, process_shard
+from jaxche.replicas import BatchOutputs, MergeMismatchError, PaceError
 from jaxche.training._checkpoints import Checkpoints
-from jaxche.training._data import Batches
 from jaxche.training._fit import fit
 from jaxche.training._flax import NNXLoss, linen_loss
-from jaxche.training._merge import MergeMismatchError
-from jaxche.training._outputs import BatchOutputs
-from jaxche.training._replica import PaceError
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
 from jaxche.training._rounds import DEFAULT_CADENCE
 from jaxche.training._state import TrainerState
-from jaxche.training._stream import Stream, process_shard
 from jaxche.training._trainer import Trainer
 
 __all__ = [

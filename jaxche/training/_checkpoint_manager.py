@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
 from jaxche.reports import Every, History, RoundInfo, read_record, warn_of_damage
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checksums import checksum_of_json, checksums
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
-from jaxche.training._iterator_state import from_json, to_json
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
@@ -36,8 +36,6 @@ from jaxche.training._state_dict import (
     name_collision,
     with_metadata,
 )
-from jaxche.training._stream import is_stream
-from jaxche.training._stream_reader import StreamReader
 
 _log = logging.getLogger("jaxche")
 

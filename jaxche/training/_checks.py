@@ -21,15 +21,15 @@ from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
+from jaxche.replicas import (
+    BatchPlacement,
+    DevicePlacement,
+    spans_processes,
+)
 from jaxche.reports import RoundInfo
 from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     check_transform,
-)
-from jaxche.training._placement import (
-    BatchPlacement,
-    DevicePlacement,
-    spans_processes,
 )
 from jaxche.training._state import TrainerState
 

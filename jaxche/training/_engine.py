@@ -17,11 +17,40 @@ import optax
 
 from jaxche.averaging import outer_init
 from jaxche.cadence import AUTO_WIRES, RoundPlan
+from jaxche.data import Feed, Key, Reader, StreamReader, as_stream, is_same, is_stream, non_finite_leaves
 from jaxche.distributed import Group
+from jaxche.replicas import (
+    HOST_COLUMNS,
+    Columns,
+    Correction,
+    LocalPrograms,
+    LocalResult,
+    LocalState,
+    Merge,
+    Merged,
+    MergeInFlight,
+    MergeRules,
+    MergeScale,
+    OverlappedMerge,
+    Placement,
+    Replica,
+    ReplicaMesh,
+    Scaling,
+    SingleReplica,
+    add_replica_axis,
+    check_rows,
+    drop_replica_axis,
+    fitted,
+    free_rates,
+    is_local,
+    row_limit,
+    spans_processes,
+    with_previous_gradient,
+    without_replica_axis,
+    zero_residual,
+)
 from jaxche.sharding import batch_size, is_maker, nbytes
 from jaxche.training._checks import check_state_of_tx
-from jaxche.training._coded_merge import fitted, zero_residual
-from jaxche.training._data import Feed, Key, Reader, non_finite_leaves
 from jaxche.training._fingerprint import (
     check_streams,
     data_digest,
@@ -30,25 +59,8 @@ from jaxche.training._fingerprint import (
     refuse_other_values,
     update_digest,
 )
-from jaxche.training._merge import HOST_COLUMNS, Merge, Merged, MergeRules, SingleReplica
-from jaxche.training._outputs import check_rows
-from jaxche.training._overlap import Correction, MergeInFlight, OverlappedMerge
-from jaxche.training._placement import (
-    Placement,
-    add_replica_axis,
-    drop_replica_axis,
-    is_local,
-    spans_processes,
-    without_replica_axis,
-)
-from jaxche.training._programs import Columns, LocalPrograms, LocalState
-from jaxche.training._replica import LocalResult, Replica, free_rates, row_limit
-from jaxche.training._replica_mesh import ReplicaMesh
-from jaxche.training._scaling import MergeScale, Scaling, with_previous_gradient
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import StateDict
-from jaxche.training._stream import as_stream, is_same, is_stream
-from jaxche.training._stream_reader import StreamReader
 
 
 class Readers:

@@ -14,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import split_by_ratio
+from jaxche.data import as_batch, as_stream, checked_length, is_stream
 from jaxche.distributed import Group
+from jaxche.replicas import LocalState, Placement, drop_replica_axis
 from jaxche.sharding import batch_size
 from jaxche.stages import Direct, Partitioned
-from jaxche.training._data import checked_length
 from jaxche.training._metrics import arguments_of, as_metric, outputs_of, total_of
-from jaxche.training._placement import Placement, drop_replica_axis
-from jaxche.training._programs import LocalState
 from jaxche.training._rounds import Rounds
 from jaxche.training._stages import Stages, on_lifted
 from jaxche.training._state import TrainerState
-from jaxche.training._stream import as_batch, as_stream, is_stream
 
 # Batches in flight per replica: one runs while the host reads the next; more would make a slow replica end late.
 _IN_FLIGHT = 2

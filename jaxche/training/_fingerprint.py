@@ -15,9 +15,9 @@ import numpy as np
 import optax
 
 from jaxche.averaging import escape_name, path_names
+from jaxche.data import Reader
 from jaxche.distributed import Group
 from jaxche.drawing import odd_ones
-from jaxche.training._data import Reader
 
 # Relative tolerance: devices of different kinds round differently.
 _TOLERANCE = 1e-3

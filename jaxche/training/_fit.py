@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxche.data import as_stream, is_stream
 from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoint_manager import CheckpointManager
@@ -23,7 +24,6 @@ from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook,
 from jaxche.training._plan import End, GivenRound
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
-from jaxche.training._stream import as_stream, is_stream
 from jaxche.training._updates import UpdatesHook
 
 _log = logging.getLogger("jaxche")

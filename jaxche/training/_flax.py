@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
 
 if TYPE_CHECKING:
+    from flax import linen as nn
     from flax import nnx
 
     from jaxche.reports import History
@@ -45,6 +44,7 @@ def linen_loss(
       ValueError: ``module`` is not a linen module.
 
     Example:
+      >>> from flax import linen as nn
       >>> import jax.numpy as jnp, numpy as np, optax
       >>> import jaxche
       >>> class Net(nn.Module):
@@ -63,6 +63,8 @@ def linen_loss(
       >>> sorted(trainer.model_state(state))
       ['batch_stats']
     """
+    from flax import linen as nn
+
     if not isinstance(module, nn.Module):
         raise ValueError(f"module={brief(module)} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
     wanted = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES))
@@ -164,8 +166,11 @@ class NNXLoss:
                 "parameters, or wrt=nnx.LoRAParam for adapters"
             )
         self.model_state = nnx.to_pure_dict(self._rest)
-        self._keys = sorted(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngKey))), key=str)
-        self._streams = list(flatten_dict(nnx.to_pure_dict(nnx.filter_state(self._rest, nnx.RngState))))
+
+        def paths(kind: type) -> dict[Any, Any]:
+            return nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.filter_state(self._rest, kind)))
+
+        self._keys, self._streams = sorted(paths(nnx.RngKey), key=str), list(paths(nnx.RngState))
         self._model, self._optimizer = model, optimizer
         self.tx = None if optimizer is None else optimizer.tx
         self.opt_state = None if optimizer is None else self._start_state(optimizer)
@@ -239,11 +244,13 @@ class NNXLoss:
         Returns:
           ``call(params, batch, rng, model_state)``.
         """
+        from flax import nnx
+
         function = metric_fn._loss_fn if isinstance(metric_fn, NNXLoss) else metric_fn or self._loss_fn
         wanted = _wanted_keys(function)
 
         def call(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
-            model = self._with_keys(params, rng, flatten_dict(model_state))
+            model = self._with_keys(params, rng, nnx.traversals.flatten_mapping(model_state))
             model.eval()
             return function(model, batch, **self._named_keys(wanted, rng))
 
@@ -251,8 +258,10 @@ class NNXLoss:
 
     def _with_keys(self, params: Any, rng: Any, before: dict[Any, Any]) -> nnx.Module:
         """The model with these variables and with random keys of a batch."""
+        from flax import nnx
+
         keys = {path: _fresh(jax.random.fold_in(rng, i), before[path]) for i, path in enumerate(self._keys)}
-        return self.rebuild(params, unflatten_dict(before | keys))
+        return self.rebuild(params, nnx.traversals.unflatten_mapping(before | keys))
 
     def _named_keys(self, wanted: Sequence[str], rng: Any) -> dict[str, Any]:
         """The random keys that a function of the user names."""
@@ -266,13 +275,13 @@ class NNXLoss:
         from flax import nnx
 
         # The keys depend on the batch, not on the replica; the streams are returned unchanged.
-        before = flatten_dict(model_state)
+        before = nnx.traversals.flatten_mapping(model_state)
         model = self._with_keys(params, rng, before)
         named = self._named_keys(self._wanted, rng)
         loss, metrics = loss_and_aux(self._loss_fn(model, batch, **named))
         _, _, _, rest = nnx.split(model, self._wrt, nnx.Param, ...)
-        after = flatten_dict(nnx.to_pure_dict(rest))
-        return loss, (metrics, unflatten_dict(after | {path: before[path] for path in self._streams}))
+        after = nnx.traversals.flatten_mapping(nnx.to_pure_dict(rest))
+        return loss, (metrics, nnx.traversals.unflatten_mapping(after | {path: before[path] for path in self._streams}))
 
 
 def _wanted_keys(function: Callable[..., Any]) -> list[str]:

@@ -12,10 +12,8 @@ import numpy as np
 from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, RoundPlan, Verdict, limit_lead
 from jaxche.distributed import Group
+from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged
 from jaxche.reports import RoundInfo
-from jaxche.training._merge import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Merged
-from jaxche.training._programs import Columns
-from jaxche.training._replica import LocalResult
 from jaxche.training._state import TrainerState
 
 

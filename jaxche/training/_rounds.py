@@ -30,8 +30,21 @@ from jaxche.cadence import (
     choose_wire,
     merge_share,
 )
+from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
 from jaxche.drawing import short_traceback
+from jaxche.replicas import (
+    BatchOutputs,
+    Correction,
+    FrozenArrays,
+    MergeInFlight,
+    MergeScale,
+    Scaling,
+    exposed_ms,
+    in_order,
+    make_placements,
+    merges_on_host,
+)
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
 from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
@@ -62,17 +75,19 @@ from jaxche.training._checks import (
 )
 from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
-from jaxche.training._frozen import FrozenArrays
-from jaxche.training._outputs import BatchOutputs, in_order
-from jaxche.training._overlap import Correction, MergeInFlight, exposed_ms
-from jaxche.training._placement import make_placements, merges_on_host
-from jaxche.training._plan import SOLO_ROUND, End, GivenRound, next_plan, plan_of_counts, time_limit_ms
+from jaxche.training._plan import (
+    SOLO_ROUND,
+    End,
+    GivenRound,
+    RowRules,
+    next_plan,
+    next_shares,
+    plan_of_counts,
+    time_limit_ms,
+)
 from jaxche.training._round import RoundStatistics, RoundTimes, advance, host_row
-from jaxche.training._rows import RowRules, next_shares
-from jaxche.training._scaling import MergeScale, Scaling
 from jaxche.training._stages import StagedEngine, checked_stages
 from jaxche.training._state import Stop, TrainerState
-from jaxche.training._stream import check_stream, epoch_size, is_stream
 
 _log = logging.getLogger("jaxche")
 

@@ -16,26 +16,35 @@ from jax.sharding import Mesh
 
 from jaxche.averaging import add_weighted, measure_drift, zero_sums
 from jaxche.distributed import Group
+from jaxche.replicas import (
+    Begin,
+    Carry,
+    Constants,
+    DevicePlacement,
+    LocalState,
+    Merge,
+    Merged,
+    MergeRules,
+    Replica,
+    ReplicaMesh,
+    Steps,
+    add_replica_axis,
+    advance_counts,
+    are_schedules,
+    check_local_devices,
+    counts_of,
+    devices_by_process,
+    drop_replica_axis,
+    is_local,
+    stayed_finite,
+    with_run_counts,
+    without_replica_axis,
+)
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.training._checks import check_state_of_tx
 from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import digest, update_digest
-from jaxche.training._merge import Merge, Merged, MergeRules
-from jaxche.training._placement import (
-    Begin,
-    DevicePlacement,
-    add_replica_axis,
-    check_local_devices,
-    devices_by_process,
-    drop_replica_axis,
-    is_local,
-    without_replica_axis,
-)
-from jaxche.training._programs import Carry, Constants, LocalState, Steps, stayed_finite
-from jaxche.training._replica import Replica
-from jaxche.training._replica_mesh import ReplicaMesh
-from jaxche.training._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
 
 
 class Stages:

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
+from jaxche.data import StreamPosition
+from jaxche.replicas import LocalState, MergeInFlight
 from jaxche.reports import Reached
-from jaxche.training._overlap import MergeInFlight
-from jaxche.training._programs import LocalState
-
-
-class StreamPosition(NamedTuple):
-    """The position in an epoch of a stream, or of the streams of all processes if each reads its own."""
-
-    taken: tuple[int, ...]  # batches that were trained on
-    ended: tuple[bool, ...]
-    states: tuple[Any, ...] = ()  # of the iterators, in a state from a checkpoint
 
 
 @dataclass(frozen=True)

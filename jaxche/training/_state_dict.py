@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import escape_name, is_float, path_names, sum_dtype
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
-from jaxche.training._iterator_state import from_json, to_json
-from jaxche.training._programs import LocalState
-from jaxche.training._replica_mesh import ReplicaMesh
-from jaxche.training._state import StreamPosition, TrainerState
+from jaxche.data import StreamPosition, from_json, to_json
+from jaxche.replicas import LocalState, ReplicaMesh
+from jaxche.training._state import TrainerState
 
 # The format of checkpoints, and those that can be read. Orbax joins the names of a path by dots. Format 2 did not
 # escape dots in names, so two arrays could get one name.

@@ -9,10 +9,10 @@ import jax
 import optax
 
 from jaxche.cadence import ApplyPolicy
+from jaxche.data import EPOCH_SIZE
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
 from jaxche.training._stages import StagedEngine
-from jaxche.training._stream import EPOCH_SIZE
 
 _log = logging.getLogger("jaxche")
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ STEP_MS, LEAST_PATIENCE_MS = 4.0 * max(PACES), 200.0
 LOST = {"disk full": None}
 
 
-def campaign(faults: int, undisturbed: int, seed: int) -> int:
+def campaign(faults: int, undisturbed: int, seed: int, kinds: Sequence[str] = KINDS) -> int:
     """Hit as many runs, each kind at each moment in turn; undisturbed ones come first."""
+    if unknown := set(kinds) - set(KINDS):
+        print(f"chaos: --kinds has {', '.join(sorted(unknown))}, which is none of {', '.join(KINDS)}")
+        return 2
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
         # In the same processes one after the other: what differs between them is the clock, not how they start.
@@ -58,7 +62,7 @@ def campaign(faults: int, undisturbed: int, seed: int) -> int:
         failed, rows = 0, []
         for number in range(faults):
             # Each kind at each moment in turn.
-            kind, moment = KINDS[number % len(KINDS)], MOMENTS[(number + number // len(KINDS)) % len(MOMENTS)]
+            kind, moment = kinds[number % len(kinds)], MOMENTS[(number + number // len(kinds)) % len(MOMENTS)]
             row = run(Path(folder) / str(number), kind, moment, calm["start_s"], rng)
             wrong = judge(kind, row, longest)
             failed += bool(wrong)

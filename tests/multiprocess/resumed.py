@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 import jaxche
 from jaxche.distributed import _elastic_group
-from jaxche.training import _merge, _plan
+from jaxche.replicas import _merge
+from jaxche.training import _plan
 
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
@@ -32,7 +32,7 @@ RULES = {
     "codes": {"wire": "int4"},
 }
 # Of the second process, one after another, and a run long enough for them.
-DEATHS, MORE_EPOCHS = 10, 60
+DEATHS, MORE_EPOCHS = 4, 24
 
 
 class Problem:
@@ -74,18 +74,17 @@ class Broken:
 
 
 class Deadly:
-    """Data in whose second evaluation rank 1 dies."""
+    """Data in whose second evaluation, that of round 3, rank 1 dies, whichever batches it gets."""
 
-    def __init__(self, data):
-        self._data, self._last = data, -1
+    def __init__(self, data, rounds):
+        self._data, self._rounds = data, rounds
 
     def __len__(self):
         return len(self._data)
 
     def __getitem__(self, i):
-        if jax.process_index() == 1 and i <= self._last:
+        if jax.process_index() == 1 and 2 in self._rounds:
             signal.raise_signal(signal.SIGKILL)
-        self._last = i
         return self._data[i]
 
 
@@ -173,6 +172,8 @@ def die_in_admission(moment):
 
 def fail_to_read(step):
     """This process cannot read the parameters of a checkpoint, as when its machine has lost the file server."""
+    import orbax.checkpoint as ocp  # takes as long to import as everything else here: only where it is used
+
     restore = ocp.CheckpointManager.restore
 
     def fail(self, number, args):
@@ -200,16 +201,21 @@ def main(what, round, folder, rules="plain"):
     if "twice" in what:
         trainer.fit(trainer.init(problem.params), problem.data, progress=False)
         epochs //= 2
+    rounds = []
+
+    def note(state, info):
+        rounds.append(info.round)
+
     state, history = trainer.fit(
         trainer.init(problem.params),
         Broken(problem.data, int(round)) if what == "error" else problem.data,
         epochs,
-        callbacks=[callback(what, int(round), world)],
+        callbacks=[note, callback(what, int(round), world)],
         progress=False,
         checkpoints=None
         if what.split()[0] == "LOST" or what in UNSAVED or "unsaved" in what
         else Path(folder) / "checkpoints",
-        validation=Deadly(problem.data) if "evaluates" in what else None,
+        validation=Deadly(problem.data, rounds) if "evaluates" in what else None,
     )
     result = {
         "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import jaxche
-from jaxche.training._data import Feed
+from jaxche.data._batches import Feed
 
 # Batches in the stream of each process where each reads its own, and where all read the same.
 SHARDS, EQUAL = (11, 5), 13

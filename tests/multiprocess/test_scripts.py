@@ -31,16 +31,19 @@ def test_the_anchor_grows_until_a_slow_link_costs_little():
 
 
 @pytest.mark.slow
-def test_runs_come_through_a_fault_of_each_kind():
-    done = run("chaos.py", "--faults", "6", "--undisturbed", "8", "--seed", "7")
+def test_runs_come_through_faults():
+    # test_resumed.py has the other kinds: a rank that dies, and one that hangs.
+    kinds = "term,throttle,disk full,torn checkpoint"
+    done = run("chaos.py", "--kinds", kinds, "--faults", "4", "--undisturbed", "8", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 of 6 runs came through" in done.stdout
+    assert "4 of 4 runs came through" in done.stdout
 
 
 @pytest.mark.slow
 def test_elastic_runs_come_through_a_death_and_a_stop(tmp_path):
     results = tmp_path / "results.jsonl"
-    words = ["--elastic", "--faults", "2", "--kinds", "stop,flip", "--seed", "7", "--heartbeat-timeout", "4"]
+    # With this seed of three processes and of two.
+    words = ["--elastic", "--faults", "2", "--kinds", "stop,flip", "--seed", "37", "--heartbeat-timeout", "4"]
     done = run("chaos.py", *words, "--results", str(results))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 runs came through; 2 were run again" in done.stdout

@@ -5,6 +5,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.data._batches import checked_length
 from jaxche.training._checks import (
     check_joined,
     check_line_search,
@@ -12,7 +13,6 @@ from jaxche.training._checks import (
     checked_paces,
     one_of,
 )
-from jaxche.training._data import checked_length
 
 
 def test_good_arguments_pass(monkeypatch):

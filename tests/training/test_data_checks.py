@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.data._batches import Reader
 from jaxche.training import _fingerprint as fingerprint
-from jaxche.training._data import Reader
 
 
 class Growing:

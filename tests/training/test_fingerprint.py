@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.data._batches import Reader
 from jaxche.distributed import Group
 from jaxche.training import _fingerprint as fingerprint
-from jaxche.training._data import Reader
 
 
 def test_differences_are_named_with_who_has_what(monkeypatch):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
+from jaxche.replicas._merge import HOST_COLUMNS, Merged
+from jaxche.replicas._programs import Columns
 from jaxche.training import TrainerState
-from jaxche.training._merge import HOST_COLUMNS, Merged
-from jaxche.training._programs import Columns
 from jaxche.training._round import RoundStatistics, advance
 
 

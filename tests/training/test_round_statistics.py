@@ -7,10 +7,10 @@ import pytest
 
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group, RankError
+from jaxche.replicas._programs import Columns
+from jaxche.replicas._replica import LocalResult
 from jaxche.training import NonFiniteLossError, PlanMismatchError
 from jaxche.training import _round as module
-from jaxche.training._programs import Columns
-from jaxche.training._replica import LocalResult
 from jaxche.training._round import RoundStatistics, host_row
 
 PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)

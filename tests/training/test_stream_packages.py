@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._data import Feed
-from jaxche.training._stream import as_batch
+from jaxche.data._batches import Feed
+from jaxche.data._stream import as_batch
 
 EXAMPLES, BATCH = 41, 4
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype(np.float32)

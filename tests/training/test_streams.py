@@ -13,8 +13,8 @@ import pytest
 
 import jaxche
 from jaxche.cadence import ApplyPolicy
+from jaxche.data._batches import Feed
 from jaxche.training._checks import check_whole_batches
-from jaxche.training._data import Feed
 from jaxche.training._plan import GivenRound
 
 LENGTH = 23
@@ -229,7 +229,7 @@ def test_a_generator_is_at_its_end_in_the_next_fit(devices):
 
 def test_the_progress_needs_no_number_of_batches(devices, capsys, monkeypatch):
     clock = itertools.count(step=100)
-    monkeypatch.setattr("jaxche.training._progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("jaxche.training._hooks.time.perf_counter", lambda: next(clock))
     trainer, state = make(devices, 1)
     trainer.fit(state, batches())
     assert f"({LENGTH} batches)" in capsys.readouterr().err

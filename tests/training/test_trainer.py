@@ -15,7 +15,7 @@ import pytest
 import jaxche
 from jaxche.averaging import merge_weights, outer_step
 from jaxche.cadence import DivergenceCorrection, Verdict
-from jaxche.training._replica import Replica
+from jaxche.replicas._replica import Replica
 
 POLICIES = ["sync", "cadence", "async"]
 

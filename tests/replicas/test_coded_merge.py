@@ -12,12 +12,12 @@ import pytest
 import jaxche
 from jaxche.averaging import WIRES
 from jaxche.distributed import Group
+from jaxche.replicas._coded_merge import Residual, _split, fitted, zero_residual
+from jaxche.replicas._merge import HOST_COLUMNS
+from jaxche.replicas._placement import DevicePlacement
 from jaxche.sharding import FullShard, ShardGradOp
 from jaxche.training import MergeMismatchError, NonFiniteLossError
-from jaxche.training._coded_merge import Residual, _split, fitted, zero_residual
 from jaxche.training._fingerprint import refuse_differences
-from jaxche.training._merge import HOST_COLUMNS
-from jaxche.training._placement import DevicePlacement
 
 CODED = ("bfloat16", "int8", "int4")
 ROUNDS = [(3, 1), (1, 2), (2, 2), (0, 2), (1, 3)]

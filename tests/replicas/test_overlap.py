@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._overlap import exposed_ms
+from jaxche.replicas._overlap import exposed_ms
 
 COUNTS = [(4, 2), (6, 3), (1, 1), (5, 0), (8, 4)]
 FLEET = jaxche.VirtualFleet([20, 50], sync_ms=100.0)

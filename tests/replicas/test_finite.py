@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._programs import all_finite, stayed_finite
+from jaxche.replicas._programs import all_finite, stayed_finite
 
 BATCHES = 12
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxche
+from jaxche.data._stream import EPOCH_SIZE, as_batch, check_stream, epoch_size, is_stream
 from jaxche.distributed import Group
-from jaxche.training._stream import EPOCH_SIZE, as_batch, check_stream, epoch_size, is_stream
 
 
 class Tensor:

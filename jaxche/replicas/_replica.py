@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxche.data import Feed, Key
 from jaxche.distributed import Group
+from jaxche.replicas._outputs import BatchOutputs, of_step
+from jaxche.replicas._overlap import Correction
+from jaxche.replicas._placement import BatchPlacement, spans_processes
+from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
+from jaxche.replicas._scaling import MergeScale
 from jaxche.sharding import batch_size, nbytes_per_device
-from jaxche.training._data import Feed, Key
-from jaxche.training._outputs import BatchOutputs, of_step
-from jaxche.training._overlap import Correction
-from jaxche.training._placement import BatchPlacement, spans_processes
-from jaxche.training._programs import Carry, Constants, LocalState, Programs, Steps
-from jaxche.training._scaling import MergeScale
 
 # Steps in flight per replica: enough that the device never waits for Python, few enough that the device does not hold
 # hundreds of batches. With a time limit at most an eighth of the round, because steps in flight cannot be cancelled.

@@ -108,7 +108,7 @@ def check_told(infos, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_averaged_gradients_equal_the_slow_twin(problem, devices, close, rule, monkeypatch):
-    monkeypatch.setattr("jaxche.training._scaling._FIRST_ROUNDS", 100)  # the twin measures in every round
+    monkeypatch.setattr("jaxche.replicas._scaling._FIRST_ROUNDS", 100)  # the twin measures in every round
     rounds = ROUNDS + [(1, 1)] * 6 if isinstance(rule, jaxche.AdamScale) else ROUNDS
     tx = optax.adam(0.05) if isinstance(rule, jaxche.AdamScale) else optax.sgd(0.05, momentum=0.9)
     trainer = jaxche.Trainer(problem.loss, tx, average="gradients", replicas=devices[:2], scaling=rule)

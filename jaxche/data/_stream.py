@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import whole_number
+from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
 from jaxche.sharding import batch_size
-from jaxche.training._data import checked_length
 
 # In the place of the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
 # keys of different epochs, whose numbers are taken modulo 2**32, are far apart.

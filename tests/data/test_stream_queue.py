@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import Piece, interleave
-from jaxche.training._stream_queue import Place, StreamQueue
+from jaxche.data._stream_queue import Place, StreamQueue
 
 
 def batch(i):

@@ -25,12 +25,12 @@ from jaxche.averaging import (
     weighted,
 )
 from jaxche.distributed import Group
-from jaxche.training._coded_merge import CodedSums, Residual, agreement, coded_sums, sent_bytes
-from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
-from jaxche.training._programs import Carry, LocalState, all_finite, non_finite_flag, stayed_finite
-from jaxche.training._replica_mesh import AXIS, ReplicaMesh
-from jaxche.training._scaling import Scaled, Scaling
-from jaxche.training._schedule_counts import advance_by_batches, are_schedules, counts_of, with_counts
+from jaxche.replicas._coded_merge import CodedSums, Residual, agreement, coded_sums, sent_bytes
+from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
+from jaxche.replicas._programs import Carry, LocalState, all_finite, non_finite_flag, stayed_finite
+from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
+from jaxche.replicas._scaling import Scaled, Scaling
+from jaxche.replicas._schedule_counts import advance_by_batches, are_schedules, counts_of, with_counts
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.

@@ -9,11 +9,11 @@ import optax
 import pytest
 
 from jaxche.distributed import Group
+from jaxche.replicas._frozen import FrozenArrays
+from jaxche.replicas._placement import DevicePlacement, add_replica_axis, drop_replica_axis
+from jaxche.replicas._programs import Columns, LocalPrograms, LocalState
+from jaxche.replicas._replica import Replica
 from jaxche.training import PaceError
-from jaxche.training._frozen import FrozenArrays
-from jaxche.training._placement import DevicePlacement, add_replica_axis, drop_replica_axis
-from jaxche.training._programs import Columns, LocalPrograms, LocalState
-from jaxche.training._replica import Replica
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 import jaxche
 from jaxche.distributed import Group
+from jaxche.replicas._placement import DevicePlacement
+from jaxche.replicas._replica_mesh import ReplicaMesh
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training._placement import DevicePlacement
-from jaxche.training._replica_mesh import ReplicaMesh
 
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.replicas._placement import Placement
 from jaxche.sharding import Loss, as_loss
-from jaxche.training._placement import Placement
 
 
 class FrozenArrays:

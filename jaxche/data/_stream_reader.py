@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from jaxche.cadence import Piece, RoundPlan, interleave
+from jaxche.data._batches import Feed, Key, Step
+from jaxche.data._stream import EPOCH_SIZE, Stream
+from jaxche.data._stream_queue import Place, StreamQueue
 from jaxche.distributed import Group
-from jaxche.training._data import Feed, Key, Step
-from jaxche.training._state import StreamPosition, TrainerState
-from jaxche.training._stream import EPOCH_SIZE, Stream
-from jaxche.training._stream_queue import Place, StreamQueue
+
+
+class StreamPosition(NamedTuple):
+    """The position in an epoch of a stream, or of the streams of all processes if each reads its own."""
+
+    taken: tuple[int, ...]  # batches that were trained on
+    ended: tuple[bool, ...]
+    states: tuple[Any, ...] = ()  # of the iterators, in a state from a checkpoint
+
+
+class DataState(Protocol):
+    """The position in the data, which a trainer state has: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def cursor(self) -> int: ...
+
+    @property
+    def stream(self) -> StreamPosition | None: ...
+
+
+State = TypeVar("State", bound=DataState)
 
 
 class StreamReader:
@@ -34,14 +59,14 @@ class StreamReader:
         # A replica that stops early would leave batches between those of the others.
         self.has_time_limit = self.is_sharded and self._streams.count(self._own) == 1
 
-    def seek(self, state: TrainerState) -> None:
+    def seek(self, state: DataState) -> None:
         """Go to the position of a state."""
         position = self._position(state)
         states = position.states or (None,) * self._count
         taken, ended = position.taken[self._own], position.ended[self._own]
         self._queue.seek(Place(state.epoch, taken, ended, states[self._own]))
 
-    def _position(self, state: TrainerState) -> StreamPosition:
+    def _position(self, state: DataState) -> StreamPosition:
         at_start = state.stream is None and state.cursor == 0
         if at_start or (state.stream is None and self._count == 1):
             return StreamPosition((state.cursor,) * self._count, (False,) * self._count)
@@ -54,7 +79,7 @@ class StreamReader:
             )
         return state.stream
 
-    def fitted(self, plan: RoundPlan, state: TrainerState) -> RoundPlan:
+    def fitted(self, plan: RoundPlan, state: DataState) -> RoundPlan:
         """The plan without ranks whose stream has ended, and with at most the joined batches that are left."""
         if plan.shares:
             left = self._queue.left(plan.joined)
@@ -64,7 +89,7 @@ class StreamReader:
         counts = tuple(n if has else 0 for n, has in zip(plan.counts, has_batches, strict=True))
         return replace(plan, counts=counts if any(counts) else tuple(map(int, has_batches)))
 
-    def steps(self, plan: RoundPlan, state: TrainerState) -> list[tuple[Step, ...]]:
+    def steps(self, plan: RoundPlan, state: DataState) -> list[tuple[Step, ...]]:
         """The steps of each rank; keys are places in its stream.
 
         Ranks take batches in the order in which they finish them, so that few batches wait for a slow rank.
@@ -80,7 +105,7 @@ class StreamReader:
         return steps
 
     def begin(
-        self, plan: RoundPlan, state: TrainerState, ranks: Sequence[int], done: Sequence[int], keeps: bool = False
+        self, plan: RoundPlan, state: DataState, ranks: Sequence[int], done: Sequence[int], keeps: bool = False
     ) -> list[Feed]:
         """Start to read a round: one feed for each of the local ranks."""
         steps = self.steps(plan, state)
@@ -88,7 +113,7 @@ class StreamReader:
         end = self._position(state).taken[self._own] + total
         return self._queue.start([steps[rank][: done[rank]] for rank in ranks], end, plan.joined, keeps)
 
-    def share(self, plan: RoundPlan, state: TrainerState, rank: int) -> tuple[Key, ...]:
+    def share(self, plan: RoundPlan, state: DataState, rank: int) -> tuple[Key, ...]:
         """The (epoch, index in its stream) of each batch of a rank."""
         return tuple(dict.fromkeys(piece.key for step in self.steps(plan, state)[rank] for piece in step))
 
@@ -108,7 +133,7 @@ class StreamReader:
     def prefetch(self, shares: Any) -> None:
         """Nothing: the queue reads on by itself."""
 
-    def ended(self, plan: RoundPlan, state: TrainerState, steps: int) -> int:
+    def ended(self, plan: RoundPlan, state: DataState, steps: int) -> int:
         """1 more than the batches in the epoch if it ends with a round of these steps of the local ranks, else 0."""
         total = steps if self.is_sharded else plan.total
         length = self._queue.length(self._position(state).taken[self._own] + total)
@@ -116,12 +141,12 @@ class StreamReader:
 
     def advance(
         self,
-        before: TrainerState,
-        after: TrainerState,
+        before: DataState,
+        after: State,
         plan: RoundPlan,
         counts: Sequence[int],
         ended: Sequence[int],
-    ) -> TrainerState:
+    ) -> State:
         """The state after a round with its position in the streams; ``ended`` is that of each rank."""
         if not self.is_sharded and len(set(ended)) > 1:
             lengths = {rank: length - 1 for rank, length in enumerate(ended) if length}
@@ -141,7 +166,7 @@ class StreamReader:
             taken[0] += plan.joined
         return replace(after, stream=StreamPosition(tuple(taken), tuple(is_over)))
 
-    def iterator_state(self, state: TrainerState) -> Any:
+    def iterator_state(self, state: DataState) -> Any:
         """The state of the iterator of this process at the position of a state, or None."""
         return self._queue.state(self._position(state).taken[self._own])
 

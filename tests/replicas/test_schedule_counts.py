@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._schedule_counts import (
+from jaxche.replicas._schedule_counts import (
     advance_by_batches,
     advance_counts,
     are_schedules,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import RoundPlan
+from jaxche.replicas._scaling import Scaling
 from jaxche.scaling import effective_replicas, noise_scale, scale_learning_rate
-from jaxche.training._scaling import Scaling
 
 RULES = [jaxche.AdaScale(), jaxche.AdamScale()]
 IDS = ["AdaScale", "AdamScale"]
@@ -29,8 +29,8 @@ MEASURED = {
 def later(request, monkeypatch):
     """Whether rounds after the first one are measured as they are late in a run; then not all arrays are small ones."""
     if request.param:
-        monkeypatch.setattr("jaxche.training._scaling._FIRST_ROUNDS", 1)
-        monkeypatch.setattr("jaxche.training._scaling._SMALL", 2)
+        monkeypatch.setattr("jaxche.replicas._scaling._FIRST_ROUNDS", 1)
+        monkeypatch.setattr("jaxche.replicas._scaling._SMALL", 2)
     return request.param
 
 
@@ -267,7 +267,7 @@ def test_an_eighth_of_the_steps_at_most_and_nobody_is_left_out_alone(counts, ave
 @pytest.mark.parametrize("solo", [True, False])
 def test_small_arrays_looked_at_as_one_tell_the_same(solo, close, monkeypatch):
     """Of several dtypes, and some of them without second moments."""
-    monkeypatch.setattr("jaxche.training._scaling._SMALL", 6)
+    monkeypatch.setattr("jaxche.replicas._scaling._SMALL", 6)
     params = {"a": jnp.ones((2, 3)), "b": jnp.ones(2), "c": jnp.ones((), jnp.bfloat16), "d": jnp.ones(5)}
     tx, told = optax.masked(optax.adam(0.1), {"a": True, "b": True, "c": True, "d": False}), []
     rng, opt_state = np.random.default_rng(0), tx.init(params)

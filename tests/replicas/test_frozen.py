@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 import jaxche
+from jaxche.replicas._frozen import FrozenArrays
+from jaxche.replicas._merge import HOST_COLUMNS
+from jaxche.replicas._placement import DevicePlacement
 from jaxche.sharding._hlo import collectives
-from jaxche.training._frozen import FrozenArrays
-from jaxche.training._merge import HOST_COLUMNS
-from jaxche.training._placement import DevicePlacement
 
 WIDE = 48
 

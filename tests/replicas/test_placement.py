@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxche
+from jaxche.replicas._merge import HOST_COLUMNS
+from jaxche.replicas._placement import check_local_devices, make_placements, merges_on_host
 from jaxche.sharding import (
     FullShard,
     HybridShard,
@@ -23,8 +25,6 @@ from jaxche.sharding import (
     set_devices,
 )
 from jaxche.sharding import _devices as sharding_devices
-from jaxche.training._merge import HOST_COLUMNS
-from jaxche.training._placement import check_local_devices, make_placements, merges_on_host
 
 # Even, odd and scalar leaves; 8 rows a batch.
 ROUNDS = ((2, 3), (1, 4), (3, 3), (2, 1))

@@ -13,11 +13,11 @@ import optax
 from jax import lax
 
 from jaxche.averaging import Weighted, add_weighted, is_float, zero_sums
+from jaxche.replicas._frozen import FrozenArrays
+from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
+from jaxche.replicas._scaling import MergeScale, Scaling
+from jaxche.replicas._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
 from jaxche.sharding import batch_size, mean_of
-from jaxche.training._frozen import FrozenArrays
-from jaxche.training._placement import Placement, add_replica_axis, drop_replica_axis
-from jaxche.training._scaling import MergeScale, Scaling
-from jaxche.training._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
 
 
 def all_finite(tree: Any) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import Piece
-from jaxche.training._data import Reader
+from jaxche.data._batches import Reader
 
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 5), st.one_of(st.none(), st.integers(0, 1000)))

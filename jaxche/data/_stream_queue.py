@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxche.training._data import Feed, Key, Step
-from jaxche.training._stream import Stream, as_batch
+from jaxche.data._batches import Feed, Key, Step
+from jaxche.data._stream import Stream, as_batch
 
 _log = logging.getLogger("jaxche")
 

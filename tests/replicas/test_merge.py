@@ -9,9 +9,9 @@ import pytest
 import jaxche
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
+from jaxche.replicas._merge import HOST_COLUMNS, reduce_rows
+from jaxche.replicas._programs import Columns
 from jaxche.training import PlanMismatchError
-from jaxche.training._merge import HOST_COLUMNS, reduce_rows
-from jaxche.training._programs import Columns
 from jaxche.training._round import RoundStatistics
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import jaxche
 from jaxche.cadence import DivergenceCorrection, RoundPlan
+from jaxche.data._stream import EPOCH_SIZE
+from jaxche.data._stream_reader import StreamPosition, StreamReader
 from jaxche.distributed import Group
-from jaxche.training._state import StreamPosition, TrainerState
-from jaxche.training._stream import EPOCH_SIZE
-from jaxche.training._stream_reader import StreamReader
+from jaxche.training import TrainerState
 
 
 class Process(Group):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.distributed import Group
-from jaxche.training._placement import DevicePlacement, Placement, is_local
+from jaxche.replicas._placement import DevicePlacement, Placement, is_local
 
 AXIS = "replica"
 # The axes within a replica: copies, and the shards of each copy.

@@ -23,8 +23,8 @@ from jaxche.averaging import (
     sum_dtype,
     weighted,
 )
-from jaxche.training._placement import Placement
-from jaxche.training._replica_mesh import AXIS
+from jaxche.replicas._placement import Placement
+from jaxche.replicas._replica_mesh import AXIS
 
 # Arrays of as many numbers are coded alone: joining them takes XLA longer than coding them.
 _ALONE = 1 << 15

@@ -1,0 +1,56 @@
+"""Layer 5, replicas: their devices, compiled local steps and optimizer state, and the merge of all of them."""
+
+from jaxche.replicas._coded_merge import fitted as fitted
+from jaxche.replicas._coded_merge import zero_residual as zero_residual
+from jaxche.replicas._frozen import FrozenArrays as FrozenArrays
+from jaxche.replicas._merge import DIFFERS as DIFFERS
+from jaxche.replicas._merge import HOST_COLUMNS as HOST_COLUMNS
+from jaxche.replicas._merge import TINY_WEIGHT as TINY_WEIGHT
+from jaxche.replicas._merge import Merge as Merge
+from jaxche.replicas._merge import Merged as Merged
+from jaxche.replicas._merge import MergeMismatchError
+from jaxche.replicas._merge import MergeRules as MergeRules
+from jaxche.replicas._merge import SingleReplica as SingleReplica
+from jaxche.replicas._outputs import BatchOutputs
+from jaxche.replicas._outputs import check_rows as check_rows
+from jaxche.replicas._outputs import in_order as in_order
+from jaxche.replicas._overlap import Correction as Correction
+from jaxche.replicas._overlap import MergeInFlight as MergeInFlight
+from jaxche.replicas._overlap import OverlappedMerge as OverlappedMerge
+from jaxche.replicas._overlap import exposed_ms as exposed_ms
+from jaxche.replicas._placement import BatchPlacement as BatchPlacement
+from jaxche.replicas._placement import Begin as Begin
+from jaxche.replicas._placement import DevicePlacement as DevicePlacement
+from jaxche.replicas._placement import Placement as Placement
+from jaxche.replicas._placement import add_replica_axis as add_replica_axis
+from jaxche.replicas._placement import check_local_devices as check_local_devices
+from jaxche.replicas._placement import devices_by_process as devices_by_process
+from jaxche.replicas._placement import drop_replica_axis as drop_replica_axis
+from jaxche.replicas._placement import is_local as is_local
+from jaxche.replicas._placement import make_placements as make_placements
+from jaxche.replicas._placement import merges_on_host as merges_on_host
+from jaxche.replicas._placement import spans_processes as spans_processes
+from jaxche.replicas._placement import without_replica_axis as without_replica_axis
+from jaxche.replicas._programs import Carry as Carry
+from jaxche.replicas._programs import Columns as Columns
+from jaxche.replicas._programs import Constants as Constants
+from jaxche.replicas._programs import LocalPrograms as LocalPrograms
+from jaxche.replicas._programs import LocalState as LocalState
+from jaxche.replicas._programs import Steps as Steps
+from jaxche.replicas._programs import stayed_finite as stayed_finite
+from jaxche.replicas._replica import LocalResult as LocalResult
+from jaxche.replicas._replica import PaceError
+from jaxche.replicas._replica import Replica as Replica
+from jaxche.replicas._replica import free_rates as free_rates
+from jaxche.replicas._replica import row_limit as row_limit
+from jaxche.replicas._replica_mesh import ReplicaMesh as ReplicaMesh
+from jaxche.replicas._scaling import MergeScale as MergeScale
+from jaxche.replicas._scaling import Scaling as Scaling
+from jaxche.replicas._scaling import with_previous_gradient as with_previous_gradient
+from jaxche.replicas._schedule_counts import advance_counts as advance_counts
+from jaxche.replicas._schedule_counts import are_schedules as are_schedules
+from jaxche.replicas._schedule_counts import counts_of as counts_of
+from jaxche.replicas._schedule_counts import with_run_counts as with_run_counts
+
+# For users, who find them in jaxche.training; what is imported "as" itself is for the other packages.
+__all__ = ["BatchOutputs", "MergeMismatchError", "PaceError"]
