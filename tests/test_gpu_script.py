@@ -1,6 +1,7 @@
 """scripts/gpu: the arithmetic of its table, the choice of parts, and a run with CPU devices in the place of a card."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -10,16 +11,32 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import check_wheels  # noqa: E402
 from gpu_parts import __main__ as script  # noqa: E402
-from gpu_parts import idle, memory_program, processes, table  # noqa: E402
+from gpu_parts import (  # noqa: E402
+    fleet_program,
+    idle,
+    memory_program,
+    merge,
+    merge_program,
+    overlap_program,
+    processes,
+    table,
+    workloads,
+)
 from gpu_parts import tests as tests_part  # noqa: E402
-from gpu_parts.context import Context, read_lines  # noqa: E402
+from gpu_parts.context import Context, is_out_of_memory, read_lines  # noqa: E402
 from gpu_parts.table import Line  # noqa: E402
+
+from jaxche.cluster import has_cuda  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -106,6 +123,76 @@ def test_only_kernels_of_the_first_gpu_count():
     assert idle.device_spans(SimpleNamespace(planes=[host])) == []
 
 
+def test_profiles_trace_no_python_and_a_profiler_without_rights_is_no_error(monkeypatch):
+    ran, levels = [], []
+
+    @contextlib.contextmanager
+    def trace(folder, profiler_options):
+        levels.append(profiler_options.python_tracer_level)
+        yield
+        if len(ran) > 1:
+            raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    assert idle.busy_shares(lambda: ran.append(1), turns=2) == []
+    assert (ran, levels) == ([1, 1], [0, 0])
+
+
+def test_overlap_is_compared_with_waiting_and_with_running_freely(tmp_path):
+    context = Context(True, True, time.time(), tmp_path, tmp_path / "lines")
+    found = {"steps": 40, "free": 100.0, "waiting": 70.0, "overlap": 98.0, "mb": 100.7}
+    merge._overlap(context, found | {"merge_ms": 210.0, "exposed_ms": 50.0, "hidden_ms": 150.0})
+    efficiency, gain, hidden = map(Line.from_dict, read_lines(context.lines))
+    assert (efficiency.ratio, efficiency.met) == (0.98, True)
+    assert "100.7 MB, 40 steps a round; 70.0 batches/s" in efficiency.note
+    assert (gain.ratio, gain.goal) == (1.4, ">= 1")
+    assert hidden.ratio == 0.75
+
+
+def test_the_first_half_of_a_round_is_longer_than_its_merge():
+    assert overlap_program.steps_for(merge_ms=200.0, step_ms=10.0) == 50
+    assert overlap_program.steps_for(merge_ms=1.0, step_ms=10.0) == 4
+    assert overlap_program.steps_for(merge_ms=1e6, step_ms=0.5) == 1000
+
+
+def test_no_merge_is_in_flight_when_the_rounds_of_another_trainer_begin():
+    devices = jax.devices("cpu")[:2]
+    tiny = workloads.Workload(
+        "tiny",
+        init=lambda: jnp.zeros(4),
+        loss_fn=lambda w, x: jnp.mean((x @ w - 1) ** 2),
+        tx=optax.sgd(0.1),
+        batch=lambda rows, seed: np.random.default_rng(seed).normal(size=(rows, 4)).astype(np.float32),
+        rows=2,
+    )
+    rounds = overlap_program.Rounds(tiny, devices, 0.5)
+    assert rounds._state.in_flight is None
+    infos, seconds = rounds.timed(3)
+    assert rounds._state.in_flight is None
+    assert [info.overlapped for info in infos] == [(1, 1)] * 3
+    assert seconds > 0
+    assert len(rounds.free_rates()) == 2
+
+
+def test_a_merge_for_which_the_card_has_no_memory_is_a_line_without_a_number(tmp_path, monkeypatch):
+    card = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 5_000_000_000})
+    monkeypatch.setattr(merge_program, "local_devices", lambda: [card])
+    row = merge_program.measure(1400.0, 3, "host", [card, card])
+    context = Context(True, True, time.time(), tmp_path, tmp_path / "lines")
+    merge._add(context, "host", [row])
+    (line,) = map(Line.from_dict, read_lines(context.lines))
+    assert (line.name, line.measured, line.met) == ("merge on the host, 1400 MB", None, None)
+    assert "too small" in line.note
+
+
+def test_auto_gets_a_model_for_which_a_cpu_is_far_too_slow():
+    asked = {"policy": "auto", "cpu": False}
+    assert fleet_program.workload_of(argparse.Namespace(**asked)).name == "ResNet-18"
+    assert fleet_program.workload_of(argparse.Namespace(**asked)).rows == 16
+    assert fleet_program.workload_of(argparse.Namespace(**asked | {"policy": "cadence"})).name == "small CNN"
+    assert fleet_program.workload_of(argparse.Namespace(**asked | {"cpu": True})).name == "small CNN"
+
+
 @pytest.mark.parametrize("begin", [1, 16, 512])
 def test_the_largest_batch_is_found_from_both_sides(begin):
     assert memory_program.largest(lambda rows: rows <= 100, begin) == 64
@@ -131,8 +218,11 @@ def test_tests_are_counted_from_a_report():
     report = """<testsuites><testsuite><testcase classname="tests.a" name="one"/>
     <testcase classname="tests.a" name="two"><failure>x</failure></testcase>
     <testcase classname="tests.b" name="three"><skipped/></testcase>
-    <testcase classname="tests.c" name="four"><error/></testcase></testsuite></testsuites>"""
-    assert tests_part.counted(report) == (1, 2, 1, ["a.two", "c.four"])
+    <testcase classname="tests.c" name="four"><error/></testcase>
+    <testcase classname="" name="tests.d"><error>ModuleNotFoundError: No module named 'grain.python'</error></testcase>
+    <testcase classname="" name="tests.e"><error>ModuleNotFoundError: No module named 'jaxche.x'</error></testcase>
+    </testsuite></testsuites>"""
+    assert tests_part.counted(report) == (1, ["a.two", "c.four", ".tests.e"], 1, ["grain"])
 
 
 ABOUT = {"device": "H100", "devices": 1, "versions": {"jax": "0.11.2"}, "quick": False, "cpu": False, "cores": 16}
@@ -184,6 +274,27 @@ def test_a_part_that_crashes_keeps_its_lines(part, capsys):
     assert "one  2.000  1.000  2.000" in capsys.readouterr().out
 
 
+def test_a_part_for_which_the_card_has_no_memory_keeps_its_lines(part):
+    text = "def run(context):\n    context.add(Line('one', 2.0, 1.0))\n    raise RuntimeError({!r})\n"
+    found = part(text.format("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"))
+    assert found["status"] == "done"
+    assert [one["name"] for one in found["lines"]] == ["one", "step: the rest"]
+    assert "too small" in found["lines"][1]["note"]
+    assert is_out_of_memory(RuntimeError("CUDA_ERROR: out of memory"))
+    assert not is_out_of_memory(RuntimeError("INTERNAL: no"))
+
+
+def test_what_a_part_started_has_ended_before_the_next_part():
+    lasting = "trap 'sleep 0.5; exit' TERM; echo ready; while :; do sleep 0.05; done"
+    leader = ["sh", "-c", f'sh -c "{lasting}" & echo $!; wait']
+    with subprocess.Popen(leader, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        words = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+        (pid,) = words - {"ready"}
+        script._end(process)
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 @pytest.mark.slow
 def test_a_part_is_ended_at_its_limit_with_the_processes_that_it_started(part):
     text = """
@@ -228,7 +339,45 @@ def test_without_a_card_the_command_says_what_to_write(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "scripts/gpu --cpu" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "gpu.json").exists()
+
+
+@pytest.mark.skipif(has_cuda() or Path("/proc/driver/nvidia/version").exists(), reason="there is a driver, or CUDA")
+def test_without_a_driver_nothing_is_installed(tmp_path):
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python3").chmod(0o755)
+    before = (ROOT / ".venv").exists()
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run([ROOT / "scripts" / "gpu", "--quick"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "no NVIDIA driver" in done.stderr
+    assert "scripts/gpu --cpu" in done.stderr
+    assert (ROOT / ".venv").exists() == before
+
+
+def test_where_cuda_does_not_start_its_error_is_kept_and_the_checks_run_without_it(monkeypatch):
+    asked = []
+
+    def run(command, env, **more):
+        asked.append(env)
+        if "JAX_PLATFORMS" in env:
+            return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: no backend cuda\n\n")
+        return subprocess.CompletedProcess(command, 0, 'noise\n{"platform": "cpu"}\n', "a warning")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    about = script.describe({"JAX_PLATFORMS": "cuda,cpu", "X": "1"})
+    assert about == {"platform": "cpu", "error": "RuntimeError: no backend cuda"}
+    assert asked[1] == {"X": "1"}
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", "broken"))
+    with pytest.raises(SystemExit, match="JAX does not start"):
+        script.describe({})
+
+
+def test_the_card_is_used_whatever_the_shell_says(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert script.environment(cpu=False)["JAX_PLATFORMS"] == "cuda,cpu"
+    assert script.environment(cpu=True)["JAX_PLATFORMS"] == "cpu"
 
 
 def test_plugins_must_fit_jaxlib():

@@ -75,13 +75,15 @@ def _run(args: argparse.Namespace) -> int:
     if info.launcher == "none" and (args.processes or 1) > 1:
         command = [sys.executable, "-m", "jaxche", *args.words]
         return launch(command, args.processes, prefix=False, only_rank0=True)
-    if not checks.start_devices(args.timeout):
+    with gpu.plugin_errors() as errors:
+        started = checks.start_devices(args.timeout)
+    if not started:
         # Without the CUDA line: its libraries may hang like the devices.
         drivers = [gpu.driver_finding(driver)] if (driver := gpu.read_driver()) != gpu.Driver() else []
         _print([checks.versions(), checks.machine(), *drivers, checks.not_started(args.timeout)])
         sys.stdout.flush()
         os._exit(1)  # the exit handlers of Python may wait for the devices
-    findings = _examine(args.store if info.process_id == 0 else None, info.launcher)
+    findings = _examine(args.store if info.process_id == 0 else None, info.launcher, errors)
     if info.num_processes == 1:
         _print(findings)
         return _verdict(findings, "jaxche doctor -n 2 measures between processes; jaxche train trains a small model")
@@ -96,9 +98,9 @@ def _run(args: argparse.Namespace) -> int:
         os._exit(1)
 
 
-def _examine(store: str | None, launcher: str) -> list[Finding]:
+def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Finding]:
     devices = checks.devices()
-    findings = [checks.versions(), checks.machine(), *gpu.findings(os.environ), devices]
+    findings = [checks.versions(), checks.machine(), *gpu.findings(os.environ, errors), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
     findings += [checks.variables(os.environ), checks.proxies(os.environ), checks.ports()]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from jaxche.cli._doctor_finding import Finding
 _OLDEST_DRIVER = {13: 580, 12: 525}
 _FIELDS = ("name", "driver_version", "memory.total", "memory.used", "compute_mode")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_NO_DRIVER = "sudo modprobe nvidia, or restart the machine; in a container: docker run --gpus all"
 
 
 class Gpu(NamedTuple):
@@ -57,14 +60,36 @@ def wants_gpu(environ: Mapping[str, str]) -> bool:
     return not wanted or "cuda" in wanted or "gpu" in wanted
 
 
-def findings(environ: Mapping[str, str]) -> list[Finding]:
-    """The lines ``driver`` and ``cuda``; empty on a machine without GPU, driver and plugin."""
+@contextlib.contextmanager
+def plugin_errors() -> Iterator[list[str]]:
+    """Collects why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
+    errors: list[str] = []
+
+    def collect(record: logging.LogRecord) -> bool:
+        if not record.exc_info or "plugin" not in record.getMessage():
+            return True
+        errors.append((str(record.exc_info[1]).splitlines() or [record.getMessage()])[0])
+        return False
+
+    log = logging.getLogger("jax._src.xla_bridge")
+    log.addFilter(collect)
+    try:
+        yield errors
+    finally:
+        log.removeFilter(collect)
+
+
+def findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list[Finding]:
+    """The lines ``driver`` and ``cuda``; empty on a machine without GPU, driver and plugin.
+
+    ``errors`` are the :func:`plugin_errors` of starting the devices.
+    """
     driver, plugins = read_driver(), installed_plugins()
     if not wants_gpu(environ) or (driver == Driver() and not plugins):
         return []
     if driver == Driver():
         return [Finding("driver", "no nvidia-smi and no /proc/driver/nvidia: no GPU of NVIDIA, although JAX has CUDA")]
-    return [driver_finding(driver), cuda_finding(driver, plugins, read_runtime, environ)]
+    return [driver_finding(driver), cuda_finding(driver, plugins, read_runtime, environ, errors)]
 
 
 def extra_for(driver: str) -> str:
@@ -82,8 +107,7 @@ def install_line() -> str:
 def driver_finding(driver: Driver) -> Finding:
     """Version of the driver, and the GPUs with their memory."""
     if driver.error:
-        fix = "sudo modprobe nvidia, or restart the machine; in a container: docker run --gpus all"
-        return Finding("driver", f"nvidia-smi fails: {driver.error}", fix)
+        return Finding("driver", f"nvidia-smi fails: {driver.error}", _NO_DRIVER)
     text = f"NVIDIA {driver.version}" + (f", for CUDA up to {driver.cuda}" if driver.cuda else "")
     for gpu in driver.gpus:
         text += f"; {gpu.name}, {gpu.memory / 1024:.1f} GiB, {gpu.used / 1024:.1f} GiB of it in use"
@@ -96,7 +120,11 @@ def driver_finding(driver: Driver) -> Finding:
 
 
 def cuda_finding(
-    driver: Driver, plugins: list[int], read: Callable[[int], Runtime], environ: Mapping[str, str]
+    driver: Driver,
+    plugins: list[int],
+    read: Callable[[int], Runtime],
+    environ: Mapping[str, str],
+    errors: Sequence[str] = (),
 ) -> Finding:
     """CUDA and cuDNN of JAX, compared with the driver and with those that JAX was built for."""
     fitting = extra_for(driver.version)
@@ -118,8 +146,8 @@ def cuda_finding(
         return Finding("cuda", text, fix or f"install driver {_OLDEST_DRIVER[major]} or newer")
     own = "LD_LIBRARY_PATH" in environ
     elsewhere = "unset LD_LIBRARY_PATH, which comes before the libraries of pip"
+    again = f"pip install --force-reinstall 'jax[cuda{major}]=={_version('jax')}'"
     if runtime.error:
-        again = f"pip install --force-reinstall 'jax[cuda{major}]=={_version('jax')}'"
         return Finding("cuda", f"{name} cannot load {runtime.error}", elsewhere if own else again)
     text = f"CUDA {show_cuda(runtime.cuda)}, cuDNN {show_cudnn(runtime.cudnn)} ({name} was built for "
     text += f"{show_cuda(runtime.built_cuda)} and {show_cudnn(runtime.built_cudnn)}); extra cuda{major}"
@@ -127,6 +155,11 @@ def cuda_finding(
         return Finding("cuda", text, elsewhere if own else f"pip install -U nvidia-cudnn-cu{major}")
     if runtime.cuda // 1000 < runtime.built_cuda // 1000:
         return Finding("cuda", text, elsewhere if own else f"pip install -U 'jax[cuda{major}]'")
+    if errors:
+        # The library of the driver, which no package of pip has.
+        driverless = "cuInit" in errors[0] or "libcuda" in errors[0]
+        fix = _NO_DRIVER if driverless else elsewhere if own else again
+        return Finding("cuda", f"{name} does not start: {errors[0]}; {text}", fix)
     return Finding("cuda", text)
 
 

@@ -31,7 +31,7 @@ from jaxche.cluster._heterogeneous import (
     register_devices,
 )
 from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.distributed import ElasticGroup, process_group, start_cpu_client
+from jaxche.distributed import ElasticGroup, process_group, register_cpu_client, start_cpu_client
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
@@ -161,6 +161,8 @@ def initialize(
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
+        register_cpu_client()
     if _PREEMPTION_SERVICE not in os.environ:
         # It handles SIGTERM, so that only `Trainer.fit` ends the process.
         jax.config.update(_PREEMPTION_SERVICE.lower(), False)

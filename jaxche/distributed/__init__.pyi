@@ -1,6 +1,7 @@
 """The names of the package, each of which is imported when it is first used."""
 
 from ._coordinator import HEARTBEAT_TIMEOUT_S, Coordinator, is_coordinator, start_coordinator
+from ._cpu_client import register_cpu_client
 from ._elastic_group import ElasticGroup, TakenForDeadError, process_group, start_cpu_client
 from ._environment import (
     EVENTS,
@@ -50,6 +51,7 @@ __all__ = [
     "own_address",
     "padded",
     "process_group",
+    "register_cpu_client",
     "scheduled",
     "shared_folder",
     "start_coordinator",

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# JAX has no public name for a second client of the CPU devices, nor for the state of jax.distributed.
+# JAX has no public name for the state of jax.distributed.
 from jax._src import distributed as _jax_distributed
-from jax._src import xla_bridge as _xla_bridge
 
+from jaxche.distributed._cpu_client import make_cpu_client
 from jaxche.distributed._environment import LIVENESS
 from jaxche.distributed._group import Group, PeerLostError, unless_late
 from jaxche.distributed._listener import Listener, connect, own_address
@@ -364,13 +364,13 @@ class ElasticGroup(Group):
         if self.is_first:
             self.client.key_value_delete(_ADDRESSES)
         if self.process_index == 0:
-            client = start_cpu_client(self.client, _xla_bridge.make_cpu_client)
+            client = start_cpu_client(self.client, make_cpu_client)
             self.client.key_value_set(place, "", allow_overwrite=True)
         else:
             if 0 in self.members:
                 self._liveness.wait_for_key(place, {0: self.incarnations[0]}, unless=self._failures)
             self._restore_topology()
-            client = _xla_bridge.make_cpu_client()
+            client = make_cpu_client()
         self._devices = {device.id: device for device in client.devices()}
 
     def _restore_topology(self) -> None:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_parts.context import Context, read_lines
+from gpu_parts.context import Context, is_out_of_memory, read_lines
 from gpu_parts.table import Line, cells, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +33,11 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "step": Part("the trainer with one replica against a raw jitted loop", 420, 60),
+    "step": Part("the trainer with one replica against a raw jitted loop", 420, 55),
     "sharded": Part("the sharded step on a mesh of one, its memory, and the largest batch", 300, 30),
-    "merge": Part("merges on the device and on the host against bare all-reduces", 200, 25),
-    "fleet": Part("two processes on one card, and a card beside its CPU", 300, 45),
-    "noise": Part("the cost of measuring the noise scale", 240, 30),
+    "merge": Part("merges on the device and on the host against bare all-reduces, and beside steps", 260, 40),
+    "fleet": Part("two processes on one card, and a card beside its CPU", 300, 40),
+    "noise": Part("the cost of measuring the noise scale", 240, 25),
     "stages": Part("a pipeline on one card, and stages through a folder", 150, 20),
     "checkpoint": Part("the stall of training for a save", 150, 15),
     "tests": Part("the tests marked gpu, and the fast tests on the card", 600, 0),
@@ -46,7 +46,7 @@ PARTS = {
 PATIENCE = 2.0
 # CPU cores in the place of a card, as slow as they may be.
 CPU_PATIENCE = 10.0
-QUICK_MINUTES = 3.9
+QUICK_MINUTES = 3.75
 
 
 def main() -> int:
@@ -87,7 +87,13 @@ def chosen(text: str) -> list[str]:
 def run_here(name: str, settings: dict[str, Any]) -> int:
     """A part, in this process."""
     paths = {key: Path(settings.pop(key)) for key in ("folder", "lines")}
-    importlib.import_module(f"gpu_parts.{name}").run(Context(**settings, **paths))
+    context = Context(**settings, **paths)
+    try:
+        importlib.import_module(f"gpu_parts.{name}").run(context)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        context.add(Line(f"{name}: the rest", None, note="the memory of this card is too small for it"))
     return 0
 
 
@@ -98,6 +104,8 @@ def run_all(names: list[str], quick: bool, cpu: bool, path: Path, until: float |
     if not cpu and about["platform"] != "gpu":
         for check in about["checks"]:
             print(f"{check['name']}: {check['text']}" + (f"; write: {check['fix']}" if check["fix"] else ""))
+        if about.get("error"):
+            print(f"JAX: {about['error']}")
         print("JAX finds no GPU here. To prove the command without one, write: scripts/gpu --cpu")
         return 2
     results = opened(path, about)
@@ -112,7 +120,7 @@ def run_all(names: list[str], quick: bool, cpu: bool, path: Path, until: float |
             continue
         print(f"\n{name}: {part.about}", flush=True)
         seconds = part.quick or part.seconds if quick else part.seconds
-        limit = (CPU_PATIENCE if cpu else PATIENCE) * max(seconds, 30)
+        limit = (CPU_PATIENCE if cpu else PATIENCE) * max(seconds, 40)
         limit = limit if left is None else min(limit, left)
         run_part(name, min(seconds, limit), limit, env, results, path)
     save(results, path)
@@ -126,7 +134,7 @@ def run_all(names: list[str], quick: bool, cpu: bool, path: Path, until: float |
 def environment(cpu: bool) -> dict[str, str]:
     """The variables of the parts."""
     env = dict(os.environ)
-    env["JAX_PLATFORMS"] = "cpu" if cpu else env.get("JAX_PLATFORMS", "cuda,cpu")
+    env["JAX_PLATFORMS"] = "cpu" if cpu else "cuda,cpu"
     # A part finds what an earlier one compiled.
     env.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "gpu"))
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
@@ -137,13 +145,15 @@ def environment(cpu: bool) -> dict[str, str]:
 
 def describe(env: dict[str, str]) -> dict[str, Any]:
     """The machine and the versions, from a process that starts the devices."""
-    done = subprocess.run([sys.executable, "-m", "gpu_parts.about"], env=env, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        # CUDA does not start: without it, the checks say why.
-        retry = {name: value for name, value in env.items() if name != "JAX_PLATFORMS"}
-        done = subprocess.run([sys.executable, "-m", "gpu_parts.about"], env=retry, stdout=subprocess.PIPE, text=True)
-        done.check_returncode()
-    return json.loads(done.stdout.splitlines()[-1])
+    error = ""
+    # Where CUDA does not start, the checks of a process without it say why.
+    for variables in (env, {name: value for name, value in env.items() if name != "JAX_PLATFORMS"}):
+        command = [sys.executable, "-m", "gpu_parts.about"]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return json.loads(done.stdout.splitlines()[-1]) | {"error": error}
+        error = error or next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
+    sys.exit(f"{done.stderr}\nJAX does not start in {sys.executable}")
 
 
 def opened(path: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -223,9 +233,21 @@ def _end(process: subprocess.Popen) -> None:
     for number, wait_s in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 5.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait_s)
+        if _has_ended(process, wait_s):
             return
+
+
+def _has_ended(process: subprocess.Popen, wait_s: float) -> bool:
+    """Whether all processes of its group end in so many seconds: one that is left has memory of the card."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        process.poll()
+        try:
+            os.killpg(process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def save(results: dict[str, Any], path: Path) -> None:

@@ -15,7 +15,9 @@ from jaxche.cluster import versions
 
 def main() -> None:
     """Device, memory, cores, versions, and what `jaxche doctor` finds about driver and CUDA."""
-    devices = jax.devices()
+    with gpu.plugin_errors() as errors:
+        devices = jax.devices()
+    findings = [checks.versions(), *gpu.findings(os.environ, errors), checks.devices()]
     memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     found = {
         "platform": devices[0].platform,
@@ -25,7 +27,7 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "host_memory_gib": round(checks.free_memory_gib() or 0, 1),
         "versions": versions() | {"python": platform.python_version()},
-        "checks": [finding._asdict() for finding in [checks.versions(), *gpu.findings(os.environ), checks.devices()]],
+        "checks": [finding._asdict() for finding in findings],
     }
     print(json.dumps(found))
 

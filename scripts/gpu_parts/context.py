@@ -44,6 +44,11 @@ class Context:
             yield turn
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error of JAX says that a device has too little memory."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
 def read_lines(path: Path) -> list[dict]:
     """The lines of a part so far; the last one may be half written."""
     if not path.exists():

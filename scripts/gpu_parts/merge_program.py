@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from gpu_parts.workloads import Repeated
 from jaxche.sharding import local_devices
 
 _LEAVES = 16
+# Arrays as large as the parameters that a process has at once: state, round, merged ones, and the bare all-reduce.
+_COPIES = 7
 
 
 def main() -> None:
@@ -39,8 +42,10 @@ def main() -> None:
     write(args.out, jax.process_index(), rows)
 
 
-def measure(mb: float, turns: int, backend: str, replicas: list[Any]) -> dict[str, float]:
-    """Median milliseconds of a merge of so many MB, and of the bare all-reduce."""
+def measure(mb: float, turns: int, backend: str, replicas: list[Any]) -> dict[str, Any]:
+    """Median milliseconds of a merge of so many MB, and of the bare all-reduce; None where memory is too small."""
+    if _COPIES * mb * 1e6 > (local_devices()[0].memory_stats() or {}).get("bytes_limit", math.inf):
+        return {"mb": mb, "ours_ms": None}
     size = round(mb * 1e6 / 4 / _LEAVES)
 
     def loss_fn(params: Any, batch: Any) -> Any:

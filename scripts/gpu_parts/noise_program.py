@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--makes", type=int, required=True)
+    parser.add_argument("--rules", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
@@ -40,7 +41,7 @@ def main() -> None:
 def compare(workload: Any, average: str | None, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each rule: milliseconds a step without it, and the median ratio of a step with it."""
     steps = 20 if average or args.cpu else 100
-    rules = {"AdaScale": jaxche.AdaScale(), "AdamScale": jaxche.AdamScale()}
+    rules = {name: getattr(jaxche, name)() for name in args.rules.split(",")}
     ratios: dict[str, list[float]] = {name: [] for name in rules}
     plain: list[float] = []
     for _ in range(args.makes):  # equal trainers differ by some percent for as long as they exist

@@ -1,5 +1,6 @@
 """What `jaxche doctor` says about a GPU, from outputs of the driver and of JAX's version functions."""
 
+import logging
 import sys
 import types
 
@@ -25,8 +26,9 @@ def smi(monkeypatch):
     return answers
 
 
-def cuda(driver=H100, plugins=(13,), runtime=FITTING, environ=()):
-    return gpu.cuda_finding(driver, list(plugins), lambda major: runtime._replace(major=major), dict(environ))
+def cuda(driver=H100, plugins=(13,), runtime=FITTING, environ=(), errors=()):
+    read = lambda major: runtime._replace(major=major)  # noqa: E731
+    return gpu.cuda_finding(driver, list(plugins), read, dict(environ), errors)
 
 
 def test_the_driver_is_read_from_nvidia_smi(smi):
@@ -114,6 +116,35 @@ def test_libraries_that_do_not_fit_the_plugin():
     assert cuda(runtime=missing).fix.startswith("pip install --force-reinstall 'jax[cuda13]==")
     for wrong in (old, missing, FITTING._replace(cuda=12090)):
         assert cuda(runtime=wrong, environ={"LD_LIBRARY_PATH": "/usr/lib/cuda"}.items()).fix.startswith("unset LD")
+
+
+def test_a_plugin_that_does_not_start_says_why():
+    found = cuda(errors=["Unable to load cuPTI. Is it installed?"])
+    assert found.text.startswith("jax-cuda13-plugin does not start: Unable to load cuPTI. Is it installed?; CUDA 13.0")
+    assert found.fix.startswith("pip install --force-reinstall 'jax[cuda13]==")
+    found = cuda(errors=["Unable to load cuPTI."], environ={"LD_LIBRARY_PATH": "/usr/lib/cuda"}.items())
+    assert found.fix.startswith("unset LD_LIBRARY_PATH")
+    found = cuda(errors=["operation cuInit(0) failed: Unknown CUDA error 303"])
+    assert "docker run --gpus all" in found.fix
+
+
+def test_errors_of_plugins_are_collected_in_place_of_their_tracebacks(caplog):
+    log = logging.getLogger("jax._src.xla_bridge")
+
+    def fail(message):
+        try:
+            raise RuntimeError("Unable to load cuPTI.\nIs it installed?")
+        except RuntimeError:
+            log.exception(message)
+
+    with gpu.plugin_errors() as errors:
+        fail("Jax plugin configuration error: Exception when calling jax_plugins.xla_cuda13.initialize()")
+        fail("Something else")
+        log.warning("a plugin is old")
+    assert errors == ["Unable to load cuPTI."]
+    assert [record.message for record in caplog.records] == ["Something else", "a plugin is old"]
+    fail("the plugin again")
+    assert len(caplog.records) == 3
 
 
 def test_the_versions_are_read_from_the_plugin(monkeypatch):

@@ -95,7 +95,8 @@ def test_unlike_processes_train_as_two_cpus_do(gpus, close, tmp_path, monkeypatc
     spec.loader.exec_module(program)
     # This process has most of the GPU's memory already.
     env = {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    env |= {"PYTHONPATH": str(path.parents[2]), "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids(os.environ)[:1] * 2)}
+    env["PYTHONPATH"] = os.pathsep.join([str(path.parents[2]), os.environ.get("PYTHONPATH", "")])
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids(os.environ)[:1] * 2)
     assert launch([sys.executable, str(path), "results", str(tmp_path)], 2, env=env, on_cpu=on_cpu) == 0
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert zero == one

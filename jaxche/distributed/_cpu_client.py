@@ -1,0 +1,42 @@
+"""The client of the CPU devices of a run, whose collectives go through gloo."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+# JAX has no public name for a client of the CPU devices, its collectives, or the state of jax.distributed.
+from jax._src import distributed as _jax_distributed
+from jax._src import xla_bridge as _xla_bridge
+from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssue]
+
+from jaxche.distributed._listener import is_loopback
+
+_LOOPBACK = "127.0.0.1"
+
+
+def register_cpu_client() -> None:
+    """Makes JAX start its CPU devices by :func:`make_cpu_client`; before any device starts."""
+    _xla_bridge.register_backend_factory("cpu", make_cpu_client, fail_quietly=False)
+
+
+def make_cpu_client() -> Any:
+    """A client of the CPU devices of all processes.
+
+    Gloo looks the name of the machine up. Without a network the name may have no address; processes that are all on one
+    machine then meet on its loopback address.
+    """
+    state = _jax_distributed.global_state
+    host = (state.coordinator_address or "").rpartition(":")[0]
+    if state.client is None or not is_loopback(host) or _has_address(socket.gethostname()):
+        return _xla_bridge.make_cpu_client()
+    collectives = _jax_lib.make_gloo_tcp_collectives(distributed_client=state.client, hostname=_LOOPBACK)
+    return _xla_bridge.make_cpu_client(collectives)
+
+
+def _has_address(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True

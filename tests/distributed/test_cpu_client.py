@@ -1,0 +1,72 @@
+"""The client of CPU devices on a machine whose name has no address."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxche.distributed import _cpu_client
+
+ROOT = Path(__file__).parents[2]
+RENAME = ("unshare", "--uts", "sh", "-c", 'hostname nowhere-7 && exec "$@"', "sh")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The arguments with which JAX starts its client, for a coordinator and a name that resolves or not."""
+
+    def start(address, resolves, client="store"):
+        calls = []
+
+        def look_up(host, port):
+            if not resolves:
+                raise socket.gaierror(-2, "Name or service not known")
+
+        state = SimpleNamespace(client=client, coordinator_address=address)
+        monkeypatch.setattr(_cpu_client._jax_distributed, "global_state", state)
+        monkeypatch.setattr(_cpu_client.socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(_cpu_client._jax_lib, "make_gloo_tcp_collectives", lambda **words: words)
+        monkeypatch.setattr(_cpu_client._xla_bridge, "make_cpu_client", lambda *words: calls.append(words))
+        _cpu_client.make_cpu_client()
+        return calls
+
+    return start
+
+
+def test_a_run_on_one_machine_needs_no_address_of_its_name(started):
+    assert started("127.0.0.1:1234", resolves=False) == [({"distributed_client": "store", "hostname": "127.0.0.1"},)]
+
+
+@pytest.mark.parametrize(
+    ("address", "resolves", "client"),
+    [("127.0.0.1:1234", True, "store"), ("node1:1234", False, "store"), (None, False, None)],
+    ids=["the name has an address", "several machines", "one process"],
+)
+def test_other_runs_start_as_jax_does(started, address, resolves, client):
+    assert started(address, resolves, client) == [()]
+
+
+def _can_rename():
+    return bool(shutil.which("unshare")) and not subprocess.run([*RENAME, "true"], capture_output=True).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _can_rename(), reason="cannot rename the machine in a namespace")
+def test_processes_of_a_machine_without_an_address_gather(tmp_path):
+    script = tmp_path / "gather.py"
+    script.write_text(
+        "import jax, jaxche, numpy as np\n"
+        "from jax.experimental import multihost_utils\n"
+        "jaxche.initialize()\n"
+        "print(multihost_utils.process_allgather(np.array([jax.process_index()])).ravel())\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [*RENAME, sys.executable, "-m", "jaxche", "launch", "-n", "2", str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] [0 1]", "[1] [0 1]"]

@@ -1,0 +1,1 @@
+"""By its presence JAX has CUDA."""
