@@ -7,6 +7,7 @@
     python scripts/chaos.py --elastic --kinds stop,pause --faults 6 --heartbeat-timeout 4
     python scripts/chaos.py --goodput 240        # a fault a minute, beside restarts from checkpoints
     python scripts/chaos.py --join-mb 500        # a state to a replacement, beside a bare copy
+    python scripts/chaos.py --join-mb 500 --link 1gbit/0ms        # between two namespaces with such a link
 
 ``restarts.py`` and ``elastic.py`` in ``chaos_parts/`` say what is asked of the runs. A fault of an elastic campaign
 follows from its number and the seed alone.
@@ -38,10 +39,11 @@ def main() -> int:
     parser.add_argument("--goodput", type=float, metavar="S", help="measure runs of so many seconds")
     parser.add_argument("--arms", help="those of --goodput (default: all)")
     parser.add_argument("--join-mb", type=float, metavar="MB", help="measure the transfer of a state of this size")
+    parser.add_argument("--link", metavar="RATE/ROUND_TRIP", help="of --join-mb (default: the loopback device)")
     args = parser.parse_args()
     kinds = args.kinds.split(",") if args.kinds else None
     if args.join_mb:
-        return join.benchmark(args.join_mb)
+        return join.benchmark(args.join_mb, args.link)
     if args.goodput:
         return goodput.benchmark(args.goodput, args.arms and args.arms.split(","), args.heartbeat_timeout)
     if args.elastic:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -22,15 +21,14 @@ from jax._src import distributed as _jax_distributed
 
 from jaxche.distributed._cpu_client import make_cpu_client
 from jaxche.distributed._environment import LIVENESS
-from jaxche.distributed._group import Group, PeerLostError
+from jaxche.distributed._group import Group, PeerLostError, unless_late
 from jaxche.distributed._listener import Listener, connect, own_address
-from jaxche.distributed._liveness import Liveness, unless_late
+from jaxche.distributed._liveness import Liveness
+from jaxche.distributed._thread_barrier import ThreadBarrier
 from jaxche.distributed._transfer import receive_state, send_state
 
 _log = logging.getLogger("jaxche")
 
-# How many of its last keys a process keeps in the store for a barrier.
-_KEPT_KEYS = 64
 # Where XLA's clients keep the addresses of Gloo's sockets, and what they know of all devices.
 _ADDRESSES, _TOPOLOGY = "cpu:gloo/", "cpu:global_topology/cpu"
 # How long others wait for that, and how often process 0 tries to write it.
@@ -122,31 +120,13 @@ class ElasticGroup(Group):
     def receive(self, key: str, process: int) -> str:
         return self._liveness.wait_for_key(key, {process: self.incarnations[process]}, unless=self._failures)
 
-    def thread_barrier(self, name: str) -> Callable[[str, float], None]:
-        """A barrier of the present members that threads may use side by side, each with its own keys.
+    def thread_barrier(self, name: str) -> ThreadBarrier:
+        incarnations, failures = dict(self.incarnations), self._failures
 
-        Args:
-          name: of the barrier.
+        def receive(key: str, process: int, timeout_ms: float) -> str:
+            return self._liveness.wait_for_key(key, {process: incarnations[process]}, timeout_ms, unless=failures)
 
-        Returns:
-          A function of a key and a timeout in ms. It raises :class:`PeerLostError` if a member dies.
-        """
-        incarnations, failures, place = dict(self.incarnations), self._failures, f"jaxche/{name}/{self.quorum_id}"
-        uses: collections.Counter[str] = collections.Counter()
-        own_keys: collections.deque[str] = collections.deque()
-
-        def wait(key: str, timeout_ms: float) -> None:
-            uses[key] += 1
-            key = f"{place}/{key}.{uses[key]}"
-            own = f"{key}/{self.process_index}"
-            self.client.key_value_set(own, "")
-            own_keys.append(own)
-            for process, incarnation in incarnations.items():
-                self._liveness.wait_for_key(f"{key}/{process}", {process: incarnation}, timeout_ms, unless=failures)
-            while len(own_keys) > _KEPT_KEYS:  # after so many barriers all have read it
-                self.client.key_value_delete(own_keys.popleft())
-
-        return wait
+        return self._thread_barrier(name, receive)
 
     def connected(self, devices: np.ndarray) -> np.ndarray:
         """The same CPU devices with the newest connections; other devices unchanged."""

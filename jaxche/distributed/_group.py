@@ -15,10 +15,21 @@ import numpy as np
 # The coordination service that the processes of a run joined. It has no public name.
 from jax._src import distributed as _jax_distributed
 
+from jaxche.distributed._thread_barrier import ThreadBarrier
 from jaxche.distributed._watchdog import Watchdog
 
 # Other processes may compile a large model meanwhile. JAX itself detects a dead one much earlier.
 _TIMEOUT_MS = 3_600_000
+
+
+@contextlib.contextmanager
+def unless_late() -> Iterator[None]:
+    """A context that ends early if a key of the store is not set in time."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
 
 
 class RankError(RuntimeError):
@@ -166,6 +177,20 @@ class Group:
     def receive(self, key: str, process: int) -> str:
         """The value of a key that another process sets."""
         return self.client.blocking_key_value_get(key, _TIMEOUT_MS)
+
+    def thread_barrier(self, name: str) -> ThreadBarrier:
+        """A barrier for threads of the present members; each has another name."""
+
+        def receive(key: str, process: int, timeout_ms: float) -> str:
+            with unless_late():
+                return self.client.blocking_key_value_get(key, int(timeout_ms))
+            raise TimeoutError(f"no process set {key}")
+
+        return self._thread_barrier(name, receive)
+
+    def _thread_barrier(self, name: str, receive: Callable[[str, int, float], Any]) -> ThreadBarrier:
+        place = f"jaxche/{name}/{self.quorum_id}"
+        return ThreadBarrier(self.client, place, self.process_index, self.members, receive)
 
     def flag_broadcast(self, processes: Sequence[int], name: str) -> Callable[[bool], bool]:
         """Repeated broadcasts of a flag among some of the processes.

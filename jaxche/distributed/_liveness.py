@@ -6,12 +6,10 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
-from jaxche.distributed._group import PeerLostError
+from jaxche.distributed._group import PeerLostError, unless_late
 from jaxche.distributed._listener import connect
 from jaxche.distributed._liveness_server import INTERVAL_S, Incarnation
 from jaxche.distributed._watchdog import Watchdog
@@ -149,13 +147,3 @@ class Liveness:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no process set {key} within {timeout_ms / 1e3:g} s")
             self._watchdog.heartbeat_while_waiting()  # a process that waits does not hang
-
-
-@contextlib.contextmanager
-def unless_late() -> Iterator[None]:
-    """A context that ends early if a key of the store is not set in time."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise

@@ -1,46 +1,51 @@
-"""The checkpoint manager: saves a run with Orbax and restores the newest checkpoint that all processes can read."""
+"""The checkpoint manager: saves a run with Orbax, and begins it with the newest checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
 import logging
-import os
+import shutil
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxche.data import StreamReader, from_json, is_stream, to_json
-from jaxche.distributed import ElasticGroup, Group, PeerLostError, on_sigterm, shared_folder
-from jaxche.reports import Every, History, RoundInfo, read_record, warn_of_damage
+from jaxche.distributed import PeerLostError, on_sigterm, shared_folder
+from jaxche.reports import Every, RoundInfo
+from jaxche.training._checkpoint_reader import CheckpointReader, checksum_of_metadata
 from jaxche.training._checkpoints import Checkpoints
-from jaxche.training._checksums import checksum_of_json, checksums
+from jaxche.training._checksums import checksums
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
+from jaxche.training._metrics_log import MetricsLog
+from jaxche.training._no_space import no_space
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
     FORMAT,
-    READABLE,
-    StateDict,
     checkpoint_items,
-    from_nested,
     installed_version,
     leaf_shapes,
     metadata,
-    name_collision,
-    with_metadata,
 )
 
 _log = logging.getLogger("jaxche")
 
 # Limit for all processes to write their shards. The death of a process ends the wait earlier.
 _TIMEOUT_S = 3600
+# Seconds between two checks whether another process has failed.
+_POLL_S = 0.5
+# Before the last checkpoint is tried again, if there was no space.
+_PAUSES_S = (1.0, 3.0, 6.0)
+# At most so many errors of a save does Orbax raise one after another: those of its threads, and of its metadata.
+_ERRORS = 8
 
 
 class CheckpointManager(Hook):
@@ -72,6 +77,10 @@ class CheckpointManager(Hook):
         self._manager: Any = None
         # The step of the last save that was started, and of the last one that a lost process did not finish.
         self._started = self._abandoned = 0
+        # The step of the save in flight, or 0; the number of saves of the present members; and why the last one
+        # that ended left no checkpoint.
+        self._in_flight, self._saves, self._missing = 0, 0, ""
+        self._barrier, self._thread = self._group.thread_barrier("save-0"), threading.current_thread()
         self._sigterm = contextlib.ExitStack()
         self._handles_sigterm = self._warned = False
 
@@ -113,18 +122,30 @@ class CheckpointManager(Hook):
     def on_end(self, run: Run) -> None:
         if run.history and run.history[-1] is not self._logged:  # evaluated since
             self._append(run.history[-1])
+        self._settle()
+        for pause_s in _PAUSES_S:
+            if self._missing:
+                time.sleep(pause_s)
+                self.save(run.state)
+                self._settle()
         self._log.flush()
+        if self._missing:
+            raise OSError(
+                f"the last checkpoint, {run.state.round}, is missing: {self._missing} in {self._folder}. Make space "
+                "there and start the run again: it continues from the newest checkpoint. The state of this run is in "
+                "trainer.last_good_state"
+            )
 
     def _append(self, info: RoundInfo) -> None:
         self._log.append(info)
         self._logged = info
 
     def on_admission(self) -> None:
-        """Wait until all saves are written."""
-        self._manager.wait_until_finished()
+        self._settle()
 
     def on_membership(self, run: Run, shrunk: bool) -> None:
         """Continue with the present members from the state of the run."""
+        self._in_flight, self._saves, self._missing = 0, 0, ""
         if shrunk:
             # Some processes may have started to save a round that is now repeated.
             self._abandoned = max(self._group.all_gather(self._started))
@@ -139,12 +160,18 @@ class CheckpointManager(Hook):
                 self._log.append(info)
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
+        self._settle()
         self.save(run.state)
         if preempted:
-            self._manager.wait_until_finished()
+            self._settle()
+            if self._group.is_leader and not self._missing:
+                _log.warning("preempted: saved after round %s", run.state.round - 1)
 
     def save(self, state: TrainerState) -> None:
-        """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written."""
+        """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written.
+
+        All members call it together. If there is no space, the checkpoint is missing and the run goes on.
+        """
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return
         self._started = state.round
@@ -163,12 +190,78 @@ class CheckpointManager(Hook):
         }
         with self._unless_lost("begun"):
             meta["checksums"] = checksums(trees, FORMAT, self._group)
-        meta["checksum"] = _checksum(meta)
+        meta["checksum"] = checksum_of_metadata(meta)
         items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees, FORMAT).items()}
+        self._settle()
+        self._in_flight, self._saves = state.round, self._saves + 1
+        self._barrier = self._group.thread_barrier(f"save-{self._saves}")
         with self._unless_lost("begun"):
-            self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+            try:
+                self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+            except BaseException:
+                self._barrier.abort()
+                raise
         if self._config.durable:
-            self._manager.wait_until_finished()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the save in flight has ended; all members call it together, and agree on how.
+
+        One that failed for want of space costs that checkpoint. Any other error is raised.
+        """
+        if not self._in_flight:
+            return
+        step, self._in_flight = self._in_flight, 0
+        with self._unless_lost("finished"):
+            error = self._wait()
+            reports = self._group.all_gather(None if error is None else no_space(error) or "")
+            self._barrier.close()
+            self._missing = next((report for report in reports if report), "")
+            if reports.count(None) == len(reports):
+                return
+            if not self._missing:
+                own = None if isinstance(error, threading.BrokenBarrierError) else error
+                self._group.raise_everywhere(own, self._group.process_index, f"the save of checkpoint {step}")
+            self._discard(step)
+
+    def _wait(self) -> Exception | None:
+        """Wait until the save in flight has ended in this process, and return its error."""
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(self._manager.wait_until_finished)
+            while not wait([ended], _POLL_S).done:
+                # Threads may wait for folders that the first process was to make. There Orbax would take the save for
+                # written, and delete older ones.
+                if self._barrier.is_broken and not self._group.is_first:
+                    self._manager._checkpointer.cancel()
+        try:
+            ended.result()
+        except Exception as error:
+            _end_threads()
+            return error
+        return None
+
+    def _discard(self, step: int) -> None:
+        """Remove what there is of a checkpoint whose save failed, and begin with a new manager."""
+        _close(self._manager)
+        self._group.barrier()  # none writes any more
+        if self._group.is_first:
+            for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
+            _log.warning(
+                "checkpoint %s is missing: %s in %s. Training continues, and the next save tries again. Make space "
+                "there, or keep fewer checkpoints: jaxche.Checkpoints(folder, keep=1)",
+                step,
+                self._missing or "a process did not write its part",
+                self._folder,
+            )
+        self._manager = self._open()
+
+    def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
+        """The barrier of Orbax's threads, to which they come last also when the save has failed."""
+        if sys.exc_info()[0] is not None and threading.current_thread() is not self._thread:
+            self._barrier.abort()
+        else:
+            self._barrier.wait(key.replace("/", "."), timeout_ms)
 
     def _with_iterators(self, state: TrainerState) -> TrainerState:
         """The state with those of the iterators of all processes, if data is a stream and has them."""
@@ -188,12 +281,10 @@ class CheckpointManager(Hook):
 
     def _open(self) -> Any:
         group, options, settings, handlers = self._group, self._ocp.options, {}, None
-        if isinstance(group, ElasticGroup):
-            # The death of a process ends a save and its threads when it is detected.
-            wait = group.thread_barrier("saved")
+        if group.num_processes > 1:
+            # Orbax's own waits for a process that has failed, or died, until the time is up.
             settings["async_options"] = options.AsyncOptions(
-                timeout_secs=_TIMEOUT_S,
-                barrier_sync_fn=lambda *, key, timeout_ms: wait(key.replace("/", "."), timeout_ms),
+                timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._wait_for_others
             )
         is_first_quorum = group.quorum_id == "0"
         if not is_first_quorum:
@@ -222,11 +313,14 @@ class CheckpointManager(Hook):
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
         """Wait until all saves are written, but not after the death of a process."""
-        if self._manager is not None and not isinstance(error, PeerLostError):
-            with self._unless_lost("finished"):
-                self._manager.wait_until_finished()
-            with self._unless_lost("finished"):
-                self._manager.close()
+        if self._manager is None or isinstance(error, PeerLostError):
+            return
+        if error is None:
+            self._settle()
+        with self._unless_lost("finished"):
+            failed = _close(self._manager)
+            if failed is not None and not (error is not None and no_space(failed)):
+                raise failed
 
     @contextlib.contextmanager
     def _unless_lost(self, what: str) -> Iterator[None]:
@@ -234,10 +328,37 @@ class CheckpointManager(Hook):
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
-            if not self._group.elastic or not (self._group.lost() or "Gloo" in str(error)):
+            # Where connections broke the next round has them made anew.
+            is_lost = isinstance(error, PeerLostError) or self._group.lost() or "Gloo" in str(error)
+            if not (self._group.elastic and is_lost):
                 raise
             text = "checkpoint %s was not %s, the loss of a process was detected: %s"
             _log.warning(text, self._started, what, str(error)[:300])
+
+
+def _close(manager: Any) -> Exception | None:
+    """Wait for all threads of a manager and close it; returns the first error of a save that failed."""
+    first = None
+    for _ in range(_ERRORS):  # each is raised once
+        try:
+            manager.close()
+            break
+        except Exception as error:
+            first = first or error
+    return first
+
+
+def _end_threads() -> None:
+    """Wait for the other threads of a save that failed; those that wait for its folders would do so for minutes."""
+    from orbax.checkpoint._src.futures import future
+    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
+    operation = OperationIdGenerator.get_current_operation_id()
+    signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract(operation)
+    future.set_signals(signals, operation_id=operation)
+    for thread in threading.enumerate():
+        if isinstance(thread, future._SignalingThread):
+            threading.Thread.join(thread)  # its own raises its error
 
 
 def _handlers(multiprocessing: Any) -> Any:
@@ -283,241 +404,3 @@ def _spanning(array: jax.Array) -> jax.Array:
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(both, ("absent", *mesh.axis_names)), spec)
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
-
-
-class _CorruptError(Exception):
-    """The files of a checkpoint can be read, and are not what was written."""
-
-
-class CheckpointReader:
-    """Restores the newest checkpoint that all processes can read, and refuses those of other runs.
-
-    Each process reads by itself, so that none waits in a collective for one that cannot read; then all compare.
-    """
-
-    def __init__(self, folder: Path, trainer: Rounds, batches: int | str, data: str):
-        import orbax.checkpoint as ocp
-
-        self._ocp, self._folder, self._trainer, self._batches, self._data = ocp, folder, trainer, batches, data
-        self._group = trainer._group
-
-    def newest(self, state: TrainerState) -> TrainerState:
-        """The newest state that all processes can read, or the given one if none is of a later round."""
-        with contextlib.closing(self._reader()) as reader:
-            steps_seen = self._group.all_gather(sorted(reader.all_steps()))
-            if any(steps != steps_seen[0] for steps in steps_seen):
-                raise ValueError(
-                    f"checkpoints={str(self._folder)!r}: processes see different checkpoints there ({steps_seen}); "
-                    "give a folder that all machines share"
-                )
-            for step in reversed(steps_seen[0]):
-                if step <= state.round:
-                    break
-                restored = self._restore(reader, step, state)
-                if restored is not None:
-                    return restored
-        return state
-
-    def _reader(self) -> Any:
-        """An Orbax manager for this process only."""
-        options, own = self._ocp.options, self._group.process_index
-        alone = options.MultiprocessingOptions(
-            primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"jaxche-reader-{own}"
-        )
-        settings = self._ocp.CheckpointManagerOptions(create=False, multiprocessing_options=alone)
-        return self._ocp.CheckpointManager(self._folder, options=settings)
-
-    def _restore(self, reader: Any, step: int, state: TrainerState) -> TrainerState | None:
-        """The state of a checkpoint, or None if some process cannot read it."""
-        args, error, refused, meta, found = self._ocp.args, None, None, {}, {}
-        try:
-            meta = reader.restore(step, args=args.Composite(run=args.JsonRestore())).run
-            if meta.pop("checksum", None) not in (None, _checksum(meta)):
-                raise _CorruptError("the checksum of its metadata is wrong")
-            try:
-                self._refuse_other(meta, state)
-            except ValueError as e:
-                refused = e
-        except Exception as e:
-            error = e
-            if not (self._folder / str(step) / "run").is_dir():
-                refused = ValueError(
-                    f"checkpoints={str(self._folder)!r}: {step} there was not written by jaxche; give another folder"
-                )
-        self._group.raise_everywhere(refused, self._group.process_index, f"checkpoint {step}")
-        if self._unreadable(step, error):
-            return None
-        state_dict, rows = self._state_dict(meta, state), self._rows(meta, state)
-        wanted = state_dict.abstract_trees(rows)
-        try:
-            items = {
-                name: args.StandardRestore(item) for name, item in checkpoint_items(wanted, meta["format"]).items()
-            }
-            read = reader.restore(step, args=args.Composite(**items))
-            trees = {name: read[name] for name in items if name != "state"} | (read.state if "state" in items else {})
-            found = {name: from_nested(tree, trees[name], meta["format"]) for name, tree in wanted.items()}
-        except Exception as e:
-            error = e
-        if self._unreadable(step, error) or self._unreadable(step, self._corrupt(found, meta)):
-            return None
-        if "residual" not in wanted and any(map(_is_residual, meta["leaves"])):
-            text = (
-                "checkpoint %s has what the merges of %s replicas had not sent; here it is left out and starts at zero"
-            )
-            _log.warning(text, step, meta["rows"]["residual"])
-        # From here on processes run collectives.
-        local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, rows))
-        return with_metadata(replace(state, local_states=local_states), meta)
-
-    def _corrupt(self, found: dict[str, Any], meta: Any) -> Exception | None:
-        """An error if arrays are not those that were saved; all processes call this together."""
-        saved = meta.get("checksums")  # missing in older checkpoints
-        here = checksums(found, meta["format"], self._group) if saved else {}
-        wrong = [name for name, checksum in here.items() if saved.get(name) != checksum]
-        return _CorruptError(f"the checksum of {wrong[0]} is wrong") if wrong else None
-
-    def _unreadable(self, step: int, error: Exception | None) -> bool:
-        """Whether any process has an error; then the checkpoint is renamed, because its round will be saved again."""
-        errors = [
-            text
-            for text in self._group.all_gather(None if error is None else f"{type(error).__name__}: {error}")
-            if text
-        ]
-        if not errors:
-            return False
-        failed = None
-        if self._group.is_first:
-            names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
-            aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
-            _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
-            try:
-                (self._folder / str(step)).rename(aside)
-            except OSError as e:
-                failed = e
-        # All wait for the rename before a save uses the name.
-        self._group.raise_everywhere(failed, self._group.process_index, f"checkpoint {step}")
-        return True
-
-    def _refuse_other(self, meta: Any, state: TrainerState) -> None:
-        """Refuse a checkpoint from which this trainer cannot continue."""
-        where = f"checkpoints={str(self._folder)!r}"
-        own, other = installed_version(), meta["jaxche"]
-        if meta["format"] not in READABLE or other.split(".")[:2] != own.split(".")[:2]:
-            raise ValueError(
-                f"{where} was written by jaxche {other} in format {meta['format']}, and this is {own} with format "
-                f"{FORMAT}; write pip install jaxche=={other}, or give another folder"
-            )
-        if other != own:
-            _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
-        if meta.get("data", NONDETERMINISTIC) != self._data and NONDETERMINISTIC not in (
-            self._data,
-            meta.get("data", NONDETERMINISTIC),
-        ):
-            _log.warning(
-                "%s was made with other data of the same number of batches; training continues with this data", where
-            )
-        trees = self._state_dict(meta, state).abstract_trees(self._rows(meta, state))
-        if names := name_collision(trees, meta["format"]):
-            raise ValueError(
-                f"{where} was written in format {meta['format']}, in which {names[0]} and {names[1]} have one name, so "
-                "that only one of them was saved; give another folder, and this version saves both"
-            )
-        wanted = leaf_shapes(trees, meta["format"])
-        saved = {name: leaf for name, leaf in meta["leaves"].items() if "residual" in trees or not _is_residual(name)}
-        for path in sorted({*wanted, *saved}, key=lambda path: (not path.startswith("params/"), path)):
-            have, want = saved.get(path, "missing"), wanted.get(path, "not there")
-            if have != want:
-                raise ValueError(
-                    f"{where} is of another model or optimizer: {path} is {have} in the checkpoint and {want} in this "
-                    "trainer; use the model and tx that it was made with, or give another folder"
-                )
-        for name, want in (("batches", self._batches), ("seed", self._trainer.seed)):
-            if meta[name] != want:
-                raise ValueError(
-                    f"{where} is of a run with {name}={meta[name]}, and this one has {want}; use the same data and "
-                    "seed, or give another folder"
-                )
-
-    def _state_dict(self, meta: Any, state: TrainerState) -> StateDict:
-        """The state dict for a checkpoint, with a previous gradient if the checkpoint has one."""
-        compares = any(path.split("/")[:2] == ["noise", "previous"] for path in meta["leaves"])
-        engine = self._trainer._engine
-        return engine.state_dict(engine.with_previous_gradient(state.local_states, compares))
-
-    def _rows(self, meta: Any, state: TrainerState) -> dict[str, int]:
-        """The rows of the saved trees, without a residual of other shapes, as with another ``opt_state=``."""
-        rows = meta["rows"]
-        wanted = leaf_shapes(self._state_dict(meta, state).abstract_trees(rows), meta["format"])
-        same = all(
-            wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
-        )
-        return rows if same else {name: count for name, count in rows.items() if name != "residual"}
-
-
-def _checksum(meta: dict[str, Any]) -> int:
-    """The checksum of metadata, without what is refused by name if it is wrong."""
-    return checksum_of_json({name: value for name, value in meta.items() if name not in ("format", "jaxche")})
-
-
-def _is_residual(path: str) -> bool:
-    return path.startswith("residual/")
-
-
-class MetricsLog:
-    """The rounds of a run as JSON lines beside its checkpoints, written by the leader and read by all."""
-
-    def __init__(self, group: Group, folder: Path):
-        self._group = group
-        self._file = folder / "history.jsonl"
-        self._unwritten = b""
-
-    def append(self, info: RoundInfo) -> None:
-        """Write the line of a round; while the disk is full it is kept, and written with a later one."""
-        if self._group.is_leader:
-            was_full = bool(self._unwritten)
-            self._unwritten += History([info]).to_json().encode()
-            self.flush(warns=not was_full)
-
-    def flush(self, warns: bool = True) -> None:
-        """Write the lines that are not on file yet."""
-        if not self._unwritten:
-            return
-        size = self._file.stat().st_size if self._file.exists() else 0
-        try:
-            with self._file.open("ab") as file:
-                file.write(self._unwritten)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            with contextlib.suppress(OSError):
-                os.truncate(self._file, size)
-            if warns:
-                lines = self._unwritten.count(b"\n")
-                _log.warning("%s: %s; its last %d rounds are not on file yet", self._file, error.strerror, lines)
-            return
-        self._unwritten = b""
-
-    def truncate(self, rounds: int) -> History:
-        """Keep and return the rounds before this number, because later rounds are repeated.
-
-        Unreadable lines are dropped. All processes call this together.
-        """
-        data = self._file.read_bytes() if self._file.exists() else b""
-        record, kept = read_record(data), History()
-        for info in record.rounds:
-            # The first round need not be number 0.
-            if (kept[-1].round if kept else -1) < info.round < rounds:
-                kept.append(info)
-            elif kept and info.round == kept[-1].round:  # with the results of an evaluation at the end
-                kept[-1] = info
-        self._group.barrier()  # all have read the file
-        if self._group.is_leader:
-            warn_of_damage(str(self._file), record)
-            self._unwritten = b""
-            if (text := kept.to_json().encode()) != data and data.startswith(text):
-                os.truncate(self._file, len(text))  # needs no space, which a full disk has not
-            elif text != data:
-                part = self._file.with_suffix(".part")
-                part.write_bytes(text)
-                part.replace(self._file)
-        return kept

@@ -14,7 +14,8 @@ class Checkpoints:
     and progress, the cadence, and the position in the data. A save copies the arrays and writes them while training
     continues; the next save waits for it. So a failure loses at most the current round and the one before, and with
     ``durable`` the current round only. A file that is damaged later loses one checkpoint more. Unfinished checkpoints
-    are ignored. In a run of several processes all of them write into one shared folder.
+    are ignored. In a run of several processes all of them write into one shared folder. A save without space on the
+    disk leaves its checkpoint out, with a warning; ``fit`` raises OSError if it is the last one.
 
     With the same number of replicas, training continues bit for bit. With another number, each replica starts from the
     mean of the saved optimizer states (values other than floats: those of the first replica), and the cadence measures

@@ -102,6 +102,7 @@ def fit(
       ValueError: a limit or a frequency that is not above 0, validation data that can be read once only, an argument
         without the one that it is about, checkpoints that cannot be written or are of another run, or an argument that
         :meth:`Trainer.round` refuses.
+      OSError: there was no space for the last checkpoint; the state is in ``trainer.last_good_state``.
       RuntimeError: this process replaces one that died, and the members refuse to admit it; gives the reason.
       SystemExit: with code 143 after preemption; with code 0 in such a replacement process if the fit has ended.
 
@@ -195,8 +196,6 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
                 trainer.request_stop()  # all processes stop after the next round
             if info.stop == Stop.PREEMPTED:
                 _stop(run, preempted=True)
-                if group.is_leader:
-                    _log.warning("preempted: saved after round %s", info.round)
                 raise SystemExit(PREEMPTED_CODE)
             if info.stop or (wants_stop and group.num_processes == 1):
                 _stop(run)

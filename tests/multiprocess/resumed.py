@@ -1,8 +1,10 @@
 """A run that is saved, and what befalls it; run by ``jaxche launch``. Each process writes what it ended with."""
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -101,6 +103,8 @@ def callback(what, round, world):
         if what.startswith("AGAIN") and jax.process_index() == victim and restart < DEATHS and len(rounds_here) == 2:
             signal.raise_signal(signal.SIGKILL)
         rounds_here.append(info.round)
+        if what.startswith("FULL") and info.round == round + 2 and "last" not in what:
+            empty_disk()
         if info.round != round or jax.process_index() != victim or restart:
             return False
         name = what.split()[0].replace("LOST", "KILL").replace("JOIN", "KILL").replace("END", "KILL")
@@ -108,6 +112,8 @@ def callback(what, round, world):
             die_in_merge()
         if name in ("KILL", "TERM", "STOP"):
             signal.raise_signal(getattr(signal, f"SIG{name}"))
+        elif name == "FULL":
+            fill_disk("folders" in what)
         elif name == "CUT" and rounds_here.count(round) == 1:  # a round that broke off is repeated
             cut_connections()
         elif name.startswith("PAUSE"):
@@ -120,6 +126,27 @@ def callback(what, round, world):
 def victim_of(what):
     """The rank that dies or stops: 1, or 0."""
     return 0 if "zero" in what.split() else 1
+
+
+def fill_disk(for_folders):
+    """From now on this process can make no file larger, or no folder of a checkpoint."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    if for_folders:
+        os.mkdir = no_folder
+
+
+def empty_disk():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.mkdir = mkdir
+
+
+mkdir = os.mkdir
+
+
+def no_folder(path, *args, **kwargs):
+    if "orbax-checkpoint-tmp" in str(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    mkdir(path, *args, **kwargs)
 
 
 def cut_connections():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -99,6 +100,37 @@ def test_a_checkpoint_that_one_process_cannot_read_is_set_aside_by_all(undisturb
     assert results == [undisturbed, undisturbed]
     assert "checkpoint 5 cannot be read and is set aside" in capfd.readouterr().err
     assert (tmp_path / "checkpoints" / "unreadable-5").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("what", "elastic"),
+    [("FULL", True), ("FULL zero", False), ("FULL zero folders", False), ("FULL zero folders", True)],
+)
+def test_a_disk_that_is_full_for_one_process_costs_all_a_checkpoint(undisturbed, tmp_path, capfd, what, elastic):
+    code, results = run(tmp_path, what, 3, elastic=elastic)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert results == [undisturbed, undisturbed]
+    missing = [int(step) for step in re.findall(r"\[0\] WARNING:jaxche:checkpoint (\d+) is missing: ", err)]
+    assert 5 in missing  # the one before was perhaps written already, and the one after is perhaps not yet
+    assert set(missing) <= {4, 5, 6}
+    assert not re.findall(r"\[1\] .*checkpoint \d+ is missing", err)
+    steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.suffix != ".jsonl")
+    assert steps == sorted(str(step) for step in range(10) if step not in missing)[-3:]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_last_checkpoint_without_space_is_an_error_on_all(undisturbed, tmp_path, capfd, elastic):
+    code, results = run(tmp_path, "FULL last", 5, elastic=elastic)
+    err = capfd.readouterr().err
+    assert code == 1, err
+    assert results == []
+    for rank in range(2):
+        assert f"[{rank}] OSError: the last checkpoint, 9, is missing: File too large in {tmp_path}" in err
+    assert len(list((tmp_path / "checkpoints").glob("[0-9]*"))) == 3  # older ones are kept in its place
+    code, results = run(tmp_path)
+    assert code == 0
+    assert results == [undisturbed, undisturbed]
 
 
 def test_data_that_one_rank_cannot_read_ends_all_by_name_and_keeps_the_checkpoint(undisturbed, tmp_path, capfd):

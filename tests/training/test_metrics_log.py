@@ -5,7 +5,7 @@ import pytest
 
 import jaxche
 from jaxche.distributed import Group
-from jaxche.training._checkpoint_manager import MetricsLog
+from jaxche.training._metrics_log import MetricsLog
 
 
 @pytest.fixture
