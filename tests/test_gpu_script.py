@@ -120,6 +120,9 @@ def test_only_kernels_of_the_first_gpu_count():
     first = {"Stream_1(Compute)": [(1.0, 2.0)], "Stream_2(MemcpyH2D)": [(0.0, 50.0)], "Steps": [(0.0, 60.0)]}
     profile = SimpleNamespace(planes=[host, plane("/device:GPU:1"), plane("/device:GPU:0", **first)])
     assert idle.device_spans(profile) == [(1.0, 3.0)]
+    first |= {"Stream_3(MemcpyD2H,CudaGraph)": [(4.0, 2.0)]}
+    profile = SimpleNamespace(planes=[host, plane("/device:GPU:0", **first)])
+    assert idle.device_spans(profile) == [(1.0, 3.0), (4.0, 6.0)]
     assert idle.device_spans(SimpleNamespace(planes=[host])) == []
 
 

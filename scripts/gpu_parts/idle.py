@@ -33,7 +33,8 @@ def device_spans(profile: Any) -> list[tuple[float, float]]:
         return []
     lines = list(planes[0].lines)
     streams = [line for line in lines if line.name.startswith("Stream")]
-    kernels = [line for line in streams if "Compute" in line.name]
+    # The profiler may trace a CUDA graph, into which XLA puts kernels, as one event.
+    kernels = [line for line in streams if "Compute" in line.name or "CudaGraph" in line.name]
     return [_span(event) for line in kernels or streams or lines[:1] for event in line.events]
 
 
