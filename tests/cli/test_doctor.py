@@ -52,7 +52,7 @@ def test_failure_to_join(capsys, monkeypatch):
 
 def test_gpus_of_several_kinds(monkeypatch, capsys):
     monkeypatch.setattr("jaxche.cluster._initialize.visible_devices", lambda *_: [("", "H100"), ("", "L4")])
-    monkeypatch.setattr(_doctor, "_examine", lambda store, launcher: [Finding("launcher", launcher)])
+    monkeypatch.setattr(_doctor, "_examine", lambda store, launcher, errors: [Finding("launcher", launcher)])
     assert main(["doctor"]) == 0
     started = []
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **_: started.append(processes) or 0)

@@ -26,6 +26,7 @@ def _fresh(monkeypatch):
 def _idle_backend(monkeypatch):
     """As in a process that has not used JAX yet; XLA_FLAGS is restored afterwards."""
     monkeypatch.setattr(module._xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(module, "register_cpu_client", lambda: None)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
 

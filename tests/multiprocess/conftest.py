@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+collect_ignore = ["card"]  # once imported, its modules would be this process's plugin of CUDA
 # Every script knows these.
 START = """
 import os, signal, sys, time
