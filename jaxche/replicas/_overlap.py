@@ -75,7 +75,7 @@ class Correction(NamedTuple):
     merge: MergeInFlight
     index: int  # of the replica in this process
 
-    def apply(self, local: LocalState, carry: Carry) -> tuple[Carry, float]:
+    def apply(self, local: LocalState, carry: Carry, steps: int) -> tuple[Carry, float]:
         """The corrected carry of the round that began at ``local``, and the seconds that the replica waited."""
         if not self.merge.is_finished:
             jax.block_until_ready(carry.params)  # steps that are under way are no wait

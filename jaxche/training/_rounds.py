@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxche.averaging import merge_weights
 from jaxche.cadence import (
     DEAR,
+    LEAST_MERGES,
     ApplyPolicy,
     Choice,
     DivergenceCorrection,
@@ -27,8 +28,12 @@ from jaxche.cadence import (
     RowShares,
     VirtualFleet,
     WireChoice,
+    best_group_merges,
     choose_wire,
+    group_cost_ms,
     merge_share,
+    most_group_merges,
+    paused_ms,
 )
 from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
@@ -75,6 +80,7 @@ from jaxche.training._checks import (
 )
 from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
+from jaxche.training._group_checks import checked_group_merges, checked_groups
 from jaxche.training._plan import (
     SOLO_ROUND,
     End,
@@ -128,6 +134,8 @@ class Rounds:
         outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
         wire: str = "float32",
         overlap: float = 0.0,
+        groups: str | Sequence[Sequence[int]] | None = None,
+        group_merges: int | None = None,
     ):
         check_joined()
         self._group = group = process_group()
@@ -167,6 +175,8 @@ class Rounds:
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
         check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
+        self._groups = checked_groups(groups, placements, self.policy, average, merge, scaling, staged)
+        self._group_merges = checked_group_merges(group_merges, groups)
         self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
@@ -206,6 +216,7 @@ class Rounds:
             wire=wire if self.world_size > 1 else "float32",
             overlaps=overlap > 0,
             virtual=fleet is not None,
+            groups=self._groups,
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -221,6 +232,7 @@ class Rounds:
             "backend": "host" if host else "device",
             "wire": wire,
             "overlap": str(overlap),
+            "groups": f"{self._groups}, group_merges={group_merges}",
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
@@ -250,6 +262,7 @@ class Rounds:
                 rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
             rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
             rules += [f"overlap={self.overlap:g}"] if self.overlap else []
+            rules += [f"groups={self._groups}"] if self._groups else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
@@ -427,7 +440,8 @@ class Rounds:
             corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(self._engine.ranks)]
         is_limited = given.counts is None and self._fleet is None and reader.has_time_limit
         limit = time_limit_ms(state.che, plan) if is_limited else None
-        results = self._engine.run(state.local_states, feeds, plan, self._merge_scale(plan), limit, corrections)
+        merges, scale = self._merges_of_round(state, plan, given), self._merge_scale(plan)
+        results = self._engine.run(state.local_states, feeds, plan, scale, limit, corrections, merges)
         # A merge that broke off ends the round here.
         landed = in_flight and in_flight.result()
         if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
@@ -459,10 +473,13 @@ class Rounds:
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         overlapped = tuple(min(k, n) for k, n in zip(after, table.counts, strict=True)) if in_flight else ()
-        table, times = self._times(table, plan, elapsed_ms, overlapped, in_flight)
+        table, times = self._times(table, plan, elapsed_ms, overlapped, in_flight, merges)
         policy, rule, shared = self._policy(state), self._rule(state), self._group.num_processes > 1
-        ended, info = advance(state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms)
+        ended, info = advance(
+            state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms, times.group_ms, merges
+        )
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
+        ended = replace(ended, group_merges=self._next_group_merges(table, merges))
         info = replace(info, wire=self._engine.wire)
         if self._engine.overlaps:
             info = replace(info, overlapped=overlapped, overlap=self.overlap)
@@ -502,6 +519,21 @@ class Rounds:
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
 
+    def _merges_of_round(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> int:
+        """The merges of a round, those within groups included."""
+        if given.group_merges is not None:
+            return given.group_merges
+        if not self._engine.groups or plan.shares:
+            return 1
+        wanted = self._group_merges or max(state.group_merges, LEAST_MERGES)
+        return min(wanted, most_group_merges(self._engine.groups, plan.counts))
+
+    def _next_group_merges(self, table: RoundStatistics, merges: int) -> int:
+        """The merges of the next round, from what those of this one and the last merge of all replicas took."""
+        cost_ms = group_cost_ms(self._engine.groups, table.group_ms, merges)
+        sync_ms = table.last_sync_ms + table.last_hidden_ms
+        return best_group_merges(sync_ms, cost_ms) if cost_ms and sync_ms else merges
+
     def _rule(self, state: TrainerState) -> str | None:
         """The merge rule of the next round; None if gradients are averaged."""
         gradients = self.average == "gradients" or (self._chooses and self._policy(state) is ApplyPolicy.SYNC)
@@ -514,21 +546,24 @@ class Rounds:
         elapsed_ms: float,
         overlapped: tuple[int, ...],
         in_flight: MergeInFlight | None,
+        merges: int,
     ) -> tuple[RoundStatistics, RoundTimes]:
         """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet."""
         if self._fleet is None:
             # Replicas start a round together: the time beyond the slowest replica is that of the merge.
-            sync_ms, merge_ms = elapsed_ms - max(table.wall_ms), 0.0
+            sync_ms, merge_ms = elapsed_ms - max(table.busy_ms), 0.0
             duration_ms = in_flight.duration_ms if in_flight else 0.0
         else:
             batches = table.examples / self._engine.batch_size
             wall_ms, merge_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
-            table = table.with_wall_ms(wall_ms.tolist())
+            paused = paused_ms(self._engine.groups, table.counts, wall_ms.tolist(), merges, self._fleet.group_sync_ms)
+            table = table.with_times(wall_ms.tolist(), paused.tolist())
             sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
             if self._engine.overlaps:
-                sync_ms = exposed_ms(table.wall_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
+                sync_ms = exposed_ms(table.busy_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
-        return table, RoundTimes(sync_ms, max(0.0, duration_ms - sync_ms) if in_flight else 0.0, merge_ms)
+        group_ms = max(table.busy_ms) - max(table.wall_ms)
+        return table, RoundTimes(sync_ms, max(0.0, duration_ms - sync_ms) if in_flight else 0.0, merge_ms, group_ms)
 
     def _with_wire(self, state: TrainerState) -> TrainerState:
         """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear."""

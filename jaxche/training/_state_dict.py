@@ -35,6 +35,7 @@ _FIELDS = {
     "clock_ms": "clock_ms",
     "clock_merge_ms": "clock_merge_ms",
     "steps": "steps",
+    "group_merges": "group_merges",
 }
 
 

@@ -1,0 +1,266 @@
+"""Groups of replicas that merge within rounds: against a slow twin, replayed, resumed, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.cadence import merge_steps
+
+GROUPS = [[0, 1], [2, 3]]
+FLEET = jaxche.VirtualFleet([20, 50, 20, 50], sync_ms=200.0, group_sync_ms=5.0)
+COUNTS = [(10, 4, 10, 4), (6, 3, 5, 0), (2, 1, 8, 4)]
+RATE = 0.05
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1600, 3)).astype(np.float32)
+    y = x @ np.array([1.0, -2.0, 0.5], np.float32) + 0.1 * rng.normal(size=1600).astype(np.float32)
+    return jaxche.Batches({"x": x, "y": y}, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def make(devices):
+    def trainer(tx=None, fleet=FLEET, loss=loss_fn, **options):
+        options = {"groups": GROUPS, "replicas": devices[:4]} | options
+        return jaxche.Trainer(loss, tx or optax.sgd(RATE), fleet=fleet, **options)
+
+    return trainer
+
+
+class Slow:
+    """A replica in NumPy, in one round."""
+
+    def __init__(self, x, batches):
+        self.x, self.start, self.batches, self.done = x.copy(), x, batches, 0
+
+    def run(self, end):
+        """Steps to the end of a part of the round."""
+        for batch in self.batches[self.done : end]:
+            error = batch["x"].astype(float) @ self.x - batch["y"]
+            self.x = self.x - RATE * 2 * batch["x"].T.astype(float) @ error / len(error)
+        self.done = end
+
+    def land(self, merged, after):
+        """Take in a merge in flight, unless there is none."""
+        if merged is not None:
+            self.run(max(self.done, after))
+            self.x = self.x + merged - self.start
+
+
+def slow_round(starts, batches, merges, landing, part):
+    """The replicas at the end of a round."""
+    replicas = [Slow(x, own) for x, own in zip(starts, batches, strict=True)]
+    counts = [len(own) for own in batches]
+    merges = min([merges, *(n for n in counts if n)])
+    after = [int(part * n) for n in counts]
+    for group in GROUPS:
+        members = [rank for rank in group if counts[rank]]
+        ends = list(zip(*merge_steps([counts[rank] for rank in members], merges), strict=True)) * (len(members) > 1)
+        early, before = [end for end in ends if end[0] < after[members[0]]], [0] * len(members)
+        for number, end in enumerate(ends):
+            if number == len(early):
+                for rank in members:
+                    replicas[rank].land(landing, after[rank])
+            ends_here = [
+                (min if number < len(early) else max)(n, after[rank]) if landing is not None else n
+                for n, rank in zip(end, members, strict=True)
+            ]
+            for n, rank in zip(ends_here, members, strict=True):
+                replicas[rank].run(n)
+            taken, before = np.subtract(ends_here, before), ends_here
+            mean = sum(n * replicas[rank].x for n, rank in zip(taken, members, strict=True)) / sum(taken)
+            for rank in members:
+                replicas[rank].x = mean
+        if len(early) == len(ends):
+            for rank in group:
+                replicas[rank].land(landing, after[rank])
+    for replica, n in zip(replicas, counts, strict=True):
+        replica.run(n)
+    return [replica.x for replica in replicas]
+
+
+def twin(data, merges, part=None):
+    """The parameters after each round, in NumPy; with ``part``, merges come in after that part of the next round."""
+    rows = iter([data[i] for i in range(sum(map(sum, COUNTS)))])
+    x, landing, merged = [np.zeros(3)] * 4, None, []
+    for counts in COUNTS:
+        batches = [[next(rows) for _ in range(n)] for n in counts]
+        x = slow_round(x, batches, merges, landing, part or 0.0)
+        mean = sum(n * one for n, one in zip(counts, x, strict=True)) / sum(counts)
+        merged.append(mean)
+        x, landing = (x, mean) if part else ([mean] * 4, None)
+    return merged
+
+
+@pytest.mark.parametrize("merges", [2, 3, 4])
+def test_rounds_are_those_of_a_slow_twin(make, data, close, merges):
+    one = make(group_merges=merges)
+    state = one.init(jnp.zeros(3))
+    for counts, params in zip(COUNTS, twin(data, merges), strict=True):
+        state, info = one.round(state, data, counts)
+        close(one.params(state), params, rtol=1e-4, atol=1e-5)
+        assert info.group_merges == min([merges, *(n for n in counts if n)])
+
+
+def test_corrections_of_a_merge_in_flight_are_those_of_a_slow_twin(make, data, close):
+    one = make(group_merges=3, overlap=0.5)
+    state = one.init(jnp.zeros(3))
+    for counts, params in zip(COUNTS, twin(data, 3, part=0.5), strict=True):
+        state, info = one.round(state, data, counts)
+        close(one.params(state), params, rtol=1e-4, atol=1e-5)
+    assert info.overlapped == (1, 0, 4, 2)
+
+
+def test_one_merge_in_a_round_is_a_trainer_without_groups(make, data, same):
+    one, plain = make(group_merges=1), make(groups=None)
+    state, history = one.fit(one.init(jnp.zeros(3)), data, progress=False)
+    other, again = plain.fit(plain.init(jnp.zeros(3)), data, progress=False)
+    same(state.local_states, other.local_states)
+    assert [info.counts for info in history] == [info.counts for info in again]
+
+
+def test_the_clock_has_all_merges_and_the_cadence_sees_those_of_all_replicas(make, data):
+    one, plain = make(group_merges=4), make(groups=None)
+    state, info = one.round(one.init(jnp.zeros(3)), data, (10, 4, 10, 4))
+    # Merges are after 1, 2 and 3 steps of 50 ms of the slow, when the fast have done 3, 5 and 8 of 20 ms.
+    assert info.group_ms == pytest.approx((60 + 50 + 60) + 3 * 5.0 + (200 - 150) - 200)
+    assert info.sync_ms == pytest.approx(200.0 + info.group_ms)
+    assert state.clock_ms == info.clock_ms == pytest.approx(info.period_ms)
+    state, _ = one.round(state, data, (10, 4, 10, 4))
+    other, _ = plain.round(plain.init(jnp.zeros(3)), data, (10, 4, 10, 4))
+    other, _ = plain.round(other, data, (10, 4, 10, 4))
+    assert state.che.sync_samples == other.che.sync_samples
+    assert state.che.ms_per_batch == other.che.ms_per_batch
+
+
+def test_their_number_follows_the_costs(make, data):
+    one = make(optax.adam(RATE))
+    _, history = one.fit(one.init(jnp.zeros(3)), data, epochs=4, progress=False)
+    # √(200 / 5) = 6.3, and half a step of the fast device is in their cost.
+    assert history[-1].group_merges == 5
+    assert min(info.group_merges for info in history) == 1
+    cheap = make(optax.adam(RATE), fleet=jaxche.VirtualFleet([20] * 4, sync_ms=2.0, group_sync_ms=2.0))
+    _, history = cheap.fit(cheap.init(jnp.zeros(3)), data, progress=False)
+    assert history[-2].group_merges <= 2
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_runs_replay_bit_for_bit(make, data, same, overlap):
+    one = make(optax.adam(RATE), overlap=overlap)
+    state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False)
+    assert max(info.group_merges for info in history) > 2
+    real = make(optax.adam(RATE), overlap=overlap, fleet=None)
+    again, repeated = real.replay(real.init(jnp.zeros(3)), data, jaxche.History.from_json(history.to_json()))
+    same(again.local_states, state.local_states)
+    assert [info.group_merges for info in repeated] == [info.group_merges for info in history]
+    with pytest.raises(ValueError, match=r"with groups= .* write jaxche.Trainer\(..., groups=...\)"):
+        make(optax.adam(RATE), groups=None, overlap=overlap).replay(one.init(jnp.zeros(3)), data, history)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, tmp_path):
+    def fit(folder, *callbacks):
+        one = make(optax.adam(RATE))
+        options = {"checkpoints": folder, "checkpoint_every": 40, "progress": False}
+        return one.fit(one.init(jnp.zeros(3)), data, epochs=2, callbacks=callbacks, **options)
+
+    def fail(state, info):
+        if info.round == 6:
+            raise RuntimeError("the machine stops")
+
+    with pytest.raises(RuntimeError, match="stops"):
+        fit(tmp_path / "a", fail)
+    (resumed, told), (whole, history) = fit(tmp_path / "a"), fit(tmp_path / "b")
+    assert [info.group_merges for info in told][-3:] == [info.group_merges for info in history][-3:]
+    same(resumed.local_states, whole.local_states)
+
+
+def test_islands_merge_on_their_devices(devices, data, close):
+    strategy = jaxche.FullShard()
+    islands = [strategy.mesh(devices[2 * i : 2 * i + 2]) for i in range(4)]
+    found = []
+    for options in ({"replicas": islands, "strategy": strategy}, {"replicas": devices[:4]}):
+        tx = optax.sgd(RATE, momentum=0.9)
+        one = jaxche.Trainer(loss_fn, tx, groups=GROUPS, group_merges=3, fleet=FLEET, **options)
+        state = one.init(jnp.zeros(4)[:3])
+        for counts in COUNTS:
+            state, _ = one.round(state, data, counts)
+        found.append(jax.device_get(one.params(state)))
+    close(*found)
+
+
+def test_real_times_have_the_waits_apart_from_the_steps(make, data):
+    one = make(fleet=None, pace_ms=[4.0, 8.0, 4.0, 8.0], group_merges=3)
+    state = one.init(jnp.zeros(3))
+    for _ in range(2):
+        state, info = one.round(state, data, (8, 4, 4, 2))
+    steps = [wall / n for wall, n in zip(info.wall_ms, info.counts, strict=True)]
+    assert all(4.0 <= one < 8.0 for one in (steps[0], steps[2]))
+    assert all(8.0 <= one < 16.0 for one in (steps[1], steps[3]))
+    assert info.group_merges == 2
+    assert 0 < info.group_ms < info.sync_ms
+
+
+def test_an_error_of_one_replica_is_raised_and_nobody_waits(make, data):
+    one = make(fleet=None, group_merges=3)
+    state, _ = one.round(one.init(jnp.zeros(3)), data, (6, 3, 6, 3))
+
+    class Broken:
+        def __len__(self):
+            return len(data)
+
+        def __getitem__(self, i):
+            if i == 25:
+                raise OSError("the file is gone")
+            return data[i]
+
+    with pytest.raises(OSError, match="the file is gone"):
+        one.round(state, Broken(), (6, 3, 6, 3))
+    after, _ = one.round(state, data, (6, 3, 6, 3))
+    assert np.isfinite(one.params(after)).all()
+
+
+def test_numbers_that_become_infinite_in_one_replica_are_found(make, data):
+    one = make(group_merges=3)
+    state = one.init(jnp.zeros(3))
+    bad = [data[i] | ({"x": data[i]["x"] * np.inf} if i == 3 else {}) for i in range(40)]
+    with pytest.raises(jaxche.NonFiniteLossError, match="batch 3"):
+        one.round(state, bad, (6, 3, 6, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": "host"}, r"groups='host' must be 'process', or lists .* write e.g. groups=\[\[0, 1\], \[2, 3\]\]"),
+        ({"groups": [[0, 1], [1, 2]]}, "lists of different ranks from 0 to 3"),
+        ({"groups": [[0, 4]]}, "lists of different ranks from 0 to 3"),
+        ({"groups": [[0, 1.5]]}, "lists of different ranks"),
+        ({"groups": []}, "lists of different ranks"),
+        ({"groups": 2}, "lists of different ranks"),
+        ({"groups": [[0, 1, 2, 3]]}, "is one group of all replicas, .* leave groups= out"),
+        ({"policy": "sync"}, "write policy='cadence' and merge='steps'"),
+        ({"policy": "auto"}, "write policy='cadence' and merge='steps'"),
+        ({"merge": "fednova"}, "write policy='cadence' and merge='steps'"),
+        ({"average": "gradients"}, "write policy='cadence' and merge='steps'"),
+        ({"scaling": jaxche.AdaScale()}, "has no programs for scaling=; leave groups= out"),
+        ({"group_merges": 0}, "group_merges=0 must be at least 1; write e.g. group_merges=8"),
+        ({"group_merges": 2.5}, "group_merges=2.5 must be a whole number"),
+        ({"group_merges": 4, "groups": None}, "group_merges=4 is of groups="),
+    ],
+)
+def test_what_cannot_be_a_group_is_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_the_replicas_of_a_single_process_are_no_group_of_it(make):
+    assert "groups" not in repr(make(groups="process"))
+    assert "groups=((0, 1), (2, 3))" in repr(make())
