@@ -204,7 +204,8 @@ class Bench:
         self.arm, self.cell, self.task = arm, cell, task
         self.speeds = arm.devices(cell.speeds)
         fixed = cell.fixed_ms if len(self.speeds) > 1 else 0.0
-        self.fleet = jaxche.VirtualFleet(self.speeds, sync_ms=cell.sync_ms, fixed_ms=fixed)
+        costs = {"sync_ms": cell.sync_ms, "group_sync_ms": arm.group_ms}
+        self.fleet = jaxche.VirtualFleet(self.speeds, **costs, fixed_ms=fixed)
         self.tx = scheduled_adam()
         self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet)
 

@@ -579,7 +579,7 @@ class Rounds:
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""
-        if che is None or not che.limit or self._limit_logged or self._chooses:
+        if che is None or not che.limit or self._limit_logged or self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO):
             return
         self._limit_logged = True
         if self._group.is_first:
