@@ -46,7 +46,9 @@ class Arm:
         """The trainer of the ordinary rounds, and that of the rare ones."""
         kinds = [self.options, {**self.options, **self.rarely}][: 2 if self.rarely else 1]
         replicas = jax.devices()[: len(fleet.ms_per_batch)]
-        made = [{n: option(len(replicas)) if callable(option) else option for n, option in one.items()} for one in kinds]
+        made = [
+            {n: option(len(replicas)) if callable(option) else option for n, option in one.items()} for one in kinds
+        ]
         return [jaxche.Trainer(loss_fn, tx, replicas=replicas, fleet=fleet, **options) for options in made]
 
 

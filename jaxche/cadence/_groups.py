@@ -7,25 +7,43 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxche.cadence._elche import ElChe
+from jaxche.cadence._tuner_progress import half_life_ms
+from jaxche.cadence._tuner_steady import middle
+
 # A round has at least one merge of its groups, so that their cost is measured.
 LEAST_MERGES = 2
 
 
-def best_group_merges(sync_ms: float, group_ms: float) -> int:
-    """The merges of a round with the most progress, √(C / c), the last one of all replicas and the others of groups.
+def half_life_of(groups: Sequence[Sequence[int]], world_size: int) -> float:
+    """How much longer a round may be where replicas merge in groups within it, (N - 1) / (G - 1).
 
-    With merges of C ms a round of √(C τ) is best, and with merges of c ms one of √(c τ): so many of these are in one
-    of those.
-
-    Args:
-      sync_ms: C, the cost of a merge of all replicas.
-      group_ms: c, the cost of a merge of a group.
+    What replicas lose by moving apart follows the variance between them. The means of G groups of N / G replicas each
+    have G / N of the variance of a replica, and what is between them is 1 - 1 / G of it, for 1 - 1 / N.
 
     Example:
-      >>> best_group_merges(200.0, 5.0), best_group_merges(5.0, 5.0)
-      (6, 2)
+      >>> half_life_of([(0, 1), (2, 3)], 4), half_life_of([], 4)
+      (3.0, 1.0)
     """
-    return max(LEAST_MERGES, round(math.sqrt(sync_ms / group_ms)))
+    apart = len(groups) + world_size - sum(map(len, groups))
+    return (world_size - 1) / (apart - 1) if groups else 1.0
+
+
+def best_group_merges(che: ElChe, group_ms: float) -> int:
+    """The merges of a round with the most progress, the last one of all replicas and the others of groups.
+
+    T / √(c τ) of a round of T ms, with merges of groups of c ms, as rounds of √(C τ) are best for merges of C ms.
+
+    Args:
+      che: the cadence of the next round.
+      group_ms: c, the cost of a merge of a group.
+    """
+    speeds = [ms for ms in che.ms_per_batch if ms]
+    if not (speeds and che.travel_samples):
+        return LEAST_MERGES
+    round_ms = max(n * ms for n, ms in zip(che.batch_counts, che.ms_per_batch, strict=True))
+    tau = half_life_ms(middle(che.travel_samples), min(speeds))
+    return max(LEAST_MERGES, round(round_ms / math.sqrt(group_ms * tau)))
 
 
 def most_group_merges(groups: Sequence[Sequence[int]], counts: Sequence[int]) -> int:

@@ -31,6 +31,7 @@ from jaxche.cadence import (
     best_group_merges,
     choose_wire,
     group_cost_ms,
+    half_life_of,
     merge_share,
     most_group_merges,
     paused_ms,
@@ -171,12 +172,16 @@ class Rounds:
         else:
             average = "parameters"  # a plain training loop: one update per batch
         self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
-        self._tx, self._che = tx, replace(che, overlap=overlap) if che is not None and overlap else che
+        self._tx = tx
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
         check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
         self._groups = checked_groups(groups, placements, self.policy, average, merge, scaling, staged)
         self._group_merges = checked_group_merges(group_merges, groups)
+        if che is not None:
+            merging = () if self._group_merges == 1 else self._groups
+            che = replace(che, overlap=overlap, half_life=half_life_of(merging, self.world_size))
+        self._che = che
         self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
@@ -479,7 +484,7 @@ class Rounds:
             state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms, times.group_ms, merges
         )
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
-        ended = replace(ended, group_merges=self._next_group_merges(table, merges))
+        ended = replace(ended, group_merges=self._next_group_merges(ended.che, table, merges))
         info = replace(info, wire=self._engine.wire)
         if self._engine.overlaps:
             info = replace(info, overlapped=overlapped, overlap=self.overlap)
@@ -528,11 +533,10 @@ class Rounds:
         wanted = self._group_merges or max(state.group_merges, LEAST_MERGES)
         return min(wanted, most_group_merges(self._engine.groups, plan.counts))
 
-    def _next_group_merges(self, table: RoundStatistics, merges: int) -> int:
-        """The merges of the next round, from what those of this one and the last merge of all replicas took."""
+    def _next_group_merges(self, che: ElChe | None, table: RoundStatistics, merges: int) -> int:
+        """The merges of the next round, from what those of this one took."""
         cost_ms = group_cost_ms(self._engine.groups, table.group_ms, merges)
-        sync_ms = table.last_sync_ms + table.last_hidden_ms
-        return best_group_merges(sync_ms, cost_ms) if cost_ms and sync_ms else merges
+        return best_group_merges(che, cost_ms) if cost_ms and che is not None else merges
 
     def _rule(self, state: TrainerState) -> str | None:
         """The merge rule of the next round; None if gradients are averaged."""

@@ -5,19 +5,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxche.cadence import best_group_merges, group_cost_ms, merge_steps, most_group_merges, paused_ms
+from jaxche.cadence import (
+    ElChe,
+    best_group_merges,
+    group_cost_ms,
+    half_life_of,
+    merge_steps,
+    most_group_merges,
+    paused_ms,
+)
 
 COUNTS = st.lists(st.integers(1, 40), min_size=2, max_size=5)
 
 
-def test_the_best_number_has_the_most_progress():
-    # Of a round of all replicas of √(C τ), cut into parts by merges of c: progress by the rule of the round length.
-    for sync_ms, group_ms in ((200.0, 5.0), (1000.0, 2.0), (90.0, 10.0)):
-        tau = 700.0
-        part_ms = np.sqrt(sync_ms * tau) / np.arange(1, 60)
-        progress = part_ms / (part_ms + group_ms) / (1 + part_ms / tau)
-        assert best_group_merges(sync_ms, group_ms) == pytest.approx(1 + int(progress.argmax()), abs=1)
-    assert best_group_merges(1.0, 50.0) == 2
+def reported(**options):
+    """A cadence of two ranks of 20 ms that moves as far as its parameters are long in 2 s, with merges of 200 ms."""
+    che = ElChe(2, 1, tuner="progress", **options)
+    for _ in range(6):
+        che = che.report_timing([n * 20.0 for n in che.batch_counts], che.batch_counts, 200.0, 2000.0)
+    return che
+
+
+def test_the_parts_of_a_round_are_as_long_as_rounds_whose_merges_cost_as_much():
+    che, alone = reported(), ElChe(2, 1, tuner="progress")
+    for _ in range(6):
+        alone = alone.report_timing([n * 20.0 for n in alone.batch_counts], alone.batch_counts, 5.0, 2000.0)
+    merges = best_group_merges(che, 5.0)
+    assert max(che.batch_counts) / merges == pytest.approx(max(alone.batch_counts), rel=0.25)
+    assert best_group_merges(che, 1e6) == 2
+    # Nothing is known of how fast replicas move.
+    assert best_group_merges(ElChe(2, 10, tuner="steady"), 5.0) == 2
+
+
+def test_rounds_are_longer_where_groups_merge_within_them():
+    # √3 of the length.
+    factor = half_life_of([(0, 1), (2, 3)], 4)
+    ratio = max(reported(half_life=factor).batch_counts) / max(reported().batch_counts)
+    assert ratio == pytest.approx(np.sqrt(3), rel=0.1)
+    assert half_life_of([(0, 1, 2)], 4) == 3.0
+    assert half_life_of([(0, 1)], 4) == 1.5
 
 
 @given(COUNTS, st.data())

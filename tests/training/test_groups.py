@@ -1,5 +1,7 @@
 """Groups of replicas that merge within rounds: against a slow twin, replayed, resumed, and what is refused."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,14 +145,28 @@ def test_the_clock_has_all_merges_and_the_cadence_sees_those_of_all_replicas(mak
 
 
 def test_their_number_follows_the_costs(make, data):
-    one = make(optax.adam(RATE))
-    _, history = one.fit(one.init(jnp.zeros(3)), data, epochs=4, progress=False)
-    # √(200 / 5) = 6.3, and half a step of the fast device is in their cost.
-    assert history[-1].group_merges == 5
-    assert min(info.group_merges for info in history) == 1
-    cheap = make(optax.adam(RATE), fleet=jaxche.VirtualFleet([20] * 4, sync_ms=2.0, group_sync_ms=2.0))
-    _, history = cheap.fit(cheap.init(jnp.zeros(3)), data, progress=False)
-    assert history[-2].group_merges <= 2
+    def last(**costs):
+        fleet = jaxche.VirtualFleet([20, 50, 20, 50], sync_ms=200.0, **costs)
+        one = make(optax.adam(RATE), fleet=fleet)
+        state, history = one.fit(one.init(jnp.zeros(3)), data, epochs=4, progress=False)
+        assert f"merge {state.group_merges} times in a round" in one.explain(state)
+        return history[-2]
+
+    cheap, dear = last(group_sync_ms=1.0), last(group_sync_ms=80.0)
+    assert cheap.group_merges > dear.group_merges >= 2
+    assert cheap.planned == dear.planned
+
+
+def test_the_wait_in_a_merge_of_a_group_counts_once_in_real_time(make, data):
+    one = make(fleet=None, pace_ms=[100.0, 150.0, 100.0, 150.0])
+    state = one.init(jnp.zeros(3))
+    for _ in range(2):
+        clock = time.perf_counter()
+        # After one step of 150 ms and two of 100 ms.
+        state, info = one.round(state, data, (3, 2, 3, 2))
+        elapsed_ms = (time.perf_counter() - clock) * 1e3
+    assert info.group_ms > 40.0
+    assert info.period_ms <= elapsed_ms
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
