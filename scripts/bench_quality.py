@@ -228,7 +228,7 @@ class Bench:
             # A merge in flight ends before the deadline too.
             if after.merged().clock_ms > deadline:
                 # Take the last round again, with the steps that fit; a round that cannot be cut is left out.
-                left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1)
+                left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1) - info.group_ms
                 counts = tuple(min(n, max(0, int(left / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
                 if info.average == "gradients" or info.shares or not sum(counts):
                     break
