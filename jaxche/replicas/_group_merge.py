@@ -10,6 +10,7 @@ With the steps of the whole round as weights it is the mean of the groups, each 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -28,26 +29,38 @@ from jaxche.replicas._programs import Carry, LocalState
 class GroupMerge:
     """The merges of a group in one round; each member calls :meth:`join` for each of them, from its own thread."""
 
-    def __init__(self, size: int, average_moments: bool):
-        self._average_moments = average_moments
+    def __init__(self, size: int, average_moments: bool, corrects: bool = False):
+        self._average_moments, self._corrects = average_moments, corrects
         self._barrier = threading.Barrier(size, self._merge)
         self._carries: list[Any] = [None] * size
         self._weights, self._steps = np.zeros(size), [0] * size
+        # The parameters of each member at the start of the round, for corrections; merged by the first merge.
+        self._starts: list[Any] = [None] * size
+        self._merges = 0
         self.waited_s = [0.0] * size  # of each member, in all its merges
 
-    def join(self, member: int, carry: Carry, steps: int) -> Carry:
+    def join(self, member: int, start: Any, carry: Carry, steps: int) -> Carry:
         """The merged carry of this member, on its own devices; waits for all members.
 
-        ``steps`` are those of the round so far. After an error of another member it is the carry as it was: the round
-        is not going to be merged.
+        ``start`` are its parameters at the start of the round, and ``steps`` those of the round so far. After an error
+        of another member it is the carry as it was: the round is not going to be merged.
         """
         self._carries[member] = carry
+        if not self._merges:
+            self._starts[member] = start
         self._weights[member], self._steps[member] = steps - self._steps[member], steps
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             return carry
         return self._carries[member]
+
+    def start(self, member: int) -> Any:
+        """What a correction subtracts for this member: the start of its round, or the mean of all once they merged.
+
+        With the weights of the first merge it moves their mean as a correction before that merge would.
+        """
+        return self._starts[member]
 
     def leave(self) -> None:
         """End the waits of the others for a member that failed."""
@@ -56,7 +69,11 @@ class GroupMerge:
     def _merge(self) -> None:
         # In the thread of the last member that joins.
         if self._weights.any():
-            self._carries = merge_carries(self._carries, self._weights.tolist(), self._average_moments)
+            weights = self._weights.tolist()
+            self._carries = merge_carries(self._carries, weights, self._average_moments)
+            if not self._merges and self._corrects:
+                self._starts = merge_trees(self._starts, weights)
+            self._merges += 1
 
 
 class GroupPause(NamedTuple):
@@ -70,7 +87,7 @@ class GroupPause(NamedTuple):
         """The merged carry, and the seconds that it took, the wait for the others included."""
         jax.block_until_ready(carry)  # steps that are under way are no wait
         clock = time.perf_counter()
-        carry = jax.block_until_ready(self.merge.join(self.member, carry, steps))
+        carry = jax.block_until_ready(self.merge.join(self.member, local.params, carry, steps))
         waited_s = time.perf_counter() - clock
         self.merge.waited_s[self.member] += waited_s
         return carry, waited_s
@@ -97,7 +114,8 @@ def group_pauses(
         members = [one for one in group if counts[one]]
         if len(members) < 2:
             continue
-        merge, early = GroupMerge(len(members), average_moments), merges
+        corrects = any(corrections[one] is not None for one in members)
+        merge, early = GroupMerge(len(members), average_moments, corrects), merges
         ends = merge_steps([counts[one] for one in members], merges)
         for member, (one, own) in enumerate(zip(members, ends, strict=True)):
             correction = corrections[one]
@@ -109,6 +127,8 @@ def group_pauses(
                     *(max(n, correction.after) for n in own[early:]),
                 ]
             with_group = [GroupPause(after, merge, member) for after in own]
+            if correction is not None and early:
+                pauses[one] = [correction._replace(start=functools.partial(merge.start, member))]
             pauses[one] = [*with_group[:early], *pauses[one], *with_group[early:]]
     return pauses
 
@@ -119,25 +139,48 @@ def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_mome
     The mean is made on the devices of the first. The means of the moments of the optimizer are taken too, unless each
     replica keeps its own.
     """
+    names = ["params", "model_state", "opt_state"][: 3 if average_moments else 2]
+    trees = [{name: getattr(carry, name) for name in names} for carry in carries]
+    means = _mean([_floats(tree) for tree in trees], steps)
+    merged = [_with_floats(tree, _like(means, _floats(tree))) for tree in trees]
+    states = [tree["model_state"] for tree in merged]
+    if moments := _moments(trees[0]["model_state"], states[0]):
+        others = [_moments(_like(tree["model_state"], states[0]), states[0]) for tree in trees[1:]]
+        pooled = _pooled(_mean([moments, *others], steps), states[0])
+        merged = [
+            tree | {"model_state": _with_floats(state, _like(_floats(pooled), _floats(state)))}
+            for tree, state in zip(merged, states, strict=True)
+        ]
+    return [carry._replace(**tree) for carry, tree in zip(carries, merged, strict=True)]
+
+
+def merge_trees(trees: Sequence[Any], steps: Sequence[float]) -> list[Any]:
+    """Trees of a group with the weighted mean of their floats, each on its own devices."""
+    means = _mean([_floats(tree) for tree in trees], steps)
+    return [_with_floats(tree, _like(means, _floats(tree))) for tree in trees]
+
+
+def _floats(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+
+
+def _with_floats(tree: Any, floats: Sequence[Any]) -> Any:
+    """The tree with these in place of its floats."""
+    given = iter(floats)
+    return jax.tree.map(lambda leaf: next(given) if is_float(leaf) else leaf, tree)
+
+
+def _mean(lists: Sequence[list[Any]], steps: Sequence[float]) -> list[Any]:
+    """The weighted mean of lists of floats, on the devices of the first.
+
+    One after the other, so that these devices hold two of them and the sum, however many there are. Relative to the
+    first, so that equal numbers stay as they are.
+    """
     shares = np.asarray(steps, np.float32) / np.float32(np.sum(steps))
-    names = ["params", "opt_state"] if average_moments else ["params"]
-    trees = [[getattr(carry, name) for name in names] for carry in carries]
-    floats = [[leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)] for tree in trees]
-    moved = _zeros(floats[0])
-    for share, leaves in zip(shares[1:], floats[1:], strict=True):
-        moved = _add(moved, floats[0], _like(leaves, floats[0]), share)
-    means = _end(floats[0], moved)
-    states = [carry.model_state for carry in carries]
-    pooled = _pooled([states[0], *(_like(state, states[0]) for state in states[1:])], shares)
-    merged = []
-    for carry, tree, own in zip(carries, trees, floats, strict=True):
-        placed = iter(_like(means, own))
-        found = jax.tree.map(lambda leaf, placed=placed: next(placed) if is_float(leaf) else leaf, tree)
-        state = jax.tree.map(
-            lambda new, leaf: new if is_float(leaf) else leaf, _like(pooled, carry.model_state), carry.model_state
-        )
-        merged.append(carry._replace(model_state=state, **dict(zip(names, found, strict=True))))
-    return merged
+    first, moved = lists[0], _zeros(lists[0])
+    for floats, share in zip(lists[1:], shares[1:], strict=True):
+        moved = _add(moved, first, _like(floats, first), share)
+    return _end(first, moved)
 
 
 def _like(tree: Any, other: Any) -> Any:
@@ -154,9 +197,7 @@ def _zeros(first: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros_like(_wide(x)), first)
 
 
-# One member after the other, so that the first device holds the trees of two, however many there are. Relative to the
-# first, so that equal numbers stay as they are.
-@jax.jit(donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0)
 def _add(moved: Any, first: Any, other: Any, share: Any) -> Any:
     changes = jax.tree.map(lambda x, y: _wide(y) - _wide(x), first, other)
     return jax.tree.map(jnp.add, moved, weighted(changes, share))
@@ -164,19 +205,14 @@ def _add(moved: Any, first: Any, other: Any, share: Any) -> Any:
 
 @jax.jit
 def _end(first: Any, moved: Any) -> Any:
-    return jax.tree.map(lambda x, change: (_wide(x) + change).astype(x.dtype), first, moved)
+    # An infinite number stays so, as in a weighted sum.
+    return jax.tree.map(lambda x, c: jnp.where(jnp.isfinite(x), (_wide(x) + c).astype(x.dtype), x), first, moved)
+
+
+_moments = jax.jit(to_moments)
 
 
 @jax.jit
-def _pooled(states: Sequence[Any], shares: Any) -> Any:
-    """The weighted mean of model states, with the differences of the means in their variances."""
-
-    def mean(*values: Any) -> Any:
-        if not is_float(values[0]):
-            return values[0]
-        terms = [weighted(value, share) for value, share in zip(values, shares, strict=True)]
-        return sum(terms[1:], terms[0])
-
-    means = jax.tree.map(mean, *states)
-    means = from_moments(jax.tree.map(mean, *[to_moments(state, means) for state in states]), means)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), means, states[0])
+def _pooled(moments: Any, means: Any) -> Any:
+    """The means with the differences between them in their variances."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), from_moments(moments, means), means)

@@ -74,6 +74,7 @@ class Correction(NamedTuple):
     after: int
     merge: MergeInFlight
     index: int  # of the replica in this process
+    start: Callable[[], Any] | None = None  # the parameters that are corrected, if not those of the start of the round
 
     def apply(self, local: LocalState, carry: Carry, steps: int) -> tuple[Carry, float]:
         """The corrected carry of the round that began at ``local``, and the seconds that the replica waited."""
@@ -82,6 +83,7 @@ class Correction(NamedTuple):
         clock = time.perf_counter()
         merged = self.merge.result().local_states[self.index]
         waited_s = time.perf_counter() - clock
+        local = local if self.start is None else local._replace(params=self.start())
         return corrected(local, carry, merged), waited_s
 
 

@@ -30,6 +30,7 @@ _LATER = frozenset(
         "overlap",
         "group_merges",
         "group_ms",
+        "groups",
     }
 )
 

@@ -63,6 +63,7 @@ class RoundInfo:
       wire: the wire of the merge; empty in records of earlier versions.
       overlap: the argument of the trainer, 0 where it waits for each merge.
       group_merges: with ``groups=``, the merges of the round, of which the last one is of all replicas; else 1.
+      groups: with ``groups=``, the number of the group of each replica, -1 for a replica in none.
       group_ms: the part of ``sync_ms`` for the others, which are within groups.
 
     Example:
@@ -115,6 +116,7 @@ class RoundInfo:
     overlap: float = 0.0
     group_merges: int = 1
     group_ms: float = 0.0
+    groups: tuple[int, ...] = ()
 
     @property
     def batches(self) -> int:

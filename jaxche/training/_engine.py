@@ -205,8 +205,9 @@ class Engine:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The present ranks of each group."""
-        return [[rank for rank, one in enumerate(self.order) if one in group] for group in self._settings.groups]
+        """The present ranks of each group, unless these are all ranks that are left."""
+        groups = [[rank for rank, one in enumerate(self.order) if one in group] for group in self._settings.groups]
+        return [group for group in groups if 1 < len(group) < self.world_size]
 
     @property
     def _local_groups(self) -> list[list[int]]:
@@ -538,14 +539,14 @@ class Engine:
             correction: Correction | None,
             pauses: list[Correction | GroupPause],
         ) -> LocalResult:
-            if not feed.steps:
+            groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
+            if not (feed.steps or groups):
                 result = replica.idle(local)
                 if correction is None:
                     return result
                 return result._replace(carry=correction.apply(local, result.carry, 0)[0])
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
-            groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
             try:
                 result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank], pauses)
                 is_done = result.error is None

@@ -6,6 +6,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import optax
+
 from jaxche.cadence import ApplyPolicy, whole_number
 from jaxche.replicas import BatchPlacement
 
@@ -33,7 +36,7 @@ def checked_groups(
         what = "stages of a jaxche.Partitioned" if staged else "scaling="
         raise ValueError(f"groups={groups!r} has no programs for {what}; {line}")
     processes = [{device.process_index for device in placement.devices.flat} for placement in placements]
-    if groups == "process":
+    if isinstance(groups, str) and groups == "process":
         alone = {rank: next(iter(found)) for rank, found in enumerate(processes) if len(found) == 1}
         found = [tuple(rank for rank, own in alone.items() if own == one) for one in sorted(set(alone.values()))]
     else:
@@ -74,3 +77,15 @@ def checked_group_merges(merges: Any, groups: Any) -> int | None:
     if groups is None:
         raise ValueError(f"group_merges={merges!r} is of groups=; write groups='process', or leave it out")
     return whole_number("group_merges", merges, 1, "group_merges=8, or leave it out")
+
+
+def check_moments(groups: Any, opt_state: str, tx: Any, shapes: Any) -> None:
+    """Refuse to average what ``optax.MultiSteps`` has accumulated: its replicas are at different steps of theirs."""
+    if not groups or opt_state != "average":
+        return
+    states = jax.tree.leaves(jax.eval_shape(tx.init, shapes), is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    if any(isinstance(state, optax.MultiStepsState) for state in states):
+        raise ValueError(
+            f"groups={groups!r} with opt_state='average' would average gradients that an optax.MultiSteps in tx has "
+            "accumulated, and the replicas have accumulated different numbers of them; write opt_state='local'"
+        )

@@ -203,11 +203,13 @@ class RoundStatistics:
         finite: bool,
         share: Callable[[int], Sequence[tuple[int, int]]] | None = None,
         look: Callable[[Sequence[tuple[int, int]]], str | None] = lambda keys: "",
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
 
         ``share`` returns the batches of a rank, by default those of the plan. ``look`` finds the numbers of batches
-        that are not finite, as text; None if the batches cannot be read again.
+        that are not finite, as text; None if the batches cannot be read again. Ranks of the same one of the ``groups``
+        have merged within the round.
 
         Raises:
           Exception: the error of a local replica.
@@ -243,9 +245,13 @@ class RoundStatistics:
         else:
             return
         share = share or plan.share
-        ranks = range(len(plan.counts)) if rank is None else [rank]
-        ends = [None if plan.shares else self.counts[r] for r in ranks]
-        batches = tuple(dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in share(r)[:end]))
+        suspects: Sequence[int] = range(len(plan.counts))
+        if rank is not None:
+            suspects = next((group for group in groups if rank in group), [rank])
+        if 1 < len(suspects) < len(plan.counts):
+            what += f", or that of another replica of its group {tuple(suspects)} did before they merged,"
+        ends = [None if plan.shares else self.counts[r] for r in suspects]
+        batches = tuple(dict.fromkeys(batch for r, end in zip(suspects, ends, strict=True) for batch in share(r)[:end]))
         self._refuse_numbers(state, plan, rank, what, batches, look(batches))
 
     def _refuse_numbers(

@@ -81,7 +81,7 @@ from jaxche.training._checks import (
 )
 from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
-from jaxche.training._group_checks import checked_group_merges, checked_groups
+from jaxche.training._group_checks import check_moments, checked_group_merges, checked_groups
 from jaxche.training._plan import (
     SOLO_ROUND,
     End,
@@ -172,15 +172,14 @@ class Rounds:
         else:
             average = "parameters"  # a plain training loop: one update per batch
         self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
-        self._tx = tx
+        self._tx, self._opt_state = tx, opt_state
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
         check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
         self._groups = checked_groups(groups, placements, self.policy, average, merge, scaling, staged)
         self._group_merges = checked_group_merges(group_merges, groups)
         if che is not None:
-            merging = () if self._group_merges == 1 else self._groups
-            che = replace(che, overlap=overlap, half_life=half_life_of(merging, self.world_size))
+            che = replace(che, overlap=overlap, half_life=self._half_life(range(self.world_size)))
         self._che = che
         self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
@@ -299,6 +298,7 @@ class Rounds:
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         check_update(self._tx, shapes, staged=isinstance(self._engine, StagedEngine))
+        check_moments(self._groups, self._opt_state, self._tx, shapes)
         if model_state is not None and isinstance(self._engine, StagedEngine):
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:
@@ -474,6 +474,7 @@ class Rounds:
             merged.finite,
             share=partial(reader.share, plan, state),
             look=partial(self._engine.non_finite, data),
+            groups=self._engine.groups if merges > 1 else (),
         )
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
@@ -484,8 +485,8 @@ class Rounds:
             state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms, times.group_ms, merges
         )
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
-        ended = replace(ended, group_merges=self._next_group_merges(ended.che, table, merges))
-        info = replace(info, wire=self._engine.wire)
+        ended = replace(ended, group_merges=self._next_group_merges(ended, table, merges))
+        info = replace(info, wire=self._engine.wire, groups=self._group_of_ranks)
         if self._engine.overlaps:
             info = replace(info, overlapped=overlapped, overlap=self.overlap)
             begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), times.merge_ms)
@@ -524,6 +525,18 @@ class Rounds:
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
 
+    def _half_life(self, order: Sequence[int]) -> float:
+        """How much longer rounds of these ranks of the start may be, because groups merge within them."""
+        groups = [[rank for rank in group if rank in order] for group in self._groups]
+        groups = [group for group in groups if 1 < len(group) < len(order)]
+        return 1.0 if self._group_merges == 1 else half_life_of(groups, len(order))
+
+    @property
+    def _group_of_ranks(self) -> tuple[int, ...]:
+        """The number of the group of each rank, from 0, and -1 for one in none; empty without groups."""
+        numbers = {rank: number for number, group in enumerate(self._engine.groups) for rank in group}
+        return tuple(numbers.get(rank, -1) for rank in range(self.world_size)) if numbers else ()
+
     def _merges_of_round(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> int:
         """The merges of a round, those within groups included."""
         if given.group_merges is not None:
@@ -533,10 +546,12 @@ class Rounds:
         wanted = self._group_merges or max(state.group_merges, LEAST_MERGES)
         return min(wanted, most_group_merges(self._engine.groups, plan.counts))
 
-    def _next_group_merges(self, che: ElChe | None, table: RoundStatistics, merges: int) -> int:
-        """The merges of the next round, from what those of this one took."""
+    def _next_group_merges(self, state: TrainerState, table: RoundStatistics, merges: int) -> int:
+        """The merges of the next round, from what those of this one took; those of the state if it had none."""
         cost_ms = group_cost_ms(self._engine.groups, table.group_ms, merges)
-        return best_group_merges(che, cost_ms) if cost_ms and che is not None else merges
+        if self._group_merges or not cost_ms or state.che is None:
+            return self._group_merges or state.group_merges
+        return best_group_merges(state.che, cost_ms)
 
     def _rule(self, state: TrainerState) -> str | None:
         """The merge rule of the next round; None if gradients are averaged."""

@@ -297,7 +297,7 @@ class Trainer(Rounds):
                     f"elastic run, replay the rounds before that: history[:{number}]"
                 )
         if self.world_size > 1:
-            check_recorded(history, self.wire, self.overlap, self._groups)
+            check_recorded(history, self.wire, self.overlap, self._group_of_ranks)
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):

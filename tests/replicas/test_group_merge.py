@@ -79,7 +79,7 @@ def test_members_are_weighted_by_the_steps_since_the_last_merge(devices):
         own = carry(devices[place], place)
         for steps in ((4, 1), (4, 3)):
             params = jax.tree.map(functools.partial(jnp.full_like, fill_value=steps[place]), own.params)
-            own = merge.join(place, own._replace(params=params), steps[place])
+            own = merge.join(place, own.params, own._replace(params=params), steps[place])
             found.setdefault(place, []).append(float(own.params["w"].ravel()[0]))
 
     threads = [threading.Thread(target=member, args=(place,)) for place in range(2)]
@@ -93,8 +93,8 @@ def test_members_are_weighted_by_the_steps_since_the_last_merge(devices):
 def test_no_one_waits_for_a_member_that_failed(devices):
     merge, one = GroupMerge(2, average_moments=True), carry(devices[0], 0)
     threading.Timer(0.1, merge.leave).start()
-    assert merge.join(0, one, 3) is one
-    assert merge.join(0, one, 4) is one
+    assert merge.join(0, one.params, one, 3) is one
+    assert merge.join(0, one.params, one, 4) is one
 
 
 def test_pauses_are_at_the_same_part_of_the_round():
@@ -114,3 +114,19 @@ def test_members_take_in_a_merge_in_flight_between_the_same_merges(part):
     assert sum(kinds[0]) == 3
     for own in pauses:
         assert [pause.after for pause in own] == sorted(pause.after for pause in own)
+
+
+def test_infinite_numbers_stay_infinite_as_in_a_weighted_sum(devices):
+    values = [(jnp.inf, jnp.inf), (jnp.inf, 1.0), (1.0, jnp.inf), (1.0, 2.0)]
+    carries = [
+        Carry(
+            None,
+            jnp.uint32(0),
+            jnp.zeros((1, 2)),
+            {"w": jnp.zeros((1, 2))},
+            {"best": jnp.array([[v[i] for v in values]])},
+        )
+        for i in range(2)
+    ]
+    for one in merge_carries(carries, [1.0, 1.0], True):
+        assert one.opt_state["best"].tolist() == [[jnp.inf, jnp.inf, jnp.inf, 1.5]]

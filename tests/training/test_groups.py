@@ -10,6 +10,7 @@ import pytest
 
 import jaxche
 from jaxche.cadence import merge_steps
+from jaxche.replicas import _group_merge
 
 GROUPS = [[0, 1], [2, 3]]
 FLEET = jaxche.VirtualFleet([20, 50, 20, 50], sync_ms=200.0, group_sync_ms=5.0)
@@ -51,11 +52,11 @@ class Slow:
             self.x = self.x - RATE * 2 * batch["x"].T.astype(float) @ error / len(error)
         self.done = end
 
-    def land(self, merged, after):
+    def land(self, merged, after, start=None):
         """Take in a merge in flight, unless there is none."""
         if merged is not None:
             self.run(max(self.done, after))
-            self.x = self.x + merged - self.start
+            self.x = self.x + merged - (self.start if start is None else start)
 
 
 def slow_round(starts, batches, merges, landing, part):
@@ -67,11 +68,11 @@ def slow_round(starts, batches, merges, landing, part):
     for group in GROUPS:
         members = [rank for rank in group if counts[rank]]
         ends = list(zip(*merge_steps([counts[rank] for rank in members], merges), strict=True)) * (len(members) > 1)
-        early, before = [end for end in ends if end[0] < after[members[0]]], [0] * len(members)
+        early, before, start = [end for end in ends if end[0] < after[members[0]]], [0] * len(members), None
         for number, end in enumerate(ends):
             if number == len(early):
                 for rank in members:
-                    replicas[rank].land(landing, after[rank])
+                    replicas[rank].land(landing, after[rank], start)
             ends_here = [
                 (min if number < len(early) else max)(n, after[rank]) if landing is not None else n
                 for n, rank in zip(end, members, strict=True)
@@ -80,11 +81,13 @@ def slow_round(starts, batches, merges, landing, part):
                 replicas[rank].run(n)
             taken, before = np.subtract(ends_here, before), ends_here
             mean = sum(n * replicas[rank].x for n, rank in zip(taken, members, strict=True)) / sum(taken)
+            if start is None:
+                start = sum(n * replicas[rank].start for n, rank in zip(taken, members, strict=True)) / sum(taken)
             for rank in members:
                 replicas[rank].x = mean
         if len(early) == len(ends):
             for rank in group:
-                replicas[rank].land(landing, after[rank])
+                replicas[rank].land(landing, after[rank], start if rank in members else None)
     for replica, n in zip(replicas, counts, strict=True):
         replica.run(n)
     return [replica.x for replica in replicas]
@@ -120,6 +123,21 @@ def test_corrections_of_a_merge_in_flight_are_those_of_a_slow_twin(make, data, c
         state, info = one.round(state, data, counts)
         close(one.params(state), params, rtol=1e-4, atol=1e-5)
     assert info.overlapped == (1, 0, 4, 2)
+
+
+def test_a_correction_loses_and_adds_nothing(make):
+    # Gradients of the first round only: all later merges find the same parameters.
+    counts = [(10, 4, 7, 5), (10, 4, 7, 5), (9, 4, 6, 3), (10, 4, 7, 5)]
+    x = np.zeros((sum(map(sum, counts)), 3), np.float32)
+    x[: sum(counts[0])] = 10 * np.random.default_rng(0).normal(size=(sum(counts[0]), 3))
+    data = [{"x": row[None]} for row in x]
+    one = make(loss=lambda w, batch: jnp.sum(batch["x"] @ w), overlap=0.5, group_merges=4)
+    state, found = one.init(jnp.zeros(3)), []
+    for row in counts:
+        state, _ = one.round(state, data, row)
+        found.append(np.asarray(one.params(state)))
+    np.testing.assert_allclose(found[1:], [found[0]] * 3, atol=1e-5)
+    assert np.abs(found[0]).max() > 0.1
 
 
 def test_one_merge_in_a_round_is_a_trainer_without_groups(make, data, same):
@@ -178,8 +196,65 @@ def test_runs_replay_bit_for_bit(make, data, same, overlap):
     again, repeated = real.replay(real.init(jnp.zeros(3)), data, jaxche.History.from_json(history.to_json()))
     same(again.local_states, state.local_states)
     assert [info.group_merges for info in repeated] == [info.group_merges for info in history]
-    with pytest.raises(ValueError, match=r"with groups= .* write jaxche.Trainer\(..., groups=...\)"):
-        make(optax.adam(RATE), groups=None, overlap=overlap).replay(one.init(jnp.zeros(3)), data, history)
+    for groups in (None, [[0, 2], [1, 3]]):
+        with pytest.raises(
+            ValueError, match=r"other groups= \(\(0, 0, 1, 1\) .* write jaxche.Trainer\(..., groups=...\)"
+        ):
+            make(optax.adam(RATE), groups=groups, overlap=overlap).replay(one.init(jnp.zeros(3)), data, history)
+
+
+def test_a_stream_that_ends_before_one_has_a_batch_replays(make, same):
+    def source(epoch):
+        rng = np.random.default_rng(epoch)
+        for _ in range(29):
+            x = rng.normal(size=(4, 3)).astype(np.float32)
+            yield {"x": x, "y": x.sum(1)}
+
+    one = make(group_merges=2)
+    state, history = one.fit(one.init(jnp.zeros(3)), jaxche.Stream(source), epochs=1, progress=False)
+    assert any(0 in info.counts and 0 not in info.planned for info in history)
+    again, _ = one.replay(one.init(jnp.zeros(3)), jaxche.Stream(source), history)
+    same(one.params(again), one.params(state))
+
+
+def test_a_short_round_does_not_forget_the_number_of_merges(make, data):
+    one = make(optax.adam(RATE))
+    state, _ = one.fit(one.init(jnp.zeros(3)), data, epochs=2, progress=False)
+    before = state.group_merges
+    assert before > 2
+    state, info = one.round(state, data, (1, 1, 1, 1))
+    assert (info.group_merges, state.group_merges) == (1, before)
+
+
+def test_a_resumed_run_has_the_rounds_of_its_own_groups(make, data, tmp_path):
+    options = {"checkpoints": tmp_path, "progress": False}
+    one, plain = make(), make(groups=None)
+    state, _ = plain.fit(plain.init(jnp.zeros(3)), data, epochs=1, **options)
+    assert state.che.half_life == 1.0
+    state, _ = one.fit(one.init(jnp.zeros(3)), data, epochs=2, **options)
+    assert state.che.half_life == 3.0
+
+
+def test_gradients_that_are_accumulated_are_not_averaged(make):
+    tx = optax.MultiSteps(optax.sgd(RATE), 3)
+    with pytest.raises(ValueError, match="write opt_state='local'"):
+        make(tx).init(jnp.zeros(3))
+    make(tx, opt_state="local").init(jnp.zeros(3))
+
+
+def test_no_program_is_compiled_for_fewer_members(make, data, devices):
+    def loss(w, batch, model_state):
+        return loss_fn(w, batch), ({}, {"mean": batch["x"].mean(0), "var": batch["x"].var(0)})
+
+    fleet = jaxche.VirtualFleet([20, 20, 20, 20], sync_ms=200.0, group_sync_ms=5.0)
+    one = make(loss=loss, fleet=fleet, groups=[[0, 1, 2]], group_merges=2)
+    state = one.init(jnp.zeros(3), {"mean": jnp.zeros(3), "var": jnp.ones(3)})
+    state, _ = one.round(state, data, (4, 4, 4, 4))
+    state, _ = one.round(state, data, (4, 4, 4, 4))
+    programs = (_group_merge._add, _group_merge._end, _group_merge._moments, _group_merge._pooled)
+    before = [program._cache_size() for program in programs]
+    one.round(state, data, (4, 0, 4, 4))
+    assert [program._cache_size() for program in programs] == before
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, tmp_path):
@@ -247,8 +322,9 @@ def test_an_error_of_one_replica_is_raised_and_nobody_waits(make, data):
 def test_numbers_that_become_infinite_in_one_replica_are_found(make, data):
     one = make(group_merges=3)
     state = one.init(jnp.zeros(3))
-    bad = [data[i] | ({"x": data[i]["x"] * np.inf} if i == 3 else {}) for i in range(40)]
-    with pytest.raises(jaxche.NonFiniteLossError, match="batch 3"):
+    # Of the second replica, from which the first gets it.
+    bad = [data[i] | ({"x": data[i]["x"] * np.inf} if i == 6 else {}) for i in range(40)]
+    with pytest.raises(jaxche.NonFiniteLossError, match=r"its group \(0, 1\) did .* has infinity in .* of batch 6"):
         one.round(state, bad, (6, 3, 6, 3))
 
 
@@ -257,6 +333,7 @@ def test_numbers_that_become_infinite_in_one_replica_are_found(make, data):
     [
         ({"groups": "host"}, r"groups='host' must be 'process', or lists .* write e.g. groups=\[\[0, 1\], \[2, 3\]\]"),
         ({"groups": [[0, 1], [1, 2]]}, "lists of different ranks from 0 to 3"),
+        ({"groups": np.array([[0, 1], [1, 2]])}, "lists of different ranks from 0 to 3"),
         ({"groups": [[0, 4]]}, "lists of different ranks from 0 to 3"),
         ({"groups": [[0, 1.5]]}, "lists of different ranks"),
         ({"groups": []}, "lists of different ranks"),
