@@ -91,9 +91,12 @@ def test_members_are_weighted_by_the_steps_since_the_last_merge(devices):
 
 
 def test_no_one_waits_for_a_member_that_failed(devices):
-    merge, one = GroupMerge(2, average_moments=True), carry(devices[0], 0)
-    threading.Timer(0.1, merge.leave).start()
-    assert merge.join(0, one.params, one, 3) is one
+    merge, one, found = GroupMerge(2, average_moments=True), carry(devices[0], 0), []
+    waiting = threading.Thread(target=lambda: found.append(merge.join(0, one.params, one, 3)), daemon=True)
+    waiting.start()
+    merge.leave()
+    waiting.join(20)
+    assert found and found[0] is one
     assert merge.join(0, one.params, one, 4) is one
 
 
