@@ -204,7 +204,8 @@ class Bench:
         self.arm, self.cell, self.task = arm, cell, task
         self.speeds = arm.devices(cell.speeds)
         fixed = cell.fixed_ms if len(self.speeds) > 1 else 0.0
-        self.fleet = jaxche.VirtualFleet(self.speeds, sync_ms=cell.sync_ms, fixed_ms=fixed)
+        costs = {"sync_ms": cell.sync_ms, "group_sync_ms": arm.group_ms}
+        self.fleet = jaxche.VirtualFleet(self.speeds, **costs, fixed_ms=fixed)
         self.tx = scheduled_adam()
         self.trainers = arm.trainers(task.loss_fn, self.tx, self.fleet)
 
@@ -227,7 +228,7 @@ class Bench:
             # A merge in flight ends before the deadline too.
             if after.merged().clock_ms > deadline:
                 # Take the last round again, with the steps that fit; a round that cannot be cut is left out.
-                left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1)
+                left = deadline - state.clock_ms - self.fleet.sync_ms * (len(self.speeds) > 1) - info.group_ms
                 counts = tuple(min(n, max(0, int(left / ms))) for n, ms in zip(info.counts, self.speeds, strict=True))
                 if info.average == "gradients" or info.shares or not sum(counts):
                     break

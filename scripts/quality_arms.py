@@ -37,11 +37,18 @@ class Arm:
     every: int = 1  # with ``rarely``: options of every so-many-th round
     rarely: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def group_ms(self) -> float:
+        """Milliseconds of a merge of two devices behind a fast switch."""
+        return GROUP_MS if "groups" in self.options else 0.0
+
     def trainers(self, loss_fn: Any, tx: Any, fleet: jaxche.VirtualFleet) -> list[jaxche.Trainer]:
         """The trainer of the ordinary rounds, and that of the rare ones."""
         kinds = [self.options, {**self.options, **self.rarely}][: 2 if self.rarely else 1]
         replicas = jax.devices()[: len(fleet.ms_per_batch)]
-        made = [{n: option(len(replicas)) if n == "che" else option for n, option in one.items()} for one in kinds]
+        made = [
+            {n: option(len(replicas)) if callable(option) else option for n, option in one.items()} for one in kinds
+        ]
         return [jaxche.Trainer(loss_fn, tx, replicas=replicas, fleet=fleet, **options) for options in made]
 
 
@@ -69,6 +76,11 @@ def fitting(speeds: Speeds, ms: float) -> Counts:
 def throughput(world_size: int) -> jaxche.ElChe:
     """The cadence that keeps merging and waiting near 1.5 % of the time."""
     return jaxche.ElChe(world_size, 2, 0.015, tuner="steady")
+
+
+def pairs(world_size: int) -> list[list[int]]:
+    """Two devices behind each switch."""
+    return [[rank, rank + 1] for rank in range(0, world_size, 2)]
 
 
 def rounds_of(ms: float) -> Callable[[Progress], Counts]:
@@ -113,6 +125,7 @@ def arm(
     return Arm(name, options, devices, counts, every, rarely or {})
 
 
+GROUP_MS = 5.0
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 BASELINE, CEILING = "fast device alone", "one device of the summed speed"
 ARMS = {
@@ -128,6 +141,8 @@ ARMS = {
         arm("cadence, local", opt_state="local"),
         arm("cadence, overlap 0.5", overlap=0.5),
         arm("cadence, overlap 0.25", overlap=0.25),
+        arm("cadence, groups of two", groups=pairs),
+        arm("cadence, groups of two, overlap 0.5", groups=pairs, overlap=0.5),
         arm("cadence, int4", wire="int4"),
         arm("cadence, overlap 0.5, int4", overlap=0.5, wire="int4"),
         arm("cadence, most throughput", che=throughput, opt_state="local"),

@@ -71,7 +71,7 @@ with open("failed.json", "w") as file:
     json.dump(failed, file)
 """
 RUN = {page: found for page, text in TEXTS.items() if page != "README.md" and (found := blocks(text, "python"))}
-DEVICES = {page: 4 if page in ("docs/sharding.md", "docs/stages.md") else 2 for page in RUN}
+DEVICES = {page: 4 if page in ("docs/sharding.md", "docs/slow_links.md", "docs/stages.md") else 2 for page in RUN}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,13 @@ from jaxche.cadence._counts import split_by_ratio as split_by_ratio
 from jaxche.cadence._divergence import DivergenceCorrection as DivergenceCorrection
 from jaxche.cadence._divergence import Verdict as Verdict
 from jaxche.cadence._elche import ElChe
+from jaxche.cadence._groups import LEAST_MERGES as LEAST_MERGES
+from jaxche.cadence._groups import best_group_merges as best_group_merges
+from jaxche.cadence._groups import group_cost_ms as group_cost_ms
+from jaxche.cadence._groups import half_life_of as half_life_of
+from jaxche.cadence._groups import merge_steps as merge_steps
+from jaxche.cadence._groups import most_group_merges as most_group_merges
+from jaxche.cadence._groups import paused_ms as paused_ms
 from jaxche.cadence._rounds import ApplyPolicy, RoundPlan, plan_round
 from jaxche.cadence._rounds import Piece as Piece
 from jaxche.cadence._row_shares import RowShares as RowShares

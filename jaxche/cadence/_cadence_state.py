@@ -23,3 +23,4 @@ class CadenceState:
     travel_samples: tuple[float, ...] = field(default=(), kw_only=True)
     round_ms: float = field(default=0.0, kw_only=True)
     overlap: float = field(default=0.0, kw_only=True)
+    half_life: float = field(default=1.0, kw_only=True)

@@ -60,6 +60,8 @@ class ElChe(CadenceState):
       round_ms: the wanted length of a round in ms, with the progress tuner; 0.0 before it is known. It may be shorter
         than a batch of the slowest rank.
       overlap: the part of a round that runs while the merge of the last one does; the trainer sets it.
+      half_life: factor on the length of a round in which local steps lose half of their worth, above 1 where groups of
+        replicas merge within rounds; the trainer sets it.
 
     Raises:
       ValueError: for an argument out of range; the message names it, its value and what to write.

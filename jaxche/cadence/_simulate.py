@@ -58,6 +58,7 @@ class VirtualFleet:
       slowdown: a rank that changes its speed during the run.
       first_report_ms: ms that compilation adds to the first round of each rank, [R]; None for none.
       first_sync_ms: ms that it adds to the first merge.
+      group_sync_ms: ms of a merge within a group, for ``Trainer(groups=)``.
       seed: seed of the jitter; the same seed gives the same run under every tuner.
 
     Raises:
@@ -80,6 +81,7 @@ class VirtualFleet:
     first_sync_ms: float = 0.0
     seed: int = 0
     fixed_ms: float = 0.0
+    group_sync_ms: float = 0.0
 
     def __post_init__(self) -> None:
         # Tuples of floats, so that fleets compare and hash.
@@ -97,6 +99,7 @@ class VirtualFleet:
             raise ValueError(f"jitter={self.jitter} lies outside [0, 1]; write e.g. jitter=0.05 for 5 %")
         finite_number("sync_ms", self.sync_ms, "sync_ms=5.0", least=0.0)
         finite_number("fixed_ms", self.fixed_ms, "fixed_ms=2.0", least=0.0)
+        finite_number("group_sync_ms", self.group_sync_ms, "group_sync_ms=1.0", least=0.0)
         if self.fixed_ms > speeds.min():
             raise ValueError(
                 f"fixed_ms={self.fixed_ms} is more than a batch takes, {speeds.min():g} ms on the fastest rank; it is "

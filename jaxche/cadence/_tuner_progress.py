@@ -39,7 +39,7 @@ def update(
         return measured
     round_ms, anchor = che.round_ms, che.anchor
     if syncs and travels:
-        sync, tau = middle(syncs), half_life_ms(middle(travels), float(ms[ms > 0].min()))
+        sync, tau = middle(syncs), che.half_life * half_life_ms(middle(travels), float(ms[ms > 0].min()))
         limit = _GROWTH * (round_ms or anchor * float(ms.max()))
         if len(syncs) == 1:
             limit /= _GROWTH  # a first report may include compilation: it may shorten a round, not lengthen it

@@ -3,6 +3,9 @@
 from jaxche.replicas._coded_merge import fitted as fitted
 from jaxche.replicas._coded_merge import zero_residual as zero_residual
 from jaxche.replicas._frozen import FrozenArrays as FrozenArrays
+from jaxche.replicas._group_merge import GroupPause as GroupPause
+from jaxche.replicas._group_merge import group_pauses as group_pauses
+from jaxche.replicas._group_merge import merge_carries as merge_carries
 from jaxche.replicas._merge import DIFFERS as DIFFERS
 from jaxche.replicas._merge import HOST_COLUMNS as HOST_COLUMNS
 from jaxche.replicas._merge import TINY_WEIGHT as TINY_WEIGHT

@@ -74,14 +74,16 @@ class Correction(NamedTuple):
     after: int
     merge: MergeInFlight
     index: int  # of the replica in this process
+    start: Callable[[], Any] | None = None  # the parameters that are corrected, if not those of the start of the round
 
-    def apply(self, local: LocalState, carry: Carry) -> tuple[Carry, float]:
+    def apply(self, local: LocalState, carry: Carry, steps: int) -> tuple[Carry, float]:
         """The corrected carry of the round that began at ``local``, and the seconds that the replica waited."""
         if not self.merge.is_finished:
             jax.block_until_ready(carry.params)  # steps that are under way are no wait
         clock = time.perf_counter()
         merged = self.merge.result().local_states[self.index]
         waited_s = time.perf_counter() - clock
+        local = local if self.start is None else local._replace(params=self.start())
         return corrected(local, carry, merged), waited_s
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -15,7 +15,6 @@ import numpy as np
 from jaxche.data import Feed, Key
 from jaxche.distributed import Group
 from jaxche.replicas._outputs import BatchOutputs, of_step
-from jaxche.replicas._overlap import Correction
 from jaxche.replicas._placement import BatchPlacement, spans_processes
 from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
 from jaxche.replicas._scaling import MergeScale
@@ -34,7 +33,8 @@ _MEMORY_SHARE = 0.8
 class LocalResult(NamedTuple):
     """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
 
-    With outputs, those of each batch.
+    With outputs, those of each batch. ``group_ms`` is the time of merges with its group, waits included; it is not in
+    ``wall_ms``.
     """
 
     carry: Carry
@@ -42,6 +42,23 @@ class LocalResult(NamedTuple):
     wall_ms: float
     error: Exception | None = None
     outputs: Sequence[BatchOutputs] = ()
+    group_ms: float = 0.0
+
+
+class Pause(Protocol):
+    """What a replica takes in between two steps of a round: the result of a merge."""
+
+    @property
+    def after(self) -> int:
+        """The steps before it."""
+        ...
+
+    def apply(self, local: LocalState, carry: Carry, steps: int) -> tuple[Carry, float]:
+        """The carry with it, in the round that began at ``local``, and the seconds that the replica waited.
+
+        ``steps`` are those that were taken: fewer than :attr:`after` if there are no more batches.
+        """
+        ...
 
 
 class PaceError(ValueError):
@@ -151,12 +168,12 @@ class Replica:
         merge_scale: MergeScale = _NO_SCALE,
         time_limit_ms: float | None = None,
         measured: int = 0,
-        correction: Correction | None = None,
+        pauses: Sequence[Pause] = (),
     ) -> LocalResult:
         """Take one step on each batch of ``feed``, or as many as start within ``time_limit_ms``, but at least one.
 
-        With scaled learning rates the first ``measured`` steps measure their gradients. A ``correction`` comes in after
-        its steps, or after the last one; the wait for it is not timed. If several processes drive the
+        With scaled learning rates the first ``measured`` steps measure their gradients. ``pauses`` are in order, each
+        after its steps, or after the last one; the waits in them are not timed. If several processes drive the
         replica, the first of them checks the time limit, and all take the same steps. A failed replica still takes part
         in the merge: its error is part of the result. It raises only if there is no memory for the copy of the state
         that the merge needs.
@@ -166,7 +183,7 @@ class Replica:
         outputs: list[BatchOutputs] = []
         pending: list[tuple[Any, int, Any]] = []  # outputs on the device, at most those of the steps in flight
         steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
-        together = None
+        together, pauses = None, list(pauses)
         if time_limit_ms is not None and isinstance(feed, Feed):
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.steps) // 8)), time_limit_ms / 1e3
             if spans_processes(self.placement):
@@ -183,9 +200,9 @@ class Replica:
                     late = steps > 0 and steps % in_flight == 0 and together(late)
                 # A late replica leaves the next batch to later rounds, so it does not take it.
                 batch = _NO_BATCH if late else next(batches, _NO_BATCH)
-                if correction is not None and (batch is _NO_BATCH or steps == correction.after):
-                    carry, waited_s = correction.apply(local, carry)
-                    start, correction = start + waited_s, None
+                while pauses and (batch is _NO_BATCH or steps >= pauses[0].after):
+                    carry, waited_s = pauses.pop(0).apply(local, carry, steps)
+                    start, due = start + waited_s, due + waited_s
                 if batch is _NO_BATCH:
                     break
                 self._taken = feed.taken if isinstance(feed, Feed) else ()

@@ -19,7 +19,19 @@ _log = logging.getLogger("jaxche")
 
 # Fields that earlier versions did not write.
 _LATER = frozenset(
-    {"clock_ms", "steps_done", "examples_done", "validation", "overlapped", "hidden_ms", "wire", "overlap"}
+    {
+        "clock_ms",
+        "steps_done",
+        "examples_done",
+        "validation",
+        "overlapped",
+        "hidden_ms",
+        "wire",
+        "overlap",
+        "group_merges",
+        "group_ms",
+        "groups",
+    }
 )
 
 

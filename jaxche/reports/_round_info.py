@@ -25,7 +25,7 @@ class RoundInfo:
       planned: planned steps of each replica; a replica that takes twice the planned time stops earlier.
       weights: merge weight of each replica (with averaged gradients its share of the examples).
       wall_ms: duration of the steps of each replica.
-      sync_ms: cost of the merge, without the wait for the slowest replica.
+      sync_ms: cost of the merge, without the wait for the slowest replica; with ``groups=``, of all merges.
       loss: mean loss over the examples of the round.
       metrics: means of the metrics of the loss function over the examples of the round.
       drift: weighted root-mean-square distance of the replicas from their mean, relative to the norm of the mean.
@@ -62,6 +62,9 @@ class RoundInfo:
       hidden_ms: the part of it that was.
       wire: the wire of the merge; empty in records of earlier versions.
       overlap: the argument of the trainer, 0 where it waits for each merge.
+      group_merges: with ``groups=``, the merges of the round, of which the last one is of all replicas; else 1.
+      groups: with ``groups=``, the number of the group of each replica, -1 for a replica in none.
+      group_ms: the part of ``sync_ms`` for the others, which are within groups.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -111,6 +114,9 @@ class RoundInfo:
     hidden_ms: float = 0.0
     wire: str = ""
     overlap: float = 0.0
+    group_merges: int = 1
+    group_ms: float = 0.0
+    groups: tuple[int, ...] = ()
 
     @property
     def batches(self) -> int:

@@ -92,10 +92,16 @@ def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, virtual: bool) 
         raise ValueError(f"wire='auto' {what}; write wire='int4', or leave it out")
 
 
-def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float) -> None:
+def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, groups: Sequence[int] = ()) -> None:
     """Refuse recorded rounds whose merges were others than those of a trainer with these arguments."""
     wires = {info.wire for info in history if info.wire}
     for info in history:
+        if info.group_merges > 1 and info.groups != tuple(groups):
+            raise ValueError(
+                f"history was recorded with other groups= ({info.groups} in round {info.round}, the group of each "
+                f"replica) than those of this trainer ({tuple(groups)}); a replay makes the recorded merges again: "
+                "write jaxche.Trainer(..., groups=...) with those groups"
+            )
         recorded = {"wire": "auto" if len(wires) > 1 else info.wire, "overlap": info.overlap} if info.wire else {}
         if not info.wire and info.overlapped and not overlap:  # a record of an earlier version
             recorded = {"overlap": 0.5}

@@ -23,6 +23,7 @@ from jaxche.replicas import (
     HOST_COLUMNS,
     Columns,
     Correction,
+    GroupPause,
     LocalPrograms,
     LocalResult,
     LocalState,
@@ -42,7 +43,9 @@ from jaxche.replicas import (
     drop_replica_axis,
     fitted,
     free_rates,
+    group_pauses,
     is_local,
+    merge_carries,
     row_limit,
     spans_processes,
     with_previous_gradient,
@@ -120,6 +123,7 @@ class Settings:
 
     overlaps: bool = False  # a merge runs while the next round begins
     virtual: bool = False  # on the clock of a virtual fleet
+    groups: Sequence[Sequence[int]] = ()  # ranks at the start that merge within a round
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
@@ -198,6 +202,19 @@ class Engine:
             self._shapes, self._replicas = shapes, []
             self._placements = [placement.with_layout(shapes) for placement in self._placements]
             self._replica_mesh = ReplicaMesh(self._group, self._placements, self._settings.host)
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The present ranks of each group, unless these are all ranks that are left."""
+        groups = [[rank for rank, one in enumerate(self.order) if one in group] for group in self._settings.groups]
+        return [group for group in groups if 1 < len(group) < self.world_size]
+
+    @property
+    def _local_groups(self) -> list[list[int]]:
+        """The replicas of each group of this process, by their place in it."""
+        places = {rank: place for place, rank in enumerate(self.ranks)}
+        groups = [[places[rank] for rank in group if rank in places] for group in self.groups]
+        return [group for group in groups if group]
 
     @property
     def overlaps(self) -> bool:
@@ -360,6 +377,9 @@ class Engine:
         self._row_limits = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
         if self.world_size > 1:
             self._warm_up_merge(local_states)
+        for group in self._local_groups:  # compile before any clock starts
+            carries = [self._replicas[place].idle(local_states[place]).carry for place in group]
+            merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
 
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
         carries = [r.idle(local).carry for r, local in zip(self._replicas, local_states, strict=True)]
@@ -499,26 +519,47 @@ class Engine:
         merge_scale: MergeScale,
         time_limit_ms: float | None = None,
         corrections: Sequence[Correction | None] | None = None,
+        group_merges: int = 1,
     ) -> list[LocalResult]:
         """Run the local steps of a plan on all local replicas at once; results hold the errors of failed replicas.
 
         After ``time_limit_ms`` a replica begins no further step. With a merge in flight there is a correction for each.
+        Of ``group_merges`` merges all but the last are within the groups.
         """
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
+        corrections = corrections or [None] * len(self._replicas)
+        counts = [plan.counts[rank] for rank in self.ranks]
+        averages = self._settings.opt_state == "average"
+        pauses = group_pauses(self._local_groups, counts, group_merges, averages, corrections)
 
-        def run_one(replica: Replica, local: LocalState, feed: Feed, correction: Correction | None) -> LocalResult:
-            if not feed.steps:
+        def run_one(
+            replica: Replica,
+            local: LocalState,
+            feed: Feed,
+            correction: Correction | None,
+            pauses: list[Correction | GroupPause],
+        ) -> LocalResult:
+            groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
+            if not (feed.steps or groups):
                 result = replica.idle(local)
-                return result if correction is None else result._replace(carry=correction.apply(local, result.carry)[0])
+                if correction is None:
+                    return result
+                return result._replace(carry=correction.apply(local, result.carry, 0)[0])
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
-            result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank], correction)
+            try:
+                result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank], pauses)
+                is_done = result.error is None
+            finally:
+                if groups and not is_done:
+                    groups[0].merge.leave()
             if result.error is not None:
                 feed.stop()
+            if groups:
+                result = result._replace(group_ms=1e3 * groups[0].merge.waited_s[groups[0].member])
             return result
 
-        corrections = corrections or [None] * len(self._replicas)
-        return list(self._pool.map(run_one, self._replicas, local_states, feeds, corrections))
+        return list(self._pool.map(run_one, self._replicas, local_states, feeds, corrections, pauses))
 
     def prefetch(self, data: Any, plan: RoundPlan) -> None:
         """Start to read the batches of the next round."""

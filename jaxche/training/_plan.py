@@ -90,6 +90,7 @@ class GivenRound(NamedTuple):
       done: steps that each takes of these, because it was out of time when the round was recorded.
       shares: rows of each replica, if batches are split, and ``joined``, the number of batches that are.
       after: steps of each before it takes in the merge in flight.
+      group_merges: the merges of the round, those within groups included; None for those that the state plans.
     """
 
     counts: Sequence[int] | None = None
@@ -97,11 +98,12 @@ class GivenRound(NamedTuple):
     shares: tuple[int, ...] = ()
     joined: int = 0
     after: Sequence[int] = ()
+    group_merges: int | None = None
 
     @classmethod
     def of(cls, info: RoundInfo) -> GivenRound:
         """A recorded round."""
-        return cls(info.planned, info.counts, info.shares, info.joined, info.overlapped)
+        return cls(info.planned, info.counts, info.shares, info.joined, info.overlapped, info.group_merges)
 
 
 def next_plan(

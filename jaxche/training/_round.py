@@ -61,11 +61,13 @@ class RoundTimes(NamedTuple):
       sync_ms: what its merge added to it.
       hidden_ms: what the merge of the round before it took beside its steps.
       merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else 0.
+      group_ms: what the merges within groups added to it.
     """
 
     sync_ms: float
     hidden_ms: float
     merge_ms: float
+    group_ms: float = 0.0
 
 
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
@@ -91,6 +93,7 @@ def host_row(
         steps,
         plan.batches[rank] if plan.shares and steps else steps,
         result.wall_ms,
+        result.group_ms,
         last_sync_ms,
         last_hidden_ms,
         failed,
@@ -108,10 +111,11 @@ class RoundStatistics:
         self._numbers = np.asarray(numbers, np.float64)
         self._columns, self._sums = columns, self._numbers[:, _SUMS:]
 
-    def with_wall_ms(self, wall_ms: Sequence[float]) -> RoundStatistics:
+    def with_times(self, wall_ms: Sequence[float], group_ms: Sequence[float]) -> RoundStatistics:
         """The same statistics with other times."""
         numbers = self._numbers.copy()
         numbers[:, _COLUMN["wall_ms"]] = wall_ms
+        numbers[:, _COLUMN["group_ms"]] = group_ms
         return RoundStatistics(numbers, self._columns)
 
     def _host(self, name: str) -> np.ndarray:
@@ -125,6 +129,16 @@ class RoundStatistics:
     @property
     def wall_ms(self) -> tuple[float, ...]:
         return tuple(self._host("wall_ms").tolist())
+
+    @property
+    def group_ms(self) -> tuple[float, ...]:
+        """Time of each replica in merges with its group, waits included."""
+        return tuple(self._host("group_ms").tolist())
+
+    @property
+    def busy_ms(self) -> tuple[float, ...]:
+        """Time of each replica to the end of its steps."""
+        return tuple((self._host("wall_ms") + self._host("group_ms")).tolist())
 
     @property
     def last_sync_ms(self) -> float:
@@ -189,11 +203,13 @@ class RoundStatistics:
         finite: bool,
         share: Callable[[int], Sequence[tuple[int, int]]] | None = None,
         look: Callable[[Sequence[tuple[int, int]]], str | None] = lambda keys: "",
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
 
         ``share`` returns the batches of a rank, by default those of the plan. ``look`` finds the numbers of batches
-        that are not finite, as text; None if the batches cannot be read again.
+        that are not finite, as text; None if the batches cannot be read again. Ranks of the same one of the ``groups``
+        have merged within the round.
 
         Raises:
           Exception: the error of a local replica.
@@ -229,9 +245,13 @@ class RoundStatistics:
         else:
             return
         share = share or plan.share
-        ranks = range(len(plan.counts)) if rank is None else [rank]
-        ends = [None if plan.shares else self.counts[r] for r in ranks]
-        batches = tuple(dict.fromkeys(batch for r, end in zip(ranks, ends, strict=True) for batch in share(r)[:end]))
+        suspects: Sequence[int] = range(len(plan.counts))
+        if rank is not None:
+            suspects = next((group for group in groups if rank in group), [rank])
+        if 1 < len(suspects) < len(plan.counts):
+            what += f", or that of another replica of its group {tuple(suspects)} did before they merged,"
+        ends = [None if plan.shares else self.counts[r] for r in suspects]
+        batches = tuple(dict.fromkeys(batch for r, end in zip(suspects, ends, strict=True) for batch in share(r)[:end]))
         self._refuse_numbers(state, plan, rank, what, batches, look(batches))
 
     def _refuse_numbers(
@@ -298,13 +318,16 @@ def advance(
     sync_ms: float,
     shared: bool = False,
     hidden_ms: float = 0.0,
+    group_ms: float = 0.0,
+    group_merges: int = 1,
 ) -> tuple[TrainerState, RoundInfo]:
     """The state after a round and its record.
 
     The next plan depends on the plan and the table only, so it is the same on all hosts. ``rule`` is the merge rule of
     parameters, or None if gradients are averaged. ``sync_ms`` is the cost of the merge in this process; the next merge
     shares it. If the clock is ``shared`` by several processes, it takes the cost of the last merge for this one until
-    then, because all know that. ``hidden_ms`` is what the merge took beside steps.
+    then, because all know that. ``hidden_ms`` is what the merge took beside steps, and ``group_ms`` what those within
+    groups added to the round.
     """
     counts = table.counts
     before, correction, verdict = state.che, state.correction, Verdict.CALM
@@ -337,7 +360,7 @@ def advance(
         weights, alpha = merge_weights(rule, parts if rule == "steps" else counts, batch_sizes=sizes)
     merge_ms = table.last_sync_ms if shared else sync_ms
     before_ms = state.clock_ms + (table.last_sync_ms - state.clock_merge_ms if shared else 0.0)
-    clock_ms = before_ms + max(table.wall_ms) + merge_ms
+    clock_ms = before_ms + max(table.wall_ms) + group_ms + merge_ms
     info = RoundInfo(
         round=plan.round,
         epoch=plan.epoch,
@@ -346,7 +369,7 @@ def advance(
         planned=plan.counts,
         weights=weights,
         wall_ms=table.wall_ms,
-        sync_ms=sync_ms,
+        sync_ms=sync_ms + group_ms,
         loss=table.loss,
         metrics=table.metrics,
         drift=rel,
@@ -368,6 +391,8 @@ def advance(
         examples_done=state.examples + int(examples.sum()),
         merge_bytes=merged.nbytes,
         hidden_ms=hidden_ms,
+        group_merges=group_merges,
+        group_ms=group_ms,
         **merged.scaled._asdict(),
     )
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end

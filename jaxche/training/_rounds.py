@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxche.averaging import merge_weights
 from jaxche.cadence import (
     DEAR,
+    LEAST_MERGES,
     ApplyPolicy,
     Choice,
     DivergenceCorrection,
@@ -27,8 +28,13 @@ from jaxche.cadence import (
     RowShares,
     VirtualFleet,
     WireChoice,
+    best_group_merges,
     choose_wire,
+    group_cost_ms,
+    half_life_of,
     merge_share,
+    most_group_merges,
+    paused_ms,
 )
 from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.distributed import ElasticGroup, hang_timeout, process_group
@@ -75,6 +81,7 @@ from jaxche.training._checks import (
 )
 from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
+from jaxche.training._group_checks import check_moments, checked_group_merges, checked_groups
 from jaxche.training._plan import (
     SOLO_ROUND,
     End,
@@ -128,6 +135,8 @@ class Rounds:
         outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
         wire: str = "float32",
         overlap: float = 0.0,
+        groups: str | Sequence[Sequence[int]] | None = None,
+        group_merges: int | None = None,
     ):
         check_joined()
         self._group = group = process_group()
@@ -163,10 +172,15 @@ class Rounds:
         else:
             average = "parameters"  # a plain training loop: one update per batch
         self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
-        self._tx, self._che = tx, replace(che, overlap=overlap) if che is not None and overlap else che
+        self._tx, self._opt_state = tx, opt_state
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
         check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
+        self._groups = checked_groups(groups, placements, self.policy, average, merge, scaling, staged)
+        self._group_merges = checked_group_merges(group_merges, groups)
+        if che is not None:
+            che = replace(che, overlap=overlap, half_life=self._half_life(range(self.world_size)))
+        self._che = che
         self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
         self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
@@ -206,6 +220,7 @@ class Rounds:
             wire=wire if self.world_size > 1 else "float32",
             overlaps=overlap > 0,
             virtual=fleet is not None,
+            groups=self._groups,
         )
         self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
         # Under "auto" the programs of exact sync beside those of local steps.
@@ -221,6 +236,7 @@ class Rounds:
             "backend": "host" if host else "device",
             "wire": wire,
             "overlap": str(overlap),
+            "groups": f"{self._groups}, group_merges={group_merges}",
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
@@ -250,6 +266,7 @@ class Rounds:
                 rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
             rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
             rules += [f"overlap={self.overlap:g}"] if self.overlap else []
+            rules += [f"groups={self._groups}"] if self._groups else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
@@ -281,6 +298,7 @@ class Rounds:
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         check_update(self._tx, shapes, staged=isinstance(self._engine, StagedEngine))
+        check_moments(self._groups, self._opt_state, self._tx, shapes)
         if model_state is not None and isinstance(self._engine, StagedEngine):
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:
@@ -427,7 +445,8 @@ class Rounds:
             corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(self._engine.ranks)]
         is_limited = given.counts is None and self._fleet is None and reader.has_time_limit
         limit = time_limit_ms(state.che, plan) if is_limited else None
-        results = self._engine.run(state.local_states, feeds, plan, self._merge_scale(plan), limit, corrections)
+        merges, scale = self._merges_of_round(state, plan, given), self._merge_scale(plan)
+        results = self._engine.run(state.local_states, feeds, plan, scale, limit, corrections, merges)
         # A merge that broke off ends the round here.
         landed = in_flight and in_flight.result()
         if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
@@ -455,15 +474,19 @@ class Rounds:
             merged.finite,
             share=partial(reader.share, plan, state),
             look=partial(self._engine.non_finite, data),
+            groups=self._engine.groups if merges > 1 else (),
         )
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         overlapped = tuple(min(k, n) for k, n in zip(after, table.counts, strict=True)) if in_flight else ()
-        table, times = self._times(table, plan, elapsed_ms, overlapped, in_flight)
+        table, times = self._times(table, plan, elapsed_ms, overlapped, in_flight, merges)
         policy, rule, shared = self._policy(state), self._rule(state), self._group.num_processes > 1
-        ended, info = advance(state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms)
+        ended, info = advance(
+            state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms, times.group_ms, merges
+        )
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
-        info = replace(info, wire=self._engine.wire)
+        ended = replace(ended, group_merges=self._next_group_merges(ended, table, merges))
+        info = replace(info, wire=self._engine.wire, groups=self._group_of_ranks)
         if self._engine.overlaps:
             info = replace(info, overlapped=overlapped, overlap=self.overlap)
             begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), times.merge_ms)
@@ -502,6 +525,34 @@ class Rounds:
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
 
+    def _half_life(self, order: Sequence[int]) -> float:
+        """How much longer rounds of these ranks of the start may be, because groups merge within them."""
+        groups = [[rank for rank in group if rank in order] for group in self._groups]
+        groups = [group for group in groups if 1 < len(group) < len(order)]
+        return 1.0 if self._group_merges == 1 else half_life_of(groups, len(order))
+
+    @property
+    def _group_of_ranks(self) -> tuple[int, ...]:
+        """The number of the group of each rank, from 0, and -1 for one in none; empty without groups."""
+        numbers = {rank: number for number, group in enumerate(self._engine.groups) for rank in group}
+        return tuple(numbers.get(rank, -1) for rank in range(self.world_size)) if numbers else ()
+
+    def _merges_of_round(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> int:
+        """The merges of a round, those within groups included."""
+        if given.group_merges is not None:
+            return given.group_merges
+        if not self._engine.groups or plan.shares:
+            return 1
+        wanted = self._group_merges or max(state.group_merges, LEAST_MERGES)
+        return min(wanted, most_group_merges(self._engine.groups, plan.counts))
+
+    def _next_group_merges(self, state: TrainerState, table: RoundStatistics, merges: int) -> int:
+        """The merges of the next round, from what those of this one took; those of the state if it had none."""
+        cost_ms = group_cost_ms(self._engine.groups, table.group_ms, merges)
+        if self._group_merges or not cost_ms or state.che is None:
+            return self._group_merges or state.group_merges
+        return best_group_merges(state.che, cost_ms)
+
     def _rule(self, state: TrainerState) -> str | None:
         """The merge rule of the next round; None if gradients are averaged."""
         gradients = self.average == "gradients" or (self._chooses and self._policy(state) is ApplyPolicy.SYNC)
@@ -514,21 +565,24 @@ class Rounds:
         elapsed_ms: float,
         overlapped: tuple[int, ...],
         in_flight: MergeInFlight | None,
+        merges: int,
     ) -> tuple[RoundStatistics, RoundTimes]:
         """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet."""
         if self._fleet is None:
             # Replicas start a round together: the time beyond the slowest replica is that of the merge.
-            sync_ms, merge_ms = elapsed_ms - max(table.wall_ms), 0.0
+            sync_ms, merge_ms = elapsed_ms - max(table.busy_ms), 0.0
             duration_ms = in_flight.duration_ms if in_flight else 0.0
         else:
             batches = table.examples / self._engine.batch_size
             wall_ms, merge_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
-            table = table.with_wall_ms(wall_ms.tolist())
+            paused = paused_ms(self._engine.groups, table.counts, wall_ms.tolist(), merges, self._fleet.group_sync_ms)
+            table = table.with_times(wall_ms.tolist(), paused.tolist())
             sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
             if self._engine.overlaps:
-                sync_ms = exposed_ms(table.wall_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
+                sync_ms = exposed_ms(table.busy_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
-        return table, RoundTimes(sync_ms, max(0.0, duration_ms - sync_ms) if in_flight else 0.0, merge_ms)
+        group_ms = max(table.busy_ms) - max(table.wall_ms)
+        return table, RoundTimes(sync_ms, max(0.0, duration_ms - sync_ms) if in_flight else 0.0, merge_ms, group_ms)
 
     def _with_wire(self, state: TrainerState) -> TrainerState:
         """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear."""
@@ -544,7 +598,7 @@ class Rounds:
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""
-        if che is None or not che.limit or self._limit_logged or self._chooses:
+        if che is None or not che.limit or self._limit_logged or self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO):
             return
         self._limit_logged = True
         if self._group.is_first:

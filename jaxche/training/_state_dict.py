@@ -35,6 +35,7 @@ _FIELDS = {
     "clock_ms": "clock_ms",
     "clock_merge_ms": "clock_merge_ms",
     "steps": "steps",
+    "group_merges": "group_merges",
 }
 
 
@@ -151,7 +152,8 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
                 state = replace(state, row_shares=RowShares.from_dict(saved["row_shares"]))
             if saved.get("choice"):
                 state = replace(state, choice=Choice.from_dict(saved["choice"]))
-            che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()})
+            own = {"overlap": che.overlap, "half_life": che.half_life}
+            che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()} | own)
         else:
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())

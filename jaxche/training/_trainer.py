@@ -106,6 +106,12 @@ class Trainer(Rounds):
         its parameters at the end of that round. It is for merges of several hundred milliseconds. Moments stay with
         their replica (``opt_state="local"``), and merges run on CPU devices that no replica trains on. What reads
         the state waits for the merge: an evaluation, a checkpoint, :meth:`params`, the end of a fit.
+      groups: replicas that merge among themselves several times within a round, because what is between them is faster
+        than the link to the others: ``"process"``, those of each process, or lists of ranks, each list of one process.
+        Parameters, statistics and, with ``opt_state="average"``, moments take the mean by steps. The merge at the end
+        of a round stays that of all replicas. See ``docs/slow_links.md``.
+      group_merges: merges in a round with ``groups=``, the last one included; by default from what merges of groups
+        take, and 2 under other tuners than ``"progress"``. Every replica takes a step before each of them.
 
     Notes:
       **Schedules.** On one device a schedule in ``tx`` is a function of the number of updates, one per batch. Here it
@@ -291,7 +297,7 @@ class Trainer(Rounds):
                     f"elastic run, replay the rounds before that: history[:{number}]"
                 )
         if self.world_size > 1:
-            check_recorded(history, self.wire, self.overlap)
+            check_recorded(history, self.wire, self.overlap, self._group_of_ranks)
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
@@ -347,6 +353,8 @@ class Trainer(Rounds):
             policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
         if self._engine.overlaps:
             policy += f", beside the first {self.overlap:.0%} of the next round"
+        if self._engine.groups:
+            policy += f"; groups {self._groups} merge {state.group_merges} times in a round, the last time with all"
         if state.wire is not None and state.wire.reason:
             policy += f"; {state.wire.reason}"
         elif advice := self._advice(state):

@@ -302,6 +302,26 @@ def islands(problem, groups, host):
     }
 
 
+GROUP_COUNTS = [(4, 3, 3, 3), (3, 2, 2, 0), (2, 2, 1, 1), (4, 2, 4, 3)]
+GROUPS = {
+    "groups": {"opt_state": "average"},
+    "groups of codes": {"wire": "int4"},
+    "groups beside merges": {"overlap": 0.5},
+}
+
+
+def groups(problem, options, **arguments):
+    """The recorded rounds of two replicas in each process, which merge among themselves within rounds."""
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), group_merges=3, **options, **arguments)
+    state = trainer.init(problem.params, problem.model_state)
+    told = []
+    for counts in GROUP_COUNTS:
+        state, info = trainer.round(state, problem.data, counts=counts)
+        told.append([info.counts, info.weights, info.loss, info.losses, info.group_merges])
+    trees = jax.device_get((trainer.params(state), trainer.model_state(state)))
+    return {"trees": jax.tree.map(np.ndarray.tolist, trees), "told": told, "measured": info.group_ms > 0}
+
+
 def late(problem):
     """An island of two processes that takes four times as long as planned, and a replica in a third process."""
     strategy = jaxche.FullShard()
@@ -432,6 +452,8 @@ def main(what, folder):
         jax.config.update("jax_num_cpu_devices", ISLANDS[what][0][int(os.environ["JAXCHE_PROCESS_ID"])])
     elif what in ("late", "evaluate islands"):
         jax.config.update("jax_num_cpu_devices", (1, 1, 2)[int(os.environ["JAXCHE_PROCESS_ID"])])
+    elif what == "groups":  # two that train, and two that merge beside them
+        jax.config.update("jax_num_cpu_devices", 4)
     elif what == "pipelines":
         jax.config.update("jax_num_cpu_devices", PIPELINES[int(os.environ["JAXCHE_PROCESS_ID"])])
     jaxche.initialize(timeout_s=60)
@@ -443,6 +465,9 @@ def main(what, folder):
         result["private"] = [is_private(device) for device in jaxche.devices()]
     elif what in ISLANDS:
         result = islands(problem, ISLANDS[what][1], host=what == "host")
+    elif what == "groups":
+        given = {"groups": "process", "replicas": jaxche.devices()[::2]}
+        result = {name: groups(problem, options, **given) for name, options in GROUPS.items()}
     elif what == "late":
         result = late(problem)
     elif what == "pipelines":

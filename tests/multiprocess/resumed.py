@@ -32,6 +32,7 @@ RULES = {
     "overlapped": {"overlap": 0.5},
     "scaled gradients": {"scaling": jaxche.AdaScale(), "base_batch_size": 4, "average": "gradients"},
     "codes": {"wire": "int4"},
+    "groups": {"groups": "process", "group_merges": 2},
 }
 # Of the second process, one after another, and a run long enough for them.
 DEATHS, MORE_EPOCHS = 4, 24
@@ -214,7 +215,7 @@ def fail_to_read(step):
 def main(what, round, folder, rules="plain"):
     # A stall of this machine cuts no round short: runs are compared bit for bit.
     _plan._MIN_EXTRA_MS = 60_000.0
-    if rules == "overlapped":  # one to train on, one to merge on
+    if rules in ("overlapped", "groups"):  # one to train on, one to merge on; or two to train on
         jax.config.update("jax_num_cpu_devices", 2)
     jaxche.initialize(timeout_s=60)
     if what.startswith("UNREADABLE") and jax.process_index() == 1:

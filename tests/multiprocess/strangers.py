@@ -81,7 +81,9 @@ def merge():
     """What the liveness of the processes is for: rounds of an elastic run."""
     rng = np.random.default_rng(0)
     data = jaxche.Batches({"x": rng.normal(size=(64, 3)).astype(np.float32)}, batch_size=4, seed=0)
-    trainer = jaxche.Trainer(lambda params, batch: ((batch["x"] @ params) ** 2).mean(), optax.sgd(0.1), policy="sync")
+    # Whole batches: rows by speed round otherwise when a load changes the speeds.
+    options = {"policy": "sync", "rows": "equal"}
+    trainer = jaxche.Trainer(lambda params, batch: ((batch["x"] @ params) ** 2).mean(), optax.sgd(0.1), **options)
     state, history = trainer.fit(trainer.init(np.ones(3, np.float32)), data, epochs=2)
     return [np.asarray(trainer.params(state)).tolist(), len(history) > 0, trainer.world_size]
 

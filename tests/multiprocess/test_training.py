@@ -90,6 +90,20 @@ def test_islands_of_one_and_of_several_processes_train_as_devices_do(
         assert result["cut"] == (1 if what == "host" else sum(sizes[p] for p in mine))
 
 
+def test_replicas_of_a_process_merge_within_rounds_as_in_one_process(program, tmp_path, devices):
+    code, (zero, one) = run("groups", tmp_path)
+    assert code == 0
+    problem = program.Problem()
+    for name, options in program.GROUPS.items():
+        assert zero[name] == one[name]
+        assert zero[name]["measured"]
+        given = {"groups": [[0, 1], [2, 3]], "replicas": devices[:4]}
+        here = json.loads(json.dumps(program.groups(problem, options, **given)))
+        for what in ("trees", "told"):
+            shown = [np.array(list(_leaves(result[what])), np.float64) for result in (zero[name], here)]
+            np.testing.assert_allclose(*shown, rtol=1e-4, atol=1e-5, err_msg=f"{name}, {what}")
+
+
 @pytest.mark.slow
 def test_an_island_of_several_processes_that_is_late_stops_after_the_same_step_in_all(tmp_path):
     code, results = run("late", tmp_path, processes=3)

@@ -28,7 +28,9 @@ def test_connections_that_break_again_and_again_end_the_run_unless_a_round_was_c
 
 def membership(che):
     order = list(range(che.world_size))
-    return Membership(SimpleNamespace(_che=che, _engine=SimpleNamespace(order=order)), None)
+    return Membership(
+        SimpleNamespace(_che=che, _engine=SimpleNamespace(order=order), _half_life=lambda order: 1.0), None
+    )
 
 
 def test_what_was_learnt_of_a_rank_outlives_its_absence():
