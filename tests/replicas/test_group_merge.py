@@ -96,7 +96,8 @@ def test_no_one_waits_for_a_member_that_failed(devices):
     waiting.start()
     merge.leave()
     waiting.join(20)
-    assert found and found[0] is one
+    assert found
+    assert found[0] is one
     assert merge.join(0, one.params, one, 4) is one
 
 
