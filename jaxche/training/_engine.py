@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -62,6 +62,7 @@ from jaxche.training._fingerprint import (
     refuse_other_values,
     update_digest,
 )
+from jaxche.training._groups import Groups
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import StateDict
 
@@ -123,7 +124,7 @@ class Settings:
 
     overlaps: bool = False  # a merge runs while the next round begins
     virtual: bool = False  # on the clock of a virtual fleet
-    groups: Sequence[Sequence[int]] = ()  # ranks at the start that merge within a round
+    groups: Groups = field(default_factory=Groups)  # that merge within a round
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
@@ -205,9 +206,8 @@ class Engine:
 
     @property
     def groups(self) -> list[list[int]]:
-        """The present ranks of each group, unless these are all ranks that are left."""
-        groups = [[rank for rank, one in enumerate(self.order) if one in group] for group in self._settings.groups]
-        return [group for group in groups if 1 < len(group) < self.world_size]
+        """The present ranks of each group."""
+        return self._settings.groups.present(self.order)
 
     @property
     def _local_groups(self) -> list[list[int]]:

@@ -244,7 +244,7 @@ class Membership:
         if len(order) == 1 or like is None:
             return None
         saved: dict[str, Any] = like.to_dict() | {"world_size": len(order), "ms_samples": (), "sync_samples": ()}
-        saved["half_life"] = self._trainer._half_life(order)
+        saved["half_life"] = self._trainer._groups.half_life(order)
         if che is not None and set(order) <= set(present):
             places = [present.index(rank) for rank in order]
             samples = tuple(tuple(row[place] for place in places) for row in che.ms_samples)

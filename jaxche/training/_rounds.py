@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from jaxche.averaging import merge_weights
 from jaxche.cadence import (
     DEAR,
-    LEAST_MERGES,
     ApplyPolicy,
     Choice,
     DivergenceCorrection,
@@ -28,12 +27,8 @@ from jaxche.cadence import (
     RowShares,
     VirtualFleet,
     WireChoice,
-    best_group_merges,
     choose_wire,
-    group_cost_ms,
-    half_life_of,
     merge_share,
-    most_group_merges,
     paused_ms,
 )
 from jaxche.data import check_stream, epoch_size, is_stream
@@ -81,7 +76,7 @@ from jaxche.training._checks import (
 )
 from jaxche.training._engine import Engine, Readers, Settings
 from jaxche.training._fingerprint import abbreviated
-from jaxche.training._group_checks import check_moments, checked_group_merges, checked_groups
+from jaxche.training._groups import check_moments, checked_groups
 from jaxche.training._plan import (
     SOLO_ROUND,
     End,
@@ -176,10 +171,9 @@ class Rounds:
         check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
         self._fleet = fleet
         check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
-        self._groups = checked_groups(groups, placements, self.policy, average, merge, scaling, staged)
-        self._group_merges = checked_group_merges(group_merges, groups)
+        self._groups = checked_groups(groups, group_merges, placements, self.policy, average, merge, scaling, staged)
         if che is not None:
-            che = replace(che, overlap=overlap, half_life=self._half_life(range(self.world_size)))
+            che = replace(che, overlap=overlap, half_life=self._groups.half_life(range(self.world_size)))
         self._che = che
         self._given_rows = rows
         self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
@@ -236,7 +230,7 @@ class Rounds:
             "backend": "host" if host else "device",
             "wire": wire,
             "overlap": str(overlap),
-            "groups": f"{self._groups}, group_merges={group_merges}",
+            "groups": f"{self._groups.ranks}, group_merges={group_merges}",
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
             "scaling": rule_text(scaling),
             "base_batch_size": str(base_batch_size),
@@ -266,7 +260,7 @@ class Rounds:
                 rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
             rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
             rules += [f"overlap={self.overlap:g}"] if self.overlap else []
-            rules += [f"groups={self._groups}"] if self._groups else []
+            rules += [f"groups={self._groups.ranks}"] if self._groups.ranks else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
@@ -445,7 +439,8 @@ class Rounds:
             corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(self._engine.ranks)]
         is_limited = given.counts is None and self._fleet is None and reader.has_time_limit
         limit = time_limit_ms(state.che, plan) if is_limited else None
-        merges, scale = self._merges_of_round(state, plan, given), self._merge_scale(plan)
+        merges = given.group_merges or self._groups.merges_of(state, plan, self._engine.order)
+        scale = self._merge_scale(plan)
         results = self._engine.run(state.local_states, feeds, plan, scale, limit, corrections, merges)
         # A merge that broke off ends the round here.
         landed = in_flight and in_flight.result()
@@ -485,8 +480,9 @@ class Rounds:
             state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms, times.group_ms, merges
         )
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
-        ended = replace(ended, group_merges=self._next_group_merges(ended, table, merges))
-        info = replace(info, wire=self._engine.wire, groups=self._group_of_ranks)
+        order = self._engine.order
+        ended = replace(ended, group_merges=self._groups.next_merges(ended, table, merges, order))
+        info = replace(info, wire=self._engine.wire, groups=self._groups.numbers(order))
         if self._engine.overlaps:
             info = replace(info, overlapped=overlapped, overlap=self.overlap)
             begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), times.merge_ms)
@@ -524,34 +520,6 @@ class Rounds:
             return MergeScale()
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
-
-    def _half_life(self, order: Sequence[int]) -> float:
-        """How much longer rounds of these ranks of the start may be, because groups merge within them."""
-        groups = [[rank for rank in group if rank in order] for group in self._groups]
-        groups = [group for group in groups if 1 < len(group) < len(order)]
-        return 1.0 if self._group_merges == 1 else half_life_of(groups, len(order))
-
-    @property
-    def _group_of_ranks(self) -> tuple[int, ...]:
-        """The number of the group of each rank, from 0, and -1 for one in none; empty without groups."""
-        numbers = {rank: number for number, group in enumerate(self._engine.groups) for rank in group}
-        return tuple(numbers.get(rank, -1) for rank in range(self.world_size)) if numbers else ()
-
-    def _merges_of_round(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> int:
-        """The merges of a round, those within groups included."""
-        if given.group_merges is not None:
-            return given.group_merges
-        if not self._engine.groups or plan.shares:
-            return 1
-        wanted = self._group_merges or max(state.group_merges, LEAST_MERGES)
-        return min(wanted, most_group_merges(self._engine.groups, plan.counts))
-
-    def _next_group_merges(self, state: TrainerState, table: RoundStatistics, merges: int) -> int:
-        """The merges of the next round, from what those of this one took; those of the state if it had none."""
-        cost_ms = group_cost_ms(self._engine.groups, table.group_ms, merges)
-        if self._group_merges or not cost_ms or state.che is None:
-            return self._group_merges or state.group_merges
-        return best_group_merges(state.che, cost_ms)
 
     def _rule(self, state: TrainerState) -> str | None:
         """The merge rule of the next round; None if gradients are averaged."""

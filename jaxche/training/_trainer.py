@@ -297,7 +297,7 @@ class Trainer(Rounds):
                     f"elastic run, replay the rounds before that: history[:{number}]"
                 )
         if self.world_size > 1:
-            check_recorded(history, self.wire, self.overlap, self._group_of_ranks)
+            check_recorded(history, self.wire, self.overlap, self._groups.numbers(self._engine.order))
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
@@ -354,7 +354,9 @@ class Trainer(Rounds):
         if self._engine.overlaps:
             policy += f", beside the first {self.overlap:.0%} of the next round"
         if self._engine.groups:
-            policy += f"; groups {self._groups} merge {state.group_merges} times in a round, the last time with all"
+            policy += (
+                f"; groups {self._groups.ranks} merge {state.group_merges} times in a round, the last time with all"
+            )
         if state.wire is not None and state.wire.reason:
             policy += f"; {state.wire.reason}"
         elif advice := self._advice(state):

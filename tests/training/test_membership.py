@@ -6,6 +6,7 @@ import pytest
 
 from jaxche.cadence import ElChe
 from jaxche.distributed import PeerLostError
+from jaxche.training._groups import Groups
 from jaxche.training._membership import Membership, ranks_of
 
 
@@ -28,9 +29,7 @@ def test_connections_that_break_again_and_again_end_the_run_unless_a_round_was_c
 
 def membership(che):
     order = list(range(che.world_size))
-    return Membership(
-        SimpleNamespace(_che=che, _engine=SimpleNamespace(order=order), _half_life=lambda order: 1.0), None
-    )
+    return Membership(SimpleNamespace(_che=che, _engine=SimpleNamespace(order=order), _groups=Groups()), None)
 
 
 def test_what_was_learnt_of_a_rank_outlives_its_absence():

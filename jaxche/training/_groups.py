@@ -1,0 +1,138 @@
+"""Groups of replicas that merge among themselves within a round: their checks, and the number of their merges."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from jaxche.cadence import (
+    LEAST_MERGES,
+    ApplyPolicy,
+    RoundPlan,
+    best_group_merges,
+    group_cost_ms,
+    half_life_of,
+    most_group_merges,
+    whole_number,
+)
+from jaxche.replicas import BatchPlacement
+from jaxche.training._round import RoundStatistics
+from jaxche.training._state import TrainerState
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a trainer, by ranks of the start of the run; ``merges`` in a round if it is given.
+
+    ``order`` are the ranks of the start that are present, in their present order.
+    """
+
+    ranks: tuple[tuple[int, ...], ...] = ()
+    merges: int | None = None
+
+    def present(self, order: Sequence[int]) -> list[list[int]]:
+        """The present ranks of each group of two or more, unless these are all that are left."""
+        groups = [[rank for rank, one in enumerate(order) if one in group] for group in self.ranks]
+        return [group for group in groups if 1 < len(group) < len(order)]
+
+    def numbers(self, order: Sequence[int]) -> tuple[int, ...]:
+        """The number of the group of each present rank, -1 for one in none; empty without groups."""
+        numbers = {rank: number for number, group in enumerate(self.present(order)) for rank in group}
+        return tuple(numbers.get(rank, -1) for rank in range(len(order))) if numbers else ()
+
+    def half_life(self, order: Sequence[int]) -> float:
+        """How much longer rounds of these ranks may be, because groups merge within them."""
+        return 1.0 if self.merges == 1 else half_life_of(self.present(order), len(order))
+
+    def merges_of(self, state: TrainerState, plan: RoundPlan, order: Sequence[int]) -> int:
+        """The merges of a round, the last one of all replicas included."""
+        groups = self.present(order)
+        if not groups or plan.shares:
+            return 1
+        return min(self.merges or max(state.group_merges, LEAST_MERGES), most_group_merges(groups, plan.counts))
+
+    def next_merges(self, state: TrainerState, table: RoundStatistics, merges: int, order: Sequence[int]) -> int:
+        """The merges of the next round, from what those of this one took; those of the state if it had none."""
+        cost_ms = group_cost_ms(self.present(order), table.group_ms, merges)
+        if self.merges or not cost_ms or state.che is None:
+            return self.merges or state.group_merges
+        return best_group_merges(state.che, cost_ms)
+
+
+def checked_groups(
+    groups: Any,
+    merges: Any,
+    placements: Sequence[BatchPlacement],
+    policy: ApplyPolicy,
+    average: str,
+    merge: str,
+    scaling: Any,
+    staged: bool,
+) -> Groups:
+    """The groups of two replicas or more; none where all replicas would be one group."""
+    if groups is None:
+        if merges is not None:
+            raise ValueError(f"group_merges={merges!r} is of groups=; write groups='process', or leave it out")
+        return Groups()
+    if merges is not None:
+        merges = whole_number("group_merges", merges, 1, "group_merges=8, or leave it out")
+    line = "leave groups= out"
+    if policy not in (ApplyPolicy.CADENCE, ApplyPolicy.ASYNC) or average != "parameters" or merge != "steps":
+        raise ValueError(
+            f"groups={groups!r} averages parameters by steps within rounds, and this trainer has "
+            f"policy={policy.value!r}, average={average!r}, merge={merge!r}; write policy='cadence' and merge='steps', "
+            f"or {line}"
+        )
+    if scaling is not None or staged:
+        what = "stages of a jaxche.Partitioned" if staged else "scaling="
+        raise ValueError(f"groups={groups!r} has no programs for {what}; {line}")
+    processes = [{device.process_index for device in placement.devices.flat} for placement in placements]
+    if isinstance(groups, str) and groups == "process":
+        alone = {rank: next(iter(found)) for rank, found in enumerate(processes) if len(found) == 1}
+        found = [tuple(rank for rank, own in alone.items() if own == one) for one in sorted(set(alone.values()))]
+    else:
+        found = _checked_ranks(groups, len(placements))
+        for group in found:
+            if len(group) == len(placements):
+                raise ValueError(
+                    f"groups={groups!r} is one group of all replicas, which merge after each round; {line}"
+                )
+            if len(everywhere := set().union(*(processes[rank] for rank in group))) > 1:
+                raise ValueError(
+                    f"groups={groups!r}: the replicas {group} are in the processes {sorted(everywhere)}, and a group "
+                    "merges within one; write groups='process', and start one process on each host"
+                )
+    return Groups(tuple(group for group in found if 1 < len(group) < len(placements)), merges)
+
+
+def _checked_ranks(groups: Any, world_size: int) -> list[tuple[int, ...]]:
+    """Groups of ranks, none of them in two."""
+    try:
+        found = [tuple(operator.index(rank) for rank in group) for group in groups]
+    except TypeError:
+        found = []
+    ranks = [rank for group in found for rank in group]
+    if not ranks or isinstance(groups, str) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
+        example = [list(range(world_size // 2)), list(range(world_size // 2, world_size))]
+        raise ValueError(
+            f"groups={groups!r} must be 'process', or lists of different ranks from 0 to {world_size - 1}; write e.g. "
+            f"groups={example}"
+        )
+    return found
+
+
+def check_moments(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
+    """Refuse to average what ``optax.MultiSteps`` has accumulated: its replicas are at different steps of theirs."""
+    if not groups.ranks or opt_state != "average":
+        return
+    states = jax.tree.leaves(jax.eval_shape(tx.init, shapes), is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    if any(isinstance(state, optax.MultiStepsState) for state in states):
+        raise ValueError(
+            f"groups={groups.ranks} with opt_state='average' would average what an optax.MultiSteps in tx has "
+            "accumulated, and each replica has accumulated its own number of gradients; write opt_state='local'"
+        )
