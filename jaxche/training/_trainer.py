@@ -361,7 +361,7 @@ class Trainer(Rounds):
             policy += f"; {state.wire.reason}"
         elif advice := self._advice(state):
             policy += f"; {advice}"
-        if state.che is not None and state.che.limit:
+        if state.che is not None and state.che.limit and self.policy is not ApplyPolicy.SYNC:
             policy += f"; {state.che.limit}"
         return policy
 

@@ -119,3 +119,11 @@ def test_a_limit_that_keeps_rounds_short_is_logged_once(problem, devices, caplog
     line = "max_anchor=2 limits rounds to 0.1 s; merges of 0.1 s ask for 2 s, max_anchor=40"
     assert [line in record.getMessage() for record in caplog.records].count(True) == 1
     assert one.explain(state).endswith(line)
+
+
+def test_exact_sync_has_no_such_limit(problem, devices, caplog):
+    che = jaxche.ElChe(2, 1, 0.05, max_anchor=2, tuner="steady")
+    one = trainer(problem, devices, jaxche.VirtualFleet([20, 50], sync_ms=100.0), che=che, policy="sync")
+    state, _ = one.fit(one.init(problem.params), problem.data, epochs=2, progress=False)
+    assert state.che.limit
+    assert "max_anchor" not in caplog.text + one.explain(state)
