@@ -94,6 +94,22 @@ def same():
     return check
 
 
+@pytest.fixture
+def interrupted(tmp_path):
+    """The results of ``fit(checkpoints=, callbacks=)`` resumed after an error in a round, and without that error."""
+
+    def run(fit, round):
+        def fail(state, info):
+            if info.round == round:
+                raise RuntimeError("the machine stops")
+
+        with pytest.raises(RuntimeError, match="stops"):
+            fit(checkpoints=tmp_path / "a", callbacks=[fail])
+        return fit(checkpoints=tmp_path / "a"), fit(checkpoints=tmp_path / "b")
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def round_info():
     """Makes the record of a round: of replicas that took 200 ms for so many steps, and merged in 10 ms."""

@@ -536,15 +536,14 @@ class Engine:
             replica: Replica,
             local: LocalState,
             feed: Feed,
-            correction: Correction | None,
             pauses: list[Correction | GroupPause],
         ) -> LocalResult:
             groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
             if not (feed.steps or groups):
                 result = replica.idle(local)
-                if correction is None:
-                    return result
-                return result._replace(carry=correction.apply(local, result.carry, 0)[0])
+                for pause in pauses:
+                    result = result._replace(carry=pause.apply(local, result.carry, 0)[0])
+                return result
             own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
             try:
@@ -559,7 +558,7 @@ class Engine:
                 result = result._replace(group_ms=1e3 * groups[0].merge.waited_s[groups[0].member])
             return result
 
-        return list(self._pool.map(run_one, self._replicas, local_states, feeds, corrections, pauses))
+        return list(self._pool.map(run_one, self._replicas, local_states, feeds, pauses))
 
     def prefetch(self, data: Any, plan: RoundPlan) -> None:
         """Start to read the batches of the next round."""
