@@ -2,15 +2,17 @@
 
     python scripts/chaos.py                      # 54 faults, nine of each kind, in runs that are started again
     python scripts/chaos.py --faults 6 --seed 1  # one of each kind
-    python scripts/chaos.py --elastic --faults 20                 # elastic runs: one fault of each kind
+    python scripts/chaos.py --elastic --faults 20                 # elastic runs, each with ten faults
     python scripts/chaos.py --elastic --first 500 --faults 500 --results chaos.jsonl  # a part, which can be resumed
+    python scripts/chaos.py --elastic --first 37 --faults 1       # a single one of them, alone
     python scripts/chaos.py --elastic --kinds stop,pause --faults 6 --heartbeat-timeout 4
+    python scripts/chaos.py --elastic --kinds kill --faults 20 --state-mb 500
     python scripts/chaos.py --goodput 240        # a fault a minute, beside restarts from checkpoints
     python scripts/chaos.py --join-mb 500        # a state to a replacement, beside a bare copy
     python scripts/chaos.py --join-mb 500 --link 1gbit/0ms        # between two namespaces with such a link
 
 ``restarts.py`` and ``elastic.py`` in ``chaos_parts/`` say what is asked of the runs. A fault of an elastic campaign
-follows from its number and the seed alone.
+follows from its number, the seed, the kinds and the number of faults a run.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def main() -> int:
     parser.add_argument(
         "--heartbeat-timeout", type=float, default=15.0, help="of elastic runs, in seconds (default 15)"
     )
-    parser.add_argument("--replay-every", type=int, default=1, help="run each so manieth record again (default 1)")
+    parser.add_argument("--faults-a-run", type=int, default=10, help="of an elastic campaign (default 10)")
+    parser.add_argument("--state-mb", type=float, default=0.0, help="of parameters and optimizer of elastic runs")
     parser.add_argument("--goodput", type=float, metavar="S", help="measure runs of so many seconds")
     parser.add_argument("--arms", help="those of --goodput (default: all)")
     parser.add_argument("--join-mb", type=float, metavar="MB", help="measure the transfer of a state of this size")
@@ -47,9 +50,10 @@ def main() -> int:
     if args.goodput:
         return goodput.benchmark(args.goodput, args.arms and args.arms.split(","), args.heartbeat_timeout)
     if args.elastic:
-        options = elastic.Options(args.seed, args.heartbeat_timeout, args.replay_every, args.results, args.keep)
-        numbers = range(args.first, args.first + args.faults)
-        return elastic.campaign(numbers, options, kinds)
+        options = elastic.Options(
+            args.seed, args.faults_a_run, args.heartbeat_timeout, args.state_mb, kinds, args.results, args.keep
+        )
+        return elastic.campaign(range(args.first, args.first + args.faults), options)
     return restarts.campaign(args.faults, args.undisturbed, args.seed, kinds or restarts.KINDS)
 
 

@@ -199,7 +199,7 @@ def _hub(names: Sequence[str]) -> str:
 def machines(link: Link, count: int, is_calm: bool = False) -> Iterator[list[str]]:
     """The names of as many namespaces, joined by links of this rate, round trip and loss.
 
-    With ``is_calm`` packets are neither late nor lost until the relay gets SIGUSR1, and again after the next one.
+    With ``is_calm`` packets are late only between two SIGUSR1 to the relay, and lost only between two SIGUSR2.
     """
     names = [f"jaxche{os.getpid()}-{rank}" for rank in range(count)]
     hub = _hub(names)
@@ -246,11 +246,12 @@ def machines(link: Link, count: int, is_calm: bool = False) -> Iterator[list[str
 def relay(delay_ms: float, loss: float, is_calm: bool, ports: Sequence[str]) -> int:
     """A switch between network devices that forwards packets after a delay, and drops this share of them.
 
-    While it is calm, which SIGUSR1 begins and ends, it forwards all at once.
+    SIGUSR1 switches the delay on and off, and SIGUSR2 the loss; both are off at first if it is calm.
     """
-    calm = [is_calm]
+    late, lossy = [not is_calm], [not is_calm]
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    signal.signal(signal.SIGUSR1, lambda *_: calm.append(not calm.pop()))
+    signal.signal(signal.SIGUSR1, lambda *_: late.append(not late.pop()))
+    signal.signal(signal.SIGUSR2, lambda *_: lossy.append(not lossy.pop()))
     rng = random.Random(0)
     os.nice(-10)
     # Of linux/if_packet.h and socket.h: packets keep their offload headers, so that one may be many segments of TCP.
@@ -274,8 +275,8 @@ def relay(delay_ms: float, loss: float, is_calm: bool, ports: Sequence[str]) -> 
                 while True:
                     packet = one.recv(1 << 17)
                     behind[packet[source]] = one
-                    if calm[0] or rng.random() >= loss:
-                        waiting.append((time.monotonic() + (0.0 if calm[0] else delay_ms / 1e3), one, packet))
+                    if not lossy[0] or rng.random() >= loss:
+                        waiting.append((time.monotonic() + (delay_ms / 1e3 if late[0] else 0.0), one, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, origin, packet = waiting.popleft()
             known = behind.get(packet[to])

@@ -1,13 +1,15 @@
 """Faults in elastic runs of two to six processes, in which the others continue.
 
-A run has to come to its end, with every batch of every epoch trained on exactly once by its record, equal parameters
-on all ranks, no process and no temporary file left, no more than the round in flight lost, and for every so manieth
-run the losses of its record when its rounds are run again undisturbed. The figure is the longest time without a merged
-round after the fault, by the clock that does not jump; "none" where the run ended before another round.
+A run takes many faults one after another, each when all ranks have merged rounds again since the one before; the
+first hits in the first rounds, and the last while the run ends. After each fault no more than the round in flight may
+be lost, and all ranks have to be back in time. The run has to come to its end with every batch of every epoch trained
+on exactly once by its record, equal parameters on all ranks, no process and no temporary file left, and the losses of
+its record when its rounds are run again undisturbed. The figure is the longest time without a merged round after each
+fault, by the clock that does not jump; "none" where the run ended before another round.
 
 Some faults end all processes by their nature: SIGTERM, the death of the coordinator, and that of the launcher, after
-which the same command is started a second time. Such runs go on from a checkpoint, one of which is made every
-``EVERY`` rounds. ``network.py`` has the faults of networks.
+which the same command is started again. Such runs go on from a checkpoint, one of which is made every ``EVERY``
+rounds. Every ``NETWORK_EVERY``-th run has faults of networks, of which ``network.py`` has the kinds.
 """
 
 from __future__ import annotations
@@ -25,50 +27,53 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from chaos_parts import network, worker
 from chaos_parts.faults import (
+    Launch,
+    Lines,
     Target,
     corrupt,
     disk_full,
+    kill_coordinator,
     kill_two,
     load,
-    nothing,
+    orphans,
     pause,
-    processes,
     read,
     signalled,
     tear,
-    then_kill,
     throttle,
 )
-from chaos_parts.record import ROUNDING, ROUNDING_OF_FIRST, batches, replayed
-from chaos_parts.worker import BATCHES
+from chaos_parts.record import batches, replayed, same, trained
 
-# ms a step of each rank, and rounds between two checkpoints. A run takes so long undisturbed, and may take at most so
-# long.
-PACES, EVERY, RUN_S, LIMIT_S = (10, 10, 25, 10, 10, 25), 10, 14.0, 240.0
+# ms a step of each rank, and rounds between two checkpoints. Steps of a large state take longer by themselves.
+PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 10, 5
+PROCESSES, PROCESSES_OF_LARGE = (2, 2, 3, 3, 3, 4, 5, 6), (2, 3)
+# Until all ranks are back after a fault, or the run has come to its end; until the stacks of all processes are written
+# to the output; and from their return to the next fault.
+LIMIT_S, STACKS_S, PAUSE_S = 180.0, 40.0, 0.5
 
 
 class Kind(NamedTuple):
     """A kind of fault: what hits a run, and what it may cost."""
 
-    hit: Callable[[Target], None]
+    # Returns what went wrong, if it looks for that.
+    hit: Callable[[Target], list[str] | None]
     # Finished rounds that may be done again, and whether all processes may be started again.
     lost: int = 1
     starts_again: bool = False
-    # What happens in the processes themselves, as worker.py reads it.
-    job: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
-    # When it may hit: while processes start and compile is no part of it, nor is a time without what it needs.
-    moments: tuple[str, ...] = ("later", "later", "first", "last")
-    needs_checkpoint: bool = False
     # Whether no rank may be lost: all live and answer.
     keeps_all: bool = False
-    # Of runs in namespaces of their own.
-    is_network: bool = False
+    # What happens in the processes themselves, as worker.py reads it.
+    job: Callable[[random.Random], dict[str, Any]] = lambda rng: {}
+    # Of "first", "later" and "last".
+    never: str = ""
+    # What brings a rank back when the others have gone on without it.
+    mend: Callable[[Target], list[str] | None] | None = None
 
 
 def slow_start(rng: random.Random) -> dict[str, Any]:
@@ -80,95 +85,117 @@ def flip(rng: random.Random) -> dict[str, Any]:
     return {"flip": {"part": part, "at": rng.random(), "bit": rng.randrange(8)}}
 
 
-KINDS = {
+def shift(rng: random.Random) -> dict[str, Any]:
+    return {"shift_s": rng.choice((-1, 1)) * 10 ** rng.uniform(1, 6)}
+
+
+LAUNCHED = {
     "kill": Kind(signalled(signal.SIGKILL)),
-    "stop": Kind(signalled(signal.SIGSTOP)),
+    "stop": Kind(signalled(signal.SIGSTOP), mend=signalled(signal.SIGKILL)),
     "pause": Kind(pause),
     "two": Kind(lambda target: kill_two(target, 0.0)),
     "again": Kind(lambda target: kill_two(target, 1.5)),
     "term": Kind(signalled(signal.SIGTERM), starts_again=True),
-    "launcher": Kind(lambda target: os.kill(target.launcher, signal.SIGKILL), starts_again=True),
-    "coordinator": Kind(then_kill(nothing, lambda t: t.coordinator), 2 * EVERY, True),
-    "torn": Kind(then_kill(tear, lambda t: t.coordinator), 3 * EVERY, True, needs_checkpoint=True),
-    "corrupt": Kind(then_kill(corrupt, lambda t: t.coordinator), 3 * EVERY, True, needs_checkpoint=True),
+    "launcher": Kind(lambda target: target.run.kill_launcher(), starts_again=True),
+    "coordinator": Kind(kill_coordinator(), 2 * EVERY, True),
+    "torn": Kind(kill_coordinator(tear), 3 * EVERY, True, never="first"),
+    "corrupt": Kind(kill_coordinator(corrupt), 3 * EVERY, True, never="first"),
     "throttle": Kind(throttle, keeps_all=True),
-    "load": Kind(load, moments=("first", "later"), keeps_all=True),
+    "load": Kind(load, keeps_all=True, never="last"),
     "disk full": Kind(disk_full),
-    "flip": Kind(signalled(signal.SIGKILL), job=flip, moments=("first", "later")),
-    "clock": Kind(
-        signalled(signal.SIGUSR1),
-        job=lambda rng: {"shift_s": rng.choice((-1, 1)) * 10 ** rng.uniform(1, 6)},
-        keeps_all=True,
-    ),
-    "slow join": Kind(signalled(signal.SIGKILL), job=slow_start, moments=("first", "later")),
-    **{name: Kind(nothing, is_network=True) for name in network.KINDS},
+    "flip": Kind(signalled(signal.SIGKILL), job=flip, never="last"),
+    "clock": Kind(signalled(signal.SIGUSR1), job=shift, keeps_all=True),
+    "slow join": Kind(signalled(signal.SIGKILL), job=slow_start, never="last"),
 }
+NETWORK = {
+    "cut": Kind(network.cut, never="last", mend=network.mend_cut),
+    "short cut": Kind(network.short_cut),
+    "loss": Kind(network.lossy),
+    "delay": Kind(network.late),
+}
+KINDS = LAUNCHED | NETWORK
 
 
 class Options(NamedTuple):
-    """Of a campaign; ``results`` and ``keep`` may be None."""
+    """Of a campaign; ``kinds``, ``results`` and ``keep`` may be None."""
 
     seed: int
+    faults_a_run: int
     heartbeat_timeout_s: float
-    replay_every: int
+    state_mb: float
+    kinds: Sequence[str] | None
     results: Path | None
     keep: Path | None
 
 
 class Fault(NamedTuple):
-    """A fault as it follows from a number and the seed."""
+    """A fault as it follows from a number and the options."""
 
     number: int
     kind: str
     moment: str
     rank: int
-    paces: tuple[int, ...]
     rng: random.Random
 
+
+class Run(NamedTuple):
+    """A run and its faults, which follow from its number and the options."""
+
+    number: int
+    paces: tuple[int, ...]
+    faults: list[Fault]
+
     @classmethod
-    def of(cls, number: int, seed: int) -> Fault:
-        rng = random.Random(f"{seed} {number}")
-        kind = list(KINDS)[number % len(KINDS)]
-        paces = PACES[: rng.choice((2, 3, 3, 4, 5, 6))]
-        return cls(number, kind, rng.choice(KINDS[kind].moments), number // len(KINDS) % len(paces), paces, rng)
+    def of(cls, number: int, options: Options, numbers: range) -> Run:
+        """The faults are those with the given numbers."""
+        rng = random.Random(f"{options.seed} run {number}")
+        paces = PACES[: rng.choice(PROCESSES_OF_LARGE if options.state_mb else PROCESSES)]
+        pools = [[kind for kind in kinds if kind in (options.kinds or KINDS)] for kinds in (LAUNCHED, NETWORK)]
+        pool = pools[number % NETWORK_EVERY == NETWORK_EVERY - 1] or pools[0] or pools[1]
+        faults, first = [], number * options.faults_a_run
+        for at in range(first, first + options.faults_a_run):
+            rng = random.Random(f"{options.seed} {at}")
+            kind, rank = rng.choice(pool), rng.randrange(len(paces))
+            moment = {first + options.faults_a_run - 1: "last", first: "first"}.get(at, "later")
+            moment = "later" if moment == KINDS[kind].never else moment
+            faults.append(Fault(at, kind, moment, rank, rng))
+        return cls(number, paces, [fault for fault in faults if fault.number in numbers])
 
-    @property
-    def epochs(self) -> int:
-        return round(RUN_S * sum(1e3 / pace for pace in self.paces) / BATCHES)
 
-
-def campaign(numbers: range, options: Options, kinds: Sequence[str] | None) -> int:
-    """Hit elastic runs; faults that the results have already are not repeated."""
-    if unknown := set(kinds or ()) - set(KINDS):
+def campaign(numbers: range, options: Options) -> int:
+    """Hit elastic runs; those that the results have already are not repeated."""
+    if unknown := set(options.kinds or ()) - set(KINDS):
         print(f"chaos: --kinds has {', '.join(sorted(unknown))}, which is none of {', '.join(KINDS)}")
         return 2
-    every = (Fault.of(number, options.seed) for number in itertools.count(numbers.start))
-    faults = itertools.islice((fault for fault in every if not kinds or fault.kind in kinds), len(numbers))
     rows = [row for row in read(options.results) if row["seed"] == options.seed] if options.results else []
     done = {row["number"] for row in rows}
-    print("number fault       moment processes rank round replaced lost seconds without a round  verdict", flush=True)
+    print(
+        "run number fault       moment processes rank round replaced lost seconds without a round  verdict", flush=True
+    )
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
-        for fault in faults:
-            if fault.number in done:
+        for number in range(numbers.start // options.faults_a_run, -(-numbers.stop // options.faults_a_run)):
+            run = Run.of(number, options, numbers)
+            if done.issuperset(fault.number for fault in run.faults):
                 continue
-            row = one(fault, Path(folder), options)
-            rows.append(row)
+            found = hit_run(run, Path(folder) / f"run-{number}", options)
+            rows += found
             if options.results:
                 with options.results.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            gap = "none" if row["gap_s"] is None else f"{row['gap_s']:.2f}"
-            verdict = row["skipped"] or "; ".join(row["wrong"]) or "ok"
-            print(
-                f"{fault.number:6d} {fault.kind:11s} {fault.moment:6s} {len(fault.paces):9d} {fault.rank:4d} "
-                f"{row['round']:5d} {row['replaced']:8d} {row['lost']:4d} {gap:>23s}  {verdict}",
-                flush=True,
-            )
+                    file.writelines(json.dumps(row) + "\n" for row in found)
+            for row in found:
+                gap = "none" if row["gap_s"] is None else f"{row['gap_s']:.2f}"
+                print(
+                    f"{number:3d} {row['number']:6d} {row['kind']:11s} {row['moment']:6s} {row['processes']:9d} "
+                    f"{row['rank']:4d} {row['round']:5d} {row['replaced']:8d} {row['lost']:4d} {gap:>23s} "
+                    f"{row['skipped'] or '; '.join(row['wrong']) or 'ok'}",
+                    flush=True,
+                )
     return report(rows)
 
 
 def report(rows: list[dict[str, Any]]) -> int:
     """A line a kind, the failures, and the exit code."""
-    print("\nfault        runs failed  none  p50 s  p95 s  max s  without a merged round")
+    print("\nfault       faults failed  none  p50 s  p95 s  max s  without a merged round")
     ran = [row for row in rows if not row["skipped"]]
     for kind in [*KINDS, "all"]:
         those = [row for row in ran if kind in (row["kind"], "all")]
@@ -177,75 +204,182 @@ def report(rows: list[dict[str, Any]]) -> int:
             failed = sum(bool(row["wrong"]) for row in those)
             figures = [statistics.median(gaps), gaps[math.ceil(0.95 * len(gaps)) - 1], gaps[-1]] if gaps else []
             cells = " ".join(f"{figure:6.2f}" for figure in figures)
-            print(f"{kind:12s} {len(those):4d} {failed:6d} {len(those) - len(gaps):5d} {cells}")
+            print(f"{kind:12s} {len(those):5d} {failed:6d} {len(those) - len(gaps):5d} {cells}")
     for row in ran:
         if row["wrong"]:
             print(f"seed {row['seed']} number {row['number']} ({row['kind']}): {'; '.join(row['wrong'])}")
     if skipped := len(rows) - len(ran):
         print(f"{skipped} skipped")
     good = sum(not row["wrong"] for row in ran)
-    print(f"{good} of {len(ran)} runs came through; {sum(row['replayed'] for row in ran)} were run again")
+    runs = {row["run"] for row in ran}
+    again = {row["run"] for row in ran if row["replayed"]}
+    print(f"{good} of {len(ran)} faults came through, in {len(runs)} runs, of which {len(again)} were run again")
     return 0 if good == len(ran) else 1
 
 
-def one(fault: Fault, parent: Path, options: Options) -> dict[str, Any]:
-    """One run, its fault, and what is wrong with how it ended."""
-    kind, folder = KINDS[fault.kind], parent / str(fault.number)
-    row: dict[str, Any] = {"seed": options.seed, "number": fault.number, "kind": fault.kind, "moment": fault.moment}
-    row |= {"rank": fault.rank, "processes": len(fault.paces), "heartbeat_timeout_s": options.heartbeat_timeout_s}
-    row |= {"skipped": "", "round": -1, "replaced": 0, "lost": 0, "gap_s": None, "replayed": False, "wrong": []}
+class StuckError(Exception):
+    """A run has ended, or does not go on."""
+
+
+class Watch:
+    """Waits for what the processes of a run write about their rounds."""
+
+    def __init__(self, run: Any, processes: int):
+        self._run, self._processes, self._rounds = run, processes, Lines(run.folder / "rounds")
+
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        began, has_stacks = time.monotonic(), False
+        while not condition():
+            if self._run.code is not None:
+                raise StuckError(f"exit code {self._run.code}, before {what}: {self.output()}")
+            if time.monotonic() - began > LIMIT_S:
+                raise StuckError(f"{LIMIT_S:g} s without {what}: {self.output()}")
+            if time.monotonic() - began > STACKS_S and not has_stacks:
+                has_stacks = True
+                for pid in {line["pid"] for line in self._rounds.read()} & set(self._run.pids.values()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR2)
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        return (self._run.folder / "output").read_text()[-1500:]
+
+    def round(self) -> int:
+        """The last round, -1 before the first."""
+        return max((line["round"] for line in self._rounds.read()), default=-1)
+
+    def is_whole(self, since: float, gone: set[int]) -> bool:
+        """Whether all ranks have merged a round together since then, in other processes than those that are gone."""
+        pids = set(self._run.pids.values())
+        lines = reversed(self._rounds.read())
+        late = itertools.takewhile(lambda line: line["t"] > since, lines)
+        seen = {line["pid"] for line in late if line["world"] == self._processes}
+        return len(pids) == self._processes and seen >= pids and not pids & gone
+
+    def is_smaller(self, since: float) -> bool:
+        """Whether the others have merged a round without a rank since then."""
+        return any(line["t"] > since and line["world"] < self._processes for line in self._rounds.read()[-100:])
+
+
+def hit_run(run: Run, folder: Path, options: Options) -> list[dict[str, Any]]:
+    """A row for each fault of a run: when it hit, what it cost, and what is wrong; what ended wrong is in the last."""
+    base = {"seed": options.seed, "run": run.number, "processes": len(run.paces), "state_mb": options.state_mb}
+    base |= {"heartbeat_timeout_s": options.heartbeat_timeout_s, "round": -1, "replaced": 0, "lost": 0, "gap_s": None}
+    base |= {"seconds": 0.0, "replayed": False, "skipped": "the run ended before"}
+    rows = [
+        base | {"number": fault.number, "kind": fault.kind, "moment": fault.moment, "rank": fault.rank, "wrong": []}
+        for fault in run.faults
+    ]
     (folder / "tmp").mkdir(parents=True)
-    job = {"times": 1, "epochs": fault.epochs, "elastic": True, "every": EVERY} | kind.job(fault.rng)
+    job = {"times": 1, "epochs": 1_000_000, "elastic": True, "every": EVERY, "state_mb": options.state_mb}
     (folder / "job.json").write_text(json.dumps(job))
-    began = time.monotonic()
+    is_network, hits, wrong = run.faults[0].kind in NETWORK, [], []
+    start = network.machines if is_network else launch
     try:
-        if kind.is_network:
-            done = network.run(folder, fault, environment(folder, options), wait_for)
-            row |= {"round": done.round}
-            code, hit_at, wrong = done.code, done.hit_at, done.wrong
-        else:
-            row["round"], hit_at, code, wrong = launched(fault, folder, kind, options)
+        with start(folder, run.paces, environment(folder, options)) as fleet:
+            watch = Watch(fleet, len(run.paces))
+            try:
+                for fault, row in zip(run.faults, rows, strict=True):
+                    strike(fault, row, fleet, watch, hits)
+                (folder / "stop").touch()
+                watch.wait_for("its end", lambda: fleet.code == 0)
+            except StuckError as error:
+                wrong.append(str(error))
     except network.Unavailable as error:
-        return row | {"skipped": f"skipped: {error}"}
-    row["seconds"] = round(time.monotonic() - began, 2)
-    rounds, events = read(folder / "rounds"), read(folder / "events.jsonl")
-    row["gap_s"], row["lost"] = longest_gap(hit_at, [line["t"] for line in rounds]), lost(rounds)
-    row["replaced"] = sum(event["event"] == "replace" for event in events)
-    row["wrong"] = wrong + judge(fault, folder, kind, code, row, events)
-    record = folder / "checkpoints0" / "history.jsonl"
-    if not row["wrong"] and fault.number % options.replay_every == 0:
-        loss, other = replayed(record)
-        row["replayed"] = True
-        recorded = read(folder / "losses.json")
-        if other or (recorded and not math.isclose(recorded[0][0], loss, rel_tol=ROUNDING, abs_tol=ROUNDING_OF_FIRST)):
-            row["wrong"] = [f"{other} rounds, or the end, have other losses when run again"]
-    if row["wrong"] and options.keep:
-        shutil.copytree(folder, options.keep / str(fault.number), dirs_exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    return row
-
-
-def judge(
-    fault: Fault, folder: Path, kind: Kind, code: int, row: dict[str, Any], events: list[dict[str, Any]]
-) -> list[str]:
-    """What is wrong with how a run ended."""
-    if code != 0:
-        return [f"exit code {code}: {(folder / 'output').read_text()[-800:]}"]
-    wrong = []
-    if batches(folder / "checkpoints0" / "history.jsonl") != sorted(
-        (e, i) for e in range(fault.epochs) for i in range(BATCHES)
-    ):
-        wrong.append("batches left out or used twice")
-    if not kind.starts_again and any(event["event"] == "restart" for event in events):
-        wrong.append("all were started again")
-    if kind.keeps_all and any(line["world"] < len(fault.paces) for line in read(folder / "rounds")):
-        wrong.append("a rank that lives was lost")
-    if row["lost"] > kind.lost:
-        wrong.append(f"{row['lost']} rounds done again")
-    if len({path.read_text() for path in folder.glob("parameters-*")}) != 1:
-        wrong.append("the ranks ended with different parameters, or with none")
+        return [row | {"skipped": f"skipped: {error}"} for row in rows]
+    hit = [row for row in rows if not row["skipped"]] or rows[:1]
+    hit[0]["skipped"] = ""
+    judge_faults(hit, hits, read(folder / "rounds"))
     # The coordinator that process 0 starts outlives the run by some seconds.
-    if left := orphans(folder, within_s=15.0 if kind.is_network else 5.0):
+    wrong = wrong or judge_end(folder, 15.0 if is_network else 5.0)
+    if not wrong and not any(row["wrong"] for row in hit):
+        loss, other = replayed(folder / "checkpoints0" / "history.jsonl", options.state_mb)
+        for row in hit:
+            row["replayed"] = True
+        if other or not same(ended(folder)[0]["losses"][0], loss):
+            wrong.append(f"{other} rounds, or the end, have other losses when run again")
+    hit[-1]["wrong"] += wrong
+    if any(row["wrong"] for row in hit) and options.keep:
+        shutil.copytree(folder, options.keep / folder.name, dirs_exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def strike(fault: Fault, row: dict[str, Any], fleet: Any, watch: Watch, hits: list[float]) -> None:
+    """One fault, and the time until all ranks are back; ``hits`` gets when it was."""
+    kind, target = KINDS[fault.kind], Target(fleet, fault.rank, fault.rng)
+    if fault.moment == "first":
+        wanted = fault.rng.randrange(2)
+        watch.wait_for("the first rounds", lambda: watch.round() >= wanted and len(fleet.pids) == row["processes"])
+    elif not hits:
+        watch.wait_for("rounds of all ranks", lambda: watch.is_whole(0.0, set()))
+    if fault.moment == "last":
+        (fleet.folder / "stop").touch()
+    time.sleep(fault.rng.random() * PAUSE_S)
+    job, pids = fleet.folder / "fault.json", set(fleet.pids.values())
+    if inside := kind.job(fault.rng):
+        job.write_text(json.dumps(inside))
+    hits.append(time.monotonic())
+    row |= {"round": watch.round(), "skipped": ""}
+    # Of those that have ended already there is nothing to hit.
+    with contextlib.suppress(ProcessLookupError, ValueError):
+        row["wrong"] += kind.hit(target) or []
+    if fault.moment != "last":
+        if kind.mend:
+            watch.wait_for("rounds of the others", lambda: watch.is_smaller(hits[-1]))
+            row["wrong"] += kind.mend(target) or []
+        since = time.monotonic()
+        watch.wait_for("rounds of all ranks", lambda: watch.is_whole(since, pids if kind.starts_again else set()))
+        if "flip" in inside and job.exists():
+            row["wrong"].append("no state was sent")
+        job.unlink(missing_ok=True)
+    else:
+        watch.wait_for("its end", lambda: fleet.code == 0)
+    row["seconds"] = round(time.monotonic() - hits[-1], 2)
+    row["replaced"] = len(set(fleet.pids.values()) - pids)
+    if fleet.has_restarted() and not kind.starts_again:
+        row["wrong"].append("all were started again")
+
+
+def judge_faults(rows: list[dict[str, Any]], hits: list[float], rounds: list[dict[str, Any]]) -> None:
+    """What each fault cost, from its time to that of the next one."""
+    rounds = sorted(rounds, key=lambda line: line["t"])
+    redone = done_again(rounds)
+    for row, hit_at, next_at in zip(rows, hits, [*hits[1:], math.inf], strict=False):
+        kind = KINDS[row["kind"]]
+        after = [(line, lost) for line, lost in zip(rounds, redone, strict=True) if hit_at < line["t"] < next_at]
+        times = [hit_at, *(line["t"] for line, _ in after)]
+        row["gap_s"] = max((round(late - early, 3) for early, late in itertools.pairwise(times)), default=None)
+        row["lost"] = max((lost for _, lost in after), default=0)
+        if row["lost"] > kind.lost:
+            row["wrong"].append(f"{row['lost']} rounds done again")
+        if kind.keeps_all and any(line["world"] < row["processes"] for line, _ in after):
+            row["wrong"].append("a rank that lives was lost")
+
+
+def done_again(rounds: list[dict[str, Any]]) -> list[int]:
+    """For each round of a process, the finished rounds that it does again: its own, or those of the process before."""
+    found, newest, last = [], -1, {}
+    for line in rounds:
+        before = last.get(line["pid"], newest)
+        found.append(max(0, before + 1 - line["round"]))
+        last[line["pid"]] = newest = line["round"]
+    return found
+
+
+def ended(folder: Path) -> list[dict[str, Any]]:
+    """How the run ended, as its ranks wrote it: one value if they agree."""
+    return [json.loads(text) for text in {path.read_text() for path in folder.glob("end-*")}]
+
+
+def judge_end(folder: Path, within_s: float) -> list[str]:
+    """What is wrong with how a run ended."""
+    wrong, ends = [], ended(folder)
+    if len(ends) != 1:
+        wrong.append("the ranks ended with different parameters, or with none")
+    elif batches(folder / "checkpoints0" / "history.jsonl") != trained(ends[0]):
+        wrong.append("batches left out or used twice")
+    if left := orphans(folder, within_s):
         wrong.append(f"{left} processes left")
     if files := sorted(str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*")):
         wrong.append(f"left: {', '.join(files[:5])}")
@@ -257,96 +391,65 @@ def environment(folder: Path, options: Options) -> dict[str, str]:
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPYCACHEPREFIX": str(folder.parent / "cache" / "python"),
+        "PYTHONDONTWRITEBYTECODE": "",
     }
     own = {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder / "tmp"), "JAXCHE_EVENTS": str(folder / "events.jsonl")}
     return os.environ | cache | own | {"JAXCHE_HEARTBEAT_TIMEOUT": f"{options.heartbeat_timeout_s:g}"}
 
 
-def launched(fault: Fault, folder: Path, kind: Kind, options: Options) -> tuple[int, float, int, list[str]]:
-    """A run under ``jaxche launch``: the round before the fault, its time, the exit code, and what was wrong."""
-    paces, wrong = ",".join(map(str, fault.paces)), []
-    command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(fault.paces)), "--pace", paces, "--elastic"]
-    command += ["--max-restarts", "4", "--hang-timeout", "40", "--grace", "2", "--events", str(folder / "events.jsonl")]
-    command += [worker.__file__, str(folder)]
-    with running(command, folder, options) as child:
-        target = Target(folder, child.pid, fault.rank, fault.rng)
-        at = wait_for(fault, folder, child, lambda: len(target.pids) == len(fault.paces))
-        hit_at = time.monotonic()
-        # Of those that have ended already there is nothing to hit.
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            kind.hit(target)
-        code = child.wait(timeout=LIMIT_S)
-    if fault.kind == "launcher" and code != 0:
-        if left := orphans(folder, within_s=45.0):
+class ElasticLaunch(Launch):
+    """A run under ``jaxche launch --elastic``, which is started again if it is killed."""
+
+    def __init__(self, folder: Path, paces: Sequence[int], env: Mapping[str, str]):
+        words = ["-n", str(len(paces)), "--pace", ",".join(map(str, paces)), "--elastic", "--max-restarts", "1000"]
+        words += ["--hang-timeout", "60", "--grace", "2", "--events", str(folder / "events.jsonl")]
+        self._command = [sys.executable, "-m", "jaxche", "launch", *words, worker.__file__, str(folder)]
+        self._env, self._restarts = env, 0
+        self._child = self._start(folder)
+        super().__init__(folder, self._child.pid)
+
+    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
+        with (folder / "output").open("a") as output:
+            return subprocess.Popen(self._command, env=self._env, stdout=output, stderr=output)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._child.poll()
+
+    def end(self) -> None:
+        if self.code is None:
+            self._child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout=60)
+            self._child.kill()
+
+    def has_restarted(self) -> bool:
+        """Whether all ranks were started again since the last call."""
+        before, self._restarts = self._restarts, sum(event["event"] == "restart" for event in self.events.read())
+        return self._restarts > before
+
+    def kill_launcher(self) -> list[str]:
+        """Returns what it left. If the run has not ended it is started again."""
+        self._child.kill()
+        if self._child.wait() == 0:
+            return []
+        wrong = []
+        if left := orphans(self.folder, within_s=45.0):
             wrong.append(f"{left} processes left by the launcher that was killed")
-        if files := list((folder / "tmp").iterdir()):
+        if files := list((self.folder / "tmp").iterdir()):
             wrong.append(f"left by the launcher that was killed: {files[0].name}")
-        with running(command, folder, options) as child:
-            code = child.wait(timeout=LIMIT_S)
-    return at, hit_at, code, wrong
+        self._child = self._start(self.folder)
+        self.launcher = self._child.pid
+        return wrong
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], folder: Path, options: Options) -> Iterator[subprocess.Popen[bytes]]:
-    """A launch, which is ended if it takes too long."""
-    with (folder / "output").open("a") as output:
-        child = subprocess.Popen(command, env=environment(folder, options), stdout=output, stderr=output)
-        try:
-            yield child
-        except subprocess.TimeoutExpired:
-            output.write(f"\nit was ended after {LIMIT_S:g} s\n")
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                child.wait(timeout=60)
-
-
-def wait_for(
-    fault: Fault, folder: Path, child: subprocess.Popen[bytes], has_started: Callable[[], bool] = lambda: True
-) -> int:
-    """Wait until a run has come to the moment of its fault, and a little longer; returns its last round."""
-    wanted = {"first": fault.rng.randrange(2), "later": fault.rng.randrange(2, 30), "last": 1}[fault.moment]
-    while child.poll() is None:
-        rounds = read(folder / "rounds")
-        seen = max((line["round"] for line in rounds), default=-1)
-        there = seen >= wanted and has_started()
-        if KINDS[fault.kind].needs_checkpoint:
-            there &= any(path.name.isdigit() for path in (folder / "checkpoints0").glob("*"))
-        if fault.moment == "last":
-            # No more is left than what the last one took.
-            sizes = {line["round"]: line["batches"] for line in rounds}
-            there &= bool(sizes) and fault.epochs * BATCHES - sum(sizes.values()) <= sizes[seen]
-        if there:
-            time.sleep(fault.rng.random() * 0.3)
-            return seen
-        time.sleep(0.02)
-    raise RuntimeError(f"the run ended before its fault: {(folder / 'output').read_text()[-2000:]}")
-
-
-def longest_gap(hit_at: float, times: Sequence[float]) -> float | None:
-    """The longest time from a fault, or a round after it, to the next round; None if there was none."""
-    after = [hit_at, *sorted(time for time in times if time > hit_at)]
-    return max((round(late - early, 3) for early, late in itertools.pairwise(after)), default=None)
-
-
-def lost(rounds: list[dict[str, Any]]) -> int:
-    """The most finished rounds that were done again, by one process or by one that came later."""
-    most, newest, last = 0, -1, {}
-    for line in sorted(rounds, key=lambda line: line["t"]):
-        before = last.get(line["pid"], newest if line["pid"] not in last else -1)
-        most = max(most, before + 1 - line["round"])
-        last[line["pid"]], newest = line["round"], max(newest, line["round"])
-    return most
-
-
-def orphans(folder: Path, within_s: float = 5.0) -> int:
-    """Processes of a run that are still there some seconds after its end."""
-    deadline = time.monotonic() + within_s
-    while True:
-        found = 0
-        for pid, *_ in processes():
-            with contextlib.suppress(OSError):
-                found += os.fsencode(folder) in Path(f"/proc/{pid}/environ").read_bytes()
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
+def launch(folder: Path, paces: Sequence[int], env: Mapping[str, str]) -> Iterator[ElasticLaunch]:
+    """A launch, which ends with this context."""
+    run = ElasticLaunch(folder, paces, env)
+    try:
+        yield run
+    finally:
+        run.end()

@@ -18,23 +18,43 @@ from typing import Any, NamedTuple
 
 # Where version 1 of cgroups limits the time of processes.
 CPU_CGROUP = Path("/sys/fs/cgroup/cpu")
-THROTTLED_S, FULL_S, LOAD_S, BUSY_PER_CORE = 2.0, 1.0, 15.0, 8
+THROTTLED_S, FULL_S, LOAD_S, BUSY_PER_CORE = 2.0, 1.0, 8.0, 8
 
 
-class Target(NamedTuple):
-    """A run to hit: its folder, its launcher, the rank, and what else chance decides."""
+class Lines:
+    """The JSON lines of a file that grows, and that may not be there yet."""
 
-    folder: Path
-    launcher: int
-    rank: int
-    rng: random.Random
+    def __init__(self, path: Path):
+        self._path, self._at, self._found = path, 0, []
+
+    def read(self) -> list[dict[str, Any]]:
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]  # the last one may be in the making
+            self._at += len(whole)
+            for line in whole.splitlines():
+                with contextlib.suppress(ValueError):  # the disk was full
+                    self._found.append(json.loads(line))
+        return self._found
+
+
+def read(lines: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file, which may not be there yet."""
+    return Lines(lines).read()
+
+
+class Launch:
+    """A run under ``jaxche launch``: its folder, and its processes."""
+
+    def __init__(self, folder: Path, launcher: int):
+        self.folder, self.launcher, self.events = folder, launcher, Lines(folder / "events.jsonl")
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of the ranks that run now."""
-        return {
-            event["rank"]: event["pid"] for event in read(self.folder / "events.jsonl") if event["event"] == "start"
-        }
+        """The processes of the ranks that were started last."""
+        return {event["rank"]: event["pid"] for event in self.events.read() if event["event"] == "start"}
 
     @property
     def coordinator(self) -> int:
@@ -47,13 +67,30 @@ class Target(NamedTuple):
         return max(found)[1]
 
 
-def read(lines: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a file, which may not be there yet."""
-    found = []
-    for line in lines.read_text().splitlines() if lines.exists() else []:
-        with contextlib.suppress(ValueError):  # the last one may be in the making
-            found.append(json.loads(line))
-    return found
+class Target(NamedTuple):
+    """A run to hit, the rank, and what else chance decides."""
+
+    run: Any
+    rank: int
+    rng: random.Random
+
+    @property
+    def pid(self) -> int:
+        """The process of the rank."""
+        return self.run.pids[self.rank]
+
+
+def orphans(folder: Path, within_s: float) -> int:
+    """Processes of a run that are still there some seconds after its end."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = 0
+        for pid, *_ in processes():
+            with contextlib.suppress(OSError):
+                found += os.fsencode(folder) in Path(f"/proc/{pid}/environ").read_bytes()
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def processes() -> Iterator[tuple[int, int, int, list[bytes]]]:
@@ -66,12 +103,12 @@ def processes() -> Iterator[tuple[int, int, int, list[bytes]]]:
 
 
 def signalled(number: int) -> Callable[[Target], None]:
-    return lambda target: os.kill(target.pids[target.rank], number)
+    return lambda target: os.kill(target.pid, number)
 
 
 def pause(target: Target) -> None:
     """A rank is stopped for some seconds, which the others wait for or not."""
-    pid = target.pids[target.rank]
+    pid = target.pid
     os.kill(pid, signal.SIGSTOP)
     time.sleep(target.rng.uniform(0.5, 8.0))
     os.kill(pid, signal.SIGCONT)
@@ -79,7 +116,7 @@ def pause(target: Target) -> None:
 
 def kill_two(target: Target, between_s: float) -> None:
     """A rank and the next one are killed; of two ranks one stays."""
-    pids = target.pids
+    pids = target.run.pids
     for rank in [target.rank, (target.rank + 1) % len(pids)][: len(pids) - 1]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[rank], signal.SIGKILL)
@@ -88,7 +125,7 @@ def kill_two(target: Target, between_s: float) -> None:
 
 def throttle(target: Target) -> None:
     """A rank has a quarter of a core for two seconds: by a cgroup, or where none can be made by stops."""
-    pid, group = target.pids[target.rank], CPU_CGROUP / f"jaxche-chaos-{os.getpid()}"
+    pid, group = target.pid, CPU_CGROUP / f"jaxche-chaos-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:
@@ -128,7 +165,7 @@ def throttle_by_stops(pid: int) -> None:
 
 def disk_full(target: Target) -> None:
     """No file of any rank may grow, for a second."""
-    before = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in target.pids.values()}
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in target.run.pids.values()}
     for pid, (_, hard) in before.items():
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
 
@@ -149,14 +186,14 @@ def newest_files(folder: Path) -> list[Path]:
 
 def tear(target: Target) -> None:
     """Of the newest checkpoint half of each file is left."""
-    for path in newest_files(target.folder):
+    for path in newest_files(target.run.folder):
         with contextlib.suppress(FileNotFoundError):
             os.truncate(path, path.stat().st_size // 2)
 
 
 def corrupt(target: Target) -> None:
     """In the newest checkpoint a bit of the largest files, which hold the arrays, is wrong."""
-    files = [path for path in newest_files(target.folder) if path.stat().st_size]
+    files = [path for path in newest_files(target.run.folder) if path.stat().st_size]
     for path in sorted(files, key=lambda path: path.stat().st_size)[-2:]:
         with contextlib.suppress(FileNotFoundError):
             data = bytearray(path.read_bytes())
@@ -164,21 +201,18 @@ def corrupt(target: Target) -> None:
             path.write_bytes(data)
 
 
-def then_kill(harm: Callable[[Target], None], who: Callable[[Target], int]) -> Callable[[Target], None]:
-    """A process is killed, after something else was done."""
+def kill_coordinator(harm: Callable[[Target], None] = lambda target: None) -> Callable[[Target], None]:
+    """The coordinator is killed, after something else was done."""
 
     def hit(target: Target) -> None:
         harm(target)
-        os.kill(who(target), signal.SIGKILL)
+        os.kill(target.run.coordinator, signal.SIGKILL)
 
     return hit
 
 
 def torn(target: Target) -> None:
     """A rank is killed, and the newest checkpoint is torn before it is read again."""
-    os.kill(target.pids[target.rank], signal.SIGKILL)
+    os.kill(target.pid, signal.SIGKILL)
     time.sleep(0.2)
     tear(target)
-
-
-def nothing(target: Target) -> None: ...

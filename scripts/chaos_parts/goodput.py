@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_parts import torchft_arm, worker
-from chaos_parts.faults import Target, read
+from chaos_parts.faults import Launch, read
 
 PACES, EVERY, FAULT_S = (10, 10, 25), 10, 60.0
 GOAL = 0.9
@@ -101,7 +101,8 @@ def launched(words: list[str], heartbeat_timeout_s: float) -> Callable[[Path], A
         with (folder / "output").open("w") as output:
             child = subprocess.Popen(command, env=env, stdout=output, stderr=output)
             try:
-                yield lambda: Target(folder, child.pid, 0, random.Random(0)).pids
+                launch = Launch(folder, child.pid)
+                yield lambda: launch.pids
             finally:
                 child.terminate()
                 child.wait(timeout=60)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from chaos_parts.worker import BATCHES, problem
 
-# Of a loss that processes compute and one that devices of a single process do, and of the first loss: Adam amplifies
-# rounding where next to nothing is left of the loss.
-ROUNDING, ROUNDING_OF_FIRST = 1e-3, 1e-3
+# Of a loss that processes compute and one that devices of a single process do.
+ROUNDING = 1e-3
 MOST_RANKS = 6
 
 
@@ -28,7 +29,14 @@ def batches(record: Path) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def replayed(record: Path) -> tuple[float, int]:
+def trained(end: dict[str, Any]) -> list[tuple[int, int]]:
+    """Every (epoch, index) that a run has trained on which ended there, in order."""
+    pending = {(epoch, at) for epoch, start, stop in end["pending"] for at in range(start, stop)}
+    found = [divmod(at, BATCHES) for at in range(end["epoch"] * BATCHES + end["cursor"])]
+    return [one for one in found if one not in pending]
+
+
+def replayed(record: Path, state_mb: float = 0.0) -> tuple[float, int]:
     """The final loss of a record whose rounds are run again undisturbed, and how many rounds have another loss.
 
     Rounds of as many ranks are one replay, which begins with what the one before it ended with: after a merge all
@@ -41,9 +49,13 @@ def replayed(record: Path) -> tuple[float, int]:
         jax.config.update("jax_num_cpu_devices", MOST_RANKS)
     import jaxche
 
+    @functools.cache
+    def of(world: int) -> Any:
+        return problem(world, state_mb, replicas=jax.devices()[:world])
+
     history, last, final, other = jaxche.History.from_json(record), None, math.nan, 0
     for world, rounds in itertools.groupby(history, lambda info: len(info.counts)):
-        trainer, params, data, loss = problem(world, replicas=jax.devices()[:world])
+        trainer, params, data, loss = of(world)
         state = trainer.init(params)
         if last is not None:
             devices = [jax.tree.leaves(local.params)[0].sharding for local in state.local_states]
@@ -54,8 +66,11 @@ def replayed(record: Path) -> tuple[float, int]:
             )
         rounds = list(rounds)
         last, again = trainer.replay(state, data, rounds)
-        least = ROUNDING_OF_FIRST * history[0].loss
-        pairs = zip(rounds, again, strict=True)
-        other += sum(not math.isclose(a.loss, b.loss, rel_tol=ROUNDING, abs_tol=least) for a, b in pairs)
+        other += sum(not same(a.loss, b.loss) for a, b in zip(rounds, again, strict=True))
         final = loss(trainer.params(last))
     return final, other
+
+
+def same(loss: float, again: float) -> bool:
+    """Whether two losses are equal up to rounding."""
+    return math.isclose(loss, again, rel_tol=ROUNDING)

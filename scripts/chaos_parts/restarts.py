@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from chaos_parts import worker
-from chaos_parts.faults import Target, disk_full, read, signalled, throttle_by_stops, torn
-from chaos_parts.record import ROUNDING, batches, replayed
+from chaos_parts.faults import Launch, Target, disk_full, read, signalled, throttle_by_stops, torn
+from chaos_parts.record import batches, replayed, same
 from chaos_parts.worker import BATCHES
 
 PACES, EPOCHS = (10, 10, 25), 3
@@ -107,7 +107,7 @@ def judge(kind: str, row: dict[str, Any], longest: float) -> list[str]:
         return [f"exit code {row['code']}: {row['tail']}"]
     if row["batches"] != sorted((e, i) for e in range(EPOCHS) for i in range(BATCHES)):
         wrong.append("batches left out or used twice")
-    elif not math.isclose(row["loss"], row["replayed"], rel_tol=ROUNDING):
+    elif not same(row["loss"], row["replayed"]):
         wrong.append(f"its rounds undisturbed give {row['replayed']:.5f}")
     allowed = LOST.get(kind, 1)
     if allowed is not None and row["redone"] > allowed:
@@ -140,7 +140,7 @@ def run(
         child = subprocess.Popen(command, env=env, stdout=output, stderr=output)
         try:
             if kind:
-                target = Target(folder, child.pid, rank, rng)
+                target = Target(Launch(folder, child.pid), rank, rng)
                 at = wait_for(moment, target, child)
                 time.sleep(rng.random() * {"start": start_s, "last": 0.6}.get(moment, 0.3))
                 # Of those that have ended already there is nothing to hit.
@@ -161,8 +161,8 @@ def run(
     row["over_ms"] = max(map(over_ms, records))
     began_at = min((event["time"] for event in told if event["event"] == "start"), default=0.0)
     row["start_s"] = min((event["time"] for event in rounds), default=began_at) - began_at
-    done = folder / "losses.json"
-    row["losses"] = json.loads(done.read_text()) if done.exists() else [float("nan")]
+    end = folder / "end-0"
+    row["losses"] = json.loads(end.read_text())["losses"] if end.exists() else [math.nan]
     row |= {"loss": row["losses"][0], "batches": batches(records[0])}
     return row | {"replayed": replayed(records[0])[0] if kind and not code else math.nan}
 
@@ -196,9 +196,9 @@ def wait_for(moment: str, target: Target, child: subprocess.Popen[bytes]) -> int
     rng = target.rng
     wanted = {"start": -1, "first": rng.randrange(2), "later": rng.randrange(2, 8), "last": 1}[moment]
     while child.poll() is None:
-        rounds = [event for event in read(target.folder / "events.jsonl") if event["event"] == "round"]
+        rounds = [event for event in target.run.events.read() if event["event"] == "round"]
         seen = max((event["round"] for event in rounds), default=-1)
-        there = seen >= wanted and len(target.pids) == len(PACES)
+        there = seen >= wanted and len(target.run.pids) == len(PACES)
         if moment == "last":
             # No more is left than what the last one took.
             left = EPOCHS * BATCHES - sum(event["steps"] for event in rounds)
@@ -213,7 +213,7 @@ FAULTS = {
     "kill": signalled(signal.SIGKILL),
     "stop": signalled(signal.SIGSTOP),
     "term": signalled(signal.SIGTERM),
-    "throttle": lambda target: throttle_by_stops(target.pids[target.rank]),
+    "throttle": lambda target: throttle_by_stops(target.pid),
     "disk full": disk_full,
     "torn checkpoint": torn,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -13,13 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BATCHES = 120
+BATCHES, NOISE, RATE = 120, 0.3, 0.003
 # Seconds between two pieces of a state that a slow replacement reads.
 DRIP_S = 0.7
 
 
-def problem(world: int, **options: Any) -> tuple[Any, Any, Any, Callable[[Any], float]]:
-    """A trainer, the parameters it begins with, its data, and the loss of all of them."""
+def problem(world: int, state_mb: float = 0.0, **options: Any) -> tuple[Any, Any, Any, Callable[[Any], float]]:
+    """A trainer, the parameters it begins with, its data, and the loss of all of them.
+
+    ``state_mb`` is the size of the parameters and of the state of Adam, which is twice as large.
+    """
     import jax.numpy as jnp
     import numpy as np
     import optax
@@ -30,13 +34,16 @@ def problem(world: int, **options: Any) -> tuple[Any, Any, Any, Callable[[Any], 
     x = rng.normal(size=(BATCHES * 8, 16)).astype(np.float32)
     y = np.tanh(x @ rng.normal(size=(16, 4)).astype(np.float32))
     params = {"hidden": rng.normal(size=(16, 32)).astype(np.float32) * 0.25, "out": np.zeros((32, 4), np.float32)}
+    params["rest"] = np.ones(max(1, round(state_mb * 1e6 / 12)), np.float32)
+    # The loss stays far from 0, so that the updates of Adam do not amplify rounding.
+    y = (y + NOISE * rng.normal(size=y.shape)).astype(np.float32)
 
     def loss(p: Any, batch: Any) -> Any:
-        return jnp.mean((jnp.tanh(batch["x"] @ p["hidden"]) @ p["out"] - batch["y"]) ** 2)
+        return jnp.mean((jnp.tanh(batch["x"] @ p["hidden"]) @ p["out"] * p["rest"][0] - batch["y"]) ** 2)
 
     che = jaxche.ElChe(world_size=world, anchor=4, max_anchor=8, tuner="steady") if world > 1 else None
     data = {"x": x, "y": y}
-    trainer = jaxche.Trainer(loss, optax.adam(0.01), che=che, **options)
+    trainer = jaxche.Trainer(loss, optax.adam(RATE), che=che, **options)
     return trainer, params, jaxche.Batches(data, batch_size=8), lambda params: float(loss(params, data))
 
 
@@ -53,35 +60,30 @@ def main(folder: Path) -> int:
 
     import jaxche
 
-    job = json.loads((folder / "job.json").read_text())
-    replaces = int(os.environ.get("JAXCHE_RESTART", 0)) > 0
-    if "shift_s" in job:
-        signal.signal(signal.SIGUSR1, lambda *_: shift_clock(job["shift_s"]))
-    if "flip" in job:
-        flip_a_bit(folder / "flipped", **job["flip"])
-    if replaces and "late_s" in job:
-        time.sleep(job["late_s"])
-    if replaces and job.get("drips"):
-        receive_slowly()
+    job, fault = json.loads((folder / "job.json").read_text()), folder / "fault.json"
+    faulthandler.register(signal.SIGUSR2)  # writes the stacks of all threads
+    signal.signal(signal.SIGUSR1, lambda *_: shift_clock(**json.loads(fault.read_text())))
+    flip_when_asked(fault)
+    if fault.exists():
+        start_slowly(**json.loads(fault.read_text()))
     jaxche.initialize(timeout_s=60)
+
+    def on_round(state: Any, info: Any) -> bool:
+        write_round(folder / "rounds", info)
+        return (folder / "stop").exists()
+
     losses = []
     for number in range(job["times"]):
-        trainer, params, data, loss = problem(jax.device_count())
+        trainer, params, data, loss = problem(jax.device_count(), job.get("state_mb", 0.0))
         checkpoints = jaxche.Checkpoints(
             folder / f"checkpoints{number}", durable=not job["elastic"], every=job["every"]
         )
         state, _ = trainer.fit(
-            trainer.init(params),
-            data,
-            job["epochs"],
-            progress=False,
-            checkpoints=checkpoints,
-            callbacks=[lambda state, info: write_round(folder / "rounds", info)],
+            trainer.init(params), data, job["epochs"], progress=False, checkpoints=checkpoints, callbacks=[on_round]
         )
         losses.append(loss(trainer.params(state)))
-    (folder / f"parameters-{jax.process_index()}").write_text(digest_of(trainer.params(state)))
-    if jax.process_index() == 0:
-        (folder / "losses.json").write_text(json.dumps(losses))
+    end = {"losses": losses, "digest": digest_of(trainer.params(state)), "epoch": state.epoch, "cursor": state.cursor}
+    (folder / f"end-{jax.process_index()}").write_text(json.dumps(end | {"pending": state.pending_batches}))
     return 0
 
 
@@ -96,25 +98,44 @@ def write_round(file: Path, info: Any) -> None:
         out.write(json.dumps(row).encode() + b"\n")
 
 
-def shift_clock(seconds: float) -> None:
+# Faults of the kind that fault.json has, while they last.
+
+
+def shift_clock(shift_s: float) -> None:
     """From now on the clock of this process is wrong."""
     right = time.time
-    time.time = lambda: right() + seconds
+    time.time = lambda: right() + shift_s
 
 
-def flip_a_bit(done: Path, part: str, at: float, bit: int) -> None:
-    """One bit of the first state that is sent in this run arrives wrong, in one part of the message."""
+def start_slowly(late_s: float = 0.0, drips: bool = False, **others: Any) -> None:
+    """Be late, or read the state of the run piece by piece."""
+    from jaxche.distributed import _transfer
+
+    time.sleep(late_s)
+    receive = _transfer._receive
+
+    def drip(*args: Any) -> Any:
+        time.sleep(DRIP_S)
+        return receive(*args)
+
+    if drips:
+        _transfer._receive = drip
+
+
+def flip_when_asked(fault: Path) -> None:
+    """One bit of the next state that is sent arrives wrong, in one part of the message."""
     from jaxche.distributed import _elastic_group, _transfer
 
     send_state = _elastic_group.send_state
 
     def send(sock: Any, message: Any, arrays: Any, waiting: Any) -> None:
-        with contextlib.suppress(FileExistsError):
-            done.touch(exist_ok=False)
+        flip = json.loads(fault.read_text()).get("flip") if fault.exists() else None
+        if flip:
+            fault.unlink()
             head, text = _transfer.HEAD_BYTES, len(json.dumps(message).encode())
             state = sum(_transfer.padded(array.nbytes) for array in arrays)
-            first, size = {"head": (0, head), "text": (head, text), "state": (head + text, state)}[part]
-            sock = FlippingSocket(sock, first + int(at * size), bit)
+            first, size = {"head": (0, head), "text": (head, text), "state": (head + text, state)}[flip["part"]]
+            sock = FlippingSocket(sock, first + int(flip["at"] * size), flip["bit"])
         send_state(sock, message, arrays, waiting)
 
     _elastic_group.send_state = send
@@ -136,19 +157,6 @@ class FlippingSocket:
         sent = self._sock.send(piece)
         self._at -= sent
         return sent
-
-
-def receive_slowly() -> None:
-    """Read the state of the run piece by piece."""
-    from jaxche.distributed import _transfer
-
-    receive = _transfer._receive
-
-    def drip(*args: Any) -> Any:
-        time.sleep(DRIP_S)
-        return receive(*args)
-
-    _transfer._receive = drip
 
 
 if __name__ == "__main__":
