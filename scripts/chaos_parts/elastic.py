@@ -23,18 +23,14 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chaos_parts import network, worker
+from chaos_parts import network
 from chaos_parts.faults import (
-    Launch,
-    Lines,
     Target,
     corrupt,
     disk_full,
@@ -48,14 +44,15 @@ from chaos_parts.faults import (
     tear,
     throttle,
 )
-from chaos_parts.record import batches, replayed, same, trained
+from chaos_parts.launched import launch
+from chaos_parts.record import batches, done_again, ended, replayed, same, trained
+from chaos_parts.watch import StuckError, Watch
 
 # ms a step of each rank, and rounds between two checkpoints. Steps of a large state take longer by themselves.
-PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 10, 5
+PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 4, 5
 PROCESSES, PROCESSES_OF_LARGE = (2, 2, 3, 3, 3, 4, 5, 6), (2, 3)
-# Until all ranks are back after a fault, or the run has come to its end; until the stacks of all processes are written
-# to the output; and from their return to the next fault.
-LIMIT_S, STACKS_S, PAUSE_S = 180.0, 40.0, 0.5
+# At most so many seconds are between the return of all ranks and the next fault.
+PAUSE_S = 1.5
 
 
 class Kind(NamedTuple):
@@ -217,50 +214,6 @@ def report(rows: list[dict[str, Any]]) -> int:
     return 0 if good == len(ran) else 1
 
 
-class StuckError(Exception):
-    """A run has ended, or does not go on."""
-
-
-class Watch:
-    """Waits for what the processes of a run write about their rounds."""
-
-    def __init__(self, run: Any, processes: int):
-        self._run, self._processes, self._rounds = run, processes, Lines(run.folder / "rounds")
-
-    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
-        began, has_stacks = time.monotonic(), False
-        while not condition():
-            if self._run.code is not None:
-                raise StuckError(f"exit code {self._run.code}, before {what}: {self.output()}")
-            if time.monotonic() - began > LIMIT_S:
-                raise StuckError(f"{LIMIT_S:g} s without {what}: {self.output()}")
-            if time.monotonic() - began > STACKS_S and not has_stacks:
-                has_stacks = True
-                for pid in {line["pid"] for line in self._rounds.read()} & set(self._run.pids.values()):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGUSR2)
-            time.sleep(0.1)
-
-    def output(self) -> str:
-        return (self._run.folder / "output").read_text()[-1500:]
-
-    def round(self) -> int:
-        """The last round, -1 before the first."""
-        return max((line["round"] for line in self._rounds.read()), default=-1)
-
-    def is_whole(self, since: float, gone: set[int]) -> bool:
-        """Whether all ranks have merged a round together since then, in other processes than those that are gone."""
-        pids = set(self._run.pids.values())
-        lines = reversed(self._rounds.read())
-        late = itertools.takewhile(lambda line: line["t"] > since, lines)
-        seen = {line["pid"] for line in late if line["world"] == self._processes}
-        return len(pids) == self._processes and seen >= pids and not pids & gone
-
-    def is_smaller(self, since: float) -> bool:
-        """Whether the others have merged a round without a rank since then."""
-        return any(line["t"] > since and line["world"] < self._processes for line in self._rounds.read()[-100:])
-
-
 def hit_run(run: Run, folder: Path, options: Options) -> list[dict[str, Any]]:
     """A row for each fault of a run: when it hit, what it cost, and what is wrong; what ended wrong is in the last."""
     base = {"seed": options.seed, "run": run.number, "processes": len(run.paces), "state_mb": options.state_mb}
@@ -357,21 +310,6 @@ def judge_faults(rows: list[dict[str, Any]], hits: list[float], rounds: list[dic
             row["wrong"].append("a rank that lives was lost")
 
 
-def done_again(rounds: list[dict[str, Any]]) -> list[int]:
-    """For each round of a process, the finished rounds that it does again: its own, or those of the process before."""
-    found, newest, last = [], -1, {}
-    for line in rounds:
-        before = last.get(line["pid"], newest)
-        found.append(max(0, before + 1 - line["round"]))
-        last[line["pid"]] = newest = line["round"]
-    return found
-
-
-def ended(folder: Path) -> list[dict[str, Any]]:
-    """How the run ended, as its ranks wrote it: one value if they agree."""
-    return [json.loads(text) for text in {path.read_text() for path in folder.glob("end-*")}]
-
-
 def judge_end(folder: Path, within_s: float) -> list[str]:
     """What is wrong with how a run ended."""
     wrong, ends = [], ended(folder)
@@ -396,60 +334,3 @@ def environment(folder: Path, options: Options) -> dict[str, str]:
     }
     own = {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder / "tmp"), "JAXCHE_EVENTS": str(folder / "events.jsonl")}
     return os.environ | cache | own | {"JAXCHE_HEARTBEAT_TIMEOUT": f"{options.heartbeat_timeout_s:g}"}
-
-
-class ElasticLaunch(Launch):
-    """A run under ``jaxche launch --elastic``, which is started again if it is killed."""
-
-    def __init__(self, folder: Path, paces: Sequence[int], env: Mapping[str, str]):
-        words = ["-n", str(len(paces)), "--pace", ",".join(map(str, paces)), "--elastic", "--max-restarts", "1000"]
-        words += ["--hang-timeout", "60", "--grace", "2", "--events", str(folder / "events.jsonl")]
-        self._command = [sys.executable, "-m", "jaxche", "launch", *words, worker.__file__, str(folder)]
-        self._env, self._restarts = env, 0
-        self._child = self._start(folder)
-        super().__init__(folder, self._child.pid)
-
-    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
-        with (folder / "output").open("a") as output:
-            return subprocess.Popen(self._command, env=self._env, stdout=output, stderr=output)
-
-    @property
-    def code(self) -> int | None:
-        """The exit code; None while it runs."""
-        return self._child.poll()
-
-    def end(self) -> None:
-        if self.code is None:
-            self._child.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(timeout=60)
-            self._child.kill()
-
-    def has_restarted(self) -> bool:
-        """Whether all ranks were started again since the last call."""
-        before, self._restarts = self._restarts, sum(event["event"] == "restart" for event in self.events.read())
-        return self._restarts > before
-
-    def kill_launcher(self) -> list[str]:
-        """Returns what it left. If the run has not ended it is started again."""
-        self._child.kill()
-        if self._child.wait() == 0:
-            return []
-        wrong = []
-        if left := orphans(self.folder, within_s=45.0):
-            wrong.append(f"{left} processes left by the launcher that was killed")
-        if files := list((self.folder / "tmp").iterdir()):
-            wrong.append(f"left by the launcher that was killed: {files[0].name}")
-        self._child = self._start(self.folder)
-        self.launcher = self._child.pid
-        return wrong
-
-
-@contextlib.contextmanager
-def launch(folder: Path, paces: Sequence[int], env: Mapping[str, str]) -> Iterator[ElasticLaunch]:
-    """A launch, which ends with this context."""
-    run = ElasticLaunch(folder, paces, env)
-    try:
-        yield run
-    finally:
-        run.end()

@@ -1,4 +1,4 @@
-"""What the record of a run of chaos.py says: its batches, and the losses when its rounds are run again."""
+"""What a run of chaos.py has written: its batches and rounds, its end, and the losses when its rounds are run again."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def batches(record: Path) -> list[tuple[int, int]]:
             found += [(info["epoch"] + at // BATCHES, at % BATCHES) for at in range(start, start + done)]
             start += planned
     return sorted(found)
+
+
+def ended(folder: Path) -> list[dict[str, Any]]:
+    """How the run ended, as its ranks wrote it: one value if they agree."""
+    return [json.loads(text) for text in {path.read_text() for path in folder.glob("end-*")}]
 
 
 def trained(end: dict[str, Any]) -> list[tuple[int, int]]:
@@ -74,3 +79,13 @@ def replayed(record: Path, state_mb: float = 0.0) -> tuple[float, int]:
 def same(loss: float, again: float) -> bool:
     """Whether two losses are equal up to rounding."""
     return math.isclose(loss, again, rel_tol=ROUNDING)
+
+
+def done_again(rounds: list[dict[str, Any]]) -> list[int]:
+    """For each round of a process, the finished rounds that it does again: its own, or those of the process before."""
+    found, newest, last = [], -1, {}
+    for line in rounds:
+        before = last.get(line["pid"], newest)
+        found.append(max(0, before + 1 - line["round"]))
+        last[line["pid"]] = newest = line["round"]
+    return found

@@ -1,0 +1,69 @@
+"""An elastic run under ``jaxche launch``, which is started again if it is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from chaos_parts import worker
+from chaos_parts.faults import Launch, orphans
+
+
+class ElasticLaunch(Launch):
+    """A run under ``jaxche launch --elastic``, which is started again if it is killed."""
+
+    def __init__(self, folder: Path, paces: Sequence[int], env: Mapping[str, str]):
+        words = ["-n", str(len(paces)), "--pace", ",".join(map(str, paces)), "--elastic", "--max-restarts", "1000"]
+        words += ["--hang-timeout", "60", "--grace", "2", "--events", str(folder / "events.jsonl")]
+        self._command = [sys.executable, "-m", "jaxche", "launch", *words, worker.__file__, str(folder)]
+        self._env, self._restarts = env, 0
+        self._child = self._start(folder)
+        super().__init__(folder, self._child.pid)
+
+    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
+        with (folder / "output").open("a") as output:
+            return subprocess.Popen(self._command, env=self._env, stdout=output, stderr=output)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._child.poll()
+
+    def end(self) -> None:
+        if self.code is None:
+            self._child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout=60)
+            self._child.kill()
+
+    def has_restarted(self) -> bool:
+        """Whether all ranks were started again since the last call."""
+        before, self._restarts = self._restarts, sum(event["event"] == "restart" for event in self.events.read())
+        return self._restarts > before
+
+    def kill_launcher(self) -> list[str]:
+        """Returns what it left. If the run has not ended it is started again."""
+        self._child.kill()
+        if self._child.wait() == 0:
+            return []
+        wrong = []
+        if left := orphans(self.folder, within_s=45.0):
+            wrong.append(f"{left} processes left by the launcher that was killed")
+        if files := list((self.folder / "tmp").iterdir()):
+            wrong.append(f"left by the launcher that was killed: {files[0].name}")
+        self._child = self._start(self.folder)
+        self.launcher = self._child.pid
+        return wrong
+
+
+@contextlib.contextmanager
+def launch(folder: Path, paces: Sequence[int], env: Mapping[str, str]) -> Iterator[ElasticLaunch]:
+    """A launch, which ends with this context."""
+    run = ElasticLaunch(folder, paces, env)
+    try:
+        yield run
+    finally:
+        run.end()
