@@ -18,6 +18,7 @@ follows from its number, the seed, the kinds and the number of faults a run.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def main() -> int:
     if args.goodput:
         return goodput.benchmark(args.goodput, args.arms and args.arms.split(","), args.heartbeat_timeout)
     if args.elastic:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the run and its folder
         options = elastic.Options(
             args.seed, args.faults_a_run, args.heartbeat_timeout, args.state_mb, kinds, args.results, args.keep
         )
