@@ -50,7 +50,7 @@ from chaos_parts.watch import StuckError, Watch
 
 # ms a step of each rank, and rounds between two checkpoints. Steps of a large state take longer by themselves.
 PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 4, 5
-PROCESSES, PROCESSES_OF_LARGE = (2, 2, 3, 3, 3, 4, 5, 6), (2, 3)
+PROCESSES, PROCESSES_OF_LARGE = (2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6), (2, 3)
 # At most so many seconds are between the return of all ranks and the next fault.
 PAUSE_S = 1.5
 
@@ -167,7 +167,7 @@ def campaign(numbers: range, options: Options) -> int:
     rows = [row for row in read(options.results) if row["seed"] == options.seed] if options.results else []
     done = {row["number"] for row in rows}
     print(
-        "run number fault       moment processes rank round replaced lost seconds without a round  verdict", flush=True
+        "run number fault       moment processes rank round replaced lost seconds without a round verdict", flush=True
     )
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
         for number in range(numbers.start // options.faults_a_run, -(-numbers.stop // options.faults_a_run)):
@@ -269,7 +269,7 @@ def strike(fault: Fault, row: dict[str, Any], fleet: Any, watch: Watch, hits: li
     if fault.moment == "last":
         (fleet.folder / "stop").touch()
     time.sleep(fault.rng.random() * PAUSE_S)
-    job, pids = fleet.folder / "fault.json", set(fleet.pids.values())
+    job, pids, restarts = fleet.folder / "fault.json", set(fleet.pids.values()), fleet.restarts
     if inside := kind.job(fault.rng):
         job.write_text(json.dumps(inside))
     hits.append(time.monotonic())
@@ -279,7 +279,7 @@ def strike(fault: Fault, row: dict[str, Any], fleet: Any, watch: Watch, hits: li
         row["wrong"] += kind.hit(target) or []
     if fault.moment != "last":
         if kind.mend:
-            watch.wait_for("rounds of the others", lambda: watch.is_smaller(hits[-1]))
+            watch.wait_for("rounds of the others", lambda: watch.is_smaller(hits[-1]) or fleet.restarts > restarts)
             row["wrong"] += kind.mend(target) or []
         since = time.monotonic()
         watch.wait_for("rounds of all ranks", lambda: watch.is_whole(since, pids if kind.starts_again else set()))
@@ -290,7 +290,7 @@ def strike(fault: Fault, row: dict[str, Any], fleet: Any, watch: Watch, hits: li
         watch.wait_for("its end", lambda: fleet.code == 0)
     row["seconds"] = round(time.monotonic() - hits[-1], 2)
     row["replaced"] = len(set(fleet.pids.values()) - pids)
-    if fleet.has_restarted() and not kind.starts_again:
+    if fleet.restarts > restarts and not kind.starts_again:
         row["wrong"].append("all were started again")
 
 

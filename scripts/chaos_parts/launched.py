@@ -19,7 +19,7 @@ class ElasticLaunch(Launch):
         words = ["-n", str(len(paces)), "--pace", ",".join(map(str, paces)), "--elastic", "--max-restarts", "1000"]
         words += ["--hang-timeout", "60", "--grace", "2", "--events", str(folder / "events.jsonl")]
         self._command = [sys.executable, "-m", "jaxche", "launch", *words, worker.__file__, str(folder)]
-        self._env, self._restarts = env, 0
+        self._env = env
         self._child = self._start(folder)
         super().__init__(folder, self._child.pid)
 
@@ -39,10 +39,10 @@ class ElasticLaunch(Launch):
                 self._child.wait(timeout=60)
             self._child.kill()
 
-    def has_restarted(self) -> bool:
-        """Whether all ranks were started again since the last call."""
-        before, self._restarts = self._restarts, sum(event["event"] == "restart" for event in self.events.read())
-        return self._restarts > before
+    @property
+    def restarts(self) -> int:
+        """How often all ranks were started again."""
+        return sum(event["event"] == "restart" for event in self.events.read())
 
     def kill_launcher(self) -> list[str]:
         """Returns what it left. If the run has not ended it is started again."""

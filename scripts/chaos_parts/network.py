@@ -32,6 +32,8 @@ class Unavailable(Exception):
 class Machines:
     """The processes of a run, and their networks."""
 
+    restarts = 0  # nothing starts all of them again
+
     def __init__(self, folder: Path, paces: Sequence[int], env: Mapping[str, str], names: Sequence[str]):
         self.folder, self._paces, self._env, self._names = folder, paces, env, names
         self._children = {rank: self._start(rank) for rank in range(len(names))}
@@ -54,9 +56,6 @@ class Machines:
         """The exit code of the first that failed; None while all others run."""
         codes = [child.poll() for child in self._children.values()]
         return next(filter(None, codes), None if None in codes else 0)
-
-    def has_restarted(self) -> bool:
-        return False
 
     def end(self) -> None:
         for child in self._children.values():
