@@ -14,32 +14,11 @@ _KINDS = (
 )
 
 
-_SAVED = (
-    "              # Time for a checkpoint after SIGTERM.",
-    "              terminationGracePeriodSeconds: 120",
-)
-_KILLED = (
-    "              # The shell does not pass SIGTERM on, on which all processes would save and exit.",
-    "              terminationGracePeriodSeconds: 1",
-)
-_NOT_RESTARTED = ("          backoffLimit: 0",)
-_REPLACED = (
-    "          # A pod that fails is started again alone, and joins as a replacement. Evictions and lost nodes are not",
-    "          # counted. 2: bad input, never restarted.",
-)
-_RESTARTED = (
-    "          podReplacementPolicy: Failed",
-    "          podFailurePolicy:",
-    "            rules:",
-    "              - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: 'True'}]}",
-    "              - {action: FailIndex, onExitCodes: {containerName: train, operator: In, values: [2]}}",
-)
-
-
 def jobset(job: Job, image: str, volume: str | None) -> str:
     """A JobSet with a replicated job per kind of machine and a pod per process."""
     claim, _, path = (volume or "").partition(":")
     again = "; the training script resumes from its checkpoint" if claim else ""
+    needs = f"the JobSet controller (jobset.sigs.k8s.io){' and Kubernetes 1.29' if job.elastic else ''}"
     address = f"{job.name}-{'coordinator' if job.elastic else 'nodes0'}-0-0.{job.name}"
     variables = {
         "JAXCHE_COORDINATOR": f"{address}:{PORT}",
@@ -55,7 +34,7 @@ def jobset(job: Job, image: str, volume: str | None) -> str:
     return "\n".join(
         [
             f"# {job.made_by}",
-            "# Needs the JobSet controller (jobset.sigs.k8s.io). Start with: kubectl apply -f FILE",
+            f"# Needs {needs}. Start with: kubectl apply -f FILE",
             *_storage(claim, path),
             *(_KINDS if any(group.kind for group in job.groups) else ()),
             "apiVersion: jobset.x-k8s.io/v1alpha2",
@@ -125,6 +104,35 @@ def _variables(job: Job) -> list[str]:
     ]
 
 
+def _failures(job: Job) -> list[str]:
+    """What follows the failure of a pod."""
+    if not job.elastic:
+        return ["          backoffLimit: 0"]
+    return [
+        "          # A pod that fails is started again alone, and joins as a replacement. Evictions and lost nodes are",
+        "          # not counted. 2: bad input, never restarted.",
+        f"          backoffLimitPerIndex: {job.max_restarts}",
+        "          podReplacementPolicy: Failed",
+        "          podFailurePolicy:",
+        "            rules:",
+        '              - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}',
+        "              - {action: FailIndex, onExitCodes: {containerName: train, operator: In, values: [2]}}",
+    ]
+
+
+def _sigterm(job: Job) -> list[str]:
+    """What a pod does on SIGTERM."""
+    if job.elastic:
+        return [
+            "              # The shell, process 1, does not pass SIGTERM on: all processes would save and exit.",
+            "              terminationGracePeriodSeconds: 1",
+        ]
+    return [
+        "              # Time for a checkpoint after SIGTERM.",
+        "              terminationGracePeriodSeconds: 120",
+    ]
+
+
 def _storage(claim: str, path: str) -> list[str]:
     if not claim:
         return [
@@ -153,14 +161,11 @@ def _replicated_job(job: Job, group: Nodes, number: int, first: int, image: str,
         f"          parallelism: {group.tasks}",
         f"          completions: {group.tasks}",
         "          completionMode: Indexed",
-        *(
-            line.replace("{restarts}", str(job.max_restarts))
-            for line in (_RESTARTED if job.elastic else _NOT_RESTARTED)
-        ),
+        *_failures(job),
         "          template:",
         "            spec:",
         "              restartPolicy: Never",
-        *(_KILLED if job.elastic else _SAVED),
+        *_sigterm(job),
     ]
     if group.kind:
         lines.append(f"              nodeSelector: {{nvidia.com/gpu.product: {json.dumps(group.kind)}}}")

@@ -319,6 +319,7 @@ def _ended() -> list[str]:
         'for code in 0 143 2 $codes; do [[ "$codes " = *" $code "* ]] && break; done',
         "exec {held}>&-",
         'for _ in {1..50}; do kill -0 "$coordinator" 2>/dev/null && sleep 0.2; done',
+        'kill "$coordinator" 2>/dev/null',
     ]
 
 
