@@ -244,6 +244,7 @@ def _mpirun_each(job: Job) -> list[str]:
         "done",
         '[ -z "$stopped" ] || stop "$stopped"',
         *_ended(),
+        'wait $started "$coordinator" 2>/dev/null',
     ]
 
 
@@ -269,13 +270,12 @@ def _passed(job: Job, *more: str) -> str:
 def _coordinator(command: str) -> list[str]:
     """Starts the coordinator of an elastic run."""
     return [
-        "# The coordinator of the run, so that every rank may die. It ends with its standard input, which this script",
-        "# holds open.",
+        "# The coordinator of the run, so that every rank may die. It ends some seconds after the last one.",
         "token=$(od -An -N16 -tx1 /dev/urandom | tr -d '[:space:]')",
         "host=${JAXCHE_COORDINATOR%:*} port=${JAXCHE_COORDINATOR##*:}",
         'export JAXCHE_LIVENESS="[\\"$host\\", $((port + 1)), null, \\"$token\\"]"',
-        f"coproc {{ exec {command} >&2; }}",
-        "coordinator=$! held=${COPROC[1]}",
+        f"{command} </dev/null &",
+        "coordinator=$!",
     ]
 
 
@@ -308,18 +308,15 @@ def _member(job: Job, start: str, signals: bool = False) -> list[str]:
 
 
 def _ended() -> list[str]:
-    """Waits for all members; sets ``code``."""
+    """Waits until the run is over; sets ``code``."""
     return [
+        "# A rank that still waits for its start, or starts too late to join, has no run to join.",
+        'while kill -0 $started 2>/dev/null && kill -0 "$coordinator" 2>/dev/null; do sleep 0.5; done',
         "codes=",
-        "for job in $started; do",
-        '  while wait "$job"; code=$?; kill -0 "$job" 2>/dev/null; do :; done',
-        '  codes="$codes $code"',
-        "done",
-        "# Success if one rank came to the end of the run: the others died too often.",
-        'for code in 0 143 2 $codes; do [[ "$codes " = *" $code "* ]] && break; done',
-        "exec {held}>&-",
-        'for _ in {1..50}; do kill -0 "$coordinator" 2>/dev/null && sleep 0.2; done',
-        'kill "$coordinator" 2>/dev/null',
+        'for job in $started; do kill -0 "$job" 2>/dev/null || { wait "$job"; codes="$codes $?"; }; done',
+        'kill $started "$coordinator" 2>/dev/null',
+        "# Success if one rank came to the end: the others died too often.",
+        'for code in 0 143 2 $codes 1; do [[ "$codes 1 " = *" $code "* ]] && break; done',
     ]
 
 

@@ -152,8 +152,8 @@ def test_slurm_counts_failures_only(tmp_path):
     assert not list(tmp_path.glob(".jaxche*"))
 
 
-# The coordinator of an elastic run notes its variables, and serves as long as its standard input is open.
-PYTHON = 'echo "$JAXCHE_COORDINATOR $JAXCHE_LIVENESS $JAXCHE_NUM_PROCESSES" >coordinator; cat >/dev/null; echo over'
+# The coordinator of an elastic run notes its variables, and serves for $SERVES seconds.
+PYTHON = 'echo "$JAXCHE_COORDINATOR $JAXCHE_LIVENESS $JAXCHE_NUM_PROCESSES" >coordinator; exec sleep "${SERVES-60}"'
 # A step, or an mpirun, notes its rank, and exits with the codes of $CODES at its rank, one after another.
 EACH = """
 rank=$JAXCHE_PROCESS_ID
@@ -184,7 +184,6 @@ def test_slurm_starts_ranks_of_an_elastic_run_again(tmp_path, codes, starts, cod
     assert done.returncode == code, done.stderr
     assert [len((tmp_path / f"starts-{rank}").read_text()) for rank in range(3)] == starts
     assert ("scontrol requeue 70001" in done.stdout) == (code in (1, 143))
-    assert "over" in done.stderr
     port = 61440 + 70001 % 2048 * 2
     address, *words, processes = (tmp_path / "coordinator").read_text().split()
     host, liveness, name, token = json.loads("".join(words))
@@ -199,11 +198,31 @@ def test_slurm_starts_ranks_of_an_elastic_run_again(tmp_path, codes, starts, cod
     assert "\n#SBATCH --no-kill\n" in text
 
 
-def test_no_rank_is_started_again_without_its_coordinator(tmp_path):
+@pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
+@pytest.mark.parametrize("code", [0, 9])
+def test_an_elastic_run_is_over_with_its_coordinator(tmp_path, scheduler, code):
+    # Rank 1 waits for a free node, and its step ends with the job.
+    each = f"""
+case "$*" in *coordinator*) exec python ;; esac
+[ "$JAXCHE_PROCESS_ID" != 1 ] || {{ echo $$ >waiting; exec sleep 60 >/dev/null 2>&1; }}
+while [ ! -s coordinator ] || [ ! -s waiting ]; do sleep 0.02; done
+exit {code}
+"""
+    environ = {**os.environ, **SLURM, "HOSTS": "a,b", "SERVES": "1"}
+    environ["PATH"] = played(tmp_path, srun=each, mpirun=each, scontrol=SCONTROL, python=PYTHON)
+    (tmp_path / "script").write_text(emit(scheduler, COMMAND, "2", 0, elastic=True))
+    options = {"stdout": subprocess.DEVNULL, "timeout": 30, "check": False}
+    done = subprocess.run(["bash", "script"], cwd=tmp_path, env=environ, **options)
+    assert done.returncode == code
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int((tmp_path / "waiting").read_text()), signal.SIGKILL)
+
+
+def test_no_rank_is_started_again_after_its_coordinator(tmp_path):
     text = emit("slurm", COMMAND, "2", 2, elastic=True)
     each = "echo >>starts-$JAXCHE_PROCESS_ID; sleep 1; exit 9"
-    done = run(text, tmp_path, SLURM, srun=each, scontrol=SCONTROL, python="exit 1")
-    assert done.returncode == 9
+    assert run(text, tmp_path, SLURM, srun=each, scontrol=SCONTROL, python="exit 1").returncode != 0
+    time.sleep(1.0)
     assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(2)] == ["\n", "\n"]
 
 
@@ -282,7 +301,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 @pytest.mark.parametrize("elastic", [False, True])
 def test_sigterm_stops_mpirun_without_a_restart(tmp_path, started, elastic):
     # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
-    mpirun = 'case "$*" in *coordinator*) exec cat >/dev/null ;; esac; '
+    mpirun = 'case "$*" in *coordinator*) exec sleep 60 ;; esac; '
     mpirun += f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; for i in {{1..1500}}; do sleep 0.02; done'
     starts = "start\n" * (1 + elastic)
     (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1x2" if elastic else "1", 3, elastic=elastic))
