@@ -193,7 +193,7 @@ def _mpirun(job: Job) -> str:
             _RANK,
             "",
             "stopped= started= late=",
-            *(_member(job, _mpirun_one(job), signals=True) if job.elastic else ()),
+            *(_member(job, _mpirun_words(job, "1", "$1"), stoppable=True) if job.elastic else ()),
             "stop() {",
             "  stopped=$1",
             '  [ -n "$started" ] && kill -USR1 $started 2>/dev/null || return',
@@ -244,12 +244,9 @@ def _mpirun_each(job: Job) -> list[str]:
         "done",
         '[ -z "$stopped" ] || stop "$stopped"',
         *_ended(),
+        'kill "$coordinator" 2>/dev/null',
         'wait $started "$coordinator" 2>/dev/null',
     ]
-
-
-def _mpirun_one(job: Job) -> str:
-    return f"exec {_mpirun_words(job, '1', '$1')}"
 
 
 def _mpirun_words(job: Job, processes: str, hosts: str) -> str:
@@ -279,25 +276,22 @@ def _coordinator(command: str) -> list[str]:
     ]
 
 
-def _member(job: Job, start: str, signals: bool = False) -> list[str]:
-    """A shell function that starts a process, and again after each death."""
-    handlers = (
-        "  trap 'stopped=1; kill -USR1 $job 2>/dev/null' USR1",
-        "  trap 'kill -TERM $job 2>/dev/null' TERM",
-    )
+def _member(job: Job, start: str, stoppable: bool = False) -> list[str]:
+    """A shell function that starts a process, and again after each death; on SIGUSR1, if ``stoppable``, no more."""
     return [
-        f"start() {{ {start}; }}",
+        f"start() {{ exec {start}; }}",
         "# A rank that died is started again, with the same environment, and joins as a replacement. Not after these",
         "# exit codes: 2, bad input; 130 and 143, signals.",
         "member() {",
         "  local number=$1 again code job=",
-        *(handlers if signals else ()),
+        *(["  trap 'stopped=1; kill -USR1 $job 2>/dev/null' USR1"] if stoppable else ()),
+        "  trap 'kill $job 2>/dev/null' TERM",
         f"  for ((again = 0; again <= {job.max_restarts}; again++)); do",
         '    JAXCHE_PROCESS_ID=$number start "${@:2}" &',
         "    job=$!",
-        *(['    [ -z "$stopped" ] || kill -USR1 "$job" 2>/dev/null'] if signals else ()),
+        *(['    [ -z "$stopped" ] || kill -USR1 "$job" 2>/dev/null'] if stoppable else ()),
         '    while wait "$job"; code=$?; kill -0 "$job" 2>/dev/null; do :; done',
-        *(['    [ -z "$stopped" ] || exit 143'] if signals else ()),
+        *(['    [ -z "$stopped" ] || exit 143'] if stoppable else ()),
         '    case "$code" in 0 | 2 | 130 | 143) break ;; esac',
         '    echo "rank $number has ended with exit code $code"',
         '    kill -0 "$coordinator" 2>/dev/null || break',
@@ -314,7 +308,7 @@ def _ended() -> list[str]:
         'while kill -0 $started 2>/dev/null && kill -0 "$coordinator" 2>/dev/null; do sleep 0.5; done',
         "codes=",
         'for job in $started; do kill -0 "$job" 2>/dev/null || { wait "$job"; codes="$codes $?"; }; done',
-        'kill $started "$coordinator" 2>/dev/null',
+        "kill $started 2>/dev/null",
         "# Success if one rank came to the end: the others died too often.",
         'for code in 0 143 2 $codes 1; do [[ "$codes 1 " = *" $code "* ]] && break; done',
     ]
@@ -345,7 +339,8 @@ def _slurm_step(job: Job) -> list[str]:
 def _slurm_steps(job: Job) -> list[str]:
     """One step for each process, because Slurm cannot start a task of a step again."""
     # Without --mem=0 a step takes all of the memory, and the others wait.
-    step = f'srun --exact --nodes=1 --ntasks=1 --mem=0 "$@" {shlex.join(job.command)} </dev/null 2>&1'
+    step = f'srun --exact --nodes=1 --ntasks=1 --mem=0 "$@" {shlex.join(job.command)} </dev/null'
+    step += ' > >(exec sed -u "s/^/$JAXCHE_PROCESS_ID: /") 2>&1'
     lines, first = [], 0
     for number, group in enumerate(job.groups):
         kind = f"_HET_GROUP_{number}" if len(job.groups) > 1 else ""
@@ -360,13 +355,14 @@ def _slurm_steps(job: Job) -> list[str]:
         ]
         first += group.tasks
     return [
-        "set -o pipefail",
         *_slurm_address(job.groups, "% 2048 * 2"),
         *_coordinator("python -m jaxche coordinator"),
-        *_member(job, f'{step} | sed -u "s/^/$JAXCHE_PROCESS_ID: /"'),
+        *_member(job, step),
         "started=",
         *lines,
         *_ended(),
+        "# It ignores SIGTERM, on which ranks save.",
+        'kill -KILL "$coordinator" 2>/dev/null',
     ]
 
 

@@ -214,8 +214,8 @@ exit {code}
     options = {"stdout": subprocess.DEVNULL, "timeout": 30, "check": False}
     done = subprocess.run(["bash", "script"], cwd=tmp_path, env=environ, **options)
     assert done.returncode == code
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int((tmp_path / "waiting").read_text()), signal.SIGKILL)
+    pid = int((tmp_path / "waiting").read_text())
+    waited(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_no_rank_is_started_again_after_its_coordinator(tmp_path):
