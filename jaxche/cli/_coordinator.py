@@ -17,8 +17,8 @@ _EPILOG = """\
 It reads the variables that the processes have:
   JAXCHE_COORDINATOR         host:port where they reach it
   JAXCHE_NUM_PROCESSES       their number at the start
-  JAXCHE_LIVENESS            ["host", port, null, "token"] where it detects deaths: another port, and
-                             a token of 32 characters
+  JAXCHE_LIVENESS            ["host", port, null, "token"] where it detects deaths: another port,
+                             and a token of 32 characters
   JAXCHE_HEARTBEAT_TIMEOUT   seconds without a heartbeat until a process counts as dead (default 15)
 It ends some seconds after the last process, but not before its standard input is closed.
 
