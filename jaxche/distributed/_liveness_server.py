@@ -80,12 +80,12 @@ class LivenessServer:
 
         And as long as ``is_held`` returns true. It ends at once if the run is lost.
         """
-        empty_since = time.monotonic() + start_s - empty_s
+        empty_since, has_started = time.monotonic() + start_s - empty_s, False
         while not self.is_run_lost and time.monotonic() - empty_since < empty_s:
             self.step()
             if self.alive or is_held():
-                empty_since = math.inf
-            elif self._heartbeats or empty_since == math.inf:
+                empty_since, has_started = math.inf, True
+            elif self._heartbeats or has_started:
                 empty_since = min(empty_since, time.monotonic())
 
     def step(self) -> None:

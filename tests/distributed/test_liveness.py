@@ -61,6 +61,25 @@ def test_a_process_that_can_join_no_other_ends_the_server(run, until):
     assert len(server.alive) == 2
 
 
+def test_the_server_waits_for_the_first_process_as_long_as_it_may(monkeypatch):
+    now, server = [0.0], LivenessServer("127.0.0.1")
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def step():
+        now[0] += 1.0
+        if now[0] == 1000.0:
+            server._heartbeats[module.Incarnation(0, 1)] = now[0]
+            server.ended.add(module.Incarnation(0, 1))
+
+    monkeypatch.setattr(server, "step", step)
+    server.serve(empty_s=5.0)
+    assert now == [1005.0]
+    server._heartbeats.clear()
+    server.serve(empty_s=5.0, start_s=20.0)
+    assert now == [1025.0]
+    server.close()
+
+
 def test_processes_may_have_the_address_before_the_server(run):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
