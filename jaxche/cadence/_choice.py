@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._counts import clamp_counts
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._rounds import ApplyPolicy
+from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares, fill
-from jaxche.cadence._tuner_progress import half_life_ms
-from jaxche.cadence._tuner_steady import middle
+from jaxche.cadence._tuners import half_life_ms, middle
 
 # Progress of one update with the gradients of k batches, in steps on one batch: k to this power.
 _JOINED = 0.9

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._tuner_steady import JUMP, MEMORY, middle
+from jaxche.cadence._tuners import JUMP, MEMORY, middle
 from jaxche.drawing import per_rank
 
 # Sizes of a step that are remembered for each rank.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._tuner_steady import MEMORY, middle
+from jaxche.cadence._tuners import MEMORY, middle
 
 # The wires between which it chooses: the one that loses nothing, and the one of fewest bytes.
 AUTO_WIRES = ("float32", "int4")
