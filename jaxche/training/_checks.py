@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,7 +30,6 @@ from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     check_transform,
 )
-from jaxche.training._state import TrainerState
 
 _log = logging.getLogger("jaxche")
 
@@ -316,28 +314,6 @@ def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
             f"state is of a trainer with another tx: its optimizer state is {brief(form(opt_state))}, and tx.init "
             f"makes {brief(form(wanted))}; write state = trainer.init(other.params(state)), with the trainer it is of "
             "as other"
-        )
-
-
-def check_state(state: Any) -> None:
-    """Refuse what is not a state of a trainer."""
-    if isinstance(state, TrainerState):
-        return
-    if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
-        line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
-    elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
-        line = "state, history = trainer.fit(state, data), which returns both"
-    else:
-        line = "state = trainer.init(params), then trainer.fit(state, data)"
-    raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")
-
-
-def check_untraced(call: str) -> None:
-    """Refuse a call inside a function that JAX traces."""
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
-        raise ValueError(
-            f"{call} was called inside a function that JAX traces (jit, grad, vmap, scan); it compiles its own steps, "
-            f"and loops in Python. Take the @jax.jit from the function around it, and write {call}(...) outside"
         )
 
 

@@ -226,15 +226,13 @@ _CHANGE = 0.15
 
 
 class RowRules(NamedTuple):
-    """How the rows of batches are shared.
+    """How the rows of batches are shared by speed.
 
     Attributes:
-      by_speed: whether they are; if not, each replica takes whole batches.
       joined: batches in an update under ``sync``, unless ``policy="auto"`` has chosen a number.
       unit: shares are multiples of it, because each device of a sharded replica takes as many rows.
     """
 
-    by_speed: bool
     joined: int
     unit: int
 
@@ -252,7 +250,7 @@ def next_shares(
     ``limits`` are the most rows of a step of each replica.
     """
     shares, che, choice = state.row_shares, state.che, state.choice
-    if not rules.by_speed or che is None:
+    if che is None:
         return state
     shares = shares.report(info.counts, info.rows, info.wall_ms)
     if choice is not None:
