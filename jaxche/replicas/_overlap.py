@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import is_float, sum_dtype
-from jaxche.replicas._merge import Merge, Merged, MergeProgram, MergeRules, reduce_rows
+from jaxche.replicas._merge import Merge, Merged, reduce_rows
+from jaxche.replicas._merge_program import MergeProgram, MergeRules
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
@@ -171,7 +172,7 @@ class OverlappedMerge:
             self._numbers.lower(*arguments).compile()
             self._replica_mesh.group.barrier()
             self._compiled = True
-        with self._replica_mesh.group.collective():
+        with self._replica_mesh.collective():
             counts, table = self._numbers(*arguments)
             table = reduce_rows(np.asarray(table))
         parts = self._replica_mesh.unstack(counts)

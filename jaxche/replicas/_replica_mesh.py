@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,8 @@ class ReplicaMesh:
 
     def __init__(self, group: Group, placements: Sequence[Placement], host: bool = False):
         self.group = group
+        # A context for programs on it that turns the errors of lost processes into PeerLostError.
+        self.collective = group.collective if group.num_processes > 1 else contextlib.nullcontext
         self._here = [placement for placement in placements if is_local(placement)]
         width = math.gcd(*(placement.devices.shape[1] for placement in placements))
         self._direct = len({placement.devices.shape for placement in placements}) == 1

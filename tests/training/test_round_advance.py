@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
-from jaxche.replicas._merge import HOST_COLUMNS, Merged
+from jaxche.replicas._merge import Merged
+from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._programs import Columns
 from jaxche.training import TrainerState
 from jaxche.training._round import RoundStatistics, RoundTimes, advance
