@@ -29,7 +29,7 @@ _TRIED, _FORGOTTEN = 4, 400
 
 @dataclass(frozen=True, repr=False)
 class Choice:
-    """What ``policy="auto"`` does.
+    """The present choice of ``policy="auto"``.
 
     Attributes:
       policy: ``sync`` or ``cadence``.
@@ -111,7 +111,7 @@ def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float) -
 
 
 def alone_batches(sync_ms: float, fast_ms: float) -> int:
-    """Batches of a replica that trains alone, between merges that only tell the others: 2 % of the time, or less."""
+    """Batches between the merges of a replica that trains alone; the merges take at most 2 % of the time."""
     return max(50, math.ceil(50 * sync_ms / fast_ms))
 
 

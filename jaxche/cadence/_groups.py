@@ -66,7 +66,7 @@ def merge_steps(counts: Sequence[int], merges: int) -> list[list[int]]:
 
 
 def group_cost_ms(groups: Sequence[Sequence[int]], paused_ms: Sequence[float], merges: int) -> float:
-    """The cost of a merge of a group, of the dearest one: what the member that waited least was paused for.
+    """The cost of a merge in the dearest group: the time for which the member that waited least was paused.
 
     Args:
       groups: the ranks of each group.

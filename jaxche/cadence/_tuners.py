@@ -107,7 +107,7 @@ def progress(
 def measured(
     che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float
 ) -> tuple[np.ndarray, tuple[tuple[float, ...], ...], tuple[float, ...]]:
-    """Milliseconds a batch, and the samples of speeds and of merges that they follow from, with those of a report."""
+    """Milliseconds a batch after a report, and with it the samples of speeds and of merges."""
     seen = (batches > 0) & (wall > 0)
     rows = push_samples(che.ms_samples, wall, batches, seen)
     before = np.array(che.ms_per_batch)

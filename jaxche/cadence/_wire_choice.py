@@ -9,7 +9,7 @@ from typing import Any
 from jaxche.cadence._elche import ElChe
 from jaxche.cadence._tuners import MEMORY, middle
 
-# The wires between which it chooses: the one that loses nothing, and the one of fewest bytes.
+# The two wires to choose from: exact numbers, and the fewest bytes.
 AUTO_WIRES = ("float32", "int4")
 # Codes are tried where merges take this share of the time.
 DEAR = 0.05
@@ -20,7 +20,7 @@ _FASTER = 0.7
 
 @dataclass(frozen=True)
 class WireChoice:
-    """The wire of the next merge, and why in one line; no reason as long as nothing was decided."""
+    """The wire of the next merge, and the reason in one line; empty before the decision."""
 
     wire: str = AUTO_WIRES[0]
     reason: str = ""

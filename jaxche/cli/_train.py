@@ -138,8 +138,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--opt-state",
         choices=("local", "average", "reset"),
-        help="what a merge does with optimizer states, e.g. Adam's moments: average them (default), leave each replica "
-        "its own, or start them anew",
+        help="what a merge does with optimizer states, e.g. Adam's moments: average them (default), keep them on "
+        "each replica, or initialize them again",
     )
     add(
         "--anchor",

@@ -370,7 +370,7 @@ class Feed:
 
 
 def join_pieces(step: Step, read: Callable[[Key], Any]) -> tuple[Any, list[tuple[Key, slice]]]:
-    """One batch of the rows of all pieces, None without rows, and what it has of which batch.
+    """One batch of the rows of all pieces, or None without rows; and the rows that it has of each batch.
 
     A whole batch is not copied, and its slice has no end. ``read`` returns None for a batch after the end of a stream.
     """

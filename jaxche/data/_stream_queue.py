@@ -125,7 +125,7 @@ class StreamQueue:
             return self._batches.get(key[1])
 
     def next_batches(self, count: int) -> list[Any]:
-        """The next batches, which stay ready: at most ``count`` and what fits, and fewer at the end of the epoch."""
+        """The next batches, which stay ready: at most ``count``, as many as fit, and fewer at the end of the epoch."""
         first = self._lowest
         found = [self.peek((self._epoch, first + i)) for i in range(min(count, self._limit))]
         return [batch for batch in found if batch is not None]
@@ -263,7 +263,7 @@ class StreamQueue:
         else:
             raise ValueError(
                 f"the stream is a {type(iterator).__name__} that has been read, and does not go back to batch "
-                f"{place.taken} of epoch {place.epoch}; give a function that makes it anew: "
+                f"{place.taken} of epoch {place.epoch}; give a function that makes a new one: "
                 "jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )
         self._iterator = iterator

@@ -140,7 +140,7 @@ def coded_sums(
 
 
 def _runs(arrays: Sequence[Any]) -> list[list[Any]]:
-    """The arrays in order, those of many numbers alone, the others together: each run is coded by itself."""
+    """Runs of arrays, in order, each coded by itself: a large array is a run of its own, small ones share runs."""
     found: list[list[Any]] = []
     for x in arrays:
         if x.size >= _ALONE or not found or found[-1][-1].size >= _ALONE:

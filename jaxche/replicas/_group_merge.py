@@ -56,7 +56,7 @@ class GroupMerge:
         return self._carries[member]
 
     def start(self, member: int) -> Any:
-        """What a correction subtracts for this member: the start of its round, or the mean of all once they merged.
+        """The parameters that a correction of this member subtracts: its start, or, after a merge, the mean of all.
 
         With the weights of the first merge it moves their mean as a correction before that merge would.
         """

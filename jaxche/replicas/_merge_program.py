@@ -47,7 +47,7 @@ HOST_COLUMNS = (
     "plan_low",
 )
 _COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
-# The weight of batches of padding alone, where something has to be divided by it: beside others it is nothing.
+# The weight of batches of padding alone: small enough to vanish beside others, and no division by zero without any.
 TINY_WEIGHT = 1e-20
 
 
@@ -66,7 +66,7 @@ class MergeRules(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The scalars of a merge; the merge program returns them as one vector, followed by those of :class:`Scaled`."""
+    """The scalars of a merge; the merge program returns them and those of :class:`Scaled` as one vector."""
 
     drift: Any = 0.0
     drift_direction: Any = 0.0

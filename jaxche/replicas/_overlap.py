@@ -57,7 +57,7 @@ class MergeInFlight:
         return self._finished.result()[0]
 
     def seen_by(self, exchanged: Merged) -> Merged:
-        """An exchanged table with what this merge found: the round after a merge reports it."""
+        """An exchanged table with the drift and flags of this merge: the round after a merge reports them."""
         found = self.result()
         return exchanged._replace(
             drift=found.drift, squares=found.squares, finite=found.finite, wall_ms=self.wall_ms, nbytes=found.nbytes
@@ -70,7 +70,7 @@ class MergeInFlight:
 
 
 class Correction(NamedTuple):
-    """What a replica takes in after ``after`` steps of a round: the result of the merge in flight."""
+    """The result of the merge in flight, which a replica takes in after ``after`` steps of a round."""
 
     after: int
     merge: MergeInFlight
@@ -106,7 +106,7 @@ def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_s
 
 
 def exposed_ms(wall_ms: Sequence[float], counts: Sequence[int], overlapped: Sequence[int], cost_ms: float) -> float:
-    """What a merge adds to a round in which each replica takes some of its steps meanwhile.
+    """The time that a merge adds to a round in which each replica takes some of its steps meanwhile.
 
     max_i [max(f_i w_i, C) + (1 - f_i) w_i] - max_i w_i,   f_i = overlapped_i / n_i
     """
@@ -203,7 +203,7 @@ def _future(function: Callable[[], Any], pool: ThreadPoolExecutor | None) -> Fut
 
 
 def _copied(carries: Sequence[Carry]) -> list[Carry]:
-    """Carries whose buffers a merge may take: those of the arguments are the state of the replicas."""
+    """Copies of carries, for a merge that takes their buffers: the replicas go on with the carries themselves."""
     return [
         carry._replace(**jax.tree.map(jnp.copy, {"params": carry.params, "model_state": carry.model_state}))
         for carry in carries

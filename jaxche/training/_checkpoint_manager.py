@@ -241,7 +241,7 @@ class CheckpointManager(Hook):
         return None
 
     def _discard(self, step: int) -> None:
-        """Remove what there is of a checkpoint whose save failed, and begin with a new manager."""
+        """Remove the files of a checkpoint whose save failed, and begin with a new manager."""
         _close(self._manager)
         self._group.barrier()  # none writes any more
         if self._group.is_first:
@@ -264,7 +264,7 @@ class CheckpointManager(Hook):
             self._barrier.wait(key.replace("/", "."), timeout_ms)
 
     def _with_iterators(self, state: TrainerState) -> TrainerState:
-        """The state with those of the iterators of all processes, if data is a stream and has them."""
+        """The state with the iterator states of all processes, if data is a stream that has them."""
         reader = self._trainer._engine.reader(self._source)
         if state.stream is None or not isinstance(reader, StreamReader):
             return state
@@ -328,7 +328,7 @@ class CheckpointManager(Hook):
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
-            # Where connections broke the next round has them made anew.
+            # If only a connection broke, the next round makes a new one.
             is_lost = isinstance(error, PeerLostError) or self._group.lost() or "Gloo" in str(error)
             if not (self._group.elastic and is_lost):
                 raise
@@ -391,7 +391,7 @@ def _handlers(multiprocessing: Any) -> Any:
 
 
 def _spanning(array: jax.Array) -> jax.Array:
-    """An array of this process as a replica of one on two processes, of which the other need not live.
+    """An array of this process as one replica of an array on two processes; the other process need not live.
 
     Orbax saves only arrays that span processes where there are several, even if all others are dead.
     """

@@ -29,7 +29,7 @@ _log = logging.getLogger("jaxche")
 
 
 class _CorruptError(Exception):
-    """The files of a checkpoint can be read, and are not what was written."""
+    """The files of a checkpoint can be read, but have other contents than were written."""
 
 
 class CheckpointReader:
@@ -198,7 +198,7 @@ class CheckpointReader:
 
 
 def checksum_of_metadata(meta: dict[str, Any]) -> int:
-    """The checksum of metadata, without what is refused by name if it is wrong."""
+    """The checksum of metadata, without the fields that are refused by name if they are wrong."""
     return checksum_of_json({name: value for name, value in meta.items() if name not in ("format", "jaxche")})
 
 

@@ -91,7 +91,7 @@ def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, virtual: bool) 
 
 
 def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, groups: Sequence[int] = ()) -> None:
-    """Refuse recorded rounds whose merges were others than those of a trainer with these arguments."""
+    """Refuse recorded rounds whose merges a trainer with these arguments would not make again."""
     wires = {info.wire for info in history if info.wire}
     for info in history:
         if info.group_merges > 1 and info.groups != tuple(groups):
@@ -189,7 +189,7 @@ def check_overlap(
     placements: Sequence[BatchPlacement],
     virtual: bool,
 ) -> None:
-    """Refuse merges in flight beside steps with collectives, or where there is nothing to correct later."""
+    """Refuse merges in flight beside steps with collectives, and rounds without parameters to correct later."""
     if not overlap:
         return
     if policy is not ApplyPolicy.CADENCE or average != "parameters":
@@ -245,7 +245,7 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
 
 
 def check_outputs(outputs: Any, staged: bool, placements: Sequence[BatchPlacement]) -> None:
-    """Refuse what cannot be called, and replicas whose outputs are not on one process."""
+    """Refuse a value that cannot be called, and replicas whose outputs are not on one process."""
     if outputs is None:
         return
     if not callable(outputs):
@@ -289,7 +289,7 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
 
 
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
-    """Refuse an optimizer state of another structure than ``tx.init(params)``; ``staged``, than that of each stage."""
+    """Refuse an optimizer state unlike ``tx.init(params)``; if ``staged``, unlike that of each stage."""
 
     def form(tree: Any) -> Any:
         return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)

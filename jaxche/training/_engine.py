@@ -272,7 +272,7 @@ class Engine:
     def start(
         self, state: TrainerState, reader: Any, plan: RoundPlan, done: Sequence[int] | None = None, keeps: bool = False
     ) -> list[Feed]:
-        """Start to read a round, and compile what it needs before any clock starts; one feed per local replica.
+        """Start to read a round, and compile its programs before any clock starts; one feed per local replica.
 
         In a replay ``done`` is the recorded number of steps of each rank. With ``keeps`` the batches of a stream stay
         ready, to be trained on again.
@@ -348,7 +348,7 @@ class Engine:
         return self._merge(self._fitted(local_states), [result.carry for result in results], rows)
 
     def exchange(self, starts: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
-        """The table of a round whose merge begins with :meth:`start_merge`; ``starts`` are those of the last merge."""
+        """The table of a round whose merge begins with :meth:`start_merge`; ``starts`` are from the last merge."""
         return self._merge.exchange(starts, [result.carry for result in results], rows)
 
     def start_merge(
@@ -386,7 +386,7 @@ class Engine:
         return _unreplicate(tree)
 
     def max_rows(self, given: Sequence[float] | None) -> Sequence[float]:
-        """The largest step of each rank in rows: as given, or what its devices have memory for."""
+        """The largest step of each rank in rows: as given, or as the memory of its devices allows."""
         if given is not None:
             return [given[one] for one in self.order]
         return [self._row_limits.get(one, MOST_ROWS) for one in self.order]

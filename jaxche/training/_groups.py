@@ -58,7 +58,7 @@ class Groups:
     def next_merges(
         self, state: TrainerState, table: RoundStatistics, merges: int, groups: Sequence[Sequence[int]]
     ) -> int:
-        """The merges of the next round, from what those of this one took; those of the state if it had none."""
+        """The merges of the next round, from the times of those of this round; unchanged if it had none in groups."""
         cost_ms = group_cost_ms(groups, table.group_ms, merges)
         if self.merges or not cost_ms or state.che is None:
             return self.merges or state.group_merges

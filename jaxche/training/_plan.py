@@ -154,7 +154,7 @@ _FRAGMENT = 0.25
 
 
 def _even_total(whole: int, left: int, least: int = 1) -> int:
-    """The batches of the next round: ``whole``, or half of what is left if otherwise a fragment would remain."""
+    """The batches of the next round: ``whole``, or half of those left if a fragment would remain after it."""
     return -(-left // 2) if 0 < left - whole < max(least, _FRAGMENT * whole) else min(whole, left)
 
 

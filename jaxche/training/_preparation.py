@@ -48,7 +48,7 @@ _PLACE = "the compilation before the first step"
 
 
 class PreparedEngine(Engine):
-    """An engine with what it does before the first step, and when replicas come and go."""
+    """An engine, from the placement of its replicas to the first step, and after a change of its replicas."""
 
     _merge_type: Any = Merge  # of several replicas
 

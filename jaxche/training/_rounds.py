@@ -67,7 +67,7 @@ _ENDLESS, _PLANNED = End(), GivenRound()
 
 
 class Rounds(Arguments):
-    """Plans, runs and merges rounds: the trainer without what runs many of them, such as :meth:`Trainer.fit`."""
+    """A trainer that runs one round at a time; :class:`Trainer` adds :meth:`Trainer.fit` and the rest."""
 
     _stop = Stop.NO
     _solo_steps = SOLO_ROUND
@@ -160,7 +160,7 @@ class Rounds(Arguments):
         return self._round(state, data, given=GivenRound(counts))
 
     def check_state(self, state: Any, call: str) -> None:
-        """Refuse what is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
+        """Refuse a value that is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
         if not isinstance(state, TrainerState):
             _refuse_state(state)
         check_untraced(call)
@@ -230,7 +230,7 @@ class Rounds(Arguments):
         prefetch: bool = False,
         keeps: bool = False,
     ) -> tuple[TrainerState, RoundInfo]:
-        """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from what was measured.
+        """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from its measurements.
 
         With ``prefetch`` the batches of the next round are read meanwhile; with ``keeps`` those of this one are kept,
         for another round on them.
@@ -326,7 +326,7 @@ class Rounds(Arguments):
         return plan
 
     def _merge_scale(self, plan: RoundPlan) -> MergeScale:
-        """What a merge of the planned steps is worth to the rule of the learning rate."""
+        """The worth of a merge of the planned steps for the rule of the learning rate."""
         if self.scaling is None:
             return MergeScale()
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
@@ -396,7 +396,7 @@ def check_untraced(call: str) -> None:
 
 
 def _refuse_state(state: Any) -> NoReturn:
-    """Refuse what is not a state of a trainer."""
+    """Refuse a value that is not a state of a trainer."""
     if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
         line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):

@@ -1,4 +1,4 @@
-"""The trainer: rounds, and what users call besides: fit, evaluate, replay, measure, explain."""
+"""The trainer: rounds, fit, evaluation, replay, measurement of rates, and the explanation of its choices."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ class Trainer(Rounds):
         return policy
 
     def _advice(self, state: TrainerState) -> str:
-        """What would make merges cheaper, in one line; empty where they are cheap or nothing is known to help."""
+        """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""
         if self.average != "parameters" or isinstance(self._engine, StagedEngine) or state.che is None:
             return ""
         share, advice = merge_share(state.che), []

@@ -1,4 +1,4 @@
-"""The updates of a run against those of one device on as many examples, as a line with the choices."""
+"""A log line that compares the updates of a run with those of one device on as many examples."""
 
 from __future__ import annotations
 
