@@ -208,7 +208,7 @@ def _end_scaling(scaling: Scaling, carry: Carry, progress: Any, steps: Any) -> t
     noise, tracked, params = drop_replica_axis((carry.noise, carry.tracked, carry.params))
     noise = scaling.end_round(noise, tracked, carry.sums[0, 0], params)
     gain, lr_factor = carry.scaled[0] / steps
-    scaled = Scaled(noise.critical_batch_size, gain, lr_factor, progress[0], noise.base_batch_size)
+    scaled = Scaled.of(noise, gain, lr_factor, progress[0])
     return add_replica_axis(noise), progress, jnp.stack(scaled)
 
 

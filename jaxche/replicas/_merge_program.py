@@ -244,13 +244,7 @@ class MergeProgram:
             progress = drop_replica_axis(start["progress"]) + alpha * total["gains"][2] / total["weight"]
             merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
             steps = counts.sum()
-            scaled = Scaled(
-                noise=noise.critical_batch_size,
-                gain=total["gains"][0] / steps,
-                lr_factor=total["gains"][1] / steps,
-                progress=progress,
-                base_batch_size=noise.base_batch_size,
-            )
+            scaled = Scaled.of(noise, total["gains"][0] / steps, total["gains"][1] / steps, progress)
         return merged, total["table"], _to_vector(report, scaled)
 
     def _some_weight(self, sums: Any) -> Any:
@@ -326,13 +320,7 @@ class MergeProgram:
         if arguments:
             noise, progress = arguments["noise"], opt_state.progress
             merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
-            scaled = Scaled(
-                noise=noise.critical_batch_size,
-                gain=noise.gain(arguments["scale"]),
-                lr_factor=opt_state.factor,
-                progress=progress,
-                base_batch_size=noise.base_batch_size,
-            )
+            scaled = Scaled.of(noise, noise.gain(arguments["scale"]), opt_state.factor, progress)
         return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
 
 

@@ -152,10 +152,8 @@ class CheckpointReader:
             )
         if other != own:
             _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
-        if meta.get("data", NONDETERMINISTIC) != self._data and NONDETERMINISTIC not in (
-            self._data,
-            meta.get("data", NONDETERMINISTIC),
-        ):
+        data = {self._data, meta.get("data", NONDETERMINISTIC)}
+        if len(data) > 1 and NONDETERMINISTIC not in data:
             _log.warning(
                 "%s was made with other data of the same number of batches; training continues with this data", where
             )

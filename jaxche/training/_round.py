@@ -385,8 +385,9 @@ def _pending_batches(
         (epoch, _, stop), *others = pending_batches
         start = plan.start + plan.total
         after = [*([(epoch, start, stop)] if start < stop else []), *others]
-    for rank, done in enumerate(counts):
-        left = plan.share(rank)[done:]
+    late = [rank for rank, (done, planned) in enumerate(zip(counts, plan.counts, strict=True)) if done < planned]
+    for rank in late:
+        left = plan.share(rank)[counts[rank] :]
         for epoch in dict.fromkeys(e for e, _ in left):
             indices = [i for e, i in left if e == epoch]
             after.append((epoch, indices[0], indices[-1] + 1))
