@@ -163,6 +163,7 @@ def test_contributing_lists_every_module():
     assert house.layers() == ORDER
 
 
+@pytest.mark.slow
 def test_a_reader_follows_a_round_through_few_modules():
     script = ROOT.parent / "scripts" / "trace_round.py"
     path = {**os.environ, "PYTHONPATH": str(ROOT.parent)}

@@ -31,11 +31,11 @@ _ALONE = 1 << 15
 
 
 class Residual(NamedTuple):
-    """What a replica has not sent yet."""
+    """The changes that a replica has not sent yet."""
 
     # Of its own changes, like the parameters.
     own: Any
-    # Of the means that it computes for all, where each replica averages a part: a vector, else None.
+    # Of the means that it computes for all, if each replica averages a part: a vector; else None.
     part: Any = None
 
 
@@ -104,7 +104,7 @@ def coded_sums(
     coded = [i for i, x in enumerate(changes) if _is_real(x)]
     coded_moments = [i for i, x in moments.items() if _is_coded(x)]
     due = [changes[i] + unsent[i] for i in coded]
-    # The moments of a replica that takes no part may be of any numbers.
+    # The moments of a replica that takes no part may be any numbers.
     kept = [jnp.where(takes_part | jnp.isfinite(moments[i]), moments[i], 0) for i in coded_moments]
     kept = [x.astype(sum_dtype(x.dtype)) for x in kept]
     vectors = [[_vector(run) for run in _runs(arrays)] for arrays in (due, kept)]

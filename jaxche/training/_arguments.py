@@ -124,7 +124,7 @@ class Arguments:
                 f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
             )
         if self.world_size > 1:
-            # Averaged gradients make one update, whatever the round: no replica moves on its own.
+            # Averaged gradients make one update a round, however long it is: no replica moves on its own.
             moves = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
             che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
         else:

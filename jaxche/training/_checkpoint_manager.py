@@ -42,9 +42,9 @@ _log = logging.getLogger("jaxche")
 _TIMEOUT_S = 3600
 # Seconds between two checks whether another process has failed.
 _POLL_S = 0.5
-# Before the last checkpoint is tried again, if there was no space.
+# Seconds before each further try of the last checkpoint, if there was no space.
 _PAUSES_S = (1.0, 3.0, 6.0)
-# At most so many errors of a save does Orbax raise one after another: those of its threads, and of its metadata.
+# The most errors of one save that Orbax raises, one after another: those of its threads, and of its metadata.
 _ERRORS = 8
 
 
@@ -207,7 +207,7 @@ class CheckpointManager(Hook):
     def _settle(self) -> None:
         """Wait until the save in flight has ended; all members call it together, and agree on how.
 
-        One that failed for want of space costs that checkpoint. Any other error is raised.
+        If it failed for want of space, its checkpoint is missing. Any other error is raised.
         """
         if not self._in_flight:
             return
@@ -257,7 +257,7 @@ class CheckpointManager(Hook):
         self._manager = self._open()
 
     def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
-        """The barrier of Orbax's threads, to which they come last also when the save has failed."""
+        """The barrier of Orbax's threads; they reach it at the end of a save, also of one that has failed."""
         if sys.exc_info()[0] is not None and threading.current_thread() is not self._thread:
             self._barrier.abort()
         else:
@@ -282,7 +282,7 @@ class CheckpointManager(Hook):
     def _open(self) -> Any:
         group, options, settings, handlers = self._group, self._ocp.options, {}, None
         if group.num_processes > 1:
-            # Orbax's own waits for a process that has failed, or died, until the time is up.
+            # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
             settings["async_options"] = options.AsyncOptions(
                 timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._wait_for_others
             )
@@ -358,7 +358,7 @@ def _end_threads() -> None:
     future.set_signals(signals, operation_id=operation)
     for thread in threading.enumerate():
         if isinstance(thread, future._SignalingThread):
-            threading.Thread.join(thread)  # its own raises its error
+            threading.Thread.join(thread)  # its own join raises its error
 
 
 def _handlers(multiprocessing: Any) -> Any:

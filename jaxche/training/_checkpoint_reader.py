@@ -35,7 +35,8 @@ class _CorruptError(Exception):
 class CheckpointReader:
     """Restores the newest checkpoint that all processes can read, and refuses those of other runs.
 
-    Each process reads by itself, so that none waits in a collective for one that cannot read; then all compare.
+    Each process reads by itself, because one that cannot read would make the others wait in a collective. Then they
+    compare.
     """
 
     def __init__(self, folder: Path, trainer: Rounds, batches: int | str, data: str):

@@ -109,9 +109,9 @@ class Settings:
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
-# Batches that are looked at after a number that is not finite.
+# The most batches in which the cause of a number that is not finite is searched.
 _LOOKED_AT = 200
-# In JSON, unlike infinity.
+# No limit; unlike infinity it is valid JSON.
 MOST_ROWS = 2.0**40
 
 
@@ -191,7 +191,7 @@ class Engine:
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        # What the rounding of moments leaves stays with their replica.
+        # The rounding errors of coded moments stay with their replica.
         coded = self._settings.wire != "float32" and self._settings.opt_state == "average"
         alike = self._settings.average == "gradients" or (self._settings.opt_state != "local" and not coded)
         own = ("model_state", "residual") if alike else ("model_state", "opt_state", "residual")

@@ -137,7 +137,7 @@ class ProgressHook(Hook):
     def __init__(self, trainer: Rounds, enabled: bool, every: Every | None = None):
         self._trainer, self._enabled, self._every = trainer, enabled, every
         self._bar: tqdm | None = None
-        self._prints = False  # lines
+        self._prints = False  # lines in place of a bar
 
     def on_start(self, run: Run) -> None:
         enabled = self._enabled and self._trainer._group.is_leader

@@ -149,7 +149,7 @@ def next_plan(
     return replace(plan, counts=_even_counts(counts, left, lead, stretches=policy is not ApplyPolicy.SYNC))
 
 
-# What is left at the end is joined with the round before it if it is shorter than this part of that round.
+# A rest at the end is joined with the round before it if it is shorter than this part of that round.
 _FRAGMENT = 0.25
 
 
@@ -219,9 +219,9 @@ def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
-# A round of a cadence in which the slowest replica has time for as many batches deals out whole ones.
+# If the slowest replica has time for so many batches, a round of a cadence deals out whole batches.
 _WHOLE_BATCHES = 4
-# The number of batches in a shorter round changes if it is so far from the wanted one.
+# In a shorter round their number changes only if it is off by this part of the wanted number.
 _CHANGE = 0.15
 
 

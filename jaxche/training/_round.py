@@ -58,10 +58,10 @@ class RoundTimes(NamedTuple):
     """Times of a round, in milliseconds.
 
     Attributes:
-      sync_ms: what its merge added to it.
-      hidden_ms: what the merge of the round before it took beside its steps.
+      sync_ms: the time that its merge added to it.
+      hidden_ms: the time that the merge of the round before it took beside its steps.
       merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else 0.
-      group_ms: what the merges within groups added to it.
+      group_ms: the time that the merges within groups added to it.
     """
 
     sync_ms: float

@@ -42,7 +42,7 @@ _FIELDS = {
 class StateDict:
     """Converts the state of all replicas to named trees and back; the trees in ``own`` differ between replicas.
 
-    A residual is of its replica alone: other replicas than those that were saved keep the one they have, zero.
+    A residual belongs to its replica: where the replicas are not those that were saved, each keeps its own, zero.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StateDict:
         return {name: x if name in self._own else self._replica_mesh.unreplicate(name, x) for name, x in views.items()}
 
     def pooled(self) -> dict[str, Any]:
-        """The trees of a replica that is admitted; :meth:`load` takes them with no rows."""
+        """The trees of a replica that is admitted; :meth:`load` takes them with ``rows={}``."""
         trees = {name: tree for name, tree in self.trees().items() if name != "residual"}
         return {name: _pooled(name, x) if name in self._own else x for name, x in trees.items()}
 
