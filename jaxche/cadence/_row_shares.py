@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,13 +134,9 @@ class RowShares:
         """Whole batches, with the times that were measured."""
         return replace(self, rows=(), steps=(), joined=0)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field by name."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
-        """The shares that ``to_dict`` saved, also after a round trip through JSON."""
+        """The shares that ``dataclasses.asdict`` saved, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
         return cls(tuple(saved["rows"]), tuple(saved["steps"]), saved["joined"], samples)
 

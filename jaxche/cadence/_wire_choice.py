@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from jaxche.cadence._elche import ElChe
 from jaxche.cadence._tuners import MEMORY, middle
@@ -24,15 +22,6 @@ class WireChoice:
 
     wire: str = AUTO_WIRES[0]
     reason: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> WireChoice:
-        """The choice that ``to_dict`` saved."""
-        return cls(**saved)
 
 
 def merge_share(che: ElChe) -> float:

@@ -56,7 +56,7 @@ class Merge:
     """
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
-        self._replica_mesh, self._compiled = replica_mesh, False
+        self._replica_mesh = replica_mesh
         self.nbytes: int | None = None  # that each replica sends, once traced
         program = MergeProgram(replica_mesh, rules, local)
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
@@ -104,12 +104,8 @@ class Merge:
         ``starts`` and ``carries`` are those of each local replica; ``rows`` are ``[local replicas, HOST_COLUMNS]``.
         """
         arguments = self.arguments(starts, carries, rows)
-        if self._replica_mesh.group.elastic and not self._compiled:
-            # Collectives of an elastic run have a short timeout, so all compile before any of them enters one.
-            self._program.lower(*arguments).compile()
-            self._replica_mesh.group.barrier()
-            self._compiled = True
         if self.nbytes is None:
+            self._replica_mesh.compile_everywhere(self._program, arguments)
             self.nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
         with self._replica_mesh.collective():
             merged, table, report = self._program(*arguments)

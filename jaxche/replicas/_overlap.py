@@ -168,9 +168,8 @@ class OverlappedMerge:
             own = [{"counts": counts_of(carry.opt_state)} for carry in carries]
             measured = [one | counts for one, counts in zip(measured, own, strict=True)]
         arguments = (stack(before), stack(measured), self._replica_mesh.rows(rows))
-        if self._replica_mesh.group.elastic and not self._compiled:
-            self._numbers.lower(*arguments).compile()
-            self._replica_mesh.group.barrier()
+        if not self._compiled:
+            self._replica_mesh.compile_everywhere(self._numbers, arguments)
             self._compiled = True
         with self._replica_mesh.collective():
             counts, table = self._numbers(*arguments)

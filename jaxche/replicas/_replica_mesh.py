@@ -31,7 +31,7 @@ class ReplicaMesh:
     """
 
     def __init__(self, group: Group, placements: Sequence[Placement], host: bool = False):
-        self.group = group
+        self._group = group
         # A context for programs on it that turns the errors of lost processes into PeerLostError.
         self.collective = group.collective if group.num_processes > 1 else contextlib.nullcontext
         self._here = [placement for placement in placements if is_local(placement)]
@@ -52,6 +52,12 @@ class ReplicaMesh:
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
         # For each local replica: its devices in the mesh, and the devices of its arrays.
         self._rows = list(zip(_local_devices(rows), homes, strict=True))
+
+    def compile_everywhere(self, program: Any, arguments: Sequence[Any]) -> None:
+        """Compile a program with collectives, and in an elastic run wait for all: its collectives time out early."""
+        if self._group.elastic:
+            program.lower(*arguments).compile()
+            self._group.barrier()
 
     @property
     def inner(self) -> tuple[str, ...]:
