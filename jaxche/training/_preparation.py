@@ -131,10 +131,10 @@ class PreparedEngine(Engine):
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
-        here = zip([self.order[rank] for rank in self.ranks], self._memory_here(local_states), strict=False)
-        self._memory = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
-        here = zip([self.order[rank] for rank in self.ranks], self._row_limits_here(local_states), strict=False)
-        self._row_limits = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
+        self._memory, self._row_limits = {}, {}
+        everywhere = self._group.all_gather(self._resources(local_states))
+        for rank, memory, rows in itertools.chain.from_iterable(everywhere):
+            self._memory[rank], self._row_limits[rank] = memory, rows
         if self.world_size > 1:
             self._warm_up_merge(local_states)
         for group in self._local_groups:  # compile before any clock starts
@@ -242,11 +242,11 @@ class PreparedEngine(Engine):
             self._digest = (reader, data_digest(reader, len(data)))
         return self._digest[1]
 
-    def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
-        return [replica.memory(local) for replica, local in zip(self._replicas, local_states, strict=True)]
-
-    def _row_limits_here(self, local_states: Sequence[LocalState]) -> list[float]:
-        return [
-            min(row_limit(self.batch_size, replica.memory(local), replica.placement), MOST_ROWS)
-            for replica, local in zip(self._replicas, local_states, strict=True)
-        ]
+    def _resources(self, local_states: Sequence[LocalState]) -> list[tuple[int, dict[str, int], float]]:
+        """For each local replica its rank, the bytes that a round needs, and its largest step in rows."""
+        found = []
+        for rank, replica, local in zip(self.ranks, self._replicas, local_states, strict=True):
+            memory = replica.memory(local)
+            rows = min(row_limit(self.batch_size, memory, replica.placement), MOST_ROWS)
+            found.append((self.order[rank], memory, rows))
+        return found

@@ -402,12 +402,8 @@ class StagedEngine(PreparedEngine):
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
             check_state_of_tx(self._tx, params, opt_state)
 
-    def _row_limits_here(self, local_states: Sequence[LocalState]) -> list[float]:
-        """Empty: stages take whole batches."""
-        return []
-
-    def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
-        """Empty: the memory of a stage depends on the activations that its schedule keeps."""
+    def _resources(self, local_states: Sequence[LocalState]) -> list[Any]:
+        """Empty: stages take whole batches, and need memory for the activations that their schedule keeps."""
         return []
 
     def unreplicate(self, tree: Any) -> Any:
