@@ -114,7 +114,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=POLICIES,
         help="sync: after every step, which is exact; cadence: after a round, in which each replica takes the steps "
-        "that fit into it (default); async: likewise, with shorter rounds while replicas drift apart; auto: sync or "
+        "that fit into it (default); async: the same, with shorter rounds while replicas drift apart; auto: sync or "
         "cadence, as measured times suggest",
     )
     add(

@@ -49,7 +49,7 @@ class Stream:
 
     Args:
       source: an iterable, e.g. a ``grain.IterDataset``, a torch ``DataLoader``, a ``tf.data.Dataset`` or an iterable
-        Hugging Face dataset, which is iterated anew in every epoch, after ``source.set_epoch(epoch)`` if there is such
+        Hugging Face dataset, which is iterated again in every epoch, after ``source.set_epoch(epoch)`` if there is such
         a method (also of ``source.sampler`` and ``source.dataset``); or a function ``source(epoch)`` that returns an
         iterable; or an iterator, e.g. a generator, which has one epoch. An iterator belongs to the first trainer that
         reads it: batches that this trainer has read ahead are for its next fit, and no other trainer gets them.

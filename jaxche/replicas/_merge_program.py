@@ -60,7 +60,7 @@ class MergeRules(NamedTuple):
     tx: optax.GradientTransformation
     outer: optax.GradientTransformation | None
     scaling: Scaling | None
-    # The column of the sums with the weights of the loss: the examples, or weights of its own.
+    # The column of the sums with the weights of the loss: the examples, or those of a jaxche.Weighted.
     loss_weight: int = 0
     wire: str = "float32"
 
@@ -240,7 +240,7 @@ class MergeProgram:
         report, scaled = Report(*measure_drift(*squares), *squares, finite, agreed=agreed), None
         if self._scaling is not None:
             noise = self._scaling.update_from_estimates(noise, total["noise"])
-            # Each replica counted the base steps of its own; the merge takes their weighted mean.
+            # Each replica counted its own base steps; the merge takes their weighted mean.
             progress = drop_replica_axis(start["progress"]) + alpha * total["gains"][2] / total["weight"]
             merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
             steps = counts.sum()

@@ -107,14 +107,14 @@ class RoundStatistics:
       busy_ms: time of each replica to the end of its steps, both of them.
       last_sync_ms: cost of the previous merge, the median over replicas. The minimum would miss the cost of sharing a
         core; the mean would follow a replica that started late, e.g. after an evaluation.
-      last_hidden_ms: the part of the previous merge that ran beside steps, likewise.
+      last_hidden_ms: the part of the previous merge that ran beside steps, the median too.
       stop: the most urgent request to stop.
       ended: for each rank 0, or a number of its stream, if that has no more batches in this epoch.
       examples: of each replica.
       weights: the weight of the loss of each replica, above 0 where there are examples.
       losses: mean loss of each replica, NaN without a step, or without weight.
       loss: mean loss over all replicas, NaN without weight.
-      metrics: means of the metrics, likewise.
+      metrics: means of the metrics over all replicas, NaN without weight.
     """
 
     def __init__(self, numbers: np.ndarray, columns: Columns):
@@ -182,8 +182,8 @@ class RoundStatistics:
             )
         if not self.examples.any():
             raise ValueError(
-                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that makes "
-                "it anew, jaxche.Stream(lambda epoch: batches(seed=epoch))"
+                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that "
+                "makes a new one, jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )
         losses = self._sums[:, 1]
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]

@@ -75,7 +75,7 @@ class Trainer(Rounds):
         rule scales each update for the larger batch. When gradients are averaged, that is the batch of the round. When
         parameters are averaged, each local step counts for the :func:`~jaxche.scaling.effective_replicas` of the
         merge, and replicas with two steps or more in a round estimate the noise from their own batches (one more
-        gradient in memory). A single replica compares successive gradients (likewise). A round measures its first
+        gradient in memory). A single replica compares successive gradients (one more gradient, too). A round measures its first
         steps, 8 of each replica or 12 of a single one; after eight rounds, some rounds only, so that one step in
         eight is measured. The other steps run a program without this arithmetic, and decay the averages of the noise
         scale all the same (:func:`~jaxche.scaling.noise_scale.skip`).
@@ -189,8 +189,8 @@ class Trainer(Rounds):
           metric_fn: as for :meth:`evaluate`.
           metrics: as for :meth:`evaluate`.
           eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch.
-          log_every: how often lines are printed and loggers get a round, likewise.
-          checkpoint_every: how often to save, likewise; by default as in :class:`~jaxche.Checkpoints`.
+          log_every: how often lines are printed and loggers get a round.
+          checkpoint_every: how often to save; by default as in :class:`~jaxche.Checkpoints`.
 
         Returns:
           ``(state, history)``.
