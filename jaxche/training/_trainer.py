@@ -75,10 +75,10 @@ class Trainer(Rounds):
         rule scales each update for the larger batch. When gradients are averaged, that is the batch of the round. When
         parameters are averaged, each local step counts for the :func:`~jaxche.scaling.effective_replicas` of the
         merge, and replicas with two steps or more in a round estimate the noise from their own batches (one more
-        gradient in memory). A single replica compares successive gradients (one more gradient, too). A round measures its first
-        steps, 8 of each replica or 12 of a single one; after eight rounds, some rounds only, so that one step in
-        eight is measured. The other steps run a program without this arithmetic, and decay the averages of the noise
-        scale all the same (:func:`~jaxche.scaling.noise_scale.skip`).
+        gradient in memory). A single replica compares successive gradients, with one more in memory, too. A round
+        measures its first steps, 8 of each replica or 12 of a single one; after eight rounds, some rounds only, so that
+        one step in eight is measured. The other steps run a program without this arithmetic, and decay the averages of
+        the noise scale all the same (:func:`~jaxche.scaling.noise_scale.skip`).
       base_batch_size: examples in the batch that the learning rate was tuned for; by default one batch of the data.
       fleet: a :class:`~jaxche.VirtualFleet` whose clock replaces real time, for experiments with devices of any speeds
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
