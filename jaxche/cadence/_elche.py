@@ -86,9 +86,20 @@ class ElChe(CadenceState):
     """
 
     def __post_init__(self) -> None:
-        checked = checked_settings(
-            self.world_size, self.anchor, self.overhead_target, self.max_anchor, self.max_batch_diff
-        )
+        target = finite_number("overhead_target", self.overhead_target, "overhead_target=0.10")
+        if not 0.01 <= target <= 0.50:
+            raise ValueError(f"overhead_target={target} lies outside [0.01, 0.50]; write e.g. overhead_target=0.10")
+        diff, world = self.max_batch_diff, "ElChe(world_size=2); one replica needs no ElChe"
+        if diff is not None:
+            diff = whole_number("max_batch_diff", diff, 0, "max_batch_diff=10, or None for no limit")
+        # As plain numbers, which compare, hash and convert to JSON.
+        checked: dict[str, Any] = {
+            "world_size": whole_number("world_size", self.world_size, 2, world),
+            "anchor": whole_number("anchor", self.anchor, 1, "ElChe(anchor=10)"),
+            "overhead_target": target,
+            "max_anchor": whole_number("max_anchor", self.max_anchor, 1, "ElChe(max_anchor=200)"),
+            "max_batch_diff": diff,
+        }
         if self.tuner not in TUNERS:
             names = ", ".join(f'"{name}"' for name in TUNERS)
             raise ValueError(f'tuner={self.tuner!r} is not a tuner; write one of {names}, e.g. tuner="steady"')
@@ -344,7 +355,6 @@ class ElChe(CadenceState):
         return ratio_counts(anchor, speed_ratios(ms), self.max_batch_diff)[1]
 
     def _updated(self, **changes: Any) -> ElChe:
-        # Fields are plain numbers, which compare, hash and convert to JSON.
         if "batch_counts" in changes:
             changes["batch_counts"] = tuple(changes["batch_counts"].astype(np.int64).tolist())
         if "ms_per_batch" in changes:
@@ -356,25 +366,6 @@ def short_row(row: Sequence[Any], show: Callable[[Any], str]) -> str:
     """A tuple of one value a rank as text, long ones cut."""
     shown = [show(x) for x in row] if len(row) <= 8 else [*map(show, row[:4]), "…", *map(show, row[-2:])]
     return f"({', '.join(shown)})"
-
-
-def checked_settings(
-    world_size: int, anchor: int, overhead_target: float, max_anchor: int, max_batch_diff: int | None
-) -> dict[str, Any]:
-    """The settings of ElChe by name, as plain Python numbers; ValueError for one out of range."""
-    target = finite_number("overhead_target", overhead_target, "overhead_target=0.10")
-    if not 0.01 <= target <= 0.50:
-        raise ValueError(f"overhead_target={target} lies outside [0.01, 0.50]; write e.g. overhead_target=0.10")
-    if max_batch_diff is not None:
-        write = "max_batch_diff=10, or None for no limit"
-        max_batch_diff = whole_number("max_batch_diff", max_batch_diff, 0, write)
-    return {
-        "world_size": whole_number("world_size", world_size, 2, "ElChe(world_size=2); one replica needs no ElChe"),
-        "anchor": whole_number("anchor", anchor, 1, "ElChe(anchor=10)"),
-        "overhead_target": target,
-        "max_anchor": whole_number("max_anchor", max_anchor, 1, "ElChe(max_anchor=200)"),
-        "max_batch_diff": max_batch_diff,
-    }
 
 
 def timings(
