@@ -116,7 +116,7 @@ MOST_ROWS = 2.0**40
 
 
 class Engine:
-    """Runs the plans of rounds; policies and cadences are the trainer's."""
+    """Runs and merges the replicas of this process by the plans of the trainer, once they are prepared."""
 
     def __init__(self, settings: Settings):
         self._settings, scaling = settings, settings.scaling
@@ -171,8 +171,7 @@ class Engine:
     @property
     def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
         """The processes of each rank that takes part now."""
-        processes = self.processes_of_ranks
-        return [processes[one] for one in self.order]
+        return [self.processes_of_ranks[one] for one in self.order]
 
     def view(self, name: str, trees: Sequence[Any]) -> Any:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
