@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
@@ -195,7 +195,7 @@ class CheckpointManager(Hook):
         self._settle()
         self._in_flight, self._saves = state.round, self._saves + 1
         self._barrier = self._group.thread_barrier(f"save-{self._saves}")
-        with self._unless_lost("begun"):
+        with self._unless_lost("begun"), _barriers(self._wait_for_others):
             try:
                 self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
             except BaseException:
@@ -334,6 +334,19 @@ class CheckpointManager(Hook):
                 raise
             text = "checkpoint %s was not %s, the loss of a process was detected: %s"
             _log.warning(text, self._started, what, str(error)[:300])
+
+
+@contextlib.contextmanager
+def _barriers(wait: Callable[..., None]) -> Iterator[None]:
+    """Orbax's barriers of some of the processes call ``wait``; its own do not detect deaths, and wait for minutes."""
+    from orbax.checkpoint._src.multihost import multihost
+
+    own = multihost.get_barrier_sync_fn
+    multihost.get_barrier_sync_fn = lambda processes=None: wait
+    try:
+        yield
+    finally:
+        multihost.get_barrier_sync_fn = own
 
 
 def _close(manager: Any) -> Exception | None:

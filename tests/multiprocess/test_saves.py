@@ -1,0 +1,37 @@
+"""Deaths while a checkpoint of an elastic run is saved."""
+
+import re
+
+# Rank 1 dies after round 1, and its replacement in a save; then rank 0 trains three more rounds.
+IN_A_BARRIER = """
+import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint as ocp, jaxche
+
+save, worlds = ocp.CheckpointManager.save, []
+def dying(self, *args, **options):
+    if restart:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save(self, *args, **options)
+ocp.CheckpointManager.save = dying
+
+def after(state, info):
+    if rank == 1 and info.round == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    worlds.append(len(info.counts))
+    return 2 in worlds[3:] and worlds[-3:] == [1, 1, 1]
+
+jaxche.initialize(timeout_s=60)
+che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)
+trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), che=che)
+saved, data = jaxche.Checkpoints({folder!r}, every=2), [np.ones((2, 3), np.float32)] * 40
+trainer.fit(trainer.init(jnp.zeros(3)), data, 100_000, callbacks=[after], progress=False, checkpoints=saved)
+"""
+
+
+def test_a_death_is_detected_in_the_barriers_of_orbax(script, launcher, tmp_path):
+    """Found by chaos.py --elastic, seed 1: of a group that had changed, the others waited there for five minutes."""
+    run = launcher(script(IN_A_BARRIER.format(folder=str(tmp_path / "saved"))), "elastic=True", "max_restarts=1")
+    _, err = run.communicate(timeout=90)
+    assert run.returncode == 0, err
+    assert re.search(r"\[0\] .*checkpoint \d+ was not begun, the loss of a process was detected: process 1 died", err)
+    assert len(re.findall(r"\[0\] .*process 1 died: going on", err)) == 2
