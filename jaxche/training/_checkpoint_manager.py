@@ -123,6 +123,12 @@ class CheckpointManager(Hook):
         if run.history and run.history[-1] is not self._logged:  # evaluated since
             self._append(run.history[-1])
         self._settle()
+        last = run.state.round
+        if last <= self._abandoned and not self._group.broadcast(last in self._manager.all_steps()):
+            self._abandoned = 0
+            self._discard(last)
+            self.save(run.state)
+            self._settle()
         for pause_s in _PAUSES_S:
             if self._missing:
                 time.sleep(pause_s)

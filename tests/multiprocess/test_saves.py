@@ -35,3 +35,33 @@ def test_a_death_is_detected_in_the_barriers_of_orbax(script, launcher, tmp_path
     assert run.returncode == 0, err
     assert re.search(r"\[0\] .*checkpoint \d+ was not begun, the loss of a process was detected: process 1 died", err)
     assert len(re.findall(r"\[0\] .*process 1 died: going on", err)) == 2
+
+
+# Rank 0 dies between the last merge and the line of the record, which it was to write.
+AT_THE_END = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxche
+from jaxche.training._metrics_log import MetricsLog
+
+append = MetricsLog.append
+def dying(self, info):
+    if rank == 0 and info.round == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(self, info)
+MetricsLog.append = dying
+
+jaxche.initialize(timeout_s=60)
+che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)
+trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optax.sgd(0.1), che=che)
+saved, data = jaxche.Checkpoints({folder!r}, every=1000), [np.ones((2, 3), np.float32)] * 40
+trainer.fit(trainer.init(jnp.zeros(3)), data, progress=False, checkpoints=saved)
+"""
+
+
+def test_those_left_write_what_a_rank_that_died_at_the_end_did_not(script, launcher, tmp_path, json_lines):
+    """Found by chaos.py --elastic, seed 1: the last checkpoint and the last line of the record were missing."""
+    folder = tmp_path / "saved"
+    run = launcher(script(AT_THE_END.format(folder=str(folder))), "elastic=True")
+    _, err = run.communicate(timeout=90)
+    assert run.returncode == 0, err
+    assert [path.name for path in folder.glob("[0-9]*")] == ["10"]
+    assert [line["round"] for line in json_lines(folder / "history.jsonl")] == list(range(10))
