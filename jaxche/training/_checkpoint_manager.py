@@ -153,6 +153,7 @@ class CheckpointManager(Hook):
         """Continue with the present members from the state of the run."""
         self._in_flight, self._saves, self._missing = 0, 0, ""
         if shrunk:
+            _end_threads()
             # Some processes may have started to save a round that is now repeated.
             self._abandoned = max(self._group.all_gather(self._started))
         else:
@@ -235,6 +236,8 @@ class CheckpointManager(Hook):
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(self._manager.wait_until_finished)
             while not wait([ended], _POLL_S).done:
+                if self._group.lost():
+                    _end_threads()
                 # Threads may wait for folders that the first process was to make. There Orbax would take the save for
                 # written, and delete older ones.
                 if self._barrier.is_broken and not self._group.is_first:
@@ -368,7 +371,7 @@ def _close(manager: Any) -> Exception | None:
 
 
 def _end_threads() -> None:
-    """Wait for the other threads of a save that failed; those that wait for its folders would do so for minutes."""
+    """End the threads of a save that failed; those that wait for its folders would do so for minutes."""
     from orbax.checkpoint._src.futures import future
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 # Rank 1 dies after round 1, and its replacement in a save; then rank 0 trains three more rounds.
 IN_A_BARRIER = """
 import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint as ocp, jaxche
@@ -37,17 +39,24 @@ def test_a_death_is_detected_in_the_barriers_of_orbax(script, launcher, tmp_path
     assert len(re.findall(r"\[0\] .*process 1 died: going on", err)) == 2
 
 
-# Rank 0 dies between the last merge and the line of the record, which it was to write.
+# Rank 0 dies after the last merge: before it writes the line of the record, or while others wait for its folders.
 AT_THE_END = """
 import jax, jax.numpy as jnp, numpy as np, optax, jaxche
 from jaxche.training._metrics_log import MetricsLog
+from orbax.checkpoint._src.futures import future
 
-append = MetricsLog.append
-def dying(self, info):
+append, set_signals, moments = MetricsLog.append, future.set_signals, []
+def dying_append(self, info):
     if rank == 0 and info.round == 9:
+        moments.append({moment!r})
+    if "record" in moments:
         os.kill(os.getpid(), signal.SIGKILL)
     append(self, info)
-MetricsLog.append = dying
+def dying_set_signals(*args, **options):
+    if "folders" in moments:
+        os.kill(os.getpid(), signal.SIGKILL)
+    set_signals(*args, **options)
+MetricsLog.append, future.set_signals = dying_append, dying_set_signals
 
 jaxche.initialize(timeout_s=60)
 che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)
@@ -57,11 +66,13 @@ trainer.fit(trainer.init(jnp.zeros(3)), data, progress=False, checkpoints=saved)
 """
 
 
-def test_those_left_write_what_a_rank_that_died_at_the_end_did_not(script, launcher, tmp_path, json_lines):
-    """Found by chaos.py --elastic, seed 1: the last checkpoint and the last line of the record were missing."""
+@pytest.mark.parametrize("moment", ["record", "folders"])
+def test_those_left_write_what_a_rank_that_died_at_the_end_did_not(script, launcher, tmp_path, json_lines, moment):
+    """Found by chaos.py --elastic, seed 1: the last checkpoint was missing, and the last line of the record."""
     folder = tmp_path / "saved"
-    run = launcher(script(AT_THE_END.format(folder=str(folder))), "elastic=True")
+    run = launcher(script(AT_THE_END.format(folder=str(folder), moment=moment)), "elastic=True")
     _, err = run.communicate(timeout=90)
     assert run.returncode == 0, err
+    assert "rank 0 was ended by SIGKILL" in err
     assert [path.name for path in folder.glob("[0-9]*")] == ["10"]
     assert [line["round"] for line in json_lines(folder / "history.jsonl")] == list(range(10))
