@@ -375,12 +375,14 @@ def _end_threads() -> None:
     from orbax.checkpoint._src.futures import future
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)]
+    for thread in threads:
+        thread.cancel()
     operation = OperationIdGenerator.get_current_operation_id()
     signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract(operation)
     future.set_signals(signals, operation_id=operation)
-    for thread in threading.enumerate():
-        if isinstance(thread, future._SignalingThread):
-            threading.Thread.join(thread)  # its own raises its error
+    for thread in threads:
+        threading.Thread.join(thread)  # its own raises its error
 
 
 def _handlers(multiprocessing: Any) -> Any:

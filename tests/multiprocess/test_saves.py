@@ -44,19 +44,24 @@ AT_THE_END = """
 import jax, jax.numpy as jnp, numpy as np, optax, jaxche
 from jaxche.training._metrics_log import MetricsLog
 from orbax.checkpoint._src.futures import future
+from orbax.checkpoint._src.multihost import multihost
 
-append, set_signals, moments = MetricsLog.append, future.set_signals, []
+append, set_signals, sync, moments = MetricsLog.append, future.set_signals, multihost.sync_global_processes, []
 def dying_append(self, info):
     if rank == 0 and info.round == 9:
         moments.append({moment!r})
     if "record" in moments:
         os.kill(os.getpid(), signal.SIGKILL)
     append(self, info)
-def dying_set_signals(*args, **options):
+def late_signals(*args, **options):
     if "folders" in moments:
-        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
     set_signals(*args, **options)
-MetricsLog.append, future.set_signals = dying_append, dying_set_signals
+def dying_sync(name, **options):
+    if "folders" in moments and "old_steps_to_remove" in name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(name, **options)
+MetricsLog.append, future.set_signals, multihost.sync_global_processes = dying_append, late_signals, dying_sync
 
 jaxche.initialize(timeout_s=60)
 che = jaxche.ElChe(world_size=2, anchor=2, max_anchor=2, max_batch_diff=0)
