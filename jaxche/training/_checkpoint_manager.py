@@ -153,7 +153,7 @@ class CheckpointManager(Hook):
         """Continue with the present members from the state of the run."""
         self._in_flight, self._saves, self._missing = 0, 0, ""
         if shrunk:
-            _end_threads()
+            _end_threads(cancels=True)
             # Some processes may have started to save a round that is now repeated.
             self._abandoned = max(self._group.all_gather(self._started))
         else:
@@ -205,6 +205,8 @@ class CheckpointManager(Hook):
         with self._unless_lost("begun"), _barriers(self._wait_for_others):
             try:
                 self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+            except threading.BrokenBarrierError:
+                pass  # it failed in another process, and all agree on how when they wait for its end
             except BaseException:
                 self._barrier.abort()
                 raise
@@ -237,7 +239,7 @@ class CheckpointManager(Hook):
             ended = pool.submit(self._manager.wait_until_finished)
             while not wait([ended], _POLL_S).done:
                 if self._group.lost():
-                    _end_threads()
+                    _end_threads(cancels=True)
                 # Threads may wait for folders that the first process was to make. There Orbax would take the save for
                 # written, and delete older ones.
                 if self._barrier.is_broken and not self._group.is_first:
@@ -370,13 +372,16 @@ def _close(manager: Any) -> Exception | None:
     return first
 
 
-def _end_threads() -> None:
-    """End the threads of a save that failed; those that wait for its folders would do so for minutes."""
+def _end_threads(cancels: bool = False) -> None:
+    """End the threads of a save that failed; those that wait for its folders would do so for minutes.
+
+    If the process that was to make the folders has died, they have to be cancelled.
+    """
     from orbax.checkpoint._src.futures import future
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
     threads = [thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)]
-    for thread in threads:
+    for thread in threads if cancels else []:
         thread.cancel()
     operation = OperationIdGenerator.get_current_operation_id()
     signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract(operation)
