@@ -48,7 +48,7 @@ from chaos_parts.launched import launch
 from chaos_parts.record import batches, done_again, ended, replayed, same, trained
 from chaos_parts.watch import StuckError, Watch
 
-# ms a step of each rank, and rounds between two checkpoints. Steps of a large state take longer by themselves.
+# ms a step of each rank, and rounds between two checkpoints. Steps of a large state take as long as they take.
 PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 4, 5
 PROCESSES, PROCESSES_OF_LARGE = (2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6), (2, 3)
 # At most so many seconds are between the return of all ranks and the next fault.
@@ -146,7 +146,9 @@ class Run(NamedTuple):
     def of(cls, number: int, options: Options, numbers: range) -> Run:
         """The faults are those with the given numbers."""
         rng = random.Random(f"{options.seed} run {number}")
-        paces = PACES[: rng.choice(PROCESSES_OF_LARGE if options.state_mb else PROCESSES)]
+        paces = PACES[: rng.choice(PROCESSES)]
+        if options.state_mb:
+            paces = (0,) * rng.choice(PROCESSES_OF_LARGE)
         pools = [[kind for kind in kinds if kind in (options.kinds or KINDS)] for kinds in (LAUNCHED, NETWORK)]
         pool = pools[number % NETWORK_EVERY == NETWORK_EVERY - 1] or pools[0] or pools[1]
         faults, first = [], number * options.faults_a_run

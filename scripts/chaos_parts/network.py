@@ -42,7 +42,7 @@ class Machines:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         own = {"JAXCHE_COORDINATOR": f"{slow_link.address(0)}:{slow_link.PORT}", "JAXCHE_ELASTIC": "1"}
         own |= {"JAXCHE_NUM_PROCESSES": str(len(self._names)), "JAXCHE_PROCESS_ID": str(rank)}
-        own |= {"JAXCHE_PACE_MS": str(self._paces[rank])}
+        own |= {"JAXCHE_PACE_MS": str(self._paces[rank])} if self._paces[rank] else {}
         command = ["ip", "netns", "exec", self._names[rank], sys.executable, worker.__file__, str(self.folder)]
         with (self.folder / "output").open("a") as output:
             return subprocess.Popen(command, env={**self._env, **own}, stdout=output, stderr=output)

@@ -41,7 +41,9 @@ def problem(world: int, state_mb: float = 0.0, **options: Any) -> tuple[Any, Any
     def loss(p: Any, batch: Any) -> Any:
         return jnp.mean((jnp.tanh(batch["x"] @ p["hidden"]) @ p["out"] * p["rest"][0] - batch["y"]) ** 2)
 
-    che = jaxche.ElChe(world_size=world, anchor=4, max_anchor=8, tuner="steady") if world > 1 else None
+    # Steps on a large state are slow.
+    anchor = 1 if state_mb else 4
+    che = jaxche.ElChe(world_size=world, anchor=anchor, max_anchor=2 * anchor, tuner="steady") if world > 1 else None
     data = {"x": x, "y": y}
     trainer = jaxche.Trainer(loss, optax.adam(RATE), che=che, **options)
     return trainer, params, jaxche.Batches(data, batch_size=8), lambda params: float(loss(params, data))
