@@ -42,6 +42,7 @@ GRID = (2e-3, 4e-3, 8e-3, 16e-3)
 # An arm of jaxche is a line here: its name and the arguments of jaxche.Trainer.
 ARMS: dict[str, dict[str, Any]] = {
     "jaxche": {},
+    "jaxche auto": {"policy": "auto"},
     "jaxche sync": {"policy": "sync"},
 }
 PLAIN = ("plain jit", "fast device alone", "fast subset in sync")

@@ -3,7 +3,8 @@
 Every run trains for real in this process, on the clock of a ``jaxche.VirtualFleet``; nothing sleeps. There are two
 measures. ``constant``: the time until the held-out loss reaches that of the fast device alone at the deadline, at a
 constant learning rate. ``annealed``: the held-out loss at the deadline, with a learning rate that falls to zero there.
-Each arm takes its learning rate from a grid, by its result on seed 0, and keeps it for the other seeds.
+Each arm takes its learning rate from a grid, by its result on seed 0, and keeps it for the other seeds; where two rates
+have the same seeds, their medians decide.
 
     python scripts/bench_quality.py                                  # the standard cells, the main arms, seed 0
     python scripts/bench_quality.py --seeds 0 1 2 --minutes 10       # go on for ten minutes; repeat to go on
@@ -360,11 +361,18 @@ class Results:
         return reached, row["loss"]
 
     def best(self, cell: Cell, arm: str, measure: str) -> list[dict[str, Any]]:
-        """The runs of all seeds at the learning rate that is best on seed 0, by seed."""
-        tuned = self.of(cell, arm, measure, seed=0)
+        """The runs at the best learning rate, by seed."""
+        scores: dict[float, dict[int, Any]] = {}
+        for row in self.of(cell, arm, measure):
+            scores.setdefault(row["lr"], {})[row["seed"]] = self.score(row, cell)
+        tuned = {lr: score for lr, score in scores.items() if 0 in score}
         if not tuned:
             return []
-        lr = min(tuned, key=lambda row: self.score(row, cell))["lr"]
+        seeds = tuned[min(tuned, key=lambda lr: tuned[lr][0])].keys()
+        rivals = {
+            lr: statistics.median_low(score[s] for s in seeds) for lr, score in tuned.items() if seeds <= score.keys()
+        }
+        lr = min(rivals, key=lambda lr: rivals[lr])
         return sorted((row for row in self.of(cell, arm, measure) if row["lr"] == lr), key=lambda row: row["seed"])
 
     def seconds_to_target(self, row: dict[str, Any], cell: Cell) -> float:

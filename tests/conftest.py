@@ -1,5 +1,6 @@
 """Fake devices, made once for all tests: they prove correctness, never speed."""
 
+import collections
 import contextlib
 import json
 import os
@@ -54,9 +55,9 @@ os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
 def pytest_collection_modifyitems(items):
-    """Long files first: where one is left to the end, nothing runs beside it."""
-    long = {item.path for item in items if item.get_closest_marker("slow") or item.path.suffix == ".ipynb"}
-    items.sort(key=lambda item: item.path not in long)
+    """Files with many slow tests first: where a long one is left to the end, nothing runs beside it."""
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: slow[item.path], reverse=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

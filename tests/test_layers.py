@@ -47,6 +47,7 @@ def test_every_package_has_a_layer():
     assert packages == set(LAYERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_to_earlier_layers(path):
     own = path.relative_to(ROOT).parts[0]
@@ -135,6 +136,7 @@ def _changed_names(tree):
             yield _name(node.func.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_has_no_state(path):
     """State is in attributes of instances; ``jaxche.distributed.process_group()`` finds the one of this process."""
@@ -149,6 +151,7 @@ def test_a_module_has_no_state(path):
     assert not changed, f"{path.name} changes {changed} of its module"
 
 
+@pytest.mark.slow
 def test_contributing_lists_every_module():
     path = ROOT.parent / "scripts" / "house.py"
     spec = importlib.util.spec_from_file_location("house", path)

@@ -11,6 +11,7 @@ MUTANTS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="ut
 PACKAGES = ("averaging", "cadence", "stages", "scaling", "sharding", "training")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant", MUTANTS, ids=lambda mutant: f"{mutant['file']}: {mutant['before'].split(chr(10))[0]}"
 )

@@ -78,7 +78,7 @@ class Option:
     round_ms: float
 
 
-def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float) -> list[Option]:
+def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, unit: int = 1) -> list[Option]:
     """Every way to use these replicas, with its progress.
 
     sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas do the rows of k batches
@@ -89,15 +89,17 @@ def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float) -
       batch_rows: rows in a batch.
       sync_ms: time C of a merge.
       tau_ms: length of a round in which local steps lose half of their worth.
+      unit: rows are shared in multiples of it.
     """
     fixed, slope = shares.fit()
     ms = fixed + slope * batch_rows
     speed, world = 1 / ms, len(ms)
     fast, every = float(ms.min()), (True,) * world
     found = []
-    wanted = fast * speed.sum()  # the fastest replica does about a batch
-    for k in sorted({max(1, math.floor(wanted)), math.ceil(wanted - 1e-9)}):
-        rows = fill(k * batch_rows, fixed, slope)
+    # At most what all do while the fastest replica does one batch. Steps of few rows may take as long as those of many:
+    # then that is measured, and other options win.
+    for k in range(1, math.ceil(fast * speed.sum() - 1e-9) + 1):
+        rows = fill(k * batch_rows, fixed, slope, unit)
         wall = float((fixed + slope * rows)[rows > 0].max())
         progress, rate = k**_JOINED / (wall + sync_ms), k / (wall + sync_ms) / speed.sum()
         found.append(Option(ApplyPolicy.SYNC, k, every, progress * fast, rate, wall))
@@ -117,7 +119,7 @@ def alone_batches(sync_ms: float, fast_ms: float) -> int:
     return max(50, math.ceil(50 * sync_ms / fast_ms))
 
 
-def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int) -> Choice:
+def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1) -> Choice:
     """The choice after a round; ``now`` is kept unless another promises clearly more progress.
 
     How fast replicas move apart is measured in rounds of local steps only. Exact sync that was chosen long ago forgets
@@ -129,6 +131,7 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
       che: the measured merges, and how fast replicas move.
       batch_rows: rows in a batch.
       round: number of the round.
+      unit: rows are shared in multiples of it.
     """
     local = now.policy is ApplyPolicy.CADENCE
     if not shares.is_measured or len(che.sync_samples) < 2 or (local and round - now.since < _TRIED):
@@ -137,7 +140,7 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     fast = min(ms for ms in che.ms_per_batch if ms)
     known = che.travel_samples and (local or round - now.since < _FORGOTTEN)
     tau_ms = half_life_ms(middle(che.travel_samples), fast) if known else _USUAL * fast
-    found = options(shares, batch_rows, sync_ms, tau_ms)
+    found = options(shares, batch_rows, sync_ms, tau_ms, unit)
     best = max(found, key=lambda one: one.progress)
     same = [one for one in found if _is(one, now)]
     if same and now.joined + sum(now.active) and best.progress < _BETTER * same[0].progress:

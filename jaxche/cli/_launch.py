@@ -36,6 +36,7 @@ examples:
   jaxche launch -n 4 --elastic --max-restarts 3 train.py   survivors continue, a replacement joins
   jaxche launch --emit slurm --nodes 2x8 -o train.sbatch train.py
   jaxche launch --emit slurm --nodes 2x8:h100,4x1:l4 -o train.sbatch train.py   two kinds in one job
+  jaxche launch --emit slurm --elastic --nodes 2x8 -o train.sbatch train.py   survivors continue
   jaxche launch --emit jobset --nodes 2x8 --image me/train:1 --volume c:/ckpt -o job.yaml train.py
   jaxche launch --emit mpirun --nodes 2x8 -o train.sh train.py; HOSTS=node1,node2 bash train.sh
 
@@ -47,7 +48,8 @@ alone is then restarted, with the same number, and joins the others at the end o
 replacement counts as a restart.
 
 A file for a cluster restarts all ranks after a failure, three times by default. A Slurm job that
-reaches its time limit is requeued, which does not count as a failure.
+reaches its time limit is requeued, which does not count as a failure. With --elastic the scheduler
+starts a dead rank again alone, --max-restarts times each, and all ranks if all have died.
 On a cluster JAX detects a process that is stopped or disconnected after 100 s. A process that hangs
 prints the stacks of its threads and exits with code 1 when a round exceeds --hang-timeout
 (JAXCHE_HANG_TIMEOUT, for any launcher). Without this option XLA ends it after two hours.
@@ -63,7 +65,18 @@ exit codes:
 """
 
 # Options that also work with --emit.
-_EMIT_OPTIONS = ("emit", "nodes", "image", "volume", "out", "max_restarts", "hang_timeout", "module", "command")
+_EMIT_OPTIONS = (
+    "emit",
+    "nodes",
+    "image",
+    "volume",
+    "out",
+    "max_restarts",
+    "elastic",
+    "hang_timeout",
+    "module",
+    "command",
+)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +114,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=integer("--max-restarts 3", 0),
         metavar="N",
-        help="restarts of all ranks, or with --elastic of the rank that died (default: 0; with --emit 3)",
+        help="restarts of all ranks, or with --elastic of ranks that died, with --emit of each one (default: 0; with "
+        "--emit 3)",
     )
     group.add_argument("--survivors", action="store_true", help="remove a rank that fails first twice in a row")
     group.add_argument(
@@ -250,6 +264,7 @@ def _scheduler_file(args: argparse.Namespace) -> str:
         image=args.image,
         volume=args.volume,
         hang_timeout_s=args.hang_timeout,
+        elastic=args.elastic,
     )
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxche.cli import _doctor, _launch, _plan, _report, _simulate, _train
+from jaxche.cli import _coordinator, _doctor, _launch, _plan, _report, _simulate, _train
 from jaxche.cli._command import Command, Parser, directory_path, file_path
 
 _OVERVIEW = """\
@@ -91,7 +91,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(prog="jaxche", title="commands", metavar="COMMAND")
-    for module in (_train, _report, _launch, _doctor, _simulate, _plan):
+    for module in (_train, _report, _launch, _coordinator, _doctor, _simulate, _plan):
         module.COMMAND.register(commands)
     _COMPLETION.register(commands)
     return parser

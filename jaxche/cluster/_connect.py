@@ -23,7 +23,14 @@ from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssu
 
 from jaxche.cluster._detect import Detected
 from jaxche.cluster._gpus import gpu_ids
-from jaxche.distributed import HEARTBEAT_TIMEOUT_S, LIVENESS, is_coordinator, is_loopback, start_coordinator
+from jaxche.distributed import (
+    HEARTBEAT_TIMEOUT_S,
+    LIVENESS,
+    coordinator_bind,
+    is_coordinator,
+    is_loopback,
+    start_coordinator,
+)
 
 # Variables of gRPC, in lower or upper case.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
@@ -110,7 +117,7 @@ def _start_coordinator(found: Detected, loopback_only: bool, timeout_s: float) -
     if is_coordinator(int(port)):
         return
     _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
-    bind = found.address if loopback_only else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
+    bind = coordinator_bind(found.address, os.environ)
     started = start_coordinator(found.address, found.num_processes, bind, timeout_s + _START_S)
     os.environ[LIVENESS] = json.dumps(started.liveness)
 

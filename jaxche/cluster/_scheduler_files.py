@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from jaxche.distributed import HANG_TIMEOUT
+from jaxche.cluster._detect import ELASTIC, PROCESS_ID
+from jaxche.cluster._job import PORT, Job, Nodes, parse_nodes, total_tasks
+from jaxche.cluster._jobset import jobset
+from jaxche.distributed import HANG_TIMEOUT, LIVENESS
 
-# Port of process 0.
-_PORT = 61234
 # Seconds for a checkpoint after SIGTERM.
 _TERM_S = 120
 # Seconds between the signals of Open MPI to the other processes after a failure. Each restart waits for twice this.
@@ -25,52 +24,13 @@ _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]+")
 # other processes if one exits with another code than 0. Its own labels (--tag-output) split lines.
 _RANK = """\
 rank='trap "" USR1
-label() { trap "" TERM; exec sed -u "s/^/[${OMPI_COMM_WORLD_RANK:-${PMIX_RANK-}}] /"; }
+label() { trap "" TERM; exec sed -u "s/^/[${JAXCHE_PROCESS_ID-${OMPI_COMM_WORLD_RANK:-${PMIX_RANK-}}}] /"; }
 "$@" > >(label) 2> >(label >&2) &
 process=$!
 trap "stopped=1; kill -TERM $process" USR1
 trap "kill -TERM $process" TERM
 while wait "$process"; code=$?; kill -0 "$process"; do :; done 2>/dev/null
 [ "${stopped-}$code" = 1143 ] || exit "$code"'"""
-
-_GROUP = re.compile(r"([1-9]\d*)(?:x([1-9]\d*)(?::([\w.-]+))?)?")
-_WRITE = "--nodes 4 (no GPUs), --nodes 2x8 or, of two kinds, --nodes 2x8:h100,4x1:l4"
-
-_KINDS = (
-    "# A kind is the exact value of the node label nvidia.com/gpu.product, e.g. NVIDIA-H100-80GB-HBM3:",
-    "# kubectl get nodes -L nvidia.com/gpu.product",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Nodes:
-    """Machines of one kind: their number, GPUs of each (0: one process on the CPU), and name of the kind or None."""
-
-    count: int
-    gpus: int = 0
-    kind: str | None = None
-
-    @property
-    def tasks_per_node(self) -> int:
-        """Processes on each machine."""
-        return max(self.gpus, 1)
-
-    @property
-    def tasks(self) -> int:
-        """Processes on all machines."""
-        return self.count * self.tasks_per_node
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The parts that the files of all schedulers share."""
-
-    command: Sequence[str]
-    groups: Sequence[Nodes]
-    max_restarts: int
-    name: str
-    made_by: str
-    variables: Mapping[str, str]
 
 
 def emit(
@@ -83,6 +43,7 @@ def emit(
     image: str | None = None,
     volume: str | None = None,
     hang_timeout_s: float | None = None,
+    elastic: bool = False,
 ) -> str:
     """Writes a file that starts a command on a cluster, one process per GPU.
 
@@ -98,6 +59,9 @@ def emit(
         restarted pod loses its files, checkpoints included.
       hang_timeout_s: seconds after which a process without a finished round prints the stacks of its threads and exits
         with code 1; must exceed the first round with its compilation.
+      elastic: whether the other processes continue after the death of a process. The scheduler then starts the dead
+        one again alone, ``max_restarts`` times each, and a coordinator beside them. All are restarted, ``max_restarts``
+        times too, if the coordinator or all processes have died.
 
     Returns:
       Text for ``sbatch``, ``kubectl apply -f -`` or ``bash``.
@@ -115,6 +79,11 @@ def emit(
       ...
     """
     groups = parse_nodes(nodes)
+    if elastic and total_tasks(groups) == 1:
+        raise ValueError(
+            f"--elastic with --nodes {nodes}: there is one process, and none continues after its death. "
+            "Write: --nodes 2"
+        )
     if scheduler not in ("slurm", "jobset", "mpirun"):
         raise ValueError(f"--emit {scheduler}: there are slurm, jobset and mpirun. Write: --emit slurm")
     if not command:
@@ -131,7 +100,7 @@ def emit(
         )
     if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
         raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")
-    variables = {"PYTHONUNBUFFERED": "1"}
+    variables = {"PYTHONUNBUFFERED": "1", **({ELASTIC: "1"} if elastic else {})}
     if hang_timeout_s is not None:
         variables[HANG_TIMEOUT] = f"{hang_timeout_s:g}"
     # Valid names in all three formats.
@@ -139,26 +108,10 @@ def emit(
     # Names of Kubernetes services begin with a letter.
     name = name if name[0].isalpha() else f"run-{name}"
     made_by = "".join(letter if letter.isprintable() else " " for letter in made_by)
-    job = Job(command, groups, max_restarts, name, made_by, variables)
+    job = Job(command, groups, max_restarts, name, made_by, variables, elastic)
     if scheduler == "jobset":
-        return _jobset(job, image or "", volume)
+        return jobset(job, image or "", volume)
     return {"slurm": _slurm, "mpirun": _mpirun}[scheduler](job)
-
-
-def parse_nodes(text: str) -> tuple[Nodes, ...]:
-    """Parses ``COUNT[xGPUS[:KIND]]``, separated by commas."""
-    groups = []
-    for word in text.split(","):
-        match = _GROUP.fullmatch(word.strip())
-        if match is None:
-            raise ValueError(f"--nodes {text!r} is invalid at {word!r}. Write: {_WRITE}")
-        groups.append(Nodes(int(match[1]), int(match[2] or 0), match[3]))
-    return tuple(groups)
-
-
-def total_tasks(groups: Sequence[Nodes]) -> int:
-    """Processes of the job."""
-    return sum(group.tasks for group in groups)
 
 
 def _slurm(job: Job) -> str:
@@ -170,6 +123,7 @@ def _slurm(job: Job) -> str:
         "# Back into the queue after pre-emption or the loss of a node;",
         "# SIGTERM to all ranks 120 s before the time is up.",
         "#SBATCH --requeue --signal=TERM@120",
+        *(("# The job continues without a node that fails.", "#SBATCH --no-kill") if job.elastic else ()),
         f"#SBATCH {_request(job.groups[0])}",
     ]
     for group in job.groups[1:]:
@@ -184,9 +138,7 @@ def _slurm(job: Job) -> str:
             _exported(job.variables),
             "# The training script resumes from its checkpoint.",
             'export JAXCHE_RESTART="${SLURM_RESTART_COUNT:-0}"',
-            *_slurm_coordinator(job.groups),
-            f"srun {_span(job.groups)}--kill-on-bad-exit=1 --label {shlex.join(job.command)}",
-            "code=$?",
+            *(_slurm_steps(job) if job.elastic else _slurm_step(job)),
             "",
             "# 143: SIGTERM, after a checkpoint. 2: bad input, never restarted. Other codes are failures.",
             "# Failures are counted here, because SLURM_RESTART_COUNT counts every requeue.",
@@ -213,13 +165,12 @@ def _mpirun(job: Job) -> str:
     groups, processes = job.groups, total_tasks(job.groups)
     slots = [group.tasks_per_node for group in groups for _ in range(group.count)]
     kinds = ", then ".join(f"{group.count} with {group.gpus} GPU(s) {group.kind or ''}".rstrip() for group in groups)
-    passed = ("JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_RESTART", *job.variables, "PATH")
     return "\n".join(
         [
             "#!/bin/bash",
             f"# {job.made_by}",
             f"# Write: HOSTS=node1,node2,... bash {job.name}.sh",
-            f"# Machines: {kinds}. Process 0 is on the first. For Open MPI 4 and 5.",
+            f"# Machines: {kinds}. The first opens the port. For Open MPI 4 and 5.",
             "# To stop it send SIGTERM to this script: all processes write a checkpoint, and it ends with code 143.",
             "# A signal to mpirun itself looks like a failure and restarts the run.",
             "set -u",
@@ -232,7 +183,7 @@ def _mpirun(job: Job) -> str:
             "where=",
             'for i in "${!hosts[@]}"; do where="$where,${hosts[i]}:${slots[i]}"; done',
             "",
-            f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{_PORT}}}" JAXCHE_NUM_PROCESSES={processes}',
+            f'export JAXCHE_COORDINATOR="${{hosts[0]}}:${{PORT:-{PORT}}}" JAXCHE_NUM_PROCESSES={processes}',
             _exported(job.variables),
             "# Seconds before SIGTERM and SIGKILL to the others after a failure, in Open MPI 4 and 5.",
             f"export OMPI_MCA_odls_base_sigkill_timeout={_KILL_S} PRTE_MCA_odls_base_sigkill_timeout={_KILL_S}",
@@ -241,12 +192,13 @@ def _mpirun(job: Job) -> str:
             "# this SIGTERM has code 0, because mpirun kills the other processes after any other code.",
             _RANK,
             "",
-            "stopped= mpirun= late=",
+            "stopped= started= late=",
+            *(_member(job, _mpirun_words(job, "1", "$1"), stoppable=True) if job.elastic else ()),
             "stop() {",
             "  stopped=$1",
-            '  [ -n "$mpirun" ] && kill -USR1 "$mpirun" 2>/dev/null || return',
+            '  [ -n "$started" ] && kill -USR1 $started 2>/dev/null || return',
             '  [ -z "$late" ] || return',
-            f'  {{ sleep {_TERM_S}; kill -TERM "$mpirun"; }} >/dev/null 2>&1 &',
+            f"  {{ sleep {_TERM_S}; kill -TERM $started; }} >/dev/null 2>&1 &",
             "  late=$!",
             "}",
             "trap 'stop 129' HUP",
@@ -257,13 +209,7 @@ def _mpirun(job: Job) -> str:
             "code=0",
             f"for ((JAXCHE_RESTART = 0; JAXCHE_RESTART <= {job.max_restarts}; JAXCHE_RESTART++)); do",
             "  export JAXCHE_RESTART",
-            "  # Not bound to a core, because GPUs need a fast host process.",
-            f'  mpirun -n {processes} --host "${{where#,}}" --bind-to none \\',
-            f"    {' '.join(f'-x {variable}' for variable in passed)} \\",
-            f'    bash -c "$rank" rank {shlex.join(job.command)} </dev/null &',
-            "  mpirun=$!",
-            '  [ -z "$stopped" ] || stop "$stopped"',
-            '  while wait "$mpirun"; code=$?; kill -0 "$mpirun" 2>/dev/null; do :; done',
+            *(f"  {line}" for line in (_mpirun_each(job) if job.elastic else _mpirun_all(job))),
             "  # 2: bad input, never restarted. 143 and 130: stopped by a signal.",
             '  [ -z "$stopped" ] || { code=$stopped; break; }',
             '  case "$code" in 0 | 2 | 130 | 143) break ;; esac',
@@ -273,6 +219,99 @@ def _mpirun(job: Job) -> str:
             "",
         ]
     )
+
+
+def _mpirun_all(job: Job) -> list[str]:
+    """One mpirun of all processes."""
+    return [
+        f"{_mpirun_words(job, str(total_tasks(job.groups)), '${where#,}')} &",
+        "started=$!",
+        '[ -z "$stopped" ] || stop "$stopped"',
+        'while wait "$started"; code=$?; kill -0 "$started" 2>/dev/null; do :; done',
+    ]
+
+
+def _mpirun_each(job: Job) -> list[str]:
+    """One mpirun for each process, because mpirun cannot start a process again."""
+    return [
+        *_coordinator(f'mpirun -n 1 --host "${{hosts[0]}}" {_passed(job)} python -m jaxche coordinator'),
+        "number=0 started=",
+        'for i in "${!hosts[@]}"; do',
+        "  for ((gpu = 0; gpu < slots[i]; gpu++)); do",
+        '    JAX_LOCAL_DEVICE_IDS=$gpu member "$number" "${hosts[i]}" &',
+        '    number=$((number + 1)) started="$started $!"',
+        "  done",
+        "done",
+        '[ -z "$stopped" ] || stop "$stopped"',
+        *_ended(),
+        'kill "$coordinator" 2>/dev/null',
+        'wait $started "$coordinator" 2>/dev/null',
+    ]
+
+
+def _mpirun_words(job: Job, processes: str, hosts: str) -> str:
+    passed = _passed(job, PROCESS_ID, "JAX_LOCAL_DEVICE_IDS")
+    # Not bound to a core, because GPUs need a fast host process.
+    return (
+        f'mpirun -n {processes} --host "{hosts}" --bind-to none {passed} '
+        f'bash -c "$rank" rank {shlex.join(job.command)} </dev/null'
+    )
+
+
+def _passed(job: Job, *more: str) -> str:
+    names = ["JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_RESTART", *job.variables, "PATH"]
+    names += [LIVENESS, *more] if job.elastic else []
+    return " ".join(f"-x {name}" for name in names)
+
+
+def _coordinator(command: str) -> list[str]:
+    """Starts the coordinator of an elastic run."""
+    return [
+        "# The coordinator of the run, so that every rank may die. It ends some seconds after the last one.",
+        "token=$(od -An -N16 -tx1 /dev/urandom | tr -d '[:space:]')",
+        "host=${JAXCHE_COORDINATOR%:*} port=${JAXCHE_COORDINATOR##*:}",
+        'export JAXCHE_LIVENESS="[\\"$host\\", $((port + 1)), null, \\"$token\\"]"',
+        f"{command} </dev/null &",
+        "coordinator=$!",
+    ]
+
+
+def _member(job: Job, start: str, stoppable: bool = False) -> list[str]:
+    """A shell function that starts a process, and again after each death; on SIGUSR1, if ``stoppable``, no more."""
+    return [
+        f"start() {{ exec {start}; }}",
+        "# A rank that died is started again, with the same environment, and joins as a replacement. Not after these",
+        "# exit codes: 2, bad input; 130 and 143, signals.",
+        "member() {",
+        "  local number=$1 again code job=",
+        *(["  trap 'stopped=1; kill -USR1 $job 2>/dev/null' USR1"] if stoppable else ()),
+        "  trap 'kill $job 2>/dev/null' TERM",
+        f"  for ((again = 0; again <= {job.max_restarts}; again++)); do",
+        '    JAXCHE_PROCESS_ID=$number start "${@:2}" &',
+        "    job=$!",
+        *(['    [ -z "$stopped" ] || kill -USR1 "$job" 2>/dev/null'] if stoppable else ()),
+        '    while wait "$job"; code=$?; kill -0 "$job" 2>/dev/null; do :; done',
+        *(['    [ -z "$stopped" ] || exit 143'] if stoppable else ()),
+        '    case "$code" in 0 | 2 | 130 | 143) break ;; esac',
+        '    echo "rank $number has ended with exit code $code"',
+        '    kill -0 "$coordinator" 2>/dev/null || break',
+        "  done",
+        '  exit "$code"',
+        "}",
+    ]
+
+
+def _ended() -> list[str]:
+    """Waits until the run is over; sets ``code``."""
+    return [
+        "# A rank that still waits for its start, or starts too late to join, has no run to join.",
+        'while kill -0 $started 2>/dev/null && kill -0 "$coordinator" 2>/dev/null; do sleep 0.5; done',
+        "codes=",
+        'for job in $started; do kill -0 "$job" 2>/dev/null || { wait "$job"; codes="$codes $?"; }; done',
+        "kill $started 2>/dev/null",
+        "# Success if one rank came to the end: the others died too often.",
+        'for code in 0 143 2 $codes 1; do [[ "$codes 1 " = *" $code "* ]] && break; done',
+    ]
 
 
 def _exported(variables: Mapping[str, str]) -> str:
@@ -288,105 +327,50 @@ def _span(groups: Sequence[Nodes]) -> str:
     return f"--het-group={','.join(map(str, range(len(groups))))} " if len(groups) > 1 else ""
 
 
-def _slurm_coordinator(groups: Sequence[Nodes]) -> list[str]:
-    if len(groups) == 1:
-        return []
+def _slurm_step(job: Job) -> list[str]:
+    """One step of all processes."""
     return [
-        "# Process 0 is on the first machine of the first kind.",
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)',
-        'export JAXCHE_COORDINATOR="$first:${PORT:-$((61440 + SLURM_JOB_ID % 4096))}" '
+        *(_slurm_address(job.groups, "% 4096") if len(job.groups) > 1 else ()),
+        f"srun {_span(job.groups)}--kill-on-bad-exit=1 --label {shlex.join(job.command)}",
+        "code=$?",
+    ]
+
+
+def _slurm_steps(job: Job) -> list[str]:
+    """One step for each process, because Slurm cannot start a task of a step again."""
+    # Without --mem=0 a step takes all of the memory, and the others wait.
+    step = f'srun --exact --nodes=1 --ntasks=1 --mem=0 "$@" {shlex.join(job.command)} </dev/null'
+    step += ' > >(exec sed -u "s/^/$JAXCHE_PROCESS_ID: /") 2>&1'
+    lines, first = [], 0
+    for number, group in enumerate(job.groups):
+        kind = f"_HET_GROUP_{number}" if len(job.groups) > 1 else ""
+        words = [f"--het-group={number}"] if kind else []
+        words += [f"--gres=gpu:{group.kind + ':' if group.kind else ''}1"] if group.gpus else []
+        words += [f"${{SLURM_CPUS_PER_TASK{kind}:+--cpus-per-task=$SLURM_CPUS_PER_TASK{kind}}}"]
+        lines += [
+            f"for ((number = {first}; number < {first + group.tasks}; number++)); do",
+            f'  member "$number" {" ".join(words)} &',
+            '  started="$started $!"',
+            "done",
+        ]
+        first += group.tasks
+    return [
+        *_slurm_address(job.groups, "% 2048 * 2"),
+        *_coordinator("python -m jaxche coordinator"),
+        *_member(job, step),
+        "started=",
+        *lines,
+        *_ended(),
+        "# It ignores SIGTERM, on which ranks save.",
+        'kill -KILL "$coordinator" 2>/dev/null',
+    ]
+
+
+def _slurm_address(groups: Sequence[Nodes], ports: str) -> list[str]:
+    first = "SLURM_JOB_NODELIST_HET_GROUP_0" if len(groups) > 1 else "SLURM_JOB_NODELIST"
+    return [
+        "# The port is on the first machine.",
+        f'first=$(scontrol show hostnames "${first}" | head -n 1)',
+        'export JAXCHE_COORDINATOR="$first:${PORT:-$((61440 + SLURM_JOB_ID ' + ports + '))}" '
         f"JAXCHE_NUM_PROCESSES={total_tasks(groups)}",
     ]
-
-
-def _jobset(job: Job, image: str, volume: str | None) -> str:
-    """A JobSet with a replicated job per kind of machine and a pod per process."""
-    claim, _, path = (volume or "").partition(":")
-    again = "; the training script resumes from its checkpoint" if claim else ""
-    jobs, first = [], 0
-    for number, group in enumerate(job.groups):
-        jobs.append(_replicated_job(job, group, number, first, image, claim, path))
-        first += group.tasks
-    return "\n".join(
-        [
-            f"# {job.made_by}",
-            "# Needs the JobSet controller (jobset.sigs.k8s.io). Start with: kubectl apply -f FILE",
-            *_storage(claim, path),
-            *(_KINDS if any(group.kind for group in job.groups) else ()),
-            "apiVersion: jobset.x-k8s.io/v1alpha2",
-            "kind: JobSet",
-            f"metadata: {{name: {job.name}}}",
-            "spec:",
-            "  network: {enableDNSHostnames: true}",
-            f"  # Restarts of all pods after a failure of one{again}.",
-            f"  failurePolicy: {{maxRestarts: {job.max_restarts}}}",
-            "  replicatedJobs:",
-            *jobs,
-            "",
-        ]
-    )
-
-
-def _storage(claim: str, path: str) -> list[str]:
-    if not claim:
-        return [
-            "# A restart deletes the files of a pod. To keep checkpoints, --volume CLAIM:/path mounts a",
-            "# PersistentVolumeClaim in every pod; it must be writable from all nodes (ReadWriteMany).",
-        ]
-    return [
-        f"# The claim {claim} must be writable from all nodes (ReadWriteMany). Checkpoints go to a folder in {path}.",
-    ]
-
-
-def _replicated_job(job: Job, group: Nodes, number: int, first: int, image: str, claim: str, path: str) -> str:
-    coordinator = f"{job.name}-nodes0-0-0.{job.name}:{_PORT}"
-    # JSON strings are YAML strings.
-    words = [
-        "sh",
-        "-c",
-        f'JAXCHE_PROCESS_ID=$(({first} + JOB_COMPLETION_INDEX)) exec "$@"',
-        "sh",
-        *job.command,
-    ]
-    lines = [
-        f"    - name: nodes{number}",
-        "      replicas: 1",
-        "      template:",
-        "        spec:",
-        f"          parallelism: {group.tasks}",
-        f"          completions: {group.tasks}",
-        "          completionMode: Indexed",
-        "          backoffLimit: 0",
-        "          template:",
-        "            spec:",
-        "              restartPolicy: Never",
-        "              # Time for a checkpoint after SIGTERM.",
-        "              terminationGracePeriodSeconds: 120",
-    ]
-    if group.kind:
-        lines.append(f"              nodeSelector: {{nvidia.com/gpu.product: {json.dumps(group.kind)}}}")
-    lines += [
-        "              containers:",
-        "                - name: train",
-        f"                  image: {json.dumps(image)}",
-        f"                  command: {json.dumps(words)}",
-        "                  env:",
-        f"                    - {{name: JAXCHE_COORDINATOR, value: {json.dumps(coordinator)}}}",
-        f'                    - {{name: JAXCHE_NUM_PROCESSES, value: "{total_tasks(job.groups)}"}}',
-        "                    - name: JAXCHE_RESTART",
-        "                      valueFrom:",
-        "                        fieldRef: {fieldPath: \"metadata.annotations['jobset.sigs.k8s.io/restart-attempt']\"}",
-        *(
-            f"                    - {{name: {name}, value: {json.dumps(value)}}}"
-            for name, value in job.variables.items()
-        ),
-    ]
-    if group.gpus:
-        lines.append("                  resources: {limits: {nvidia.com/gpu: 1}}")
-    if claim:
-        lines += [
-            f"                  volumeMounts: [{{name: kept, mountPath: {json.dumps(path)}}}]",
-            "              volumes:",
-            f"                - {{name: kept, persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}}}",
-        ]
-    return "\n".join(lines)

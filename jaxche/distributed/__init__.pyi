@@ -1,6 +1,13 @@
 """The names of the package, each of which is imported when it is first used."""
 
-from ._coordinator import HEARTBEAT_TIMEOUT_S, Coordinator, is_coordinator, start_coordinator
+from ._coordinator import (
+    HEARTBEAT_TIMEOUT_S,
+    Coordinator,
+    coordinator_bind,
+    is_coordinator,
+    serve_coordinator,
+    start_coordinator,
+)
 from ._cpu_client import register_cpu_client
 from ._elastic_group import ElasticGroup, TakenForDeadError, process_group, start_cpu_client
 from ._environment import (
@@ -44,6 +51,7 @@ __all__ = [
     "TakenForDeadError",
     "Watchdog",
     "connect",
+    "coordinator_bind",
     "hang_timeout",
     "is_coordinator",
     "is_loopback",
@@ -53,6 +61,7 @@ __all__ = [
     "process_group",
     "register_cpu_client",
     "scheduled",
+    "serve_coordinator",
     "shared_folder",
     "start_coordinator",
     "start_cpu_client",

@@ -2,7 +2,8 @@
 
 By default JAX starts its coordination service in process 0, with which it would die. This process does nothing else,
 and it imports no JAX. It ends some seconds after the last process of its run, but not before the launcher has closed
-its standard input, as the system does when the launcher is killed.
+its standard input, as the system does when the launcher is killed. It ends at once, with code 1, if a process comes to
+replace another when all have died: the run can only be started again.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import contextlib
 import json
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from jaxche.distributed._environment import HEARTBEAT_TIMEOUT
-from jaxche.distributed._listener import own_address
+from jaxche.distributed._listener import is_loopback, own_address
 from jaxche.distributed._liveness_server import INTERVAL_S, LEAST_TIMEOUT_S, TIMEOUT_S, LivenessServer
 
 # Seconds without a heartbeat after which jaxlib takes a process for dead; the liveness is faster.
@@ -91,10 +93,7 @@ def heartbeat_timeout_s(env: Mapping[str, str]) -> float:
 
 
 def _is_input_open() -> bool:
-    try:
-        return bool(os.read(0, 1))
-    except BlockingIOError:
-        return True
+    return not select.select([0], [], [], 0)[0] or bool(os.read(0, 1))
 
 
 def is_coordinator(port: int) -> bool:
@@ -109,8 +108,20 @@ def _name(port: int) -> str:
     return f"\0jaxche-coordinator-{port}"
 
 
-def main(address: str, bind: str, num_processes: str, start_s: str) -> None:
-    """Serve until the run has ended."""
+def coordinator_bind(address: str, env: Mapping[str, str]) -> str:
+    """``host:port`` where the coordinator that is reached at ``address`` listens."""
+    host, _, port = address.rpartition(":")
+    return env.get("JAX_COORDINATOR_BIND_ADDRESS") or (address if is_loopback(host) else f"[::]:{port}")
+
+
+def serve_coordinator(address: str, bind: str, num_processes: str, start_s: str, liveness: str = "") -> NoReturn:
+    """Serve until the run has ended.
+
+    Args:
+      address: as of :func:`start_coordinator`, with ``bind``, ``num_processes`` and ``start_s``.
+      liveness: the address of the :class:`LivenessServer`, in JSON, which the processes already have; else it gets a
+        free port, and its address is printed.
+    """
     from jaxlib import _jax  # type: ignore[attr-defined]
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the processes of the run may still write files
@@ -124,20 +135,27 @@ def main(address: str, bind: str, num_processes: str, start_s: str) -> None:
             recoverable=True,
         )
     ]
-    liveness = LivenessServer(own_address(address), heartbeat_timeout_s(os.environ))
+    timeout_s = heartbeat_timeout_s(os.environ)
+    if liveness:
+        _, port, _, token = json.loads(liveness)
+        everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+        host = own_address(address) if is_loopback(bind.rpartition(":")[0]) else everywhere
+        server = LivenessServer(host, timeout_s, port, token)
+    else:
+        server = LivenessServer(own_address(address), timeout_s)
     if sys.platform == "linux":  # where local sockets have names that are not files
-        port = socket.socket(socket.AF_UNIX)
-        port.bind(_name(int(address.rpartition(":")[2])))
-        port.listen()
-    print(json.dumps(liveness.address), flush=True)
-    null = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):  # whoever reads there is not to wait for this process
-        os.dup2(null, descriptor)
-    os.set_blocking(0, False)
-    liveness.serve(_EMPTY_S, float(start_s), _is_input_open)
+        name = socket.socket(socket.AF_UNIX)
+        name.bind(_name(int(address.rpartition(":")[2])))
+        name.listen()
+    if not liveness:
+        print(json.dumps(server.address), flush=True)
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):  # whoever reads there is not to wait for it
+            os.dup2(null, descriptor)
+    server.serve(_EMPTY_S, float(start_s), _is_input_open)
     assert services  # they end with their last reference
-    os._exit(0)  # without waiting for clients
+    os._exit(int(server.is_run_lost))  # without waiting for clients
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve_coordinator(*sys.argv[1:])

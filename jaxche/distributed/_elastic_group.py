@@ -296,6 +296,7 @@ class ElasticGroup(Group):
             if quorum.members.get(process) == incarnation:
                 return name, quorum
             if len(self._liveness.lost(quorum.members)) == len(quorum.members):
+                self._liveness.end_run()
                 raise RuntimeError(f"process {process} cannot join the run: all its members have died")
             self.watchdog.heartbeat_while_waiting()
 

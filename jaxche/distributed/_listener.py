@@ -50,6 +50,8 @@ class Listener:
       on_connection: called with each accepted socket, which blocks, and the text of its greeting, on the listener's
         thread. The socket is closed if this raises.
       local: whether to listen on a local socket too, on Linux.
+      port: where to listen; 0 for a free port.
+      token: 32 characters that its clients already have; None for a random one.
 
     Attributes:
       address: what :func:`connect` takes, as a JSON value: host, port, name of the local socket or None, and the
@@ -70,10 +72,19 @@ class Listener:
       (None, None, None)
     """
 
-    def __init__(self, host: str, on_connection: Callable[[socket.socket, str], None], *, local: bool = False):
-        self._on_connection, self._token = on_connection, secrets.token_hex(_TOKEN_BYTES // 2)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._servers, name = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)], None
+    def __init__(
+        self,
+        host: str,
+        on_connection: Callable[[socket.socket, str], None],
+        *,
+        local: bool = False,
+        port: int = 0,
+        token: str | None = None,
+    ):
+        self._on_connection, self._token = on_connection, token or secrets.token_hex(_TOKEN_BYTES // 2)
+        family, both = (socket.AF_INET6 if ":" in host else socket.AF_INET), host == "::"
+        server = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        self._servers, name = [server], None
         if local and _LOCAL:
             # No secret: the system lists it.
             name = f"jaxche-{secrets.token_hex(16)}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxche.distributed._group import PeerLostError, unless_late
 from jaxche.distributed._listener import connect
-from jaxche.distributed._liveness_server import INTERVAL_S, Incarnation
+from jaxche.distributed._liveness_server import INTERVAL_S, RUN_LOST, Incarnation
 from jaxche.distributed._watchdog import Watchdog
 
 # The number of processes that have had each index.
@@ -64,6 +64,11 @@ class Liveness:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join(_JOIN_S)
+
+    def end_run(self) -> None:
+        """End the coordinator, because no process is left that this one could join."""
+        with contextlib.suppress(OSError):
+            self._sock.sendall(RUN_LOST)
 
     @property
     def is_connected(self) -> bool:

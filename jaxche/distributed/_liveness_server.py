@@ -25,6 +25,8 @@ LEAST_TIMEOUT_S = 4 * INTERVAL_S
 # Seconds for a live process to connect again: something between the machines may close connections too.
 _GRACE_S = 1.0
 _POLL_S = 0.2
+# What a process sends in place of a heartbeat if no process is left that it could join.
+RUN_LOST = b"!"
 # A longer time between two looks means that this process itself was stopped, and read no heartbeats: in seconds, and as
 # a part of the timeout.
 _PAUSE_S, _PAUSE_PART = 3.0, 0.25
@@ -46,13 +48,16 @@ class LivenessServer:
     Args:
       host: the address of this machine to listen at.
       timeout_s: seconds without a heartbeat until a process counts as dead.
+      port: where to listen, as of :class:`Listener`.
+      token: likewise.
 
     Attributes:
       address: for :func:`jaxche.distributed.connect`.
       ended: the incarnations that have ended.
+      is_run_lost: whether a process came when all others had died.
     """
 
-    def __init__(self, host: str, timeout_s: float = TIMEOUT_S):
+    def __init__(self, host: str, timeout_s: float = TIMEOUT_S, port: int = 0, token: str | None = None):
         self._timeout_s, self._pause_s = timeout_s, min(_PAUSE_S, _PAUSE_PART * timeout_s)
         self.ended: set[Incarnation] = set()
         self._accepted: queue.SimpleQueue[tuple[socket.socket, Incarnation]] = queue.SimpleQueue()
@@ -62,7 +67,7 @@ class LivenessServer:
         self._heartbeats: dict[Incarnation, float] = {}
         self._disconnected: dict[Incarnation, float] = {}
         self._looked = time.monotonic()
-        self._listener = Listener(host, self._accept)
+        self._listener, self.is_run_lost = Listener(host, self._accept, port=port, token=token), False
         self.address = self._listener.address
 
     @property
@@ -73,14 +78,14 @@ class LivenessServer:
     def serve(self, empty_s: float, start_s: float = math.inf, is_held: Callable[[], bool] = lambda: False) -> None:
         """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
 
-        And as long as ``is_held`` returns true.
+        And as long as ``is_held`` returns true. It ends at once if the run is lost.
         """
-        empty_since = time.monotonic() + start_s - empty_s
-        while time.monotonic() - empty_since < empty_s:
+        empty_since, has_started = time.monotonic() + start_s - empty_s, False
+        while not self.is_run_lost and time.monotonic() - empty_since < empty_s:
             self.step()
             if self.alive or is_held():
-                empty_since = math.inf
-            elif self._heartbeats or empty_since == math.inf:
+                empty_since, has_started = math.inf, True
+            elif self._heartbeats or has_started:
                 empty_since = min(empty_since, time.monotonic())
 
     def step(self) -> None:
@@ -125,10 +130,11 @@ class LivenessServer:
 
     def _read(self, sock: Any) -> None:
         try:
-            is_closed = not sock.recv(256)
+            read = sock.recv(256)
         except OSError:
-            is_closed = True
-        if is_closed:
+            read = b""
+        self.is_run_lost |= RUN_LOST in read
+        if not read:
             self._drop(sock)
         else:
             self._heartbeats[self._peers[sock]] = time.monotonic()

@@ -255,8 +255,9 @@ def next_shares(
     if not rules.by_speed or che is None:
         return state
     shares = shares.report(info.counts, info.rows, info.wall_ms)
+    unit = math.lcm(rules.unit, max(1, batch_size // _SHARES_OF_A_BATCH))
     if choice is not None:
-        choice = choose(choice, shares, che, batch_size, info.round)
+        choice = choose(choice, shares, che, batch_size, info.round, unit)
         if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
             che = replace(che, travel_samples=())
     state = replace(state, choice=choice, che=che)
@@ -268,5 +269,4 @@ def next_shares(
         exact = che.round_ms * sum(1 / ms for ms in che.ms_per_batch if ms)
         # Other sizes are compiled for, so the number stays while it is about right.
         joined = shares.joined if abs(shares.joined - exact) < _CHANGE * exact else max(1, round(exact))
-    unit = math.lcm(rules.unit, max(1, batch_size // _SHARES_OF_A_BATCH))
     return replace(state, row_shares=shares.split(joined, batch_size, unit, limits(), local))

@@ -53,6 +53,8 @@ PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 4, 5
 PROCESSES, PROCESSES_OF_LARGE = (2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6), (2, 3)
 # At most so many seconds are between the return of all ranks and the next fault.
 PAUSE_S = 1.5
+# Rounds between two checkpoints of a large state, which take longer than a fault.
+EVERY_OF_LARGE = 1000
 
 
 class Kind(NamedTuple):
@@ -226,7 +228,8 @@ def hit_run(run: Run, folder: Path, options: Options) -> list[dict[str, Any]]:
         for fault in run.faults
     ]
     (folder / "tmp").mkdir(parents=True)
-    job = {"times": 1, "epochs": 1_000_000, "elastic": True, "every": EVERY, "state_mb": options.state_mb}
+    job = {"times": 1, "epochs": 1_000_000, "elastic": True, "state_mb": options.state_mb}
+    job["every"] = EVERY_OF_LARGE if options.state_mb else EVERY
     (folder / "job.json").write_text(json.dumps(job))
     is_network, hits, wrong = run.faults[0].kind in NETWORK, [], []
     start = network.machines if is_network else launch

@@ -70,6 +70,7 @@ def sent(x, wire, cut=False):
     return np.asarray(decoded(data, x.size, wire))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 129, 1000])
@@ -165,6 +166,7 @@ def replicas(body, *arrays):
     return jax.jit(jax.vmap(body, axis_name="r"))(*arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_gathered_mean_is_the_same_everywhere_and_that_of_the_codes(wire, count):

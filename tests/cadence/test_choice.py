@@ -32,9 +32,34 @@ def test_a_cheap_merge_is_for_exact_sync_and_a_dear_one_for_local_steps(ms):
     assert chosen(ms, 40.0, travel_ms=2e4).policy is ApplyPolicy.CADENCE
 
 
-def test_the_fastest_device_keeps_about_its_batch():
-    assert chosen((20, 20, 40, 80), 0.2).joined in (2, 3)
-    assert chosen((20,) * 8, 0.2).joined == 8
+def test_small_updates_where_small_steps_are_short():
+    assert chosen((20, 20, 40, 80), 0.2).joined == 1
+    assert chosen((20, 20, 40, 80), 2.0).joined == 2
+    # Most of a step does not depend on its rows.
+    assert chosen((20, 20, 40, 80), 0.2, fixed=15.0).joined == 3
+    assert chosen((20,) * 8, 0.2, fixed=15.0).joined == 8
+
+
+def test_small_steps_that_turn_out_to_take_as_long_are_given_up():
+    che, shares, choice, rows = jaxche.ElChe(4, 1, tuner="progress"), RowShares(), Choice(), [BATCH] * 4
+    seen = []
+    for round in range(12):
+        wall = [15.0 + 5.0 * r / BATCH for r in rows]
+        shares, che = shares.report([1] * 4, rows, wall), che.report_timing(wall, [1] * 4, 0.2)
+        choice = choose(choice, shares, che, BATCH, round)
+        if choice.joined:
+            shares = shares.split(choice.joined, BATCH)
+            rows = shares.rows or rows
+            seen.append(choice.joined)
+    assert seen[0] == 1
+    assert seen[-1] == 4
+
+
+def test_rows_are_shared_in_multiples_of_a_unit():
+    shares, _ = measured((20,) * 32, 0.2)
+    # A batch of 16 rows in units of 4 keeps four devices busy, and 28 idle.
+    assert options(shares, BATCH, 0.2, 1e3, unit=4)[0].round_ms == pytest.approx(5.0)
+    assert options(shares, BATCH, 0.2, 1e3)[0].round_ms == pytest.approx(1.25)
 
 
 def test_a_device_alone_where_merges_cost_more_than_the_others_add():

@@ -14,7 +14,7 @@ from jaxche.cli._main import make_parser
 from jaxche.cli._replay import recorded_arguments
 from jaxche.cli._train import _processes
 
-COMMANDS = ["train", "report", "launch", "doctor", "simulate", "plan", "completion"]
+COMMANDS = ["train", "report", "launch", "coordinator", "doctor", "simulate", "plan", "completion"]
 
 
 def parse(*words):

@@ -41,7 +41,9 @@ def test_error_format(capsys):
     assert capsys.readouterr().err.startswith("jaxche simulate: error: a simulation needs two or more ranks")
 
 
-@pytest.mark.parametrize("command", ["train", "report", "launch", "doctor", "simulate", "plan", "completion"])
+@pytest.mark.parametrize(
+    "command", ["train", "report", "launch", "coordinator", "doctor", "simulate", "plan", "completion"]
+)
 def test_help_has_examples_and_exit_codes(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

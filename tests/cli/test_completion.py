@@ -32,7 +32,7 @@ def complete(tmp_path, capsys):
 
 
 def test_completion_of_commands_options_and_values(complete):
-    assert {"train", "report", "launch", "doctor", "simulate", "plan"} <= complete("jaxche", "")
+    assert {"train", "report", "launch", "coordinator", "doctor", "simulate", "plan"} <= complete("jaxche", "")
     assert complete("jaxche", "tr") == {"train"}
     assert {"--policy", "--protocol"} <= complete("jaxche", "train", "--p")
     assert complete("jaxche", "train", "--policy", "") == {"sync", "cadence", "async", "auto"}

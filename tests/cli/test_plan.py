@@ -130,6 +130,7 @@ def test_unparsable_arguments(words):
     assert stop.value.code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "code"), [("1GiB", 0), ("1KiB", 1)])
 def test_width_and_next_command(memory, code, capsys, devices):
     assert main([*SMALL, "--memory", memory]) == code

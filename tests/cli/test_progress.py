@@ -162,6 +162,7 @@ def test_damaged_lines_are_skipped(tmp_path, caplog):
     assert caplog.text.count("seconds.txt: line 2 is damaged") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [b"", b"\0" * 40, b'{"results": ', b"7", b"\xff{}"])
 def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
     Start(tmp_path, resumable=False).rounds(0, 1)

@@ -58,6 +58,7 @@ def test_store_starts_a_process_a_stage(monkeypatch):
     assert processes == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
 def test_stages_share_the_blocks(n_stages):
     task = text_stages(n_stages, 4, seed=0)

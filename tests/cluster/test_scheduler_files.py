@@ -1,6 +1,7 @@
 """Files for clusters, run with shell scripts in place of the programs of the schedulers."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -105,8 +106,9 @@ def test_invalid_hang_timeout(seconds):
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
 @pytest.mark.parametrize("nodes", ["4", "2x8", "2x8:h100,4x1:l4"])
 def test_shell_syntax(scheduler, nodes):
-    text = emit(scheduler, COMMAND, nodes)
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    for elastic in (False, True):
+        text = emit(scheduler, COMMAND, nodes, elastic=elastic)
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 def test_slurm_requests_one_process_per_gpu():
@@ -148,6 +150,112 @@ def test_slurm_counts_failures_only(tmp_path):
         again.append("scontrol requeue 70001" in done.stdout)
     assert again == [True] * 6 + [False]
     assert not list(tmp_path.glob(".jaxche*"))
+
+
+# The coordinator of an elastic run notes its variables, and serves for $SERVES seconds.
+PYTHON = 'echo "$JAXCHE_COORDINATOR $JAXCHE_LIVENESS $JAXCHE_NUM_PROCESSES" >coordinator; exec sleep "${SERVES-60}"'
+# A step, or an mpirun, notes its rank, and exits with the codes of $CODES at its rank, one after another.
+EACH = """
+rank=$JAXCHE_PROCESS_ID
+echo "$JAXCHE_ELASTIC $JAXCHE_LIVENESS" >"env-$rank"; printf "<%s>" "$@" >"args-$rank"; echo >>"starts-$rank"
+codes=($CODES); IFS=, read -r -a mine <<<"${codes[rank]}"; starts=$(wc -l <"starts-$rank")
+[ "$starts" != 1 ] || while [ ! -s coordinator ]; do sleep 0.02; done
+exit "${mine[starts - 1]:-${mine[-1]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "code"),
+    [
+        ("0 0 0", [1, 1, 1], 0),
+        ("0 137,9,0 0", [1, 3, 1], 0),
+        ("0 1 0", [1, 3, 1], 0),  # it died too often, and the others came to the end
+        ("0 2 0", [1, 1, 1], 0),
+        ("143 143 143", [1, 1, 1], 143),
+        ("2 2 2", [1, 1, 1], 2),
+        ("1 2 1", [3, 1, 3], 2),
+        ("1 9 1", [3, 3, 3], 1),
+    ],
+)
+def test_slurm_starts_ranks_of_an_elastic_run_again(tmp_path, codes, starts, code):
+    text = emit("slurm", COMMAND, "1x2:h100,1", 2, elastic=True)
+    environ = SLURM | {"CODES": codes, "SLURM_CPUS_PER_TASK_HET_GROUP_1": "4"}
+    done = run(text, tmp_path, environ, srun=EACH, scontrol=SCONTROL, python=PYTHON)
+    assert done.returncode == code, done.stderr
+    assert [len((tmp_path / f"starts-{rank}").read_text()) for rank in range(3)] == starts
+    assert ("scontrol requeue 70001" in done.stdout) == (code in (1, 143))
+    port = 61440 + 70001 % 2048 * 2
+    address, *words, processes = (tmp_path / "coordinator").read_text().split()
+    host, liveness, name, token = json.loads("".join(words))
+    assert (address, processes) == (f"h1:{port}", "3")
+    assert (host, liveness, name, len(token)) == ("h1", port + 1, None, 32)
+    for rank in range(3):
+        elastic, *words = (tmp_path / f"env-{rank}").read_text().split()
+        assert (elastic, json.loads("".join(words))) == ("1", ["h1", port + 1, None, token])
+    command = "<--exact><--nodes=1><--ntasks=1><--mem=0>{}<python><train.py><--note><it's $HOME>"
+    assert (tmp_path / "args-1").read_text() == command.format("<--het-group=0><--gres=gpu:h100:1>")
+    assert (tmp_path / "args-2").read_text() == command.format("<--het-group=1><--cpus-per-task=4>")
+    assert "\n#SBATCH --no-kill\n" in text
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
+@pytest.mark.parametrize("code", [0, 9])
+def test_an_elastic_run_is_over_with_its_coordinator(tmp_path, scheduler, code):
+    # Rank 1 waits for a free node, and its step ends with the job.
+    each = f"""
+case "$*" in *coordinator*) exec python ;; esac
+[ "$JAXCHE_PROCESS_ID" != 1 ] || {{ echo $$ >waiting; exec sleep 60 >/dev/null 2>&1; }}
+while [ ! -s coordinator ] || [ ! -s waiting ]; do sleep 0.02; done
+exit {code}
+"""
+    environ = {**os.environ, **SLURM, "HOSTS": "a,b", "SERVES": "1"}
+    environ["PATH"] = played(tmp_path, srun=each, mpirun=each, scontrol=SCONTROL, python=PYTHON)
+    (tmp_path / "script").write_text(emit(scheduler, COMMAND, "2", 0, elastic=True))
+    options = {"stdout": subprocess.DEVNULL, "timeout": 30, "check": False}
+    done = subprocess.run(["bash", "script"], cwd=tmp_path, env=environ, **options)
+    assert done.returncode == code
+    pid = int((tmp_path / "waiting").read_text())
+    waited(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_no_rank_is_started_again_after_its_coordinator(tmp_path):
+    text = emit("slurm", COMMAND, "2", 2, elastic=True)
+    python = "echo $$ >pid; while [ ! -s starts-0 ] || [ ! -s starts-1 ]; do sleep 0.02; done"
+    each = """
+echo >>"starts-$JAXCHE_PROCESS_ID"
+while [ ! -s pid ] || [ -e "/proc/$(cat pid)" ]; do sleep 0.02; done
+exit 9
+"""
+    assert run(text, tmp_path, SLURM, srun=each, scontrol=SCONTROL, python=python).returncode in (1, 9)
+    time.sleep(1.0)  # for one that would start
+    assert [(tmp_path / f"starts-{rank}").read_text() for rank in range(2)] == ["\n", "\n"]
+
+
+def test_mpirun_starts_ranks_of_an_elastic_run_again(tmp_path):
+    text = emit("mpirun", COMMAND, "1x2:h100,1", 2, elastic=True)
+    mpirun = (
+        """
+case "$*" in *coordinator*) exec python ;; esac
+echo "$JAX_LOCAL_DEVICE_IDS" >"gpu-$JAXCHE_PROCESS_ID"
+"""
+        + EACH
+    )
+    done = run(text, tmp_path, {"HOSTS": "a,b", "CODES": "0 137,9,0 0"}, mpirun=mpirun, python=PYTHON)
+    assert done.returncode == 0
+    assert [len((tmp_path / f"starts-{rank}").read_text()) for rank in range(3)] == [1, 3, 1]
+    assert [(tmp_path / f"gpu-{rank}").read_text() for rank in range(3)] == ["0\n", "1\n", "0\n"]
+    assert "a:61234" in (tmp_path / "coordinator").read_text()
+    for rank, host in enumerate("aab"):
+        arguments = (tmp_path / f"args-{rank}").read_text()
+        assert arguments.startswith(f"<-n><1><--host><{host}>")
+        for name in ("ELASTIC", "LIVENESS", "PROCESS_ID", "COORDINATOR", "NUM_PROCESSES"):
+            assert f"<-x><JAXCHE_{name}>" in arguments
+    # All are started again if none came to the end.
+    for path in tmp_path.glob("starts-*"):
+        path.unlink()
+    done = run(text, tmp_path, {"HOSTS": "a,b", "CODES": "1 1 1,1,1,0"}, mpirun=mpirun, python=PYTHON)
+    assert done.returncode == 0
+    assert [len((tmp_path / f"starts-{rank}").read_text()) for rank in range(3)] == [6, 6, 4]
 
 
 def test_mpirun_arguments_and_restarts(tmp_path):
@@ -195,19 +303,22 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_sigterm_stops_mpirun_without_a_restart(tmp_path, started):
+@pytest.mark.parametrize("elastic", [False, True])
+def test_sigterm_stops_mpirun_without_a_restart(tmp_path, started, elastic):
     # Each start is in the file; the first signal that is passed on ends it, with a code that is not to be trusted.
-    mpirun = f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; for i in {{1..1500}}; do sleep 0.02; done'
-    (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1", max_restarts=3))
+    mpirun = 'case "$*" in *coordinator*) exec sleep 60 ;; esac; '
+    mpirun += f'trap "exit 1" USR1; echo start >>{tmp_path}/starts; for i in {{1..1500}}; do sleep 0.02; done'
+    starts = "start\n" * (1 + elastic)
+    (tmp_path / "script").write_text(emit("mpirun", COMMAND, "1x2" if elastic else "1", 3, elastic=elastic))
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
         (tmp_path / "starts").unlink(missing_ok=True)
         env = {**os.environ, "HOSTS": "a", "PATH": played(tmp_path, mpirun=mpirun)}
         heard = [sys.executable, "-c", HEARD, "bash", tmp_path / "script"]
         script = started(heard, env=env, stderr=subprocess.PIPE, text=True)
-        waited(lambda: (tmp_path / "starts").exists())
+        waited(lambda: (tmp_path / "starts").exists() and (tmp_path / "starts").read_text() == starts)
         script.send_signal(number)
         assert (script.communicate(timeout=20)[1], script.returncode) == ("", code)
-        assert (tmp_path / "starts").read_text() == "start\n"
+        assert (tmp_path / "starts").read_text() == starts
 
 
 def waited(done):
@@ -283,14 +394,49 @@ def test_a_jobset_numbers_its_pods_over_all_kinds(tmp_path):
     assert "resources" not in plain["containers"][0]
 
 
+@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("volume", [None, "training:/kept"])
-def test_a_jobset_is_one_of_the_api_of_jobsets(volume):
-    manifest = yaml.safe_load(emit("jobset", COMMAND, "2x8:h100,4", 3, image="me/train:1", volume=volume))
+def test_a_jobset_is_one_of_the_api_of_jobsets(volume, elastic):
+    text = emit("jobset", COMMAND, "2x8:h100,4", 3, image="me/train:1", volume=volume, elastic=elastic)
+    manifest = yaml.safe_load(text)
     # Made from the schema of jobset.x-k8s.io/v1alpha2: values of a wrong type are refused, unknown fields dropped.
     assert JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest
     manifest["spec"]["failurePolicy"] = {"maxRestarts": "three"}
     with pytest.raises(ValueError, match="maxRestarts"):
         JobsetV1alpha2JobSet.from_dict(manifest)
+
+
+def test_pods_of_an_elastic_jobset_are_started_again_alone():
+    jobset = yaml.safe_load(emit("jobset", COMMAND, "2x8:h100,4", 5, name="run", image="me/train:1", elastic=True))
+    coordinator, *ranks = jobset["spec"]["replicatedJobs"]
+    names = [job["name"] for job in ranks]
+    assert (coordinator["name"], names) == ("coordinator", ["nodes0", "nodes1"])
+    assert jobset["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": names}
+    [rule] = jobset["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["targetReplicatedJobs"]) == ("FailJobSet", names)
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 5
+    variables = []
+    for job in (coordinator, *ranks):
+        spec = job["template"]["spec"]
+        [container] = spec["template"]["spec"]["containers"]
+        variables.append({one["name"]: one.get("value") for one in container["env"] if "value" in one})
+        if job is coordinator:
+            assert (spec["backoffLimit"], spec["parallelism"], container["stdin"]) == (0, 1, True)
+            assert container["command"] == ["python", "-m", "jaxche", "coordinator"]
+            assert "resources" not in container
+        else:
+            assert (spec["backoffLimitPerIndex"], "backoffLimit" in spec) == (5, False)
+            codes = spec["podFailurePolicy"]["rules"][1]["onExitCodes"]
+            assert (codes["values"], codes["containerName"]) == ([2], container["name"])
+    assert variables[0] == variables[1] == variables[2]
+    host, port, name, token = json.loads(variables[0]["JAXCHE_LIVENESS"])
+    assert variables[0]["JAXCHE_COORDINATOR"] == f"{host}:{port - 1}" == "run-coordinator-0-0.run:61234"
+    assert (name, len(token), variables[0]["JAXCHE_ELASTIC"]) == (None, 32, "1")
+
+
+def test_one_process_is_not_elastic():
+    with pytest.raises(ValueError, match=r"there is one process, and none continues.* Write: --nodes 2"):
+        emit("slurm", COMMAND, "1", elastic=True)
 
 
 def test_all_pods_of_a_jobset_share_a_volume():
@@ -341,7 +487,6 @@ def test_the_script_in_the_repository_is_current(capsys):
         ["-n", "2"],
         ["--pace", "20,50"],
         ["--survivors"],
-        ["--elastic"],
         ["--events", "run.jsonl"],
         ["--grace", "1"],
         ["--term-grace", "9"],

@@ -182,7 +182,8 @@ class Failing(socket.socket):
 def test_an_accept_that_fails_is_tried_again(name, monkeypatch):
     errors = [getattr(errno, name)] * 3
 
-    def create_server(address, family, backlog):
+    def create_server(address, family, backlog, dualstack_ipv6):
+        assert not dualstack_ipv6
         server = Failing(family)
         server.bind(address)
         server.listen(backlog)

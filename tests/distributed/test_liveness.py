@@ -51,6 +51,46 @@ def test_an_incarnation_that_closes_its_connection_has_ended_for_all(run, until)
     assert server.ended == {(0, 1)}
 
 
+def test_a_process_that_can_join_no_other_ends_the_server(run, until):
+    server, connected = run
+    one, _ = connected(0), connected(1)
+    server.is_run_lost = False
+    one.end_run()
+    assert until(lambda: server.is_run_lost)
+    server.serve(empty_s=60.0)  # at once, though both are alive
+    assert len(server.alive) == 2
+
+
+def test_the_server_waits_for_the_first_process_as_long_as_it_may(monkeypatch):
+    now, server = [0.0], LivenessServer("127.0.0.1")
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def step():
+        now[0] += 1.0
+        if now[0] == 1000.0:
+            server._heartbeats[module.Incarnation(0, 1)] = now[0]
+            server.ended.add(module.Incarnation(0, 1))
+
+    monkeypatch.setattr(server, "step", step)
+    server.serve(empty_s=5.0)
+    assert now == [1005.0]
+    server._heartbeats.clear()
+    server.serve(empty_s=5.0, start_s=20.0)
+    assert now == [1025.0]
+    server.close()
+
+
+def test_processes_may_have_the_address_before_the_server(run):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for host in ("127.0.0.1", "::" if socket.has_dualstack_ipv6() else "0.0.0.0"):
+        server = LivenessServer(host, port=port, token=32 * "t")
+        with connect(["127.0.0.1", port, None, 32 * "t"], "1 1", 10.0):
+            server.step()
+        server.close()
+
+
 def test_a_later_incarnation_ends_the_one_before(run, until):
     server, connected = run
     connected(1)

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+
+from jaxche.cluster import emit
 
 PROGRAM = Path(__file__).with_name("resumed.py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
@@ -76,6 +79,75 @@ def test_process_0_starts_the_coordinator_where_nobody_else_did_and_may_die(tmp_
     assert worlds[3:5] == [2, 1]
     assert worlds[-1] == 2
     assert until(lambda: not coordinators(address), within_s=15)
+
+
+@pytest.fixture
+def pods(tmp_path):
+    """Starts the pods of an elastic jobset of two on this machine, each time as the manifest has them."""
+    folder, ports, started = tmp_path / "run", [free_port(), free_port()], []
+    folder.mkdir()
+
+    def jobset(what):
+        command = ["python", str(PROGRAM), what, "3", str(folder)]
+        text = emit("jobset", command, "2", name="run", image="me/train:1", elastic=True)
+        for named, here in [("run-coordinator-0-0.run", "127.0.0.1"), ("61234", ports[0]), ("61235", ports[1])]:
+            assert named in text
+            text = text.replace(named, str(here))
+        jobs = {job["name"]: job["template"]["spec"] for job in yaml.safe_load(text)["spec"]["replicatedJobs"]}
+
+        def start(job, index):
+            [container] = jobs[job]["template"]["spec"]["containers"]
+            env = {variable["name"]: variable.get("value", "0") for variable in container["env"]}
+            env |= {"JOB_COMPLETION_INDEX": str(index), "JAX_PLATFORMS": "cpu"}
+            env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            stdin = subprocess.PIPE if container.get("stdin") else subprocess.DEVNULL
+            pod = subprocess.Popen(container["command"], env=os.environ | env, stdin=stdin, start_new_session=True)
+            started.append(pod)
+            return pod
+
+        return start
+
+    yield jobset
+    for pod in started:
+        if pod.poll() is None:
+            os.killpg(pod.pid, signal.SIGKILL)
+        with pod:  # closes its standard input
+            pass
+
+
+def test_a_pod_of_an_elastic_jobset_is_started_again_with_the_same_environment(tmp_path, pods):
+    start = pods("JOIN zero")
+    coordinator, children = start("coordinator", 0), [start("nodes0", index) for index in range(2)]
+    assert children[0].wait(timeout=90) == 128 + signal.SIGKILL
+    children[0] = start("nodes0", 0)
+    assert [child.wait(timeout=90) for child in children] == [0, 0]
+    results = [json.loads((tmp_path / "run" / f"{i}.json").read_text()) for i in range(2)]
+    assert results[0] == results[1]
+    worlds = [len(counts) for _, _, _, counts, _ in results[0]["rounds"]]
+    assert worlds[3:5] == [2, 1]
+    assert worlds[-1] == 2
+    used = [(epoch, cursor + i) for _, epoch, cursor, counts, _ in results[0]["rounds"] for i in range(sum(counts))]
+    assert used == [(epoch, i) for epoch in range(12) for i in range(12)]
+    late = start("nodes0", 1)  # as if it had died at the end
+    assert late.wait(timeout=60) == 0
+    assert coordinator.poll() is None
+    coordinator.stdin.close()
+    assert coordinator.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_the_coordinator_of_a_jobset_fails_when_a_pod_comes_after_the_death_of_all(tmp_path, pods, monkeypatch, until):
+    monkeypatch.setenv("JAXCHE_EVENTS", str(tmp_path / "events.jsonl"))
+    start = pods("SLOW unsaved")
+    coordinator, children = start("coordinator", 0), [start("nodes0", index) for index in range(2)]
+    assert until(lambda: (tmp_path / "events.jsonl").exists(), within_s=60)  # a round has ended
+    for child in children:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    time.sleep(8)  # longer than a coordinator stays without processes
+    assert coordinator.poll() is None
+    assert start("nodes0", 1).wait(timeout=90) == 1
+    assert coordinator.wait(timeout=10) == 1
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ def program_of(trainer, state):
     return merge._program.lower(*arguments).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "collectives"), [(2, (1, 0, 1)), (3, (2, 1, 1))])
 def test_codes_take_one_collective_or_three_and_one_more_compares(problem, devices, count, collectives):
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), replicas=devices[:count], wire="int4")
@@ -62,6 +63,7 @@ def test_codes_take_one_collective_or_three_and_one_more_compares(problem, devic
     assert tuple(text.count(f"stablehlo.{name}") for name in names) == collectives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", CODED)
 @pytest.mark.parametrize("count", [2, 3])
 def test_what_is_merged_follows_the_sum_of_all_changes(slopes, devices, wire, count):
@@ -84,6 +86,7 @@ def test_what_is_merged_follows_the_sum_of_all_changes(slopes, devices, wire, co
     assert 0 < off < {"bfloat16": 0.01, "int8": 0.02, "int4": 0.3}[wire] * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", CODED)
 @pytest.mark.parametrize("count", [2, 3])
 def test_with_equal_weights_nothing_is_lost(slopes, devices, wire, count):
@@ -101,6 +104,7 @@ def test_with_equal_weights_nothing_is_lost(slopes, devices, wire, count):
     np.testing.assert_allclose(merged + left, 0.1 * changes / count, atol=2e-6 * np.abs(changes).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wire", "count", "place"),
     [*((wire, count, 0) for wire in CODED for count in (2, 3)), ("bfloat16", 3, -1), ("int4", 3, -1)],
@@ -142,6 +146,7 @@ def test_a_replica_without_steps_keeps_what_it_has_not_sent(slopes, devices):
     assert (vector(state.local_states[1].residual.own) != vector(after.local_states[1].residual.own)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wire", "count"), [("bfloat16", 2), ("int8", 3), ("int4", 2), ("int4", 3)])
 def test_moments_meet_near_their_mean_and_second_moments_stay_positive(problem, devices, train_rounds, wire, count):
     rounds = [(2, 3, 1)[:count], (1, 2, 2)[:count], (1, 0, 1)[:count]]
@@ -172,6 +177,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "wire"),
     [*((rule, "int4") for rule in RULES), *((rule, wire) for rule in ("outer", "scaling") for wire in CODED[:2])],
@@ -195,6 +201,7 @@ def test_all_rules_see_what_a_merge_in_float32_shows_them(problem, devices, trai
     assert one[2][0].losses == other[2][0].losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp()], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2)], ids=str)
 def test_islands_send_codes_shard_by_shard(problem, devices, train_rounds, strategy, sizes):
@@ -211,6 +218,7 @@ def test_islands_send_codes_shard_by_shard(problem, devices, train_rounds, strat
     assert np.abs(vector(other[1].local_states[0].residual.own)).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_replay_and_a_resumed_run_repeat_bit_for_bit(problem, devices, tmp_path, same, lockstep, count):
     def trainer():
@@ -229,6 +237,7 @@ def test_a_replay_and_a_resumed_run_repeat_bit_for_bit(problem, devices, tmp_pat
     same(whole.local_states, resumed.local_states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -333,6 +342,7 @@ def test_three_replicas_send_a_vector_in_two_exchanges(slopes, devices, wire):
     assert 0 < info.merge_bytes - 2 * 2 / 3 * coded < 4 * 200
 
 
+@pytest.mark.slow
 def test_complex_parameters_and_single_numbers_are_merged_exactly(devices, train_rounds):
     def loss(params, batch):
         return jnp.mean(jnp.abs(params["z"] - batch[:, :4]) ** 2) + jnp.mean((params["w"] - batch[:, 1:]) ** 2)

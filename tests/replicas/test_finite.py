@@ -140,6 +140,7 @@ def test_what_is_infinite_from_the_start_may_stay_so(devices, lockstep):
         assert np.isfinite(trainer.params(state)["w"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", ["apply_if_finite", "zero_nans"])
 @pytest.mark.parametrize("setting", ["sync", "cadence", "gradients", "scaled"])
 def test_a_gradient_that_the_optimizer_skips_breaks_nothing(devices, lockstep, setting, tx):

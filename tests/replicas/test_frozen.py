@@ -47,6 +47,7 @@ def test_arrays_of_a_partial_are_inputs_of_the_steps(problem, devices, head, bac
     assert np.abs(trained[0]["w"]).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"average": "gradients"}, {"policy": "sync"}, {"scaling": jaxche.AdaScale()}, {}])
 @pytest.mark.parametrize("width", [1, 2])
 def test_they_are_on_every_replica_of_every_kind(problem, devices, head, backbone, close, setting, width):
@@ -107,6 +108,7 @@ def frozen_bits(model):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_adapters_alone_are_trained_and_merged(problem, devices, same, average):
     model = Adapted(nnx.Rngs(0))

@@ -176,6 +176,7 @@ def test_a_run_goes_on_and_is_replayed_bit_for_bit(long, devices, same, tmp_path
         same([local.noise for local in other.local_states], [local.noise for local in whole.local_states])
 
 
+@pytest.mark.slow
 def test_one_device_goes_on_as_an_island_and_an_island_as_one_device(long, devices, close, tmp_path):
     placements = [(devices[0], None), (jaxche.FullShard().mesh(devices[:2]), jaxche.FullShard())]
     ends = []
@@ -294,6 +295,7 @@ def test_small_arrays_looked_at_as_one_tell_the_same(solo, close, monkeypatch):
     assert float(told[0][1][0]) > 0
 
 
+@pytest.mark.slow
 def test_batches_that_stand_for_others_leave_the_estimate_unbiased():
     """Of 20 and 3 batches each replica measures 8 at most; the truth is known."""
     scaling, dim, counts = Scaling(jaxche.AdaScale(), 8.0, "gradients", False, False), 16, (20, 3)

@@ -15,6 +15,7 @@ from jaxche.training import PlanMismatchError
 from jaxche.training._round import RoundStatistics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [None, jaxche.AdaScale(), jaxche.AdamScale()])
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):

@@ -38,6 +38,7 @@ def make(devices, kept, replicas=3, loss=loss_fn, **options):
     return jaxche.Trainer(loss, tx, replicas=devices[:replicas], outputs=kept, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

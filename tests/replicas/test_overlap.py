@@ -171,6 +171,7 @@ def test_runs_replay_bit_for_bit(make, data, same):
         make(optax.adam(RATE), overlap=0.0).replay(one.init(jnp.zeros(3)), data, older)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, interrupted):
     def fit(**options):
         one = make(optax.adam(RATE))
@@ -193,6 +194,7 @@ def test_checkpoints_after_every_round_leave_nothing_to_overlap(make, data, tmp_
     assert ("write trainer.fit(..., checkpoint_every=" in caplog.text) is is_warned
 
 
+@pytest.mark.slow
 def test_evaluation_sees_the_merged_parameters_and_changes_nothing(make, data, same, close):
     one = make()
     state, _ = rounds(one, one.init(jnp.zeros(3)), data)

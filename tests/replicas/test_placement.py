@@ -76,6 +76,7 @@ def as_devices(trained_alike, close):
 STRATEGIES = [FullShard(), ShardGradOp(), NoShard()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 4)], ids=str)
 def test_islands_train_as_devices_do(devices, train, as_devices, alone, strategy, sizes):
@@ -87,6 +88,7 @@ def test_islands_train_as_devices_do(devices, train, as_devices, alone, strategy
 SIZES = [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_islands_that_meet_on_one_device_train_as_devices_do(devices, train, as_devices, close, alone, sizes):
     strategy, (first, second) = FullShard(), sizes
@@ -167,6 +169,7 @@ def test_the_merge_sends_pieces_between_islands_only(devices, train):
     assert sum(one.nbytes for one in inside if one.kind != "all-gather") < 4 * 10
 
 
+@pytest.mark.slow
 def test_nodes_of_one_device_are_islands_too(devices, train, as_devices):
     rounds = ((1,) * 8, (2, 0, 1, 1, 0, 1, 2, 1))
     as_devices(train(None, rounds, strategy=HybridShard(1)), train(devices, rounds))

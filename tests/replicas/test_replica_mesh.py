@@ -29,6 +29,7 @@ def test_the_host_merges_to_the_same_numbers(problem, devices, average):
     chex.assert_trees_all_close(*ends, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (2, 1)], ids=str)
 def test_islands_meet_on_the_host_too(problem, devices, sizes):
     ends = []

@@ -144,6 +144,7 @@ def test_sync_scales_by_the_replicas(problem, devices, close):
     check_told(history, told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [jaxche.AdaScale(), jaxche.AdamScale()], ids=["AdaScale", "AdamScale"])
 @pytest.mark.parametrize("base", [None, 2])
 def test_one_replica_compares_successive_gradients(problem, devices, close, rule, base):
@@ -167,6 +168,7 @@ def test_one_replica_compares_successive_gradients(problem, devices, close, rule
     assert [info.gain == pytest.approx(1) for info in history] == [base == 8] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "power"), [(jaxche.LinearScale(), 1), (jaxche.SqrtScale(), 0.5)])
 def test_factors_of_rules_without_noise(problem, devices, rule, power):
     gradients = {"average": "gradients", "replicas": devices[:2], "scaling": rule}

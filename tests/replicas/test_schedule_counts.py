@@ -66,6 +66,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_schedule_has_run_when_the_batches_are_used_up(devices, lockstep, setting, world):
@@ -75,6 +76,7 @@ def test_a_schedule_has_run_when_the_batches_are_used_up(devices, lockstep, sett
     assert schedule_counts(state.opt_state) == [[BATCHES] * world] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_through_every_wrapper(devices, average, name):
@@ -189,6 +191,7 @@ def test_one_replica_counts_as_ever(devices, same):
     same((params, opt_state), (trainer.params(state), jax.tree.map(lambda x: x[0], state.opt_state)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [jaxche.FullShard(), jaxche.ShardGradOp()])
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_islands_of_unlike_sizes_agree(devices, average, strategy):
@@ -213,6 +216,7 @@ def test_every_stage_agrees(devices, average):
         assert adam == [[4, 6], [4, 6]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [1, 3])
 def test_a_resume_with_other_replicas_goes_on_where_the_schedule_was(devices, lockstep, tmp_path, other):
     def trainer(world):

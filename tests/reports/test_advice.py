@@ -210,6 +210,7 @@ def histories():
     }
 
 
+@pytest.mark.slow
 def test_advice_of_a_history(histories):
     sync = histories["sync"].advice(max_anchor=30)
     assert (sync.average, sync.base_batch_size, sync.now.counts) == ("gradients", 4.0, (1, 1))

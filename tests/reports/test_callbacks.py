@@ -24,6 +24,7 @@ def fit(problem, devices):
     return run
 
 
+@pytest.mark.slow
 def test_scalars(fit):
     history = fit()
     found = scalars(history[-1])
@@ -45,6 +46,7 @@ def test_tensorboard(fit, tmp_path):
     assert b"steps/rank1" in written
 
 
+@pytest.mark.slow
 def test_wandb(fit, tmp_path):
     wandb = pytest.importorskip("wandb")
     history = fit(jaxche.reports.WandbLogger(project="digits", mode="offline", dir=tmp_path))

@@ -54,6 +54,7 @@ def wanted_factors(history, b2=0.999, eps=1e-8):
     return jax.tree.map(one, *history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_found_in(name):
     tx, covered = OPTIMIZERS[name]
@@ -107,6 +108,7 @@ def test_moments_of_another_shape_are_those_of_another_model():
         preconditioner(state, {"w": jnp.ones(2)})
 
 
+@pytest.mark.slow
 def test_measured_as_adam_sees_it_and_anew_when_that_begins():
     """Raw and divided gradients differ by orders of magnitude: their averages are not mixed."""
     tx = optax.adam(1e-3)

@@ -38,6 +38,7 @@ def test_a_ragged_batch_is_computed_whole_by_everybody(name, devices, problem, c
     assert jax.tree.all(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), grads, layout.grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp(), NoShard(), HybridShardGradOp(2)], ids=str)
 @pytest.mark.parametrize(
     "tx",

@@ -50,6 +50,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_of_a_model(form, devices):
     costs = plan(FORMS[form], devices=devices[:4], **TWO)

@@ -47,6 +47,7 @@ def test_micro_batches_change_nothing(name, devices, problem, close):
     close(state.params, params, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_norm_that_clips_counts_every_element_once(name, devices, problem, close):
     """Neither once a device nor once a node: gradients are scaled to length 0.01 exactly."""
     tx = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
@@ -285,6 +286,7 @@ def test_a_transformer_takes_one_part_in_w_of_each_device(world, devices, proble
     assert all(size == pytest.approx(whole / world, rel=0.03) for size in sizes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [jaxche.FullShard(), jaxche.FullShard(scanned=("layers",))], ids=str)
 def test_no_device_ever_holds_a_full_copy_at_the_start(strategy, devices):
     """What the program that makes the first state needs, results and temporaries, is far less than the parameters."""

@@ -67,6 +67,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
         assert all(leaf.devices() == {devices[stage]} for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_steps_are_those_of_the_whole_model(name, make_model, twin, close, devices):
     make, micro_batches = PROTOCOLS[name]

@@ -122,6 +122,7 @@ def test_several_stages_on_one_device(make_model, first_twin, close, devices):
     close(list(grads), wanted_grads)
 
 
+@pytest.mark.slow
 def test_flax_modules_are_stages(close):
     class Hidden(linen.Module):
         @linen.compact

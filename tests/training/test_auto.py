@@ -37,6 +37,7 @@ def test_it_starts_in_sync_and_goes_where_progress_is(large, devices):
     assert one.explain(state).startswith("local steps in rounds of")
 
 
+@pytest.mark.slow
 def test_a_cheap_merge_keeps_exact_sync(large, devices):
     one = trainer(large, devices, sync_ms=0.2)
     state, history = fit(one, large)
@@ -63,6 +64,7 @@ def test_optimizer_and_schedule_go_on_over_a_change(large, devices):
     assert (np.asarray(adam.nu["w"]) == np.asarray(adam.nu["w"])[:1]).all()
 
 
+@pytest.mark.slow
 def test_a_run_repeats_resumes_and_replays(large, devices, same, tmp_path, told):
     one = trainer(large, devices)
     state, history = fit(one, large, epochs=4)

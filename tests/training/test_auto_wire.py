@@ -45,6 +45,7 @@ def run(trainer, state, data, counts=ROUNDS):
     return state, infos
 
 
+@pytest.mark.slow
 def test_it_takes_codes_once_merges_are_dear_and_what_rounding_leaves_is_kept(problem, trainer, same, caplog):
     one = trainer()
     with caplog.at_level(logging.INFO, "jaxche"):
@@ -89,6 +90,7 @@ def test_cheap_merges_stay_in_float32_and_compile_nothing_more(problem, trainer)
     assert list(one._engine._merges) == ["float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [0.0, 0.5])
 def test_runs_replay_and_resume_bit_for_bit(problem, trainer, same, tmp_path, overlap):
     def fit(epochs, folder=None):
@@ -152,6 +154,7 @@ def test_what_cannot_choose_is_refused(devices, options, reason):
         jaxche.Trainer(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), replicas=devices[:2], wire="auto", **options)
 
 
+@pytest.mark.slow
 def test_advice_names_what_would_make_dear_merges_cheaper(problem, devices):
     wire, overlap = "wire='int4' sends about 1/8 of the bytes", "overlap=0.5 hides up to half a round"
     for sync_ms, options, advice in [

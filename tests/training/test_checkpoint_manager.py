@@ -656,6 +656,7 @@ ALIKE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ALIKE)
 def test_names_that_join_alike_stay_apart(named_run, tmp_path, same, case):
     named_run(ALIKE[case], stop=2)
@@ -666,6 +667,7 @@ def test_names_that_join_alike_stay_apart(named_run, tmp_path, same, case):
     same(plain(undisturbed)[0], plain(named_run(ALIKE[case]))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kernel", "layer.0", "a/b"])
 def test_the_format_before_is_read_where_its_names_differ(named_run, monkeypatch, same, name):
     params = {name: {"w": np.ones(2, np.float32)}, "other": np.zeros(2, np.float32)}
@@ -733,6 +735,7 @@ def test_sigterm_while_the_last_round_is_being_saved_is_heeded_when_it_is(saved,
     assert str(state.round) in heard[0]
 
 
+@pytest.mark.slow
 def test_a_preempted_run_is_saved_and_goes_on(saved, same):
     folder, run, *_ = saved
     wanted, _ = run(folder=folder.with_name("undisturbed"))

@@ -53,6 +53,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("lengths", [(8, 12, 16), (8, 7, 8)])
 def test_an_epoch_of_another_length_is_refused_before_its_first_step(problem, devices, placement, lengths):

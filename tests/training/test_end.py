@@ -26,6 +26,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_end_a_run_exactly(problem, make, policy):
     trainer, state = make(**POLICIES[policy])
@@ -55,6 +56,7 @@ def test_a_single_replica_ends_exactly(problem, devices):
     assert history[-1].steps_done == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cadence", "async", "sync by speed"])
 @pytest.mark.parametrize("examples", [1, 96, 101, 250])
 def test_examples_end_a_run_without_more_batches_than_needed(problem, make, policy, examples):
@@ -82,6 +84,7 @@ def test_seconds_end_a_run_at_the_first_merge_after(problem, make, seconds):
         start = state.clock_ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "steps"),
     [
@@ -99,6 +102,7 @@ def test_the_first_limit_ends_it(problem, make, limits, steps):
     assert state.steps == steps
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_it_would_have_ended(problem, make, tmp_path):
     def run(folder, stops):
         trainer, state = make()

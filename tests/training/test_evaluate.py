@@ -189,6 +189,7 @@ def test_a_fast_replica_takes_more(trained, monkeypatch):
     assert found == trainer.evaluate(state, problem.data, metric_fn)
 
 
+@pytest.mark.slow
 def test_an_iterable_is_data_in_one_process(trained):
     problem, trainer, state = trained()
     batches = [problem.data[i] for i in range(len(problem.data))]
@@ -221,6 +222,7 @@ def test_random_keys_depend_on_the_batch_alone(make_problem, devices):
     assert found[0] == found[1] == {"noise": pytest.approx(wanted, rel=1e-6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -240,6 +242,7 @@ def test_all_trainers_evaluate(trained, options):
     assert found == pytest.approx(twin(trainer.params(state), batches), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [jaxche.FullShard(min_size=1), jaxche.HybridShard(2, min_size=1)], ids=repr)
 def test_islands_evaluate_together(trained, devices, strategy):
     meshes = [strategy.mesh(devices[:4]), strategy.mesh(devices[4:6])]
@@ -305,6 +308,7 @@ def trained_net(classes, devices):
     return trainer, state, model
 
 
+@pytest.mark.slow
 def test_an_nnx_model_is_evaluated_in_evaluation_mode(classes, trained_net):
     trainer, state, model = trained_net
     batches = [classes[i] for i in range(len(classes))]
@@ -337,6 +341,7 @@ def test_nnx_metrics_are_those_of_a_loop(classes, trained_net):
     assert np.isnan(float(metrics.compute()["loss"]))  # the given object is as it was
 
 
+@pytest.mark.slow
 def test_a_linen_loss_is_a_metric_function_too(classes, devices):
     class Linen(nn.Module):
         @nn.compact

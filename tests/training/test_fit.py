@@ -153,6 +153,7 @@ def test_validation_follows_every_epoch_unless_told_otherwise(on_fleet, problem)
     assert [info.steps_done for info in history if info.cursor + info.batches == 12] == [12, 24, 36]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "reached"),
     [

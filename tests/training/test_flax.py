@@ -70,6 +70,7 @@ def statistics(model_state):
     return model_state["batch_stats"]["BatchNorm_0"] if "batch_stats" in model_state else model_state["norm"]
 
 
+@pytest.mark.slow
 @DOORS
 def test_training_lowers_the_loss_and_learns_the_statistics(door, data, devices):
     loss, params, model_state = door()
@@ -83,6 +84,7 @@ def test_training_lowers_the_loss_and_learns_the_statistics(door, data, devices)
         np.testing.assert_array_equal(row[0], row[1])  # pooled: equal on both replicas
 
 
+@pytest.mark.slow
 @DOORS
 def test_statistics_are_pooled_with_the_law_of_total_variance(door, data, devices):
     """Each replica's own statistics come from running it alone on its share."""
@@ -144,6 +146,7 @@ def test_variances_of_constant_features_stay_right_when_a_round_moves_the_mean_f
     np.testing.assert_allclose(pooled["var"][:2], wanted, rtol=1e-5)
 
 
+@pytest.mark.slow
 @DOORS
 def test_dropout_belongs_to_the_batch_not_to_the_replica(door, data, devices):
     """The same batches in one round give the same mean gradient however they are dealt out."""
@@ -162,6 +165,7 @@ def test_dropout_belongs_to_the_batch_not_to_the_replica(door, data, devices):
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @DOORS
 def test_the_seed_decides_the_dropout(door, data, devices):
     loss, params, model_state = door()
@@ -322,6 +326,7 @@ def masks_of(loss, index, seed=7):
     return np.asarray(metrics["masks"]), model_state
 
 
+@pytest.mark.slow
 def test_layers_of_a_scan_drop_what_they_like_in_every_batch(same):
     loss = jaxche.NNXLoss(Stacked(nnx.Rngs(0)), lambda model, x: (jnp.float32(0), {"masks": model.masks(x)}))
     seen = {}
@@ -348,6 +353,7 @@ def test_layers_that_share_a_key_go_on_sharing_it():
     assert (again != first).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_scan_over_layers_trains_as_in_a_loop_of_nnx(problem, devices, close, replicas):
     """The loop gives each stream the keys of the batch; with two replicas the mean of two such gradients is taken."""

@@ -15,6 +15,7 @@ def trainer(problem, devices, fleet=FLEET, **options):
     return jaxche.Trainer(problem.loss, optax.adam(0.05), replicas=devices[:world], fleet=fleet, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
 def test_times_are_the_fleets_and_runs_repeat(problem, devices, policy, told, same):
     def run():
@@ -84,6 +85,7 @@ def test_replicas_are_dealt_out_over_the_devices_at_hand(problem, devices):
     assert [place.devices.item() for place in one._engine._placements] == [*devices, devices[0], devices[1]]
 
 
+@pytest.mark.slow
 def test_jitter_and_slowdowns_reach_the_cadence(problem, devices):
     fleet = jaxche.VirtualFleet([20, 50], jitter=0.05, slowdown=jaxche.cadence.Slowdown(rank=0, round=4, factor=5.0))
     one = trainer(problem, devices, fleet)

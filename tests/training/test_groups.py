@@ -257,6 +257,7 @@ def test_no_program_is_compiled_for_fewer_members(make, data, devices):
     assert [program._cache_size() for program in programs] == before
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(make, data, same, interrupted):
     def fit(**options):
         one = make(optax.adam(RATE))

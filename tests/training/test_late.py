@@ -35,6 +35,7 @@ def slowed(problem, devices):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", ["steps", "batch", "fednova"])
 def test_a_replica_out_of_time_stops_early_and_its_batches_come_next(problem, slowed, same, merge):
     trainer, start = slowed(merge=merge)

@@ -56,6 +56,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_line_costs_its_round_and_is_told_once(tmp_path, rounds, told, caplog, damage):
     log, file = MetricsLog(Group(), tmp_path), tmp_path / "history.jsonl"

@@ -15,6 +15,7 @@ _SPEC.loader.exec_module(mistakes)
 MOST = 600  # characters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("do", "named", "write"), [pytest.param(*row, id=name) for name, *row in mistakes.MISTAKES])
 def test_a_mistake_is_told_what_to_write(do, named, write):
     with pytest.raises((ValueError, TypeError, jaxche.NonFiniteLossError)) as caught:
@@ -32,6 +33,7 @@ def test_there_are_as_many_as_newcomers_made():
     assert len(set(names)) == len(names) >= 59
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", mistakes.WORKS.values(), ids=mistakes.WORKS)
 def test_what_newcomers_may_do_works(do):
     state, _ = do()

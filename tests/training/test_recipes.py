@@ -49,6 +49,7 @@ def frozen_loss(params, batch):
     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2) + 1e-3 * hard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("tx", FREEZE)
 def test_frozen_parameters_keep_their_bits(problem, devices, tx, setting):
@@ -318,6 +319,7 @@ def test_small_updates_reach_parameters_in_float32_alone(devices):
     assert moved[1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 @pytest.mark.parametrize("name", ["polyak_sgd", "momo", "reduce_on_plateau"])
 def test_optimizers_that_use_the_loss_train(problem, devices, average, name):

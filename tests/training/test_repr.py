@@ -57,6 +57,7 @@ def test_replicas_on_several_kinds():
     assert replicas_text(rows, None) == "3 replicas on 2 x H100 and 1 x L4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cadence", "sync", "auto"])
 def test_each_value_is_one_line(policy, problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), replicas=devices[:4], policy=policy)

@@ -39,6 +39,7 @@ def single_device(problem, tx, joined, epochs=3):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", [None, 3, 6])
 @pytest.mark.parametrize("tx", [optax.sgd(0.3, momentum=0.9), optax.adam(0.05)], ids=["sgd", "adam"])
 def test_it_equals_one_device_on_the_joined_batch(make_problem, devices, close, tx, joined):
@@ -50,6 +51,7 @@ def test_it_equals_one_device_on_the_joined_batch(make_problem, devices, close, 
     assert sum(info.examples for info in history) == 3 * (16 * 20 + 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fleet", "least"), [(FOUR, 0.97), (TWO, 0.95)])
 def test_all_devices_end_together(make_problem, devices, fleet, least):
     problem = make_problem(examples=64 * 40, batch_size=64)
@@ -71,6 +73,7 @@ def test_shares_that_stay_are_compiled_for_once(make_problem, devices):
     assert one.compilations == before
 
 
+@pytest.mark.slow
 def test_a_replay_and_a_resumed_run_are_equal(make_problem, devices, same, tmp_path, told):
     problem = make_problem(examples=8 * 20 + 3, batch_size=8)
     one = trainer(problem, devices)
@@ -186,6 +189,7 @@ def test_the_last_round_of_an_epoch_takes_fewer_steps(make_problem, devices):
     assert np.median(sizes) > 8
 
 
+@pytest.mark.slow
 def test_the_noise_scale_of_unequal_rows_is_that_of_equal_ones(make_problem, devices):
     problem = make_problem(examples=16 * 400, batch_size=16)
     found = {}

@@ -80,6 +80,7 @@ def alone(train, params, devices):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_pipelines_train_as_devices_do(devices, params, alone, name, train, trained_alike):
     staged = train(in_stages(PROTOCOLS[name]), params, [devices[:2], devices[2:4]])
@@ -137,6 +138,7 @@ def test_the_cadence_follows_the_speeds_and_an_epoch_is_read_once(devices, data,
     assert trainer.measure_rates(state, data, seconds=0.05)[1] > 0
 
 
+@pytest.mark.slow
 def test_a_round_leaves_its_state_valid_and_repeats_bit_for_bit(devices, data, params, same, train):
     def noisy(params, batch, rng):
         kept = jax.random.bernoulli(rng, 0.7, batch["x"].shape)
@@ -229,6 +231,7 @@ def test_an_error_in_mid_round_leaves_the_last_good_state(devices, data, params)
     assert np.isfinite(info.loss)
 
 
+@pytest.mark.slow
 def test_pipelines_go_on_from_a_checkpoint_bit_for_bit(data, params, devices, lockstep, tmp_path):
     replicas = [devices[:2], devices[2:4]]
 
@@ -248,6 +251,7 @@ def test_pipelines_go_on_from_a_checkpoint_bit_for_bit(data, params, devices, lo
     assert resumed.params[1]["w"].devices() == {devices[1], devices[3]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(2)], ids=["direct", "pipeline"])
 @pytest.mark.parametrize(
     ("stages", "objective"),

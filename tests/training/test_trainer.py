@@ -68,6 +68,7 @@ def local_sgd(problem, tx, rounds, rule="steps", opt_mode="local", outer=None):
     return x0, states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("tx", [optax.sgd(0.3, momentum=0.9), optax.adam(0.05)], ids=["sgd", "adam"])
 def test_sync_equals_one_device_on_the_joined_batch(problem, devices, close, replicas, tx):
@@ -101,6 +102,7 @@ def test_averaged_gradients_equal_one_device_on_all_batches_of_the_round(problem
     assert all((row == row[:1]).all() for row in map(np.asarray, rows))  # one identical update everywhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["steps", "batch", "fednova"])
 @pytest.mark.parametrize("opt_mode", ["local", "average", "reset"])
 def test_averaged_parameters_equal_the_slow_twin(problem, devices, close, rule, opt_mode):
@@ -148,6 +150,7 @@ def test_one_replica_is_a_plain_training_loop(problem, devices, same):
     chex.assert_trees_all_close(trainer.params(state), params, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("examples", [96, 97, 3])
 def test_every_batch_of_every_epoch_is_read_exactly_once(make_problem, recorder, devices, policy, examples, patient):
@@ -194,6 +197,7 @@ def test_async_sees_replicas_part_and_nudges_the_anchor_down(devices):
     assert any(verdict == "nudge" and anchor <= 4 for _, verdict, anchor in seen)
 
 
+@pytest.mark.slow
 def test_async_lets_the_anchor_recover_once_replicas_agree(problem, devices):
     @dataclasses.dataclass(frozen=True)
     class Scripted:

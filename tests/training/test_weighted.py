@@ -78,6 +78,7 @@ def make(devices, replicas=3, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["equal", "speed"])
 def test_sync_equals_one_device_on_the_tokens_of_the_joined_batch(rows, devices, close):
     one = make(devices, policy="sync", fleet=FLEET, rows=rows)
@@ -87,6 +88,7 @@ def test_sync_equals_one_device_on_the_tokens_of_the_joined_batch(rows, devices,
     assert sum(info.examples for info in history) == 3 * 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["sync", "cadence"])
 def test_the_history_has_means_over_tokens(policy, devices):
     one = make(devices, policy=policy, tx=optax.sgd(0.0), rows="equal" if policy == "sync" else None)
@@ -144,6 +146,7 @@ def test_a_single_replica_trains_on_the_mean_of_each_batch(devices, close):
     assert np.isfinite(history[-1].loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [jaxche.FullShard(), jaxche.NoShard()], ids=repr)
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 def test_islands_count_tokens_over_their_devices(strategy, average, devices, close):
