@@ -12,6 +12,10 @@ from chaos_parts import worker
 from chaos_parts.faults import Launch, orphans
 
 
+# Seconds of silence that a start on a busy machine does not reach, with a small state and with a large one.
+HANG_S, HANG_S_OF_LARGE = "60", "180"
+
+
 class ElasticLaunch(Launch):
     """A run under ``jaxche launch --elastic``, which is started again if it is killed."""
 

@@ -14,7 +14,7 @@ from chaos_parts.faults import Lines
 
 # Until all ranks are back after a fault, or the run has come to its end; and until the stacks of all processes are
 # written to the output.
-LIMIT_S, STACKS_S = 180.0, 40.0
+LIMIT_S, STACKS_S = 240.0, 40.0
 
 
 class StuckError(Exception):
