@@ -11,7 +11,6 @@ from pathlib import Path
 from chaos_parts import worker
 from chaos_parts.faults import Launch, orphans
 
-
 # Seconds of silence that a start on a busy machine does not reach, with a small state and with a large one.
 HANG_S, HANG_S_OF_LARGE = "60", "180"
 
