@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
@@ -123,6 +123,12 @@ class CheckpointManager(Hook):
         if run.history and run.history[-1] is not self._logged:  # evaluated since
             self._append(run.history[-1])
         self._settle()
+        last = run.state.round
+        if last <= self._abandoned and not self._group.broadcast(last in self._manager.all_steps()):
+            self._abandoned = 0
+            self._discard(last)
+            self.save(run.state)
+            self._settle()
         for pause_s in _PAUSES_S:
             if self._missing:
                 time.sleep(pause_s)
@@ -147,6 +153,7 @@ class CheckpointManager(Hook):
         """Continue with the present members from the state of the run."""
         self._in_flight, self._saves, self._missing = 0, 0, ""
         if shrunk:
+            _end_threads(cancels=True)
             # Some processes may have started to save a round that is now repeated.
             self._abandoned = max(self._group.all_gather(self._started))
         else:
@@ -195,9 +202,11 @@ class CheckpointManager(Hook):
         self._settle()
         self._in_flight, self._saves = state.round, self._saves + 1
         self._barrier = self._group.thread_barrier(f"save-{self._saves}")
-        with self._unless_lost("begun"):
+        with self._unless_lost("begun"), _barriers(self._wait_for_others):
             try:
                 self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
+            except threading.BrokenBarrierError:
+                pass  # it failed in another process, and all agree on how when they wait for its end
             except BaseException:
                 self._barrier.abort()
                 raise
@@ -229,6 +238,8 @@ class CheckpointManager(Hook):
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(self._manager.wait_until_finished)
             while not wait([ended], _POLL_S).done:
+                if self._group.lost():
+                    _end_threads(cancels=True)
                 # Threads may wait for folders that the first process was to make. There Orbax would take the save for
                 # written, and delete older ones.
                 if self._barrier.is_broken and not self._group.is_first:
@@ -336,6 +347,19 @@ class CheckpointManager(Hook):
             _log.warning(text, self._started, what, str(error)[:300])
 
 
+@contextlib.contextmanager
+def _barriers(wait: Callable[..., None]) -> Iterator[None]:
+    """Orbax's barriers of some of the processes call ``wait``; its own do not detect deaths, and wait for minutes."""
+    from orbax.checkpoint._src.multihost import multihost
+
+    own = multihost.get_barrier_sync_fn
+    multihost.get_barrier_sync_fn = lambda processes=None: wait
+    try:
+        yield
+    finally:
+        multihost.get_barrier_sync_fn = own
+
+
 def _close(manager: Any) -> Exception | None:
     """Wait for all threads of a manager and close it; returns the first error of a save that failed."""
     first = None
@@ -348,17 +372,22 @@ def _close(manager: Any) -> Exception | None:
     return first
 
 
-def _end_threads() -> None:
-    """Wait for the other threads of a save that failed; those that wait for its folders would do so for minutes."""
+def _end_threads(cancels: bool = False) -> None:
+    """End the threads of a save that failed; those that wait for its folders would do so for minutes.
+
+    If the process that was to make the folders has died, they have to be cancelled.
+    """
     from orbax.checkpoint._src.futures import future
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)]
+    for thread in threads if cancels else []:
+        thread.cancel()
     operation = OperationIdGenerator.get_current_operation_id()
     signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract(operation)
     future.set_signals(signals, operation_id=operation)
-    for thread in threading.enumerate():
-        if isinstance(thread, future._SignalingThread):
-            threading.Thread.join(thread)  # its own join raises its error
+    for thread in threads:
+        threading.Thread.join(thread)  # its own join raises its error
 
 
 def _handlers(multiprocessing: Any) -> Any:

@@ -189,19 +189,22 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
     for hook in run.hooks:
         hook.on_start(run)
     try:
-        for info in training_rounds(trainer, run):
-            answers = [hook.on_round(run, run.history[-1]) for hook in run.hooks]
-            wants_stop = any(answers)
-            if wants_stop and group.num_processes > 1 and not info.stop:
-                trainer.request_stop()  # all processes stop after the next round
-            if info.stop == Stop.PREEMPTED:
-                _stop(run, preempted=True)
-                raise SystemExit(PREEMPTED_CODE)
-            if info.stop or (wants_stop and group.num_processes == 1):
-                _stop(run)
+        stopped = None
+        while True:
+            try:
+                if run.state.round != stopped:
+                    _run_rounds(trainer, run)
+                    stopped = run.state.round
+                for hook in run.hooks:
+                    hook.on_end(run)
+                if membership:
+                    membership.end_fit()
                 break
-        for hook in run.hooks:
-            hook.on_end(run)
+            except PeerLostError as error:
+                if membership is None:
+                    raise
+                # The others end once more, without it: it may have written only a part of what is written at the end.
+                membership.recover(run, error)
     except KeyboardInterrupt:
         if group.num_processes > 1:
             raise
@@ -210,8 +213,22 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
     except Exception:
         trainer.last_good_state = run.state
         raise
-    if membership:
-        membership.end_fit()
+
+
+def _run_rounds(trainer: Rounds, run: Run) -> None:
+    """Run rounds until the end, or until a hook or a signal stops them."""
+    group = trainer._group
+    for info in training_rounds(trainer, run):
+        answers = [hook.on_round(run, run.history[-1]) for hook in run.hooks]
+        wants_stop = any(answers)
+        if wants_stop and group.num_processes > 1 and not info.stop:
+            trainer.request_stop()  # all processes stop after the next round
+        if info.stop == Stop.PREEMPTED:
+            _stop(run, preempted=True)
+            raise SystemExit(PREEMPTED_CODE)
+        if info.stop or (wants_stop and group.num_processes == 1):
+            _stop(run)
+            break
 
 
 def _stop(run: Run, preempted: bool = False) -> None:

@@ -44,7 +44,8 @@ class Membership:
             self._join(run)
 
     def end_fit(self) -> None:
-        """End a fit on all members."""
+        """End a fit on all members, once all of them have come to its end; raises PeerLostError if one has died."""
+        self._group.barrier()
         self._group.end_fit()
 
     def reset(self) -> None:
