@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,17 @@ def test_contributing_lists_every_module():
     page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf8")
     assert house.table(ORDER) in page, "write: python scripts/house.py --write"
     assert house.layers() == ORDER
+
+
+@pytest.mark.slow
+def test_a_reader_follows_a_round_through_few_modules():
+    script = ROOT.parent / "scripts" / "trace_round.py"
+    path = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, env=path)
+    *modules, count = [line.split()[0] for line in done.stdout.splitlines()]
+    assert int(count) == len(modules) <= 18, done.stdout
+    # A run without groups, overlap or few bytes needs none of their code.
+    assert not [name for name in modules if name.endswith(("_groups.py", "_group_merge.py", "_overlap.py", "_wire.py"))]
 
 
 def _imported(path, modules):

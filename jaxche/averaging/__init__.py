@@ -4,6 +4,7 @@ from jaxche.averaging._mean import measure_drift, weighted_mean
 from jaxche.averaging._mean import psum_buckets as psum_buckets
 from jaxche.averaging._outer import outer_init, outer_step
 from jaxche.averaging._statistics import from_moments, to_moments
+from jaxche.averaging._trees import Weighted
 from jaxche.averaging._trees import add_weighted as add_weighted
 from jaxche.averaging._trees import escape_name as escape_name
 from jaxche.averaging._trees import is_float as is_float
@@ -11,7 +12,6 @@ from jaxche.averaging._trees import path_names as path_names
 from jaxche.averaging._trees import sum_dtype as sum_dtype
 from jaxche.averaging._trees import weighted as weighted
 from jaxche.averaging._trees import zero_sums as zero_sums
-from jaxche.averaging._weighted import Weighted
 from jaxche.averaging._weights import MERGE_RULES, merge_weights
 from jaxche.averaging._wire import WIRES as WIRES
 from jaxche.averaging._wire import blocks_size as blocks_size

@@ -1,4 +1,4 @@
-"""Pooled batch statistics: those of all examples, from the statistics of each replica."""
+"""Pooled batch statistics: the statistics of all examples, from those of each replica."""
 
 from __future__ import annotations
 

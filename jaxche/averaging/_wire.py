@@ -156,7 +156,7 @@ Pieces = Sequence[jax.Array]
 
 
 class Means(NamedTuple):
-    """The weighted means of vectors over the replicas, and what this replica sent of its own vectors, in pieces."""
+    """The weighted means of vectors over the replicas, and the vectors of this replica as decoded, in pieces."""
 
     means: list[list[jax.Array]]
     sent: list[list[jax.Array]]
@@ -227,7 +227,7 @@ def exchange_means(
 
 
 def encode_all(vectors: Sequence[Pieces], wire: str) -> list[list[jax.Array]]:
-    """The bytes of each piece: those of the first vector rounded to the nearest codes, those of the others cut."""
+    """The bytes of each piece: the first vector is rounded to the nearest codes, the others are cut."""
     return [[encode(x, wire, cut=i > 0) for x in pieces] for i, pieces in enumerate(vectors)]
 
 

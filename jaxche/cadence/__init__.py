@@ -4,9 +4,6 @@ from jaxche.cadence._checks import whole_number as whole_number
 from jaxche.cadence._choice import Choice as Choice
 from jaxche.cadence._choice import active_counts as active_counts
 from jaxche.cadence._choice import choose as choose
-from jaxche.cadence._counts import clamp_counts, limit_lead
-from jaxche.cadence._counts import interleave as interleave
-from jaxche.cadence._counts import split_by_ratio as split_by_ratio
 from jaxche.cadence._divergence import DivergenceCorrection as DivergenceCorrection
 from jaxche.cadence._divergence import Verdict as Verdict
 from jaxche.cadence._elche import ElChe
@@ -17,8 +14,10 @@ from jaxche.cadence._groups import half_life_of as half_life_of
 from jaxche.cadence._groups import merge_steps as merge_steps
 from jaxche.cadence._groups import most_group_merges as most_group_merges
 from jaxche.cadence._groups import paused_ms as paused_ms
-from jaxche.cadence._rounds import ApplyPolicy, RoundPlan, plan_round
+from jaxche.cadence._rounds import ApplyPolicy, RoundPlan, clamp_counts, limit_lead, plan_round
 from jaxche.cadence._rounds import Piece as Piece
+from jaxche.cadence._rounds import interleave as interleave
+from jaxche.cadence._rounds import split_by_ratio as split_by_ratio
 from jaxche.cadence._row_shares import RowShares as RowShares
 from jaxche.cadence._simulate import FleetRun, Slowdown, VirtualFleet
 from jaxche.cadence._wire_choice import AUTO_WIRES as AUTO_WIRES

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._counts import clamp_counts
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._rounds import ApplyPolicy
+from jaxche.cadence._rounds import ApplyPolicy, clamp_counts
 from jaxche.cadence._row_shares import RowShares, fill
-from jaxche.cadence._tuner_progress import half_life_ms
-from jaxche.cadence._tuner_steady import middle
+from jaxche.cadence._tuners import half_life_ms, middle
 
 # Progress of one update with the gradients of k batches, in steps on one batch: k to this power.
 _JOINED = 0.9
@@ -31,7 +29,7 @@ _TRIED, _FORGOTTEN = 4, 400
 
 @dataclass(frozen=True, repr=False)
 class Choice:
-    """What ``policy="auto"`` does.
+    """The present choice of ``policy="auto"``.
 
     Attributes:
       policy: ``sync`` or ``cadence``.
@@ -115,7 +113,7 @@ def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, u
 
 
 def alone_batches(sync_ms: float, fast_ms: float) -> int:
-    """Batches of a replica that trains alone, between merges that only tell the others: 2 % of the time, or less."""
+    """Batches between the merges of a replica that trains alone; the merges take at most 2 % of the time."""
     return max(50, math.ceil(50 * sync_ms / fast_ms))
 
 

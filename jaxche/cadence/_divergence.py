@@ -17,7 +17,7 @@ SUPPRESS_RATE, NUDGE_RATE = 1e-3, 1e-2
 DECAY, FLOOR = 0.9, 1e-8
 # Reports in a row above a rate before it has an effect; calm reports in a row before the ceiling rises.
 PATIENCE, CALM_PATIENCE = 3, 5
-# What a nudge leaves of the anchor.
+# A nudge makes the anchor this part of itself.
 NUDGE_FACTOR = 0.5
 
 

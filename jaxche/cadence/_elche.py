@@ -9,15 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence import _tuner_progress as progress
 from jaxche.cadence import _tuner_seed as seed
-from jaxche.cadence import _tuner_steady as steady
-from jaxche.cadence._cadence_state import CadenceState
-from jaxche.cadence._checks import checked_settings, finite_number, timings, whole_number
-from jaxche.cadence._counts import LARGEST_COUNT, clamp_counts, proportional_clamp, round_half_away
+from jaxche.cadence._checks import finite_number, whole_number
+from jaxche.cadence._rounds import clamp_counts, proportional_clamp
+from jaxche.cadence._tuners import (
+    LARGEST_COUNT,
+    CadenceState,
+    middle,
+    progress,
+    ratio_counts,
+    round_half_away,
+    speed_ratios,
+    steady,
+)
 from jaxche.drawing import COLOURS, Bar, Lane, lanes, ranks_to_show
 
-TUNERS = {"seed": seed, "steady": steady, "progress": progress}
+TUNERS = {"seed": seed.update, "steady": steady, "progress": progress}
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,9 +86,20 @@ class ElChe(CadenceState):
     """
 
     def __post_init__(self) -> None:
-        checked = checked_settings(
-            self.world_size, self.anchor, self.overhead_target, self.max_anchor, self.max_batch_diff
-        )
+        target = finite_number("overhead_target", self.overhead_target, "overhead_target=0.10")
+        if not 0.01 <= target <= 0.50:
+            raise ValueError(f"overhead_target={target} lies outside [0.01, 0.50]; write e.g. overhead_target=0.10")
+        diff, world = self.max_batch_diff, "ElChe(world_size=2); one replica needs no ElChe"
+        if diff is not None:
+            diff = whole_number("max_batch_diff", diff, 0, "max_batch_diff=10, or None for no limit")
+        # As plain numbers, which compare, hash and convert to JSON.
+        checked: dict[str, Any] = {
+            "world_size": whole_number("world_size", self.world_size, 2, world),
+            "anchor": whole_number("anchor", self.anchor, 1, "ElChe(anchor=10)"),
+            "overhead_target": target,
+            "max_anchor": whole_number("max_anchor", self.max_anchor, 1, "ElChe(max_anchor=200)"),
+            "max_batch_diff": diff,
+        }
         if self.tuner not in TUNERS:
             names = ", ".join(f'"{name}"' for name in TUNERS)
             raise ValueError(f'tuner={self.tuner!r} is not a tuner; write one of {names}, e.g. tuner="steady"')
@@ -147,7 +165,7 @@ class ElChe(CadenceState):
         slow = max(self.ms_per_batch)
         if not slow or len(self.sync_samples) < 2:
             return ""
-        sync_ms = steady.middle(self.sync_samples)
+        sync_ms = middle(self.sync_samples)
         wanted_ms = self.round_ms if self.tuner == "progress" else sync_ms / (self.overhead_target + self.overlap)
         wanted = math.ceil(wanted_ms / slow - 1e-9)
         if wanted <= self.max_anchor:
@@ -237,9 +255,9 @@ class ElChe(CadenceState):
         wall, batches = timings(wall_ms, actual_batches, self.world_size)
         sync_ms = finite_number("sync_ms", sync_ms, "sync_ms=5.0, or 0.0 if not known", least=0.0)
         if self.tuner != "progress":
-            return self._updated(**TUNERS[self.tuner].update(self, wall, batches, sync_ms))
+            return self._updated(**TUNERS[self.tuner](self, wall, batches, sync_ms))
         travel_ms = finite_number("travel_ms", travel_ms, "travel_ms=5000.0, or 0.0 if not known", least=0.0)
-        return self._updated(**progress.update(self, wall, batches, sync_ms, travel_ms))
+        return self._updated(**progress(self, wall, batches, sync_ms, travel_ms))
 
     def nudge_anchor_down(self, factor: float) -> ElChe:
         """Shrink the anchor to ⌈a · factor⌉, also below its start: replicas that drift apart must merge sooner.
@@ -334,10 +352,9 @@ class ElChe(CadenceState):
     def _in_proportion(self, anchor: int) -> np.ndarray:
         # Before any timing the counts are the only hint of the speeds.
         ms = np.array(self.ms_per_batch) if self.is_calibrated else 1.0 / np.array(self.batch_counts)
-        return steady.ratio_counts(anchor, steady.speed_ratios(ms), self.max_batch_diff)[1]
+        return ratio_counts(anchor, speed_ratios(ms), self.max_batch_diff)[1]
 
     def _updated(self, **changes: Any) -> ElChe:
-        # Fields are plain numbers, which compare, hash and convert to JSON.
         if "batch_counts" in changes:
             changes["batch_counts"] = tuple(changes["batch_counts"].astype(np.int64).tolist())
         if "ms_per_batch" in changes:
@@ -349,3 +366,38 @@ def short_row(row: Sequence[Any], show: Callable[[Any], str]) -> str:
     """A tuple of one value a rank as text, long ones cut."""
     shown = [show(x) for x in row] if len(row) <= 8 else [*map(show, row[:4]), "…", *map(show, row[-2:])]
     return f"({', '.join(shown)})"
+
+
+def timings(
+    wall_ms: Sequence[float] | np.ndarray, actual_batches: Sequence[int] | np.ndarray, world_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """One round's measurements as float64 arrays [R]; ValueError names the first rank with an impossible number."""
+    try:
+        wall, batches = np.asarray(wall_ms, np.float64), np.asarray(actual_batches, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"wall_ms={wall_ms!r} and actual_batches={actual_batches!r} must be plain lists of numbers; "
+            "write e.g. report_timing([500.0, 1000.0], [10, 10], sync_ms=5.0)"
+        ) from None
+    for name, array in (("wall_ms", wall), ("actual_batches", batches)):
+        if array.shape != (world_size,):
+            raise ValueError(
+                f"{name} has shape {array.shape} but world_size={world_size}; write one number a rank, "
+                f"{name} of length {world_size}"
+            )
+    _refuse(~(np.isfinite(wall) & (wall >= 0)), "wall_ms", wall, "a finite time in ms, at least 0")
+    _refuse(~(batches >= 0) | (batches != np.floor(batches)), "actual_batches", batches, "a whole number, at least 0")
+    idle = (batches == 0) & (wall > 0)
+    if idle.any():
+        rank = int(idle.argmax())
+        raise ValueError(
+            f"rank {rank}: actual_batches=0 but wall_ms={wall[rank]:g}; time without a batch is no measurement of "
+            f"speed, write wall_ms[{rank}]=0.0 for a rank that ran nothing"
+        )
+    return wall, batches
+
+
+def _refuse(bad: np.ndarray, name: str, values: np.ndarray, wanted: str) -> None:
+    if bad.any():
+        rank = int(bad.argmax())
+        raise ValueError(f"rank {rank}: {name}={values[rank]:g} must be {wanted}; leave the report out or correct it")

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._tuner_progress import half_life_ms
-from jaxche.cadence._tuner_steady import middle
+from jaxche.cadence._tuners import half_life_ms, middle
 
 # A round has at least one merge of its groups, so that their cost is measured.
 LEAST_MERGES = 2
@@ -18,8 +17,9 @@ LEAST_MERGES = 2
 def half_life_of(groups: Sequence[Sequence[int]], world_size: int) -> float:
     """How much longer a round may be where replicas merge in groups within it, (N - 1) / (G - 1).
 
-    What replicas lose by moving apart follows the variance between them. The means of G groups of N / G replicas each
-    have G / N of the variance of a replica, and what is between them is 1 - 1 / G of it, for 1 - 1 / N.
+    The loss of replicas that move apart follows the variance between them. The means of G groups of N / G replicas each
+    have G / N of the variance of a replica. The part 1 - 1 / G of it is between the groups, where N single replicas
+    have 1 - 1 / N of theirs.
 
     Example:
       >>> half_life_of([(0, 1), (2, 3)], 4), half_life_of([], 4)
@@ -67,7 +67,7 @@ def merge_steps(counts: Sequence[int], merges: int) -> list[list[int]]:
 
 
 def group_cost_ms(groups: Sequence[Sequence[int]], paused_ms: Sequence[float], merges: int) -> float:
-    """The cost of a merge of a group, of the dearest one: what the member that waited least was paused for.
+    """The cost of a merge in the dearest group: the time for which the member that waited least was paused.
 
     Args:
       groups: the ranks of each group.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._tuner_steady import JUMP, MEMORY, middle
+from jaxche.cadence._tuners import JUMP, MEMORY, middle
 from jaxche.drawing import per_rank
 
 # Sizes of a step that are remembered for each rank.
@@ -79,7 +79,7 @@ class RowShares:
         return lines[:, 0], lines[:, 1]
 
     def times(self, rows: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> np.ndarray:
-        """Expected milliseconds of each rank for these rows and steps; by default those of the next round."""
+        """Expected milliseconds of each rank for these rows and steps, by default for the next round."""
         fixed, slope = self.fit()
         return np.array(self.steps if steps is None else steps) * fixed + slope * np.array(
             self.rows if rows is None else rows
@@ -134,13 +134,9 @@ class RowShares:
         """Whole batches, with the times that were measured."""
         return replace(self, rows=(), steps=(), joined=0)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field by name."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
-        """The shares that ``to_dict`` saved, also after a round trip through JSON."""
+        """The shares that ``dataclasses.asdict`` saved, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
         return cls(tuple(saved["rows"]), tuple(saved["steps"]), saved["joined"], samples)
 
@@ -162,7 +158,7 @@ def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.
     end = ends[np.argmax(ends <= starts)]
     exact = np.maximum(end - fixed, 0) / np.maximum(slope, 1e-9)
     rows = (np.floor(exact / unit + 1e-9) * unit).astype(np.int64)
-    # The rest goes to whoever ends first with it.
+    # The rest goes, unit by unit, to the rank that ends first with one more.
     heap = [(f + s * (r + unit), i) for i, (f, s, r) in enumerate(zip(fixed, slope, rows, strict=True))]
     heapq.heapify(heap)
     left = total - int(rows.sum())
@@ -175,7 +171,7 @@ def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.
 
 
 def _pushed(own: tuple[Sample, ...], size: float, ms: float) -> tuple[Sample, ...]:
-    """The samples with one more time of steps of ``size`` rows; a change of speed rescales those of other sizes."""
+    """The samples with one more time of steps of ``size`` rows; a change of speed rescales the other sizes too."""
     found = dict(own)
     times = (ms, *found.pop(size, ()))[:MEMORY]
     if own and len(times) > 1:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxche.cadence._cadence_state import CadenceState
-from jaxche.cadence._counts import LARGEST_COUNT, round_half_away
+from jaxche.cadence._tuners import LARGEST_COUNT, CadenceState, round_half_away
 
 
 def update(che: CadenceState, wall: np.ndarray, batches: np.ndarray, sync_ms: float) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from jaxche.cadence._elche import ElChe
-from jaxche.cadence._tuner_steady import MEMORY, middle
+from jaxche.cadence._tuners import MEMORY, middle
 
-# The wires between which it chooses: the one that loses nothing, and the one of fewest bytes.
+# The two wires to choose from: exact numbers, and the fewest bytes.
 AUTO_WIRES = ("float32", "int4")
 # Codes are tried where merges take this share of the time.
 DEAR = 0.05
@@ -20,19 +18,10 @@ _FASTER = 0.7
 
 @dataclass(frozen=True)
 class WireChoice:
-    """The wire of the next merge, and why in one line; no reason as long as nothing was decided."""
+    """The wire of the next merge, and the reason in one line; empty before the decision."""
 
     wire: str = AUTO_WIRES[0]
     reason: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> WireChoice:
-        """The choice that ``to_dict`` saved."""
-        return cls(**saved)
 
 
 def merge_share(che: ElChe) -> float:

@@ -101,7 +101,7 @@ def add_out(
     kind: Callable[[str], str] | None = None,
     old: str | None = None,
 ) -> None:
-    """Adds ``-o`` and ``--out``, the one option of all commands for the place of what they write.
+    """Adds ``-o`` and ``--out``, the one option of all commands for the place of their output.
 
     ``what`` is written there; ``kind`` is ``file_path`` (default) or ``directory_path``, and ``old`` an earlier name.
     """

@@ -215,7 +215,7 @@ def store(url: str) -> Finding:
         tried = f"deleting {key}"
         obstore.delete(place, key)
         place = None
-    except (BaseError, OSError, ValueError, NotImplementedError) as error:
+    except (BaseError, OSError, ValueError, NotImplementedError) as error:  # the last: no conditional writes
         return Finding("store", f"{url}: {tried} failed: {str(error).splitlines()[0]}", "check the URL and credentials")
     finally:
         if place is not None:

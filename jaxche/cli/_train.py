@@ -114,7 +114,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=POLICIES,
         help="sync: after every step, which is exact; cadence: after a round, in which each replica takes the steps "
-        "that fit into it (default); async: likewise, with shorter rounds while replicas drift apart; auto: sync or "
+        "that fit into it (default); async: the same, with shorter rounds while replicas drift apart; auto: sync or "
         "cadence, as measured times suggest",
     )
     add(
@@ -138,8 +138,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--opt-state",
         choices=("local", "average", "reset"),
-        help="what a merge does with optimizer states, e.g. Adam's moments: average them (default), leave each replica "
-        "its own, or start them anew",
+        help="what a merge does with optimizer states, e.g. Adam's moments: average them (default), keep them on "
+        "each replica, or initialize them again",
     )
     add(
         "--anchor",

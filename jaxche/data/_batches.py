@@ -200,7 +200,7 @@ Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
 
 
 class BatchReader(Protocol):
-    """What a feed needs of a reader: batches by their keys."""
+    """The part of a reader that a feed uses: batches by their keys."""
 
     depth: int
 
@@ -240,7 +240,7 @@ class Reader:
         return checked_length(self.data)
 
     def seek(self, state: Any) -> None:
-        """Nothing: batches are read by their index."""
+        """Do nothing: batches are read by their index."""
 
     def fitted(self, plan: RoundPlan, state: Any) -> RoundPlan:
         """The plan, which ends with the epoch."""
@@ -334,7 +334,7 @@ class Reader:
         wait(list(self._ready.values()))
 
     def stop(self) -> None:
-        """Nothing: no replica waits for batches of another."""
+        """Do nothing: no replica waits for batches of another."""
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -370,7 +370,7 @@ class Feed:
 
 
 def join_pieces(step: Step, read: Callable[[Key], Any]) -> tuple[Any, list[tuple[Key, slice]]]:
-    """One batch of the rows of all pieces, None without rows, and what it has of which batch.
+    """One batch of the rows of all pieces, or None without rows; and the rows that it has of each batch.
 
     A whole batch is not copied, and its slice has no end. ``read`` returns None for a batch after the end of a stream.
     """

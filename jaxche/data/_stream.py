@@ -49,10 +49,10 @@ class Stream:
 
     Args:
       source: an iterable, e.g. a ``grain.IterDataset``, a torch ``DataLoader``, a ``tf.data.Dataset`` or an iterable
-        Hugging Face dataset, which is iterated anew in every epoch, after ``source.set_epoch(epoch)`` if there is such
+        Hugging Face dataset, which is iterated again in every epoch, after ``source.set_epoch(epoch)`` if there is such
         a method (also of ``source.sampler`` and ``source.dataset``); or a function ``source(epoch)`` that returns an
-        iterable; or an iterator, e.g. a generator, which has one epoch. It belongs to the trainer that reads it first:
-        batches that this trainer has read ahead wait for its next fit, and another trainer does not get them.
+        iterable; or an iterator, e.g. a generator, which has one epoch. An iterator belongs to the first trainer that
+        reads it: batches that this trainer has read ahead are for its next fit, and no other trainer gets them.
       shards: needed in a run of several processes. True: each process reads its own part, see
         :func:`jaxche.process_shard`. False: all processes read the same batches, and each trains on some of them.
       prefetch: batches to read ahead for each replica of the process; no more are kept.
@@ -145,7 +145,7 @@ def as_stream(data: Any) -> Stream:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two data are one object, or streams of one iterator, of which batches may be read ahead already."""
+    """Whether two data are one object, or streams of one iterator, whose next batches may be read already."""
     if one is other or not (is_stream(one) and is_stream(other)):
         return one is other
     one, other = as_stream(one), as_stream(other)
@@ -163,14 +163,14 @@ def check_stream(data: Any, group: Group, spans: bool, epochs: int = 1) -> Strea
     if epochs > 1 and stream.has_one_epoch:
         raise ValueError(
             f"data is a {type(stream.source).__name__}, which can be read once, and epochs={epochs}; give a function "
-            "that makes it anew: jaxche.Stream(lambda epoch: batches(seed=epoch)), or write epochs=1"
+            "that makes a new one for each epoch: jaxche.Stream(lambda epoch: batches(seed=epoch)), or write epochs=1"
         )
     if group.num_processes == 1:
         return stream
     if group.elastic:
         raise ValueError(
-            "data is a stream, and an elastic run deals batches out anew when processes die, which only a sequence "
-            "with len(data) and data[i] allows, e.g. jaxche.Batches(arrays, batch_size=32) or a grain.MapDataset"
+            "data is a stream, and an elastic run deals batches out anew when processes die, for which it needs a "
+            "sequence with len(data) and data[i]; give e.g. jaxche.Batches(arrays, batch_size=32) or a grain.MapDataset"
         )
     if stream.shards is None:
         raise ValueError(
@@ -187,7 +187,7 @@ def check_stream(data: Any, group: Group, spans: bool, epochs: int = 1) -> Strea
 
 
 def as_batch(value: Any) -> Any:
-    """A batch with tensors and columns of numbers as NumPy arrays; ValueError for what is no batch of arrays."""
+    """A batch with tensors and columns of numbers as NumPy arrays; ValueError unless it is a batch of arrays."""
     if value is None:
         raise ValueError("the stream yields None; yield batches, pytrees of arrays with a leading batch axis")
     batch = jax.tree.map_with_path(_array, value, is_leaf=_is_column)

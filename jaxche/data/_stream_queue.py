@@ -38,7 +38,7 @@ class StreamQueue:
         # The first batch of an epoch, if this process has read it.
         self.first: Any = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-stream")
-        # For the thread alone: the iterable and the iterator of the epoch; the iterable, if it can be read once.
+        # For the thread alone: the iterable and the iterator of the epoch, and the iterable if it can be read once.
         self._iterable: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._read_once: Any = None
@@ -125,7 +125,7 @@ class StreamQueue:
             return self._batches.get(key[1])
 
     def next_batches(self, count: int) -> list[Any]:
-        """The next batches, which stay ready: at most ``count`` and what fits, and fewer at the end of the epoch."""
+        """The next batches, which stay ready: at most ``count``, as many as fit, and fewer at the end of the epoch."""
         first = self._lowest
         found = [self.peek((self._epoch, first + i)) for i in range(min(count, self._limit))]
         return [batch for batch in found if batch is not None]
@@ -136,10 +136,10 @@ class StreamQueue:
             return self._states.get(taken)
 
     def request(self, key: Key) -> None:
-        """Nothing: the thread reads on by itself."""
+        """Do nothing: the thread reads on by itself."""
 
     def stop(self) -> None:
-        """End a round in which a replica failed: no other waits for batches that the failed one does not take."""
+        """End a round in which a replica failed: the others no longer wait until it takes its batches."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -263,7 +263,7 @@ class StreamQueue:
         else:
             raise ValueError(
                 f"the stream is a {type(iterator).__name__} that has been read, and does not go back to batch "
-                f"{place.taken} of epoch {place.epoch}; give a function that makes it anew: "
+                f"{place.taken} of epoch {place.epoch}; give a function that makes a new one: "
                 "jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )
         self._iterator = iterator

@@ -131,7 +131,7 @@ class StreamReader:
         return self._queue.next_batches(count) or [self._queue.first]
 
     def prefetch(self, shares: Any) -> None:
-        """Nothing: the queue reads on by itself."""
+        """Do nothing: the queue reads on by itself."""
 
     def ended(self, plan: RoundPlan, state: DataState, steps: int) -> int:
         """1 more than the batches in the epoch if it ends with a round of these steps of the local ranks, else 0."""
@@ -171,7 +171,7 @@ class StreamReader:
         return self._queue.state(self._position(state).taken[self._own])
 
     def states_of(self, gathered: Sequence[Any]) -> tuple[Any, ...]:
-        """Those of the streams, from the iterator states of all processes."""
+        """The iterator states of the streams, from those of all processes."""
         return tuple(gathered[: self._count])
 
     def close(self) -> None:

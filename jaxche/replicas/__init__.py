@@ -7,13 +7,13 @@ from jaxche.replicas._group_merge import GroupPause as GroupPause
 from jaxche.replicas._group_merge import group_pauses as group_pauses
 from jaxche.replicas._group_merge import merge_carries as merge_carries
 from jaxche.replicas._merge import DIFFERS as DIFFERS
-from jaxche.replicas._merge import HOST_COLUMNS as HOST_COLUMNS
-from jaxche.replicas._merge import TINY_WEIGHT as TINY_WEIGHT
 from jaxche.replicas._merge import Merge as Merge
 from jaxche.replicas._merge import Merged as Merged
 from jaxche.replicas._merge import MergeMismatchError
-from jaxche.replicas._merge import MergeRules as MergeRules
 from jaxche.replicas._merge import SingleReplica as SingleReplica
+from jaxche.replicas._merge_program import HOST_COLUMNS as HOST_COLUMNS
+from jaxche.replicas._merge_program import TINY_WEIGHT as TINY_WEIGHT
+from jaxche.replicas._merge_program import MergeRules as MergeRules
 from jaxche.replicas._outputs import BatchOutputs
 from jaxche.replicas._outputs import check_rows as check_rows
 from jaxche.replicas._outputs import in_order as in_order
@@ -39,6 +39,7 @@ from jaxche.replicas._programs import Columns as Columns
 from jaxche.replicas._programs import Constants as Constants
 from jaxche.replicas._programs import LocalPrograms as LocalPrograms
 from jaxche.replicas._programs import LocalState as LocalState
+from jaxche.replicas._programs import Programs as Programs
 from jaxche.replicas._programs import Steps as Steps
 from jaxche.replicas._programs import stayed_finite as stayed_finite
 from jaxche.replicas._replica import LocalResult as LocalResult

@@ -31,11 +31,11 @@ _ALONE = 1 << 15
 
 
 class Residual(NamedTuple):
-    """What a replica has not sent yet."""
+    """The changes that a replica has not sent yet."""
 
     # Of its own changes, like the parameters.
     own: Any
-    # Of the means that it computes for all, where each replica averages a part: a vector, else None.
+    # Of the means that it computes for all, if each replica averages a part: a vector; else None.
     part: Any = None
 
 
@@ -104,7 +104,7 @@ def coded_sums(
     coded = [i for i, x in enumerate(changes) if _is_real(x)]
     coded_moments = [i for i, x in moments.items() if _is_coded(x)]
     due = [changes[i] + unsent[i] for i in coded]
-    # The moments of a replica that takes no part may be of any numbers.
+    # The moments of a replica that takes no part may be any numbers.
     kept = [jnp.where(takes_part | jnp.isfinite(moments[i]), moments[i], 0) for i in coded_moments]
     kept = [x.astype(sum_dtype(x.dtype)) for x in kept]
     vectors = [[_vector(run) for run in _runs(arrays)] for arrays in (due, kept)]
@@ -140,7 +140,7 @@ def coded_sums(
 
 
 def _runs(arrays: Sequence[Any]) -> list[list[Any]]:
-    """The arrays in order, those of many numbers alone, the others together: each run is coded by itself."""
+    """Runs of arrays, in order, each coded by itself: a large array is a run of its own, small ones share runs."""
     found: list[list[Any]] = []
     for x in arrays:
         if x.size >= _ALONE or not found or found[-1][-1].size >= _ALONE:

@@ -56,7 +56,7 @@ class GroupMerge:
         return self._carries[member]
 
     def start(self, member: int) -> Any:
-        """What a correction subtracts for this member: the start of its round, or the mean of all once they merged.
+        """The parameters that a correction of this member subtracts: its start, or, after a merge, the mean of all.
 
         With the weights of the first merge it moves their mean as a correction before that merge would.
         """
@@ -141,8 +141,7 @@ def merge_carries(carries: Sequence[Carry], steps: Sequence[float], average_mome
     """
     names = ["params", "model_state", "opt_state"][: 3 if average_moments else 2]
     trees = [{name: getattr(carry, name) for name in names} for carry in carries]
-    means = _mean([_floats(tree) for tree in trees], steps)
-    merged = [_with_floats(tree, _like(means, _floats(tree))) for tree in trees]
+    merged = merge_trees(trees, steps)
     states = [tree["model_state"] for tree in merged]
     if moments := _moments(trees[0]["model_state"], states[0]):
         others = [_moments(_like(tree["model_state"], states[0]), states[0]) for tree in trees[1:]]

@@ -1,4 +1,4 @@
-"""Outputs: what a loss function returns beside the loss and scalars, for each batch, on the host."""
+"""Outputs: the arrays that a loss function returns beside loss and scalars, for each batch, on the host."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import is_float, sum_dtype
-from jaxche.replicas._merge import Merge, Merged, MergeProgram, MergeRules, reduce_rows
+from jaxche.replicas._merge import Merge, Merged, reduce_rows
+from jaxche.replicas._merge_program import MergeProgram, MergeRules
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
@@ -56,7 +57,7 @@ class MergeInFlight:
         return self._finished.result()[0]
 
     def seen_by(self, exchanged: Merged) -> Merged:
-        """An exchanged table with what this merge found: the round after a merge reports it."""
+        """An exchanged table with the drift and flags of this merge: the round after a merge reports them."""
         found = self.result()
         return exchanged._replace(
             drift=found.drift, squares=found.squares, finite=found.finite, wall_ms=self.wall_ms, nbytes=found.nbytes
@@ -69,7 +70,7 @@ class MergeInFlight:
 
 
 class Correction(NamedTuple):
-    """What a replica takes in after ``after`` steps of a round: the result of the merge in flight."""
+    """The result of the merge in flight, which a replica takes in after ``after`` steps of a round."""
 
     after: int
     merge: MergeInFlight
@@ -105,7 +106,7 @@ def _corrected(params: Any, model_state: Any, snapshot: Any, mean: Any, merged_s
 
 
 def exposed_ms(wall_ms: Sequence[float], counts: Sequence[int], overlapped: Sequence[int], cost_ms: float) -> float:
-    """What a merge adds to a round in which each replica takes some of its steps meanwhile.
+    """The time that a merge adds to a round in which each replica takes some of its steps meanwhile.
 
     max_i [max(f_i w_i, C) + (1 - f_i) w_i] - max_i w_i,   f_i = overlapped_i / n_i
     """
@@ -167,11 +168,10 @@ class OverlappedMerge:
             own = [{"counts": counts_of(carry.opt_state)} for carry in carries]
             measured = [one | counts for one, counts in zip(measured, own, strict=True)]
         arguments = (stack(before), stack(measured), self._replica_mesh.rows(rows))
-        if self._replica_mesh.group.elastic and not self._compiled:
-            self._numbers.lower(*arguments).compile()
-            self._replica_mesh.group.barrier()
+        if not self._compiled:
+            self._replica_mesh.compile_everywhere(self._numbers, arguments)
             self._compiled = True
-        with self._replica_mesh.group.collective():
+        with self._replica_mesh.collective():
             counts, table = self._numbers(*arguments)
             table = reduce_rows(np.asarray(table))
         parts = self._replica_mesh.unstack(counts)
@@ -202,7 +202,7 @@ def _future(function: Callable[[], Any], pool: ThreadPoolExecutor | None) -> Fut
 
 
 def _copied(carries: Sequence[Carry]) -> list[Carry]:
-    """Carries whose buffers a merge may take: those of the arguments are the state of the replicas."""
+    """Copies of carries, for a merge that takes their buffers: the replicas go on with the carries themselves."""
     return [
         carry._replace(**jax.tree.map(jnp.copy, {"params": carry.params, "model_state": carry.model_state}))
         for carry in carries

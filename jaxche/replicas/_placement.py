@@ -345,7 +345,7 @@ def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, 
 
 
 def check_local_devices(devices: Sequence[Device]) -> None:
-    """Refuse devices if none is of this process, or if those of this process are of different kinds."""
+    """Refuse devices if this process has none of them, or has several of different kinds."""
     here = [d for d in devices if d.process_index == jax.process_index()]
     if not here:
         raise ValueError("replicas has no device of this process; every process must hold at least one replica")

@@ -46,7 +46,7 @@ class LocalResult(NamedTuple):
 
 
 class Pause(Protocol):
-    """What a replica takes in between two steps of a round: the result of a merge."""
+    """The result of a merge, which a replica takes in between two steps of a round."""
 
     @property
     def after(self) -> int:

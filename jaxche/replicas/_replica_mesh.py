@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,9 @@ class ReplicaMesh:
     """
 
     def __init__(self, group: Group, placements: Sequence[Placement], host: bool = False):
-        self.group = group
+        self._group = group
+        # A context for programs on it that turns the errors of lost processes into PeerLostError.
+        self.collective = group.collective if group.num_processes > 1 else contextlib.nullcontext
         self._here = [placement for placement in placements if is_local(placement)]
         width = math.gcd(*(placement.devices.shape[1] for placement in placements))
         self._direct = len({placement.devices.shape for placement in placements}) == 1
@@ -49,6 +52,12 @@ class ReplicaMesh:
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
         # For each local replica: its devices in the mesh, and the devices of its arrays.
         self._rows = list(zip(_local_devices(rows), homes, strict=True))
+
+    def compile_everywhere(self, program: Any, arguments: Sequence[Any]) -> None:
+        """Compile a program with collectives, and in an elastic run wait for all: its collectives time out early."""
+        if self._group.elastic:
+            program.lower(*arguments).compile()
+            self._group.barrier()
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -71,22 +80,15 @@ class ReplicaMesh:
         """The ``[R, ...]`` views of named trees, from one dict per local replica; no copy if shapes agree."""
         if not self._direct:
             trees = [view.move(named) for view, named in zip(self._views, trees, strict=True)]
-        return {name: self._stack_one(name, [named[name] for named in trees]) for name in trees[0]}
+        return {name: self._by_spec(self._stacked, name, *(named[name] for named in trees)) for name in trees[0]}
 
-    def _stack_one(self, name: str, trees: Sequence[Any]) -> Any:
-        specs = self.specs(name, trees[0])
-
-        def assemble(spec: P, *leaves: Any) -> jax.Array:
-            shards = []
-            for leaf, (devices, homes) in zip(leaves, self._rows, strict=True):
-                by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-                shards += [_on_device(by_device[home], device) for device, home in zip(devices, homes, strict=True)]
-            shape = (self.mesh.shape[AXIS], *leaves[0].shape[1:])
-            return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), shards)
-
-        if isinstance(specs, P):
-            return jax.tree.map(lambda *leaves: assemble(specs, *leaves), *trees)
-        return jax.tree.map(assemble, specs, *trees, is_leaf=lambda x: isinstance(x, P))
+    def _stacked(self, spec: P, *leaves: Any) -> jax.Array:
+        shards = []
+        for leaf, (devices, homes) in zip(leaves, self._rows, strict=True):
+            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+            shards += [_on_device(by_device[home], device) for device, home in zip(devices, homes, strict=True)]
+        shape = (self.mesh.shape[AXIS], *leaves[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), shards)
 
     def unstack(self, named: dict[str, Any]) -> list[dict[str, Any]]:
         """One dict of named trees per local replica, from their ``[R, ...]`` views."""
@@ -117,7 +119,7 @@ class ReplicaMesh:
                 (self.mesh.shape[AXIS], *x.shape), self.sharding(spec), pieces
             )
 
-        return self._by_spec(one, name, like, tree)
+        return self._by_spec(one, name, tree, like=like)
 
     def abstract_tree(self, name: str, tree: Any, rows: int | None, own: bool) -> Any:
         """Shapes and shardings on this mesh to restore a named tree from a checkpoint.
@@ -133,11 +135,12 @@ class ReplicaMesh:
 
         return self._by_spec(one, name, tree)
 
-    def _by_spec(self, fn: Any, name: str, like: Any, tree: Any = None) -> Any:
-        specs, tree = self.specs(name, like), like if tree is None else tree
+    def _by_spec(self, fn: Any, name: str, *trees: Any, like: Any = None) -> Any:
+        """``fn(spec, *leaves)`` for all leaves; ``like`` is the tree of one replica, by default the first tree."""
+        specs = self.specs(name, trees[0] if like is None else like)
         if isinstance(specs, P):
-            return jax.tree.map(lambda x: fn(specs, x), tree)
-        return jax.tree.map(fn, specs, tree, is_leaf=lambda x: isinstance(x, P))
+            return jax.tree.map(lambda *leaves: fn(specs, *leaves), *trees)
+        return jax.tree.map(fn, specs, *trees, is_leaf=lambda x: isinstance(x, P))
 
     def rows(self, numbers: np.ndarray) -> jax.Array:
         """``[R, devices of a replica, columns]``, from one row of host numbers per local replica."""

@@ -42,6 +42,11 @@ class Scaled(NamedTuple):
     progress: float = math.nan  # base steps of the run so far
     base_batch_size: float = math.nan  # examples in the batch that the learning rate was tuned for
 
+    @classmethod
+    def of(cls, noise: Any, gain: Any, lr_factor: Any, progress: Any) -> Scaled:
+        """The scaling of a round with this noise scale, in a compiled program."""
+        return cls(noise.critical_batch_size, gain, lr_factor, progress, noise.base_batch_size)
+
 
 @dataclass(frozen=True)
 class Scaling:

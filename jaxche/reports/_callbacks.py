@@ -115,8 +115,8 @@ class Logger:
     """
 
     def __call__(self, state: Any, info: RoundInfo) -> Any:
-        """Logs a round."""
-        raise NotImplementedError
+        """Log a round; each logger does this in its own way."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__; write def __call__(self, state, info): ...")
 
 
 class TensorBoardLogger(Logger):

@@ -339,7 +339,7 @@ def _probe(store: Any, url: str, run: str) -> None:
         store.delete(key)
         if read != _PROBE:
             raise BaseError(f"read {read!r} where {_PROBE!r} was written")
-    except (BaseError, OSError, ValueError, NotImplementedError) as error:
+    except (BaseError, OSError, ValueError, NotImplementedError) as error:  # the last: no conditional writes
         raise ConnectionError(
             f"DataStore cannot use {url}: {tried} {key} failed: {_first_line(error)}. Check that it exists and may be "
             "written; credentials come from the environment, or as options={...}"

@@ -2,11 +2,11 @@
 
 from jaxche.data import Batches, Stream, process_shard
 from jaxche.replicas import BatchOutputs, MergeMismatchError, PaceError
+from jaxche.training._arguments import DEFAULT_CADENCE
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._fit import fit
 from jaxche.training._flax import NNXLoss, linen_loss
 from jaxche.training._round import NonFiniteLossError, PlanMismatchError
-from jaxche.training._rounds import DEFAULT_CADENCE
 from jaxche.training._state import TrainerState
 from jaxche.training._trainer import Trainer
 

@@ -42,9 +42,9 @@ _log = logging.getLogger("jaxche")
 _TIMEOUT_S = 3600
 # Seconds between two checks whether another process has failed.
 _POLL_S = 0.5
-# Before the last checkpoint is tried again, if there was no space.
+# Seconds before each further try of the last checkpoint, if there was no space.
 _PAUSES_S = (1.0, 3.0, 6.0)
-# At most so many errors of a save does Orbax raise one after another: those of its threads, and of its metadata.
+# The most errors of one save that Orbax raises, one after another: those of its threads, and of its metadata.
 _ERRORS = 8
 
 
@@ -216,7 +216,7 @@ class CheckpointManager(Hook):
     def _settle(self) -> None:
         """Wait until the save in flight has ended; all members call it together, and agree on how.
 
-        One that failed for want of space costs that checkpoint. Any other error is raised.
+        If it failed for want of space, its checkpoint is missing. Any other error is raised.
         """
         if not self._in_flight:
             return
@@ -252,7 +252,7 @@ class CheckpointManager(Hook):
         return None
 
     def _discard(self, step: int) -> None:
-        """Remove what there is of a checkpoint whose save failed, and begin with a new manager."""
+        """Remove the files of a checkpoint whose save failed, and begin with a new manager."""
         _close(self._manager)
         self._group.barrier()  # none writes any more
         if self._group.is_first:
@@ -268,14 +268,14 @@ class CheckpointManager(Hook):
         self._manager = self._open()
 
     def _wait_for_others(self, *, key: str, timeout_ms: int) -> None:
-        """The barrier of Orbax's threads, to which they come last also when the save has failed."""
+        """The barrier of Orbax's threads; they reach it at the end of a save, also of one that has failed."""
         if sys.exc_info()[0] is not None and threading.current_thread() is not self._thread:
             self._barrier.abort()
         else:
             self._barrier.wait(key.replace("/", "."), timeout_ms)
 
     def _with_iterators(self, state: TrainerState) -> TrainerState:
-        """The state with those of the iterators of all processes, if data is a stream and has them."""
+        """The state with the iterator states of all processes, if data is a stream that has them."""
         reader = self._trainer._engine.reader(self._source)
         if state.stream is None or not isinstance(reader, StreamReader):
             return state
@@ -293,7 +293,7 @@ class CheckpointManager(Hook):
     def _open(self) -> Any:
         group, options, settings, handlers = self._group, self._ocp.options, {}, None
         if group.num_processes > 1:
-            # Orbax's own waits for a process that has failed, or died, until the time is up.
+            # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
             settings["async_options"] = options.AsyncOptions(
                 timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._wait_for_others
             )
@@ -339,7 +339,7 @@ class CheckpointManager(Hook):
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError, PeerLostError) as error:
-            # Where connections broke the next round has them made anew.
+            # If only a connection broke, the next round makes a new one.
             is_lost = isinstance(error, PeerLostError) or self._group.lost() or "Gloo" in str(error)
             if not (self._group.elastic and is_lost):
                 raise
@@ -387,7 +387,7 @@ def _end_threads(cancels: bool = False) -> None:
     signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract(operation)
     future.set_signals(signals, operation_id=operation)
     for thread in threads:
-        threading.Thread.join(thread)  # its own raises its error
+        threading.Thread.join(thread)  # its own join raises its error
 
 
 def _handlers(multiprocessing: Any) -> Any:
@@ -420,7 +420,7 @@ def _handlers(multiprocessing: Any) -> Any:
 
 
 def _spanning(array: jax.Array) -> jax.Array:
-    """An array of this process as a replica of one on two processes, of which the other need not live.
+    """An array of this process as one replica of an array on two processes; the other process need not live.
 
     Orbax saves only arrays that span processes where there are several, even if all others are dead.
     """

@@ -29,13 +29,14 @@ _log = logging.getLogger("jaxche")
 
 
 class _CorruptError(Exception):
-    """The files of a checkpoint can be read, and are not what was written."""
+    """The files of a checkpoint can be read, but have other contents than were written."""
 
 
 class CheckpointReader:
     """Restores the newest checkpoint that all processes can read, and refuses those of other runs.
 
-    Each process reads by itself, so that none waits in a collective for one that cannot read; then all compare.
+    Each process reads by itself, because one that cannot read would make the others wait in a collective. Then they
+    compare.
     """
 
     def __init__(self, folder: Path, trainer: Rounds, batches: int | str, data: str):
@@ -152,10 +153,8 @@ class CheckpointReader:
             )
         if other != own:
             _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
-        if meta.get("data", NONDETERMINISTIC) != self._data and NONDETERMINISTIC not in (
-            self._data,
-            meta.get("data", NONDETERMINISTIC),
-        ):
+        data = {self._data, meta.get("data", NONDETERMINISTIC)}
+        if len(data) > 1 and NONDETERMINISTIC not in data:
             _log.warning(
                 "%s was made with other data of the same number of batches; training continues with this data", where
             )
@@ -198,7 +197,7 @@ class CheckpointReader:
 
 
 def checksum_of_metadata(meta: dict[str, Any]) -> int:
-    """The checksum of metadata, without what is refused by name if it is wrong."""
+    """The checksum of metadata, without the fields that are refused by name if they are wrong."""
     return checksum_of_json({name: value for name, value in meta.items() if name not in ("format", "jaxche")})
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,7 +30,6 @@ from jaxche.scaling import AdamScale, ScaleLearningRateState
 from jaxche.sharding import (
     check_transform,
 )
-from jaxche.training._state import TrainerState
 
 _log = logging.getLogger("jaxche")
 
@@ -93,7 +91,7 @@ def check_auto_wire(wire: str, che: ElChe | None, elastic: bool, virtual: bool) 
 
 
 def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, groups: Sequence[int] = ()) -> None:
-    """Refuse recorded rounds whose merges were others than those of a trainer with these arguments."""
+    """Refuse recorded rounds whose merges a trainer with these arguments would not make again."""
     wires = {info.wire for info in history if info.wire}
     for info in history:
         if info.group_merges > 1 and info.groups != tuple(groups):
@@ -191,7 +189,7 @@ def check_overlap(
     placements: Sequence[BatchPlacement],
     virtual: bool,
 ) -> None:
-    """Refuse merges in flight beside steps with collectives, or where there is nothing to correct later."""
+    """Refuse merges in flight beside steps with collectives, and rounds without parameters to correct later."""
     if not overlap:
         return
     if policy is not ApplyPolicy.CADENCE or average != "parameters":
@@ -247,7 +245,7 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
 
 
 def check_outputs(outputs: Any, staged: bool, placements: Sequence[BatchPlacement]) -> None:
-    """Refuse what cannot be called, and replicas whose outputs are not on one process."""
+    """Refuse a value that cannot be called, and replicas whose outputs are not on one process."""
     if outputs is None:
         return
     if not callable(outputs):
@@ -291,7 +289,7 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
 
 
 def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
-    """Refuse an optimizer state of another structure than ``tx.init(params)``; ``staged``, than that of each stage."""
+    """Refuse an optimizer state unlike ``tx.init(params)``; if ``staged``, unlike that of each stage."""
 
     def form(tree: Any) -> Any:
         return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
@@ -316,28 +314,6 @@ def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
             f"state is of a trainer with another tx: its optimizer state is {brief(form(opt_state))}, and tx.init "
             f"makes {brief(form(wanted))}; write state = trainer.init(other.params(state)), with the trainer it is of "
             "as other"
-        )
-
-
-def check_state(state: Any) -> None:
-    """Refuse what is not a state of a trainer."""
-    if isinstance(state, TrainerState):
-        return
-    if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
-        line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
-    elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
-        line = "state, history = trainer.fit(state, data), which returns both"
-    else:
-        line = "state = trainer.init(params), then trainer.fit(state, data)"
-    raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")
-
-
-def check_untraced(call: str) -> None:
-    """Refuse a call inside a function that JAX traces."""
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
-        raise ValueError(
-            f"{call} was called inside a function that JAX traces (jit, grad, vmap, scan); it compiles its own steps, "
-            f"and loops in Python. Take the @jax.jit from the function around it, and write {call}(...) outside"
         )
 
 

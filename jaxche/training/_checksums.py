@@ -71,5 +71,5 @@ def _partial(host: np.ndarray, starts: list[int], shape: tuple[int, ...]) -> int
 
 
 def checksum_of_json(value: Any) -> int:
-    """The checksum of what JSON keeps of a value."""
+    """The checksum of a value as JSON."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())

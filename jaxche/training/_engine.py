@@ -1,10 +1,8 @@
-"""The engine: places, compiles, runs and merges the replicas of this process."""
+"""The engine: runs and merges the replicas of this process, once they are prepared."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,53 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import outer_init
 from jaxche.cadence import AUTO_WIRES, RoundPlan
 from jaxche.data import Feed, Key, Reader, StreamReader, as_stream, is_same, is_stream, non_finite_leaves
 from jaxche.distributed import Group
 from jaxche.replicas import (
-    HOST_COLUMNS,
     Columns,
     Correction,
     GroupPause,
-    LocalPrograms,
     LocalResult,
     LocalState,
-    Merge,
     Merged,
     MergeInFlight,
     MergeRules,
     MergeScale,
-    OverlappedMerge,
     Placement,
     Replica,
     ReplicaMesh,
     Scaling,
-    SingleReplica,
-    add_replica_axis,
-    check_rows,
     drop_replica_axis,
     fitted,
     free_rates,
     group_pauses,
     is_local,
-    merge_carries,
-    row_limit,
     spans_processes,
     with_previous_gradient,
     without_replica_axis,
-    zero_residual,
 )
-from jaxche.sharding import batch_size, is_maker, nbytes
+from jaxche.sharding import nbytes
 from jaxche.training._checks import check_state_of_tx
-from jaxche.training._fingerprint import (
-    check_streams,
-    data_digest,
-    digest,
-    refuse_differences,
-    refuse_other_values,
-    update_digest,
-)
 from jaxche.training._groups import Groups
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import StateDict
@@ -117,42 +96,40 @@ class Settings:
     readers: Readers
     joins_rows: bool = False  # steps may join rows of several batches
     wire: str = "float32"
+    overlaps: bool = False  # a merge runs while the next round begins
+    virtual: bool = False  # on the clock of a virtual fleet
+    groups: Groups = field(default_factory=Groups)  # that merge within a round
 
     def coded_moments(self, local: LocalState) -> Any:
         """The optimizer's state if a merge averages it."""
         return local.opt_state if self.opt_state == "average" else ()
-
-    overlaps: bool = False  # a merge runs while the next round begins
-    virtual: bool = False  # on the clock of a virtual fleet
-    groups: Groups = field(default_factory=Groups)  # that merge within a round
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
-# For the messages of errors in Engine.prepare.
-_LOOKED_AT = 200  # batches, after a number that is not finite
-_PLACE = "the compilation before the first step"
-# In JSON, unlike infinity.
-_MOST_ROWS = 2.0**40
+# The most batches in which the cause of a number that is not finite is searched.
+_LOOKED_AT = 200
+# No limit; unlike infinity it is valid JSON.
+MOST_ROWS = 2.0**40
 
 
 class Engine:
-    """Runs the plans of rounds; policies and cadences are the trainer's."""
-
-    _merge_type: Any = Merge  # of several replicas
+    """Runs and merges the replicas of this process by the plans of the trainer, once they are prepared."""
 
     def __init__(self, settings: Settings):
         self._settings, scaling = settings, settings.scaling
         self._group = settings.group
+        self.average = settings.average
         self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
-        # All ranks at the start of the run, and the order of those that are present.
-        self._all_placements, self._all_paces = list(settings.placements), list(settings.paces)
-        self.order = list(range(len(self._all_placements)))
-        self._placements, self._paces = list(self._all_placements), list(self._all_paces)
-        self.world_size = len(self._placements)
-        self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
+        # All ranks at the start of the run, and the processes of each.
+        self._all_placements = list(settings.placements)
+        self.processes_of_ranks = [
+            tuple(sorted({device.process_index for device in placement.devices.flat}))
+            for placement in self._all_placements
+        ]
+        self._set_order(range(len(self._all_placements)))
         self.columns = Columns()
         self.batch_size = 0  # examples in a whole batch, once the data is seen
         self._code: dict[str, str] = {}
@@ -160,7 +137,7 @@ class Engine:
         self._rules: MergeRules | None = None
         self._shapes: Any = None
         self._replica_mesh: Any = None
-        self._merge: Any = None
+        self._merge: Any = None  # none before :meth:`prepare`
         # The wire of merges; under "auto" the trainer changes it, and the merges of both wires stay compiled.
         self.wire = AUTO_WIRES[0] if settings.wire == "auto" else settings.wire
         self._merges: dict[str, Any] = {}
@@ -169,32 +146,19 @@ class Engine:
         self._row_limits: dict[int, float] = {}
         self._form: Any = None  # of the state that was last checked
         self._cut: Any = None  # of the last round whose batches were joined
-        self._digest: tuple[Any, str] | None = None
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
-    def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
-        """Put the same parameters and states on every local replica."""
-
-        def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
-            tx = self._tx
-            if opt_state is not None:
-                tx = optax.GradientTransformation(lambda params: opt_state, self._settings.tx.update)
-                tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
-            outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
-            scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
-            local = LocalState(params, tx.init(params), model_state, outer_state, **scaled)
-            if self._settings.wire != "float32":  # "auto" may take codes later
-                is_sharded = self._placements[0].makes_pieces
-                residual = zero_residual(params, self._settings.coded_moments(local), self.world_size, is_sharded)
-                local = local._replace(residual=residual)
-            return add_replica_axis(local)._asdict()
-
-        if is_maker(params) and not self._placements[0].makes_pieces:
-            params = params()  # once, so that all replicas get the same numbers
-        self._set_layout(jax.eval_shape(params) if is_maker(params) else params)
-        return tuple(
-            LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
-        )
+    def _set_order(self, order: Sequence[int]) -> None:
+        """The ranks of the start of the run that are present, in their present order."""
+        self.order, self.world_size = list(order), len(order)
+        self._placements = [self._all_placements[rank] for rank in order]
+        self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
+        # The present ranks of each group, and the local replicas of each by their place in this process.
+        self.groups = self._settings.groups.present(self.order)
+        local = [[self.ranks.index(rank) for rank in group if rank in self.ranks] for group in self.groups]
+        self._local_groups = [group for group in local if group]
+        # Whether a merge runs while the next round begins.
+        self.overlaps = self._settings.overlaps and self.world_size > 1
 
     def _set_layout(self, params: Any) -> None:
         """Lay out parameters of these shapes on each replica, and make the mesh of all replicas."""
@@ -205,51 +169,9 @@ class Engine:
             self._replica_mesh = ReplicaMesh(self._group, self._placements, self._settings.host)
 
     @property
-    def groups(self) -> list[list[int]]:
-        """The present ranks of each group."""
-        return self._settings.groups.present(self.order)
-
-    @property
-    def _local_groups(self) -> list[list[int]]:
-        """The replicas of each group of this process, by their place in it."""
-        places = {rank: place for place, rank in enumerate(self.ranks)}
-        groups = [[places[rank] for rank in group if rank in places] for group in self.groups]
-        return [group for group in groups if group]
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a merge runs while the next round begins."""
-        return self._settings.overlaps and self.world_size > 1
-
-    @property
-    def processes_of_ranks(self) -> list[tuple[int, ...]]:
-        """The processes of each rank at the start of the run."""
-        return [
-            tuple(sorted({device.process_index for device in placement.devices.flat}))
-            for placement in self._all_placements
-        ]
-
-    @property
     def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
         """The processes of each rank that takes part now."""
-        processes = self.processes_of_ranks
-        return [processes[one] for one in self.order]
-
-    def arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
-        """Continue with these ranks of the start, renumbered in this order; compiled steps are kept."""
-        replicas = dict(zip((self.order[rank] for rank in self.ranks), self._replicas, strict=False))
-        self.order, self.world_size = list(order), len(order)
-        self._placements = [self._all_placements[rank] for rank in order]
-        self._paces = [self._all_paces[rank] for rank in order]
-        self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
-        self._shapes = None
-        self._set_layout(without_replica_axis(local_states[0].params))
-        self._replicas = [replicas[order[rank]] for rank in self.ranks] if replicas else []
-        for rank, replica in zip(self.ranks, self._replicas, strict=False):
-            replica.rank = rank
-        if replicas:
-            self._set_merge(self._make_merge(local_states[0]))
-            self._warm_up_merge(local_states)
+        return [self.processes_of_ranks[one] for one in self.order]
 
     def view(self, name: str, trees: Sequence[Any]) -> Any:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
@@ -268,7 +190,7 @@ class Engine:
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        # What the rounding of moments leaves stays with their replica.
+        # The rounding errors of coded moments stay with their replica.
         coded = self._settings.wire != "float32" and self._settings.opt_state == "average"
         alike = self._settings.average == "gradients" or (self._settings.opt_state != "local" and not coded)
         own = ("model_state", "residual") if alike else ("model_state", "opt_state", "residual")
@@ -329,148 +251,6 @@ class Engine:
         params, opt_state = without_replica_axis((local.params, local.opt_state))
         check_state_of_tx(self._tx, params, opt_state)
 
-    def prepare(
-        self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
-    ) -> None:
-        """Compile and warm up the programs of a round, and check that all processes agree; once.
-
-        Raises:
-          ValueError: a loss, batch or pace that cannot work, or processes that differ.
-          RankError: another process raised such an error.
-        """
-        if self._replicas:
-            return
-        error, constants, data_seen = None, [], ""
-        try:
-            self._set_layout(without_replica_axis(local_states[0].params))
-            if self._group.num_processes > 1:
-                data_seen = self.data_digest(data)
-            batch, whole = self.reader(data).samples(plan)
-            self.batch_size = batch_size(whole)
-            constants = self._build(local_states[0], batch, self.batch_size)
-            for replica, local in zip(self._replicas, local_states, strict=True):
-                replica.batch_rows = self.batch_size
-                replica.compile(local, batch)
-        except Exception as e:
-            error = e
-        try:
-            # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
-            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
-            try:
-                for replica, local in zip(self._replicas, local_states, strict=True):
-                    replica.warm_up(local, batch)
-            except Exception as e:
-                error = e
-            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
-            seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
-            self.fingerprint = fingerprint | seen | self._code
-            refuse_differences(self._group, self.fingerprint)
-            refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
-            if is_stream(data) and self._group.num_processes > 1:
-                check_streams(self._group, batch, self.reader(data).is_sharded)
-        except Exception:
-            self._replicas = []  # so that a corrected call prepares again
-            raise
-        here = zip([self.order[rank] for rank in self.ranks], self._memory_here(local_states), strict=False)
-        self._memory = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
-        here = zip([self.order[rank] for rank in self.ranks], self._row_limits_here(local_states), strict=False)
-        self._row_limits = dict(itertools.chain.from_iterable(self._group.all_gather(list(here))))
-        if self.world_size > 1:
-            self._warm_up_merge(local_states)
-        for group in self._local_groups:  # compile before any clock starts
-            carries = [self._replicas[place].idle(local_states[place]).carry for place in group]
-            merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
-
-    def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
-        carries = [r.idle(local).carry for r, local in zip(self._replicas, local_states, strict=True)]
-        self._merge(self._fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
-
-    def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
-        """Make the local replicas and the merge; returns the constants of the loss."""
-        one = without_replica_axis((local.params, local.model_state))
-        code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
-        if self._settings.joins_rows:
-            check_rows(shapes[1][2:], batch_size(batch))
-        self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
-        self.columns = Columns.of(shapes[0], shapes[1][0])
-        before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
-        if before != after:
-            raise ValueError(
-                f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
-                "return every entry of model_state, updated or not, with its shape and dtype"
-            )
-        loss_weight = self.columns.weight_of(0)
-        if loss_weight and self._settings.scaling is not None:
-            raise ValueError(
-                "loss_fn returns a jaxche.Weighted, and scaling= measures the noise of gradients by examples; return "
-                "the mean over the batch, loss.total / loss.weight, or leave scaling= out"
-            )
-        scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
-
-        def programs(placement: Placement) -> LocalPrograms:
-            return LocalPrograms(
-                placement,
-                self._settings.loss,
-                self._tx,
-                average=self._settings.average,
-                seed=self._settings.seed,
-                columns=self.columns,
-                scaling=scaling,
-                solo=len(self._all_placements) == 1,
-            )
-
-        self._replicas = [
-            Replica(self._group, rank, self._placements[rank], programs(self._placements[rank]), self._paces[rank])
-            for rank in self.ranks
-        ]
-        self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
-        self._set_merge(self._make_merge(local))
-        return code.consts
-
-    def _set_merge(self, merge: Any) -> None:
-        self._merge, self._merges = merge, {self.wire: merge}
-
-    def use_wire(self, wire: str, local_states: Sequence[LocalState]) -> None:
-        """Merge with this wire from now on, in all processes."""
-        if wire == self.wire:
-            return
-        self.wire = wire
-        if self._merge is None:  # :meth:`prepare` makes it
-            return
-        if isinstance(self._merge, OverlappedMerge):
-            self._merge.wait()
-        is_new = wire not in self._merges
-        if is_new:
-            self._merges[wire] = self._make_merge(local_states[0])
-        self._merge = self._merges[wire]
-        if is_new:
-            self._warm_up_merge(local_states)
-
-    def merge_ms(self, local_states: Sequence[LocalState]) -> float:
-        """The time of a merge that changes nothing, the longest of all processes."""
-        clock = time.perf_counter()
-        self._warm_up_merge(local_states)
-        return max(self._group.all_gather(1e3 * (time.perf_counter() - clock)))
-
-    def _make_merge(self, local: LocalState) -> Any:
-        assert self._rules is not None, "_build comes first"
-        if len(self._all_placements) == 1:
-            return SingleReplica(self._group, self._placements[0], self._rules.scaling)
-        # Also when one of several replicas is left: its steps were compiled for this merge.
-        rules = self._rules._replace(wire=self.wire)
-        if self.overlaps:
-            return OverlappedMerge(self._replica_mesh, rules, local, in_background=not self._settings.virtual)
-        return self._merge_type(self._replica_mesh, rules, local)
-
-    def data_digest(self, data: Any) -> str:
-        """A short hash of some batches, or ``NONDETERMINISTIC``; for a stream, whether it is sharded."""
-        reader = self.reader(data)
-        if isinstance(reader, StreamReader):
-            return f"stream, shards={reader.is_sharded}"
-        if self._digest is None or self._digest[0] is not reader:
-            self._digest = (reader, data_digest(reader, len(data)))
-        return self._digest[1]
-
     def reader(self, data: Any) -> Reader | StreamReader:
         """The reader of this data."""
         return self._settings.readers.of(data, self.processes_of_ranks)
@@ -489,15 +269,15 @@ class Engine:
         return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
     def start(
-        self, state: TrainerState, data: Any, plan: RoundPlan, done: Sequence[int] | None = None, keeps: bool = False
+        self, state: TrainerState, reader: Any, plan: RoundPlan, done: Sequence[int] | None = None, keeps: bool = False
     ) -> list[Feed]:
-        """Start to read a round, and compile what it needs before any clock starts; one feed per local replica.
+        """Start to read a round, and compile its programs before any clock starts; one feed per local replica.
 
         In a replay ``done`` is the recorded number of steps of each rank. With ``keeps`` the batches of a stream stay
         ready, to be trained on again.
         """
         local_states = state.local_states
-        feeds = self.reader(data).begin(plan, state, self.ranks, done or plan.counts, keeps)
+        feeds = reader.begin(plan, state, self.ranks, done or plan.counts, keeps)
         cut = (plan.joined, plan.shares, plan.counts)
         new_cut, self._cut = bool(plan.shares) and cut != self._cut, cut
         # The last batch of an epoch may be smaller, and new shares have other sizes. An error here occurs again in the
@@ -528,9 +308,11 @@ class Engine:
         """
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
         corrections = corrections or [None] * len(self._replicas)
-        counts = [plan.counts[rank] for rank in self.ranks]
-        averages = self._settings.opt_state == "average"
-        pauses = group_pauses(self._local_groups, counts, group_merges, averages, corrections)
+        pauses: list[list[Correction | GroupPause]] = [[one] if one else [] for one in corrections]
+        if group_merges > 1:
+            counts = [plan.counts[rank] for rank in self.ranks]
+            averages = self._settings.opt_state == "average"
+            pauses = group_pauses(self._local_groups, counts, group_merges, averages, corrections)
 
         def run_one(
             replica: Replica,
@@ -560,16 +342,12 @@ class Engine:
 
         return list(self._pool.map(run_one, self._replicas, local_states, feeds, pauses))
 
-    def prefetch(self, data: Any, plan: RoundPlan) -> None:
-        """Start to read the batches of the next round."""
-        self.reader(data).prefetch([plan.share(rank) for rank in self.ranks])
-
     def merge(self, local_states: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
         """Merge the local replicas with those of all processes."""
         return self._merge(self._fitted(local_states), [result.carry for result in results], rows)
 
     def exchange(self, starts: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
-        """The table of a round whose merge begins with :meth:`start_merge`; ``starts`` are those of the last merge."""
+        """The table of a round whose merge begins with :meth:`start_merge`; ``starts`` are from the last merge."""
         return self._merge.exchange(starts, [result.carry for result in results], rows)
 
     def start_merge(
@@ -607,10 +385,10 @@ class Engine:
         return _unreplicate(tree)
 
     def max_rows(self, given: Sequence[float] | None) -> Sequence[float]:
-        """The largest step of each rank in rows: as given, or what its devices have memory for."""
+        """The largest step of each rank in rows: as given, or as the memory of its devices allows."""
         if given is not None:
             return [given[one] for one in self.order]
-        return [self._row_limits.get(one, _MOST_ROWS) for one in self.order]
+        return [self._row_limits.get(one, MOST_ROWS) for one in self.order]
 
     @property
     def devices(self) -> list[np.ndarray]:
@@ -623,14 +401,10 @@ class Engine:
         known = {rank: self._memory[one] for rank, one in enumerate(self.order) if one in self._memory}
         return [{"rank": rank} | row for rank, row in known.items()]
 
-    def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
-        return [replica.memory(local) for replica, local in zip(self._replicas, local_states, strict=True)]
-
-    def _row_limits_here(self, local_states: Sequence[LocalState]) -> list[float]:
-        return [
-            min(row_limit(self.batch_size, replica.memory(local), replica.placement), _MOST_ROWS)
-            for replica, local in zip(self._replicas, local_states, strict=True)
-        ]
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the programs of these replicas are compiled."""
+        return bool(self._replicas)
 
     @property
     def compilations(self) -> int:

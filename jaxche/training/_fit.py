@@ -85,14 +85,14 @@ def fit(
       validation: data to evaluate the merged parameters on, as for :meth:`Trainer.evaluate`. The results are in
         ``RoundInfo.validation``, and so in the history, its plot, the progress line and the loggers.
       metric_fn: of the evaluation, see :meth:`Trainer.evaluate`.
-      metrics: likewise.
+      metrics: of the evaluation, as for :meth:`Trainer.evaluate`.
       eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch. The
         last round is always evaluated, unless training was interrupted.
-      log_every: how often the progress prints a line, and how often a :class:`~jaxche.reports.Logger` such as
-        TensorBoard's gets a round, likewise; the round that it gets stands for itself, not for those left out. By
+      log_every: how often the progress prints a line, and a :class:`~jaxche.reports.Logger` such as TensorBoard's gets
+        a round, as for ``eval_every``; that round has its own numbers, not means over the rounds left out. By
         default a line is printed every ten seconds, and every round is logged. Rounds with an evaluation and the last
         one always are. The history has every round, and other callbacks get every round.
-      checkpoint_every: how often to save, likewise; it replaces the number of rounds in :class:`~jaxche.Checkpoints`.
+      checkpoint_every: how often to save, as for ``eval_every``; it replaces ``every`` of :class:`~jaxche.Checkpoints`.
 
     Returns:
       ``(state, history)``; with checkpoints the history is of the whole run. A keyboard interrupt returns the state

@@ -101,8 +101,8 @@ class NNXLoss:
 
     Attributes:
       params: pytree of plain dicts, for ``trainer.init``.
-      frozen: the parameters that are not trained, likewise. They are no part of the state.
-      model_state: all variables that are not parameters (batch statistics, random streams), likewise.
+      frozen: the parameters that are not trained, in the same form. They are no part of the state.
+      model_state: all variables that are not parameters (batch statistics, random streams), in the same form.
       tx: optax transformation of ``optimizer``, for the trainer; None without one.
       opt_state: state of ``optimizer``, for ``trainer.init``; None without one.
 

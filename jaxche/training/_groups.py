@@ -49,16 +49,17 @@ class Groups:
         """How much longer rounds of these ranks may be, because groups merge within them."""
         return 1.0 if self.merges == 1 else half_life_of(self.present(order), len(order))
 
-    def merges_of(self, state: TrainerState, plan: RoundPlan, order: Sequence[int]) -> int:
-        """The merges of a round, the last one of all replicas included."""
-        groups = self.present(order)
-        if not groups or plan.shares:
+    def merges_of(self, state: TrainerState, plan: RoundPlan, groups: Sequence[Sequence[int]]) -> int:
+        """The merges of a round with these groups present, the last one of all replicas included."""
+        if plan.shares:
             return 1
         return min(self.merges or max(state.group_merges, LEAST_MERGES), most_group_merges(groups, plan.counts))
 
-    def next_merges(self, state: TrainerState, table: RoundStatistics, merges: int, order: Sequence[int]) -> int:
-        """The merges of the next round, from what those of this one took; those of the state if it had none."""
-        cost_ms = group_cost_ms(self.present(order), table.group_ms, merges)
+    def next_merges(
+        self, state: TrainerState, table: RoundStatistics, merges: int, groups: Sequence[Sequence[int]]
+    ) -> int:
+        """The merges of the next round, from the times of those of this round; unchanged if it had none in groups."""
+        cost_ms = group_cost_ms(groups, table.group_ms, merges)
         if self.merges or not cost_ms or state.che is None:
             return self.merges or state.group_merges
         return best_group_merges(state.che, cost_ms)

@@ -128,74 +128,58 @@ class EvaluationHook(Hook):
             self._missed = False
 
 
-class ProgressBar:
-    """A bar on a terminal, else a line every ten seconds; on the leader of the group only."""
+class ProgressHook(Hook):
+    """Shows a bar on a terminal, else a line every ten seconds; on the leader of the group only.
 
-    def __init__(self, trainer: Rounds, total: int | None, enabled: bool):
-        self._world_size = trainer.world_size
-        enabled = enabled and trainer._group.is_leader
+    ``every`` is how often it prints a line, None for every ten seconds.
+    """
+
+    def __init__(self, trainer: Rounds, enabled: bool, every: Every | None = None):
+        self._trainer, self._enabled, self._every = trainer, enabled, every
+        self._bar: tqdm | None = None
+        self._prints = False  # lines in place of a bar
+
+    def on_start(self, run: Run) -> None:
+        enabled = self._enabled and self._trainer._group.is_leader
         terminal = enabled and sys.stderr.isatty()
-        self._bar = tqdm(total=total, unit="batch", disable=not terminal, dynamic_ncols=True)
-        self._lines = enabled and not terminal
-        self._done, self._total, self._start = 0, total, time.perf_counter()
+        self._total, self._prints = run.batches_left, enabled and not terminal
+        self._bar = tqdm(total=self._total, unit="batch", disable=not terminal, dynamic_ncols=True)
+        self._done, self._start = 0, time.perf_counter()
         self._last_line = self._start
 
-    def update(self, info: RoundInfo, is_due: bool | None = None, is_last: bool = False) -> None:
-        """Show a round; ``is_due`` is whether a line is due, None for every ten seconds."""
+    def on_membership(self, run: Run, shrunk: bool) -> None:
+        if self._bar is not None:  # else it has not started
+            self._bar.close()
+            self.on_start(run)
+
+    def on_round(self, run: Run, info: RoundInfo) -> bool:
+        assert self._bar is not None, "on_start comes first"
         self._done += info.batches
         text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
-        if self._world_size > 1:
+        if self._trainer.world_size > 1:
             text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
         text += "".join(f" validation {name} {value:.4g}" for name, value in info.validation.items())
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(info.batches)
         now = time.perf_counter()
-        due = now - self._last_line > 10 if is_due is None else is_due
-        if self._lines and (due or is_last or info.validation):
+        is_due = now - self._last_line > 10 if self._every is None else run.is_due(self._every)
+        if self._prints and (is_due or run.is_done or info.validation):
             self._last_line = now
             done = f"{self._done} batches"
             if self._total is not None:
                 left = (now - self._start) / self._done * (self._total - self._done)
                 done = f"{self._done}/{self._total} batches, {left:.0f} s left"
             self.write(f"{text} ({done})")
-
-    def write(self, text: str) -> None:
-        if self._lines or not self._bar.disable:
-            tqdm.write(text, file=sys.stderr)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class ProgressHook(Hook):
-    """Shows the progress bar."""
-
-    def __init__(self, trainer: Rounds, enabled: bool, every: Every | None = None):
-        self._trainer, self._enabled, self._every = trainer, enabled, every
-        self._bar: ProgressBar | None = None
-
-    def on_start(self, run: Run) -> None:
-        self._bar = ProgressBar(self._trainer, run.batches_left, self._enabled)
-
-    def on_membership(self, run: Run, shrunk: bool) -> None:
-        if self._bar:  # else it has not started
-            self._bar.close()
-            self.on_start(run)
-
-    def on_round(self, run: Run, info: RoundInfo) -> bool:
-        if self._bar:
-            is_due = None if self._every is None else run.is_due(self._every)
-            self._bar.update(info, is_due=is_due, is_last=run.is_done)
         return False
 
     def write(self, text: str) -> None:
         """Print a line, unless progress is off."""
-        if self._bar:
-            self._bar.write(text)
+        if self._prints or (self._bar is not None and not self._bar.disable):
+            tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         """Close the bar."""
-        if self._bar:
+        if self._bar is not None:
             self._bar.close()
 
 

@@ -45,7 +45,7 @@ def _is_scalar(x: Any) -> bool:
 
 
 def outputs_of(result: Any, scalars_only: bool = False) -> Any:
-    """What a metric function returned, as a dict of scalars and ``Weighted``, or as an object that merges.
+    """The result of a metric function: a dict of scalars and ``Weighted``, or an object that merges.
 
     A loss function may serve as one: its loss and its metrics are the results, its model state is discarded, and with
     ``scalars_only`` so is all else that it returns.
@@ -67,7 +67,7 @@ def outputs_of(result: Any, scalars_only: bool = False) -> Any:
 
 
 def arguments_of(result: Any) -> dict[str, Any]:
-    """What a metric function returned, as the arguments of ``metrics.update``."""
+    """The result of a metric function as the arguments of ``metrics.update``."""
     if not isinstance(result, Mapping):
         raise ValueError(
             f"metric_fn returned {type(result).__name__}; with metrics= it returns the arguments of their update, e.g. "

@@ -66,7 +66,7 @@ class MetricsLog:
             warn_of_damage(str(self._file), record)
             self._unwritten = b""
             if (text := kept.to_json().encode()) != data and data.startswith(text):
-                os.truncate(self._file, len(text))  # needs no space, which a full disk has not
+                os.truncate(self._file, len(text))  # needs no space on the disk
             elif text != data:
                 part = self._file.with_suffix(".part")
                 part.write_bytes(text)

@@ -13,7 +13,7 @@ _CODE = re.compile(r"os_error_code='(\d+)'")
 
 
 def no_space(error: BaseException | None) -> str | None:
-    """What the system says if an error, or one that led to it, is for want of space; else None."""
+    """The system's message if an error, or one of its causes, is for want of space; else None."""
     while error is not None:
         codes = [error.errno] if isinstance(error, OSError) else map(int, _CODE.findall(str(error)))
         if found := _ERRNOS.intersection(codes):

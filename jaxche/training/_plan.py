@@ -149,12 +149,12 @@ def next_plan(
     return replace(plan, counts=_even_counts(counts, left, lead, stretches=policy is not ApplyPolicy.SYNC))
 
 
-# What is left at the end is joined with the round before it if it is shorter than this part of that round.
+# A rest at the end is joined with the round before it if it is shorter than this part of that round.
 _FRAGMENT = 0.25
 
 
 def _even_total(whole: int, left: int, least: int = 1) -> int:
-    """The batches of the next round: ``whole``, or half of what is left if otherwise a fragment would remain."""
+    """The batches of the next round: ``whole``, or half of those left if a fragment would remain after it."""
     return -(-left // 2) if 0 < left - whole < max(least, _FRAGMENT * whole) else min(whole, left)
 
 
@@ -219,22 +219,20 @@ def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:
 
 # The shares of rows are multiples of a batch divided by this.
 _SHARES_OF_A_BATCH = 64
-# A round of a cadence in which the slowest replica has time for as many batches deals out whole ones.
+# If the slowest replica has time for so many batches, a round of a cadence deals out whole batches.
 _WHOLE_BATCHES = 4
-# The number of batches in a shorter round changes if it is so far from the wanted one.
+# In a shorter round their number changes only if it is off by this part of the wanted number.
 _CHANGE = 0.15
 
 
 class RowRules(NamedTuple):
-    """How the rows of batches are shared.
+    """How the rows of batches are shared by speed.
 
     Attributes:
-      by_speed: whether they are; if not, each replica takes whole batches.
       joined: batches in an update under ``sync``, unless ``policy="auto"`` has chosen a number.
       unit: shares are multiples of it, because each device of a sharded replica takes as many rows.
     """
 
-    by_speed: bool
     joined: int
     unit: int
 
@@ -252,7 +250,7 @@ def next_shares(
     ``limits`` are the most rows of a step of each replica.
     """
     shares, che, choice = state.row_shares, state.che, state.choice
-    if not rules.by_speed or che is None:
+    if che is None:
         return state
     shares = shares.report(info.counts, info.rows, info.wall_ms)
     unit = math.lcm(rules.unit, max(1, batch_size // _SHARES_OF_A_BATCH))

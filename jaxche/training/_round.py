@@ -58,15 +58,15 @@ class RoundTimes(NamedTuple):
     """Times of a round, in milliseconds.
 
     Attributes:
-      sync_ms: what its merge added to it.
-      hidden_ms: what the merge of the round before it took beside its steps.
+      sync_ms: the time that its merge added to it.
+      hidden_ms: the time that the merge of the round before it took beside its steps.
       merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else 0.
-      group_ms: what the merges within groups added to it.
+      group_ms: the time that the merges within groups added to it.
     """
 
     sync_ms: float
-    hidden_ms: float
-    merge_ms: float
+    hidden_ms: float = 0.0
+    merge_ms: float = 0.0
     group_ms: float = 0.0
 
 
@@ -76,14 +76,7 @@ _SUMS = _NOT_FINITE + 1
 
 
 def host_row(
-    plan: RoundPlan,
-    rank: int,
-    result: LocalResult,
-    last_sync_ms: float,
-    stop: int,
-    accumulated: int = 0,
-    ended: int = 0,
-    last_hidden_ms: float = 0.0,
+    state: TrainerState, plan: RoundPlan, rank: int, result: LocalResult, stop: int = 0, ended: int = 0
 ) -> list[float]:
     """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
     failed = result.error is not None
@@ -94,22 +87,56 @@ def host_row(
         plan.batches[rank] if plan.shares and steps else steps,
         result.wall_ms,
         result.group_ms,
-        last_sync_ms,
-        last_hidden_ms,
+        state.sync_ms,
+        state.hidden_ms,
         failed,
         stop,
-        accumulated,
+        state.accumulated,
         ended,
         *plan.digest_halves(),
     ]
 
 
 class RoundStatistics:
-    """The statistics of a round by name, from the merged table; equal on every host."""
+    """The statistics of a round by name, from the merged table; equal on every host.
+
+    Attributes:
+      counts: steps of each replica: fewer than planned if it reached the time limit.
+      wall_ms: time of the steps of each replica.
+      group_ms: time of each replica in merges with its group, waits included.
+      busy_ms: time of each replica to the end of its steps, both of them.
+      last_sync_ms: cost of the previous merge, the median over replicas. The minimum would miss the cost of sharing a
+        core; the mean would follow a replica that started late, e.g. after an evaluation.
+      last_hidden_ms: the part of the previous merge that ran beside steps, the median too.
+      stop: the most urgent request to stop.
+      ended: for each rank 0, or a number of its stream, if that has no more batches in this epoch.
+      examples: of each replica.
+      weights: the weight of the loss of each replica, above 0 where there are examples.
+      losses: mean loss of each replica, NaN without a step, or without weight.
+      loss: mean loss over all replicas, NaN without weight.
+      metrics: means of the metrics over all replicas, NaN without weight.
+    """
 
     def __init__(self, numbers: np.ndarray, columns: Columns):
-        self._numbers = np.asarray(numbers, np.float64)
-        self._columns, self._sums = columns, self._numbers[:, _SUMS:]
+        self._numbers, self._columns = np.asarray(numbers, np.float64), columns
+        host = dict(zip(HOST_COLUMNS, self._numbers.T, strict=False))
+        self._sums = sums = self._numbers[:, _SUMS:]
+        self.counts = tuple(map(int, host["count"]))
+        self.wall_ms = tuple(host["wall_ms"].tolist())
+        self.group_ms = tuple(host["group_ms"].tolist())
+        self.busy_ms = tuple((host["wall_ms"] + host["group_ms"]).tolist())
+        self.last_sync_ms = float(np.median(host["last_sync_ms"]))
+        self.last_hidden_ms = float(np.median(host["last_hidden_ms"]))
+        self.stop = int(host["stop"].max())
+        self.ended = tuple(map(int, host["ended"]))
+        self.examples = sums[:, 0]
+        # Of the loss, and of each metric.
+        weights = [sums[:, columns.weight_of(position)] for position in range(1 + len(columns.metrics))]
+        own = columns.weight_of(0) != 0
+        self.weights = np.where(self.examples, weights[0].clip(TINY_WEIGHT), 0) if own else weights[0]
+        self.losses = tuple(_ratio(sums[:, 1], weights[0]).tolist())
+        self.loss, *metrics = (float(_ratio(sums[:, 1 + i].sum(), one.sum())) for i, one in enumerate(weights))
+        self.metrics = dict(zip(columns.metrics, metrics, strict=True))
 
     def with_times(self, wall_ms: Sequence[float], group_ms: Sequence[float]) -> RoundStatistics:
         """The same statistics with other times."""
@@ -117,81 +144,6 @@ class RoundStatistics:
         numbers[:, _COLUMN["wall_ms"]] = wall_ms
         numbers[:, _COLUMN["group_ms"]] = group_ms
         return RoundStatistics(numbers, self._columns)
-
-    def _host(self, name: str) -> np.ndarray:
-        return self._numbers[:, _COLUMN[name]]
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Steps of each replica: fewer than planned if it reached the time limit."""
-        return tuple(int(n) for n in self._host("count"))
-
-    @property
-    def wall_ms(self) -> tuple[float, ...]:
-        return tuple(self._host("wall_ms").tolist())
-
-    @property
-    def group_ms(self) -> tuple[float, ...]:
-        """Time of each replica in merges with its group, waits included."""
-        return tuple(self._host("group_ms").tolist())
-
-    @property
-    def busy_ms(self) -> tuple[float, ...]:
-        """Time of each replica to the end of its steps."""
-        return tuple((self._host("wall_ms") + self._host("group_ms")).tolist())
-
-    @property
-    def last_sync_ms(self) -> float:
-        """Cost of the previous merge, the median over replicas.
-
-        The minimum would miss the cost of sharing a core; the mean would follow a replica that started late, e.g.
-        after an evaluation.
-        """
-        return float(np.median(self._host("last_sync_ms")))
-
-    @property
-    def last_hidden_ms(self) -> float:
-        """The part of the previous merge that ran beside steps, likewise."""
-        return float(np.median(self._host("last_hidden_ms")))
-
-    @property
-    def stop(self) -> int:
-        return int(self._host("stop").max())
-
-    @property
-    def ended(self) -> tuple[int, ...]:
-        """For each rank 0, or a number of its stream, if that has no more batches in this epoch."""
-        return tuple(int(end) for end in self._host("ended"))
-
-    @property
-    def examples(self) -> np.ndarray:
-        return self._sums[:, 0]
-
-    @property
-    def weights(self) -> np.ndarray:
-        """The weight of the loss of each replica, above 0 where there are examples."""
-        weights = self._weights(0)
-        return weights if self._columns.weight_of(0) == 0 else np.where(self.examples, weights.clip(TINY_WEIGHT), 0)
-
-    def _weights(self, position: int) -> np.ndarray:
-        return self._sums[:, self._columns.weight_of(position)]
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """Mean loss of each replica, NaN without a step, or without weight."""
-        return tuple(_ratio(self._sums[:, 1], self._weights(0)).tolist())
-
-    def _mean(self, position: int) -> float:
-        """The mean of the loss (position 0) or of a metric over all replicas, NaN without weight."""
-        return float(_ratio(self._sums[:, 1 + position].sum(), self._weights(position).sum()))
-
-    @property
-    def loss(self) -> float:
-        return self._mean(0)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {name: self._mean(1 + i) for i, name in enumerate(self._columns.metrics)}
 
     def check(
         self,
@@ -217,7 +169,7 @@ class RoundStatistics:
           PlanMismatchError: the hosts planned different rounds.
           NonFiniteLossError: a loss, a gradient, a local state or the merged state is NaN or infinite.
         """
-        if self._host("failed").any():
+        if self._numbers[:, _COLUMN["failed"]].any():
             errors = [(result.error, rank) for rank, result in zip(ranks, results, strict=True) if result.error]
             group.raise_everywhere(*(errors[0] if errors else (None, ranks[0])), f"round {plan.round}")
         digests = [tuple(row) for row in self._numbers[:, [_COLUMN["plan_high"], _COLUMN["plan_low"]]]]
@@ -230,8 +182,8 @@ class RoundStatistics:
             )
         if not self.examples.any():
             raise ValueError(
-                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that makes "
-                "it anew, jaxche.Stream(lambda epoch: batches(seed=epoch))"
+                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that "
+                "makes a new one, jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )
         losses = self._sums[:, 1]
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
@@ -315,21 +267,18 @@ def advance(
     table: RoundStatistics,
     policy: ApplyPolicy,
     rule: str | None,
-    sync_ms: float,
+    times: RoundTimes,
     shared: bool = False,
-    hidden_ms: float = 0.0,
-    group_ms: float = 0.0,
     group_merges: int = 1,
 ) -> tuple[TrainerState, RoundInfo]:
     """The state after a round and its record.
 
     The next plan depends on the plan and the table only, so it is the same on all hosts. ``rule`` is the merge rule of
-    parameters, or None if gradients are averaged. ``sync_ms`` is the cost of the merge in this process; the next merge
-    shares it. If the clock is ``shared`` by several processes, it takes the cost of the last merge for this one until
-    then, because all know that. ``hidden_ms`` is what the merge took beside steps, and ``group_ms`` what those within
-    groups added to the round.
+    parameters, or None if gradients are averaged. The ``times`` of the merge are those of this process; the next merge
+    sends them to all. If the clock is ``shared`` by several processes, it takes the cost of the last merge for this one
+    until then, because all have that.
     """
-    counts = table.counts
+    counts, sync_ms, group_ms = table.counts, times.sync_ms, times.group_ms
     before, correction, verdict = state.che, state.correction, Verdict.CALM
     che = before
     rel, direction = merged.drift
@@ -390,7 +339,7 @@ def advance(
         steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
         examples_done=state.examples + int(examples.sum()),
         merge_bytes=merged.nbytes,
-        hidden_ms=hidden_ms,
+        hidden_ms=times.hidden_ms,
         group_merges=group_merges,
         group_ms=group_ms,
         **merged.scaled._asdict(),
@@ -406,7 +355,7 @@ def advance(
         cursor=cursor,
         examples=info.examples_done,
         sync_ms=sync_ms,
-        hidden_ms=hidden_ms,
+        hidden_ms=times.hidden_ms,
         pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, counts),
         accumulated=merged.accumulated,
         clock_ms=clock_ms,
@@ -436,8 +385,9 @@ def _pending_batches(
         (epoch, _, stop), *others = pending_batches
         start = plan.start + plan.total
         after = [*([(epoch, start, stop)] if start < stop else []), *others]
-    for rank, done in enumerate(counts):
-        left = plan.share(rank)[done:]
+    late = [rank for rank, (done, planned) in enumerate(zip(counts, plan.counts, strict=True)) if done < planned]
+    for rank in late:
+        left = plan.share(rank)[counts[rank] :]
         for epoch in dict.fromkeys(e for e, _ in left):
             indices = [i for e, i in left if e == epoch]
             after.append((epoch, indices[0], indices[-1] + 1))

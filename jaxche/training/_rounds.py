@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
 from jaxche.averaging import merge_weights
 from jaxche.cadence import (
@@ -25,247 +24,56 @@ from jaxche.cadence import (
     ElChe,
     RoundPlan,
     RowShares,
-    VirtualFleet,
     WireChoice,
     choose_wire,
     merge_share,
     paused_ms,
 )
-from jaxche.data import check_stream, epoch_size, is_stream
-from jaxche.distributed import ElasticGroup, hang_timeout, process_group
-from jaxche.drawing import short_traceback
+from jaxche.distributed import hang_timeout
+from jaxche.drawing import brief, short_traceback
 from jaxche.replicas import (
-    BatchOutputs,
     Correction,
-    FrozenArrays,
     MergeInFlight,
     MergeScale,
-    Scaling,
     exposed_ms,
     in_order,
-    make_placements,
-    merges_on_host,
 )
 from jaxche.reports import RoundInfo
-from jaxche.scaling import ScalingRule, effective_replicas, noise_scale
-from jaxche.sharding import Device, NoShard, ShardingStrategy, check_params, shapes_of
-from jaxche.stages import Partitioned
+from jaxche.scaling import effective_replicas, noise_scale
+from jaxche.sharding import check_params, shapes_of
+from jaxche.training._arguments import Arguments
 from jaxche.training._checks import (
-    check_auto,
-    check_auto_wire,
-    check_fleet,
-    check_joined,
-    check_line_search,
     check_opt_state,
-    check_outputs,
-    check_overlap,
-    check_rules,
-    check_state,
     check_unscaled,
-    check_untraced,
     check_update,
-    check_whole_batches,
-    check_wire,
-    checked_max_rows,
-    checked_overlap,
-    checked_paces,
-    checked_rows,
-    checked_scaling,
-    replicas_text,
-    rule_text,
 )
-from jaxche.training._engine import Engine, Readers, Settings
-from jaxche.training._fingerprint import abbreviated
-from jaxche.training._groups import check_moments, checked_groups
+from jaxche.training._groups import check_moments
 from jaxche.training._plan import (
     SOLO_ROUND,
     End,
     GivenRound,
-    RowRules,
     next_plan,
     next_shares,
     plan_of_counts,
     time_limit_ms,
 )
 from jaxche.training._round import RoundStatistics, RoundTimes, advance, host_row
-from jaxche.training._stages import StagedEngine, checked_stages
+from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState
 
 _log = logging.getLogger("jaxche")
 
 _ENDLESS, _PLANNED = End(), GivenRound()
 
-# The default cadence: from a small anchor the progress tuner finds the right round length in a few rounds.
-DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "overhead_target": 0.015, "tuner": "progress"}
 
+class Rounds(Arguments):
+    """A trainer that runs one round at a time; :class:`Trainer` adds :meth:`Trainer.fit` and the rest."""
 
-class Rounds:
-    """Plans, runs and merges rounds: the trainer without what runs many of them, such as :meth:`Trainer.fit`."""
-
-    # Follows the processes of an elastic run.
-    _membership_type: Callable[[Any, ElasticGroup], Any] | None = None
-
-    @short_traceback
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any] | Partitioned,
-        tx: optax.GradientTransformation,
-        policy: ApplyPolicy | str = ApplyPolicy.CADENCE,
-        che: ElChe | None = None,
-        average: str | None = None,
-        merge: str = "steps",
-        opt_state: str = "auto",
-        outer: optax.GradientTransformation | None = None,
-        replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
-        strategy: ShardingStrategy | None = None,
-        backend: str = "auto",
-        seed: int = 0,
-        pace_ms: float | Sequence[float] | None = None,
-        scaling: ScalingRule | None = None,
-        base_batch_size: float | None = None,
-        fleet: VirtualFleet | None = None,
-        rows: str | None = None,
-        joined_batches: int | None = None,
-        max_rows: int | Sequence[int] | None = None,
-        outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
-        wire: str = "float32",
-        overlap: float = 0.0,
-        groups: str | Sequence[Sequence[int]] | None = None,
-        group_merges: int | None = None,
-    ):
-        check_joined()
-        self._group = group = process_group()
-        self.policy = ApplyPolicy(policy)
-        if auto := self.policy is ApplyPolicy.AUTO:
-            elastic = isinstance(group, ElasticGroup)
-            check_auto(average, isinstance(loss_fn, Partitioned), outer, scaling, che, elastic, joined_batches)
-        average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
-        self.overlap = overlap = checked_overlap(overlap)
-        if opt_state == "auto":
-            opt_state = "average" if average == "parameters" and not overlap else "local"
-        check_rules(tx, average, merge, opt_state, outer, backend)
-        check_line_search(tx)
-        checked_scaling(scaling, base_batch_size, tx, opt_state)
-        staged = isinstance(loss_fn, Partitioned)
-        check_wire(wire, average, self.policy, staged)
-        check_auto_wire(wire, che, isinstance(group, ElasticGroup), fleet is not None)
-        if staged:
-            placements = checked_stages(loss_fn, replicas, strategy, scaling)
-        else:
-            virtual = len(fleet.ms_per_batch) if isinstance(fleet, VirtualFleet) else 0
-            placements = make_placements(replicas, strategy or NoShard(), virtual)
-        self.world_size = len(placements)
-        if che is not None and che.world_size != self.world_size:
-            raise ValueError(
-                f"che is for world_size={che.world_size}, but there are {self.world_size} replicas; "
-                f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
-            )
-        if self.world_size > 1:
-            # Averaged gradients make one update, whatever the round: no replica moves on its own.
-            moves = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
-            che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
-        else:
-            average = "parameters"  # a plain training loop: one update per batch
-        self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
-        self._tx, self._opt_state = tx, opt_state
-        check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
-        self._fleet = fleet
-        check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
-        self._groups = checked_groups(groups, group_merges, placements, self.policy, average, merge, scaling, staged)
-        if che is not None:
-            che = replace(che, overlap=overlap, half_life=self._groups.half_life(range(self.world_size)))
-        self._che = che
-        self._given_rows = rows
-        self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
-        self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
-        # Each device of a sharded replica takes as many rows.
-        unit = math.lcm(*(placement.devices.size for placement in placements))
-        self._row_rules = RowRules(self.rows == "speed", self._joined, unit)
-        paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
-        scaled = None
-        if scaling is not None:
-            scaled = Scaling(
-                scaling,
-                base_batch_size,
-                average,
-                solo=self.world_size == 1,
-                sync=self.policy is ApplyPolicy.SYNC,
-                joined=not any(placement.makes_pieces for placement in placements),
-            )
-        host = merges_on_host("host" if overlap else backend, placements)
-        check_outputs(outputs, staged, placements)
-        self._outputs = outputs
-        loss: Any = loss_fn if staged else FrozenArrays(loss_fn, outputs is not None)
-        settings = Settings(
-            group=group,
-            loss=loss,
-            tx=tx,
-            average=average,
-            merge=merge,
-            opt_state=opt_state,
-            outer=outer,
-            placements=placements,
-            seed=seed,
-            paces=paces,
-            scaling=scaled,
-            host=host,
-            readers=Readers(group, self._epoch_size),
-            joins_rows=self.rows == "speed" or self._joined != self.world_size,
-            wire=wire if self.world_size > 1 else "float32",
-            overlaps=overlap > 0,
-            virtual=fleet is not None,
-            groups=self._groups,
-        )
-        self._engine = self._local_engine = (StagedEngine if staged else Engine)(settings)
-        # Under "auto" the programs of exact sync beside those of local steps.
-        self._sync_engine = Engine(replace(settings, average="gradients", merge="steps", opt_state="local"))
-        self._chooses = auto and self.world_size > 1
-        self._fingerprint = {
-            "policy": self.policy.value,
-            "average": average,
-            "merge": merge,
-            "opt_state": opt_state,
-            "seed": str(seed),
-            "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
-            "backend": "host" if host else "device",
-            "wire": wire,
-            "overlap": str(overlap),
-            "groups": f"{self._groups.ranks}, group_merges={group_merges}",
-            "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
-            "scaling": rule_text(scaling),
-            "base_batch_size": str(base_batch_size),
-            **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
-        }
-        self.seed = seed
-        self._strategy = "" if staged or strategy is None or strategy == NoShard() else str(strategy)
-        self._stop = Stop.NO
-        self._membership = (
-            self._membership_type(self, group) if self._membership_type and isinstance(group, ElasticGroup) else None
-        )
-        self._solo_steps = SOLO_ROUND
-        self._loss_fn = loss_fn
-        self._metric_programs: list[Any] = []  # of the last evaluations
-        self.last_good_state: TrainerState | None = None
-        self.updates_logged = False  # the line on the number of updates
-        self._limit_logged = False
-
-    def __repr__(self) -> str:
-        """One line: the replicas, and the arguments by which they train."""
-        if self.world_size == 1:
-            rules = ["a plain training loop"]
-        else:
-            rules = [f"policy={self.policy.value!r}"]
-            if self.policy is not ApplyPolicy.AUTO:
-                rules.append(f"average={self.average!r}")
-                rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
-            rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
-            rules += [f"overlap={self.overlap:g}"] if self.overlap else []
-            rules += [f"groups={self._groups.ranks}"] if self._groups.ranks else []
-        by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
-        rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
-        rules += [f"strategy={self._strategy}"] if self._strategy else []
-        rules += [f"scaling={rule_text(self.scaling)}"] if self.scaling else []
-        return f"Trainer({', '.join([replicas_text(self._engine.devices, self._fleet), *rules])})"
+    _stop = Stop.NO
+    _solo_steps = SOLO_ROUND
+    last_good_state: TrainerState | None = None
+    updates_logged = False  # the line on the number of updates
+    _limit_logged = False
 
     @short_traceback
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
@@ -352,8 +160,9 @@ class Rounds:
         return self._round(state, data, given=GivenRound(counts))
 
     def check_state(self, state: Any, call: str) -> None:
-        """Refuse what is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
-        check_state(state)
+        """Refuse a value that is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
+        if not isinstance(state, TrainerState):
+            _refuse_state(state)
         check_untraced(call)
         self._engine.check_state(state.local_states)
 
@@ -421,80 +230,81 @@ class Rounds:
         prefetch: bool = False,
         keeps: bool = False,
     ) -> tuple[TrainerState, RoundInfo]:
-        """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from what was measured.
+        """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from its measurements.
 
         With ``prefetch`` the batches of the next round are read meanwhile; with ``keeps`` those of this one are kept,
         for another round on them.
         """
         self._set_programs(state)
-        reader = self._engine.reader(data)
+        engine = self._engine
+        reader = engine.reader(data)
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         plan = self._prepare(reader, state, data, end, given)
-        feeds = self._engine.start(state, data, plan, given.done, keeps)
+        feeds = engine.start(state, reader, plan, given.done, keeps)
         clock = time.perf_counter()
         in_flight, after, corrections = state.in_flight, given.after, None
         if in_flight is not None:
             after = after or [int(self.overlap * n) for n in plan.counts]
-            corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(self._engine.ranks)]
+            corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(engine.ranks)]
         is_limited = given.counts is None and self._fleet is None and reader.has_time_limit
         limit = time_limit_ms(state.che, plan) if is_limited else None
-        merges = given.group_merges or self._groups.merges_of(state, plan, self._engine.order)
+        merges = given.group_merges or (self._groups.merges_of(state, plan, engine.groups) if engine.groups else 1)
         scale = self._merge_scale(plan)
-        results = self._engine.run(state.local_states, feeds, plan, scale, limit, corrections, merges)
+        results = engine.run(state.local_states, feeds, plan, scale, limit, corrections, merges)
         # A merge that broke off ends the round here.
         landed = in_flight and in_flight.result()
         if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
-            self._engine.prefetch(data, self._plan(expected, plan.epoch_size, end, given))
+            following = self._plan(expected, plan.epoch_size, end, given)
+            reader.prefetch([following.share(rank) for rank in engine.ranks])
         stop, stream_end = self._stop, reader.ended(plan, state, sum(result.steps for result in results))
         rows = np.array(
             [
-                host_row(plan, rank, result, state.sync_ms, stop, state.accumulated, stream_end, state.hidden_ms)
-                for rank, result in zip(self._engine.ranks, results, strict=True)
+                host_row(state, plan, rank, result, stop, stream_end)
+                for rank, result in zip(engine.ranks, results, strict=True)
             ]
         )
         if self._membership:
             self._membership.poll()
         starts = landed.local_states if landed else state.local_states
-        merged = (self._engine.exchange if self._engine.overlaps else self._engine.merge)(starts, results, rows)
+        merged = (engine.exchange if engine.overlaps else engine.merge)(starts, results, rows)
         merged = in_flight.seen_by(merged) if in_flight else merged
         elapsed_ms = (time.perf_counter() - clock) * 1e3
-        table = RoundStatistics(merged.table, self._engine.columns)
+        table = RoundStatistics(merged.table, engine.columns)
         table.check(
             self._group,
             state,
             plan,
-            self._engine.ranks,
+            engine.ranks,
             results,
             merged.finite,
             share=partial(reader.share, plan, state),
-            look=partial(self._engine.non_finite, data),
-            groups=self._engine.groups if merges > 1 else (),
+            look=partial(engine.non_finite, data),
+            groups=engine.groups if merges > 1 else (),
         )
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         overlapped = tuple(min(k, n) for k, n in zip(after, table.counts, strict=True)) if in_flight else ()
         table, times = self._times(table, plan, elapsed_ms, overlapped, in_flight, merges)
-        policy, rule, shared = self._policy(state), self._rule(state), self._group.num_processes > 1
-        ended, info = advance(
-            state, plan, merged, table, policy, rule, times.sync_ms, shared, times.hidden_ms, times.group_ms, merges
-        )
+        policy, rule = self._policy(state), self.merge if engine.average == "parameters" else None
+        ended, info = advance(state, plan, merged, table, policy, rule, times, self._has_peers, merges)
         ended = reader.advance(state, ended, plan, table.counts, table.ended)
-        order = self._engine.order
-        ended = replace(ended, group_merges=self._groups.next_merges(ended, table, merges, order))
-        info = replace(info, wire=self._engine.wire, groups=self._groups.numbers(order))
-        if self._engine.overlaps:
+        info = replace(info, wire=engine.wire)
+        if engine.groups:
+            ended = replace(ended, group_merges=self._groups.next_merges(ended, table, merges, engine.groups))
+            info = replace(info, groups=self._groups.numbers(engine.order))
+        if engine.overlaps:
             info = replace(info, overlapped=overlapped, overlap=self.overlap)
-            begun = self._engine.start_merge(starts, results, rows, max(table.wall_ms), times.merge_ms)
+            begun = engine.start_merge(starts, results, rows, max(table.wall_ms), times.merge_ms)
             ended = replace(ended, in_flight=begun)
-        if given.done is None:
-            ended = self._with_wire(ended)
+        if ended.wire is not None and given.done is None:
+            ended = self._with_wire(ended, ended.wire)
         self._log_limit(ended.che)
         if self._outputs is not None and not keeps:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
-        if not reader.is_sharded:
-            size, limits = self._engine.batch_size, partial(self._engine.max_rows, self._max_rows)
-            ended = next_shares(ended, info, self._row_rules, self._policy, size, limits)
+        if self.rows == "speed" and not reader.is_sharded:
+            limits = partial(engine.max_rows, self._max_rows)
+            ended = next_shares(ended, info, self._row_rules, self._policy, engine.batch_size, limits)
         return ended, info
 
     def _set_programs(self, state: TrainerState) -> None:
@@ -509,22 +319,18 @@ class Rounds:
         """The plan of a round, with its programs compiled."""
         reader.seek(state)
         plan = reader.fitted(self._plan(state, reader.size, end, given), state)
-        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        if not self._engine.is_prepared:
+            self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
         if end.examples is not None:  # the size of a batch is known now
             plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         return plan
 
     def _merge_scale(self, plan: RoundPlan) -> MergeScale:
-        """What a merge of the planned steps is worth to the rule of the learning rate."""
+        """The worth of a merge of the planned steps for the rule of the learning rate."""
         if self.scaling is None:
             return MergeScale()
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
-
-    def _rule(self, state: TrainerState) -> str | None:
-        """The merge rule of the next round; None if gradients are averaged."""
-        gradients = self.average == "gradients" or (self._chooses and self._policy(state) is ApplyPolicy.SYNC)
-        return None if gradients else self.merge
 
     def _times(
         self,
@@ -552,10 +358,10 @@ class Rounds:
         group_ms = max(table.busy_ms) - max(table.wall_ms)
         return table, RoundTimes(sync_ms, max(0.0, duration_ms - sync_ms) if in_flight else 0.0, merge_ms, group_ms)
 
-    def _with_wire(self, state: TrainerState) -> TrainerState:
+    def _with_wire(self, state: TrainerState, choice: WireChoice) -> TrainerState:
         """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear."""
-        choice, che = state.wire, state.che
-        if choice is None or choice.reason or che is None or merge_share(che) < DEAR:
+        che = state.che
+        if choice.reason or che is None or merge_share(che) < DEAR:
             return state
         state = state.merged()  # a merge in flight has collectives, too
         self._engine.use_wire("int4", state.local_states)
@@ -573,22 +379,28 @@ class Rounds:
             line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/slow_links.md"
             _log.warning(line, che.limit)
 
-    def _epoch_size(self, data: Any, epochs: int = 1) -> int:
-        """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
-        if is_stream(data):
-            spans = any(len(processes) > 1 for processes in self._engine.processes_of_ranks)
-            if spans and isinstance(self._engine, StagedEngine):
-                raise ValueError(
-                    "data is a stream, and the stages of a replica that are in several processes read batches by their "
-                    "index; give a sequence, e.g. jaxche.Batches(arrays, batch_size=32), or each process whole replicas"
-                )
-            stream = check_stream(data, self._group, spans, epochs)
-            if stream.shards and self._group.num_processes > 1:
-                check_whole_batches(self.policy, self._given_rows, self._joined, self.world_size)
-        return epoch_size(data)
-
     def _expected(self, state: TrainerState, plan: RoundPlan) -> TrainerState:
         """The state after a round, as far as the next plan depends on it, if it goes as planned."""
         (epoch, cursor), steps = plan.end, state.steps + plan.total
         examples = state.examples + plan.total * self._engine.batch_size
         return replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
+
+
+def check_untraced(call: str) -> None:
+    """Refuse a call inside a function that JAX traces."""
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise ValueError(
+            f"{call} was called inside a function that JAX traces (jit, grad, vmap, scan); it compiles its own steps, "
+            f"and loops in Python. Take the @jax.jit from the function around it, and write {call}(...) outside"
+        )
+
+
+def _refuse_state(state: Any) -> NoReturn:
+    """Refuse a value that is not a state of a trainer."""
+    if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
+        line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
+    elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
+        line = "state, history = trainer.fit(state, data), which returns both"
+    else:
+        line = "state = trainer.init(params), then trainer.fit(state, data)"
+    raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")

@@ -25,7 +25,6 @@ from jaxche.replicas import (
     Merge,
     Merged,
     MergeRules,
-    Replica,
     ReplicaMesh,
     Steps,
     add_replica_axis,
@@ -43,8 +42,8 @@ from jaxche.replicas import (
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
 from jaxche.training._checks import check_state_of_tx
-from jaxche.training._engine import Engine
 from jaxche.training._fingerprint import digest, update_digest
+from jaxche.training._preparation import PreparedEngine
 
 
 class Stages:
@@ -364,7 +363,7 @@ def _carry_of(carry: Carry, stage: int, device: Device) -> Carry:
     return carry._replace(**trees, **counts)
 
 
-class StagedEngine(Engine):
+class StagedEngine(PreparedEngine):
     """The engine of replicas in stages."""
 
     _merge_type = StageMerge
@@ -378,8 +377,6 @@ class StagedEngine(Engine):
             self._replica_mesh = StageMeshes(self._group, placements, self._settings.host)
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
-        placements: Any = self._placements
-
         def programs(placement: Stages) -> StagedPrograms:
             return StagedPrograms(
                 placement,
@@ -390,12 +387,10 @@ class StagedEngine(Engine):
                 solo=len(self._all_placements) == 1,
             )
 
-        self._replicas = [
-            Replica(self._group, rank, placements[rank], programs(placements[rank]), self._paces[rank])
-            for rank in self.ranks
-        ]
+        self._set_replicas(programs)
         one = without_replica_axis(local.params)
         code_of_tx = digest([update_digest(self._settings.tx, params) for params in one])
+        placements: Any = self._placements
         model = placements[self.ranks[0]].model
         code = model.trace(one, batch)
         self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
@@ -407,12 +402,8 @@ class StagedEngine(Engine):
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
             check_state_of_tx(self._tx, params, opt_state)
 
-    def _row_limits_here(self, local_states: Sequence[LocalState]) -> list[float]:
-        """Empty: stages take whole batches."""
-        return []
-
-    def _memory_here(self, local_states: Sequence[LocalState]) -> list[dict[str, int]]:
-        """Empty: the memory of a stage depends on the activations that its schedule keeps."""
+    def _resources(self, local_states: Sequence[LocalState]) -> list[Any]:
+        """Empty: stages take whole batches, and need memory for the activations that their schedule keeps."""
         return []
 
     def unreplicate(self, tree: Any) -> Any:

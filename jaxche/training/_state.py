@@ -33,7 +33,7 @@ class TrainerState:
         the data.
       examples: trained on so far, by all replicas.
       sync_ms: cost of the last merge in this process, without waiting.
-      hidden_ms: the part of the last merge that ran beside steps, likewise.
+      hidden_ms: the part of the last merge that ran beside steps, in this process.
       pending_batches: batches before the cursor that a replica skipped at the time limit:
         ``(epoch, start, stop)``. The next rounds train on them first.
       clock_ms: time of all rounds so far, waiting and merging included; equal in all processes.

@@ -42,7 +42,7 @@ _FIELDS = {
 class StateDict:
     """Converts the state of all replicas to named trees and back; the trees in ``own`` differ between replicas.
 
-    A residual is of its replica alone: other replicas than those that were saved keep the one they have, zero.
+    A residual belongs to its replica: where the replicas are not those that were saved, each keeps its own, zero.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StateDict:
         return {name: x if name in self._own else self._replica_mesh.unreplicate(name, x) for name, x in views.items()}
 
     def pooled(self) -> dict[str, Any]:
-        """The trees of a replica that is admitted; :meth:`load` takes them with no rows."""
+        """The trees of a replica that is admitted; :meth:`load` takes them with ``rows={}``."""
         trees = {name: tree for name, tree in self.trees().items() if name != "residual"}
         return {name: _pooled(name, x) if name in self._own else x for name, x in trees.items()}
 
@@ -134,9 +134,9 @@ def metadata(state: TrainerState) -> dict[str, Any]:
     return {saved: getattr(state, name) for name, saved in _FIELDS.items()} | {
         "che": state.che and state.che.to_dict(),
         "correction": asdict(state.correction),
-        "row_shares": state.row_shares.to_dict(),
+        "row_shares": asdict(state.row_shares),
         "choice": state.choice and state.choice.to_dict(),
-        "wire": state.wire and state.wire.to_dict(),
+        "wire": state.wire and asdict(state.wire),
         "stream": state.stream and state.stream._asdict() | {"states": [to_json(one) for one in state.stream.states]},
     }
 
@@ -145,7 +145,7 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
     """The state with saved :func:`metadata`; measurements of another number of replicas are discarded."""
     che, correction = state.che, state.correction
     if state.wire is not None and saved.get("wire"):
-        state = replace(state, wire=WireChoice.from_dict(saved["wire"]))
+        state = replace(state, wire=WireChoice(**saved["wire"]))
     if che is not None and saved["che"] is not None:
         if saved["che"]["world_size"] == che.world_size:
             if "row_shares" in saved:

@@ -1,4 +1,4 @@
-"""The trainer: rounds, and what users call besides: fit, evaluate, replay, measure, explain."""
+"""The trainer: rounds, fit, evaluation, replay, measurement of rates, and the explanation of its choices."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class Trainer(Rounds):
         rule scales each update for the larger batch. When gradients are averaged, that is the batch of the round. When
         parameters are averaged, each local step counts for the :func:`~jaxche.scaling.effective_replicas` of the
         merge, and replicas with two steps or more in a round estimate the noise from their own batches (one more
-        gradient in memory). A single replica compares successive gradients (likewise). A round measures its first
-        steps, 8 of each replica or 12 of a single one; after eight rounds, some rounds only, so that one step in
-        eight is measured. The other steps run a program without this arithmetic, and decay the averages of the noise
-        scale all the same (:func:`~jaxche.scaling.noise_scale.skip`).
+        gradient in memory). A single replica compares successive gradients, with one more in memory, too. A round
+        measures its first steps, 8 of each replica or 12 of a single one; after eight rounds, some rounds only, so that
+        one step in eight is measured. The other steps run a program without this arithmetic, and decay the averages of
+        the noise scale all the same (:func:`~jaxche.scaling.noise_scale.skip`).
       base_batch_size: examples in the batch that the learning rate was tuned for; by default one batch of the data.
       fleet: a :class:`~jaxche.VirtualFleet` whose clock replaces real time, for experiments with devices of any speeds
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
@@ -189,8 +189,8 @@ class Trainer(Rounds):
           metric_fn: as for :meth:`evaluate`.
           metrics: as for :meth:`evaluate`.
           eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch.
-          log_every: how often lines are printed and loggers get a round, likewise.
-          checkpoint_every: how often to save, likewise; by default as in :class:`~jaxche.Checkpoints`.
+          log_every: how often lines are printed and loggers get a round.
+          checkpoint_every: how often to save; by default as in :class:`~jaxche.Checkpoints`.
 
         Returns:
           ``(state, history)``.
@@ -366,7 +366,7 @@ class Trainer(Rounds):
         return policy
 
     def _advice(self, state: TrainerState) -> str:
-        """What would make merges cheaper, in one line; empty where they are cheap or nothing is known to help."""
+        """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""
         if self.average != "parameters" or isinstance(self._engine, StagedEngine) or state.che is None:
             return ""
         share, advice = merge_share(state.che), []

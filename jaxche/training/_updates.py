@@ -1,4 +1,4 @@
-"""The updates of a run against those of one device on as many examples, as a line with the choices."""
+"""A log line that compares the updates of a run with those of one device on as many examples."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
 
 
 def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]:
-    """The ways to as many updates, or to larger ones, that this trainer accepts."""
+    """The arguments with which this trainer would make as many updates, or larger ones."""
     staged, in_rounds = isinstance(trainer._engine, StagedEngine), trainer.policy is not ApplyPolicy.SYNC
     parts = trainer.world_size if in_rounds else trainer._joined
     found = []

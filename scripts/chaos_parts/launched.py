@@ -19,18 +19,9 @@ class ElasticLaunch(Launch):
     """A run under ``jaxche launch --elastic``, which is started again if it is killed."""
 
     def __init__(self, folder: Path, paces: Sequence[int], env: Mapping[str, str]):
-        words = ["-n", str(len(paces)), *(["--pace", ",".join(map(str, paces))] if all(paces) else [])]
-        words += [
-            "--elastic",
-            "--max-restarts",
-            "1000",
-            "--hang-timeout",
-            "60",
-            "--grace",
-            "2",
-            "--events",
-            str(folder / "events.jsonl"),
-        ]
+        paced = ["--pace", ",".join(map(str, paces))] if all(paces) else []
+        words = ["-n", str(len(paces)), *paced, "--elastic", "--max-restarts", "1000", "--grace", "2"]
+        words += ["--hang-timeout", HANG_S if paced else HANG_S_OF_LARGE, "--events", str(folder / "events.jsonl")]
         self._command = [sys.executable, "-m", "jaxche", "launch", *words, worker.__file__, str(folder)]
         self._env = env
         self._child = self._start(folder)

@@ -1,5 +1,6 @@
 """Row shares: all ranks end a round at the same time, whatever part of a step does not depend on its rows."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_local_updates_keep_the_size_of_their_batches():
 
 def test_a_saved_value_is_equal():
     shares, _ = run((20, 50), 8.0, 32)
-    assert RowShares.from_dict(json.loads(json.dumps(shares.to_dict()))) == shares
+    assert RowShares.from_dict(json.loads(json.dumps(dataclasses.asdict(shares)))) == shares
 
 
 @given(

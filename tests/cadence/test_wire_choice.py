@@ -1,5 +1,7 @@
 """The choice of wire="auto", from measured merges."""
 
+import dataclasses
+
 import pytest
 
 import jaxche
@@ -32,4 +34,4 @@ def test_codes_are_taken_where_a_merge_is_clearly_faster(measured, coded_ms, wir
     assert choice.wire == wire
     assert choice.reason.endswith(f"one in int4 takes {coded_ms:.3g} ms: wire={wire!r}")
     assert choice.reason.startswith("merges in float32 of 100 ms took ")
-    assert WireChoice.from_dict(choice.to_dict()) == choice
+    assert WireChoice(**dataclasses.asdict(choice)) == choice

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxche
 from jaxche.replicas._frozen import FrozenArrays
-from jaxche.replicas._merge import HOST_COLUMNS
+from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._placement import DevicePlacement
 from jaxche.sharding._hlo import collectives
 

@@ -9,7 +9,8 @@ import pytest
 import jaxche
 from jaxche.cadence import RoundPlan
 from jaxche.distributed import Group
-from jaxche.replicas._merge import HOST_COLUMNS, reduce_rows
+from jaxche.replicas._merge import reduce_rows
+from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._programs import Columns
 from jaxche.training import PlanMismatchError
 from jaxche.training._round import RoundStatistics

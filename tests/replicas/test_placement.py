@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxche
-from jaxche.replicas._merge import HOST_COLUMNS
+from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._placement import check_local_devices, make_placements, merges_on_host
 from jaxche.sharding import (
     FullShard,

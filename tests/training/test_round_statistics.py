@@ -5,20 +5,24 @@ import math
 import numpy as np
 import pytest
 
-from jaxche.cadence import RoundPlan
+from jaxche.cadence import DivergenceCorrection, RoundPlan
 from jaxche.distributed import Group, RankError
 from jaxche.replicas._programs import Columns
 from jaxche.replicas._replica import LocalResult
-from jaxche.training import NonFiniteLossError, PlanMismatchError
+from jaxche.training import NonFiniteLossError, PlanMismatchError, TrainerState
 from jaxche.training import _round as module
 from jaxche.training._round import RoundStatistics, host_row
 
 PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
 
 
+def state(sync_ms):
+    return TrainerState((), None, DivergenceCorrection(), sync_ms=sync_ms)
+
+
 def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
     """Two replicas with 16 and 8 examples and one metric; other fields are ``name=(rank, value)``."""
-    rows = [host_row(plan, r, LocalResult({}, 0, 10.0 * (r + 1)), 3.0 + r, False) for r, plan in enumerate(plans)]
+    rows = [host_row(state(3.0 + r), plan, r, LocalResult({}, 0, 10.0 * (r + 1))) for r, plan in enumerate(plans)]
     sums = [[0.0, 16.0, losses[0], 4.0], [0.0, 8.0, losses[1], 8.0]]
     numbers = np.float32([row + s for row, s in zip(rows, sums, strict=True)])
     for name, (rank, value) in host.items():

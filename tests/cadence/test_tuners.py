@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxche
-from jaxche.cadence._tuner_progress import best_round_ms, choose_anchor, half_life_ms
+from jaxche.cadence._tuners import best_round_ms, half_life_ms, progress_anchor
 
 SPEEDS = {"two": (20.0, 50.0), "four": (20.0, 20.0, 40.0, 80.0)}
 
@@ -96,7 +96,7 @@ def test_a_saved_cadence_goes_on_the_same():
 
 def test_the_anchor_counts_the_waiting_of_whole_batches():
     """With a cheap merge one slow batch would do, but 2.5 : 1 then runs as 3 : 1."""
-    assert choose_anchor(np.array([20.0, 50.0]), 0.2, 1e5, 200.0, 200, None) == 2
+    assert progress_anchor(np.array([20.0, 50.0]), 0.2, 1e5, 200.0, 200, None) == 2
 
 
 def test_a_travel_that_is_no_number_is_named():
@@ -112,7 +112,7 @@ def test_with_overlap_a_round_has_the_length_of_most_progress_but_only_hides_the
         best = best_round_ms(sync, tau, overlap)
         assert best == pytest.approx(lengths[cost.argmin()], rel=1e-3)
     # Whole batches too: 4 and 10 of 50 and 20 ms, half of which hide 100 ms.
-    assert choose_anchor(np.array([50.0, 20.0]), 100.0, 3000.0, 200.0, 200, None, 0.5) == 4
+    assert progress_anchor(np.array([50.0, 20.0]), 100.0, 3000.0, 200.0, 200, None, 0.5) == 4
 
 
 def test_the_steady_tuner_with_overlap_counts_what_is_not_hidden():

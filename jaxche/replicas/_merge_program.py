@@ -1,0 +1,341 @@
+"""The merge program: one all-reduce carries the trees, times, counts and losses of all replicas."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxche.averaging import (
+    from_moments,
+    is_float,
+    measure_drift,
+    outer_step,
+    psum_buckets,
+    sum_dtype,
+    to_moments,
+    weighted,
+)
+from jaxche.replicas._coded_merge import CodedSums, Residual, agreement, coded_sums
+from jaxche.replicas._placement import add_replica_axis, drop_replica_axis
+from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
+from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
+from jaxche.replicas._scaling import Scaled, Scaling
+from jaxche.replicas._schedule_counts import advance_by_batches, are_schedules, counts_of
+
+# Columns that the host of a replica adds to the table of a merge. All are exact in float32.
+# ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
+# ``group_ms`` is the time of the replica in merges with its group, waits included.
+# ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
+HOST_COLUMNS = (
+    "count",
+    "batches",
+    "wall_ms",
+    "group_ms",
+    "last_sync_ms",
+    "last_hidden_ms",
+    "failed",
+    "stop",
+    "accumulated",
+    "ended",
+    "plan_high",
+    "plan_low",
+)
+_COUNT, _BATCHES = HOST_COLUMNS.index("count"), HOST_COLUMNS.index("batches")
+# The weight of batches of padding alone: small enough to vanish beside others, and no division by zero without any.
+TINY_WEIGHT = 1e-20
+
+
+class MergeRules(NamedTuple):
+    """The rules of a merge, named as the arguments of the trainer; with ``scaling``, it wraps ``tx`` already."""
+
+    average: str
+    merge: str
+    opt_state: str
+    tx: optax.GradientTransformation
+    outer: optax.GradientTransformation | None
+    scaling: Scaling | None
+    # The column of the sums with the weights of the loss: the examples, or those of a jaxche.Weighted.
+    loss_weight: int = 0
+    wire: str = "float32"
+
+
+class Report(NamedTuple):
+    """The scalars of a merge; the merge program returns them and those of :class:`Scaled` as one vector."""
+
+    drift: Any = 0.0
+    drift_direction: Any = 0.0
+    # The arguments of measure_drift.
+    mean_of_squares: Any = 0.0
+    mean_delta_sq: Any = 0.0
+    mean_params_sq: Any = 0.0
+    # 1.0 if the merge made no number NaN or infinite.
+    finite: Any = 1.0
+    # Batches accumulated by MultiSteps and not applied, where gradients are averaged.
+    accumulated: Any = 0.0
+    # 1.0 if all replicas decoded the same parameters from the codes of a merge.
+    agreed: Any = 1.0
+
+
+def _to_vector(report: Report, scaled: Scaled | None) -> Any:
+    return jnp.stack([jnp.asarray(x, jnp.float32) for x in (*report, *(scaled or ()))])
+
+
+class MergeProgram:
+    """The body of the merge program, as each replica runs it in ``shard_map``."""
+
+    def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
+        self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
+        self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
+        self._wire = rules.wire
+        self._tx: Any = optax.with_extra_args_support(rules.tx)
+        self._schedules = are_schedules(local.opt_state)
+        # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
+        self._specs = {
+            "delta": replica_mesh.specs("grads", local.params),
+            "grads": replica_mesh.specs("grads", local.params),
+            "opt_state": replica_mesh.specs("opt_state", local.opt_state),
+        }
+
+    def _sum(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Sum over replicas, on each device over its own shards: the all-reduce of the round."""
+        if not self._replica_mesh.inner:
+            return psum_buckets(payload, AXIS)
+        specs = {name: self._specs.get(name, P()) for name in payload}
+        if "opt_state" in payload:
+            leaf_specs = jax.tree.leaves(self._specs["opt_state"], is_leaf=lambda x: isinstance(x, P))
+            specs["opt_state"] = {i: leaf_specs[i] for i in payload["opt_state"]}
+        sum_shards = jax.shard_map(
+            lambda shards: psum_buckets(shards, AXIS),
+            in_specs=(specs,),
+            out_specs=specs,
+            axis_names=set(self._replica_mesh.inner),
+            check_vma=False,
+        )
+        return sum_shards(payload)
+
+    def _coded_sums(
+        self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]
+    ) -> CodedSums:
+        """The sums with coded changes, on each device over its own shards."""
+        arguments = (delta, residual, moments, payload)
+        sums = functools.partial(coded_sums, wire=self._wire)
+        if not self._replica_mesh.inner:
+            return sums(*arguments)
+        leaf_specs = jax.tree.leaves(self._specs["opt_state"], is_leaf=lambda x: isinstance(x, P))
+        opt_specs, own = {i: leaf_specs[i] for i in moments}, Residual(self._specs["delta"])
+        sum_shards = jax.shard_map(
+            sums,
+            in_specs=(self._specs["delta"], own, opt_specs, P()),
+            out_specs=CodedSums(self._specs["delta"], own, opt_specs, P()),
+            axis_names=set(self._replica_mesh.inner),
+            check_vma=False,
+        )
+        return sum_shards(*arguments)
+
+    def _table(self, host: Any, not_finite: Any, sums: Any) -> Any:
+        """The rows of this replica in a table of zeros; the sum over replicas is the whole table."""
+        columns = jnp.concatenate([not_finite, sums], axis=1)
+        rows = jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.shape[1]))], axis=1)
+        table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], *rows.shape), jnp.float32)
+        return table.at[lax.axis_index(AXIS)].set(rows)
+
+    def _statistics(self, end: Any, examples: Any) -> tuple[Any, Any]:
+        """The weighted model state, and a function that makes the mean of its sum.
+
+        Variances take a second, small all-reduce.
+        """
+        state = drop_replica_axis(end["model_state"])
+        leaves, treedef = jax.tree.flatten(state)
+        averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
+
+        def finish(sums: list[Any], total: Any) -> Any:
+            for i, s in zip(averaged, sums, strict=True):
+                leaves[i] = s / total.astype(s.dtype)
+            means = jax.tree.unflatten(treedef, leaves)
+            if moments := to_moments(state, means):
+                summed = self._sum({"moments": weighted(moments, examples)})["moments"]
+                means = from_moments(jax.tree.map(lambda s: s / total.astype(s.dtype), summed), means)
+            return jax.tree.map(lambda new, old: new.astype(old.dtype) if is_float(old) else new, means, state)
+
+        return weighted([leaves[i] for i in averaged], examples), finish
+
+    def parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
+        """The weighted mean of parameters: ``(merged trees, table, report)``."""
+        sums = measured["sums"]
+        x0, x = drop_replica_axis(start["params"]), drop_replica_axis(end["params"])
+        count, examples = host[0, 0, _COUNT], sums[0, 0]
+        # Not normalised: the same all-reduce sums the weights.
+        weight = {
+            "steps": host[0, 0, _BATCHES],
+            "batch": self._some_weight(sums[0]) / jnp.maximum(count, 1.0),
+            "fednova": (count > 0).astype(jnp.float32),
+        }[self._rule]
+        delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
+        statistics, finish = self._statistics(end, examples)
+        moments: dict[int, Any] = {}
+        payload = {
+            "weight": weight,
+            "squares": weighted(_square_norm(delta), weight),
+            "statistics": statistics,
+            "examples": examples,
+            "table": self._table(host, measured["not_finite"], sums),
+        }
+        if "counts" in start:
+            old_counts = drop_replica_axis(start["counts"])
+            new_counts = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
+            steps = jnp.stack([new - old for old, new in zip(old_counts, new_counts, strict=True)]).astype(jnp.float32)
+            payload["counts"] = jnp.stack([steps, steps * weight])
+        if self._opt_mode == "average":
+            opt_leaves, opt_def = jax.tree.flatten(drop_replica_axis(end["opt_state"]))
+            floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
+            moments = {i: opt_leaves[i] for i in floats}
+        if self._scaling is not None:
+            noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
+            opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
+            tracked = drop_replica_axis(measured["tracked"])
+            payload["noise"] = self._scaling.payload(tracked, noise, opt_state, x0, examples)
+            payload["gains"] = jnp.append(gains, weighted(gains[0], weight))
+        merged = {}
+        if self._wire == "float32":
+            payload["delta"] = weighted(delta, weight)
+            if self._opt_mode == "average":
+                payload["opt_state"] = weighted(moments, weight)
+            total = self._sum(payload)
+            mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
+            moments = {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}
+        else:
+            residual = drop_replica_axis(start["residual"])
+            mean, residual, moments, total = self._coded_sums(delta, residual, moments, payload)
+            merged["residual"] = add_replica_axis(residual)
+        # The steps that were taken: fewer than planned if a replica reached its time limit.
+        counts = total["table"][:, 0, _COUNT]
+        alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
+        progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
+        outer_state = drop_replica_axis(start["outer_state"])
+        if self._outer is None:
+            params = jax.tree.map(lambda a, g: (a.astype(g.dtype) - g).astype(a.dtype), x0, progress)
+        else:
+            params, outer_state = outer_step(self._outer, x0, progress, outer_state)
+        merged |= {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
+        merged["model_state"] = add_replica_axis(finish(total["statistics"], total["examples"]))
+        if self._opt_mode == "average":
+            for i, moment in moments.items():
+                opt_leaves[i] = moment.astype(opt_leaves[i].dtype)
+            merged["opt_state"] = add_replica_axis(jax.tree.unflatten(opt_def, opt_leaves))
+        elif self._opt_mode == "reset":
+            fresh = self._tx.init(params)
+            merged["opt_state"], new_counts = add_replica_axis(fresh), counts_of(fresh)
+        if "counts" in start:
+            merged["counts"] = add_replica_axis(self._merged_counts(old_counts, new_counts, total))
+        squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
+        finite, agreed = _stayed_finite(start, merged), jnp.float32(1)
+        if self._wire != "float32":  # each replica has decoded for itself
+            finite, agreed = agreement(params, finite, AXIS)
+        report, scaled = Report(*measure_drift(*squares), *squares, finite, agreed=agreed), None
+        if self._scaling is not None:
+            noise = self._scaling.update_from_estimates(noise, total["noise"])
+            # Each replica counted its own base steps; the merge takes their weighted mean.
+            progress = drop_replica_axis(start["progress"]) + alpha * total["gains"][2] / total["weight"]
+            merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
+            steps = counts.sum()
+            scaled = Scaled.of(noise, total["gains"][0] / steps, total["gains"][1] / steps, progress)
+        return merged, total["table"], _to_vector(report, scaled)
+
+    def _some_weight(self, sums: Any) -> Any:
+        """The weight of the loss in these sums, above 0 where there are examples, also if all of them are padding."""
+        weight = sums[self._loss_weight]
+        return weight if self._loss_weight == 0 else jnp.where(sums[0] > 0, jnp.maximum(weight, TINY_WEIGHT), 0)
+
+    def _merged_counts(self, old_counts: Any, new_counts: Any, total: Any) -> list[Any]:
+        """The optimizer's counts after a merge: schedules add the steps of all replicas, moments the weighted mean."""
+        merged = []
+        for i, (old, count) in enumerate(zip(old_counts, new_counts, strict=True)):
+            if self._schedules[i]:
+                # In batches: a step on a part of one counts for that part.
+                host = total["table"][:, 0]
+                part = host[:, _BATCHES].sum() / host[:, _COUNT].sum()
+                count = old + jnp.round(total["counts"][0, i] * part).astype(old.dtype)
+            elif self._opt_mode == "average":
+                mean = total["counts"][1, i] / total["weight"]
+                count = old + jnp.round(mean).astype(old.dtype)
+            merged.append(count)
+        return merged
+
+    def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
+        """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""
+        payload: dict[str, Any] = {"table": self._table(host, measured["not_finite"], measured["sums"])}
+        if "counts" not in start:
+            return {}, self._sum(payload)["table"]
+        old, new = drop_replica_axis(start["counts"]), drop_replica_axis(measured["counts"])
+        payload["counts"] = jnp.stack([b - a for a, b in zip(old, new, strict=True)]).astype(jnp.float32)[None]
+        total = self._sum(payload)
+        return {"counts": add_replica_axis(self._merged_counts(old, new, total))}, total["table"]
+
+    def gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
+        """One update with the mean of all gradients, equal on all replicas: ``(merged trees, table, report)``."""
+        sums = measured["sums"]
+        params = drop_replica_axis(start["params"])
+        statistics, finish = self._statistics(end, sums[0, 0])
+        payload = {
+            "grads": drop_replica_axis(end["grads"]),
+            "sums": sums[0],
+            "statistics": statistics,
+            "table": self._table(host, non_finite_flag(all_finite(end["grads"])), sums),
+        }
+        if self._scaling is not None:
+            payload["noise"] = self._scaling.payload(
+                drop_replica_axis(measured["tracked"]), None, None, None, sums[0, 0]
+            )
+        total = self._sum(payload)
+        examples, weight = total["sums"][0], self._some_weight(total["sums"])
+        grads = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), total["grads"], params)
+        loss = total["sums"][1] / weight
+        before, arguments, scaled = drop_replica_axis(start["opt_state"]), {}, None
+        if self._scaling is not None:
+            exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
+            noise = self._scaling.update_from_gradients(
+                drop_replica_axis(start["noise"]), total["noise"], exact, before, examples
+            )
+            arguments = self._scaling.arguments(noise, drop_replica_axis(start["progress"]), examples)
+        updates, after = self._tx.update(grads, before, params, value=loss, **arguments)
+        batches = jnp.round(total["table"][:, 0, _BATCHES].sum())
+        opt_state, accumulated = advance_by_batches(
+            batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")]
+        )
+        merged = {
+            "params": add_replica_axis(optax.apply_updates(params, updates)),
+            "opt_state": add_replica_axis(opt_state),
+            "model_state": add_replica_axis(finish(total["statistics"], examples)),
+            "outer_state": start["outer_state"],
+        }
+        stayed = _stayed_finite(start, merged)
+        # The optimizer may skip a gradient that is not finite, as optax.apply_if_finite does.
+        table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
+        if arguments:
+            noise, progress = arguments["noise"], opt_state.progress
+            merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
+            scaled = Scaled.of(noise, noise.gain(arguments["scale"]), opt_state.factor, progress)
+        return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
+
+
+def _stayed_finite(start: dict[str, Any], merged: dict[str, Any]) -> Any:
+    """1.0 if the merge made no finite number of a state NaN or infinite, else 0.0."""
+    names = [name for name in ("params", "model_state", "outer_state", "opt_state") if name in start and name in merged]
+    before, after = ([tree[name] for name in names] for tree in (start, merged))
+    return stayed_finite(before, after).astype(jnp.float32)
+
+
+def _square_norm(tree: Any) -> Any:
+    squares = [jnp.sum(jnp.square(jnp.abs(x)), dtype=jnp.float32) for x in jax.tree.leaves(tree) if is_float(x)]
+    return jnp.sum(jnp.stack(squares))
+
+
+def _fednova_step(counts: Any) -> Any:
+    """The step length of :func:`~jaxche.merge_weights` under ``"fednova"``, from the steps of each replica."""
+    return (counts > 0).sum() * jnp.square(counts).sum() / jnp.square(counts.sum())

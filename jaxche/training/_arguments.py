@@ -1,0 +1,240 @@
+"""The arguments of a trainer: checked, completed, and the settings of its engine that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from jaxche.cadence import (
+    ApplyPolicy,
+    ElChe,
+    VirtualFleet,
+)
+from jaxche.data import check_stream, epoch_size, is_stream
+from jaxche.distributed import ElasticGroup, process_group
+from jaxche.drawing import short_traceback
+from jaxche.replicas import (
+    BatchOutputs,
+    FrozenArrays,
+    Scaling,
+    make_placements,
+    merges_on_host,
+)
+from jaxche.reports import RoundInfo
+from jaxche.scaling import ScalingRule
+from jaxche.sharding import Device, NoShard, ShardingStrategy
+from jaxche.stages import Partitioned
+from jaxche.training._checks import (
+    check_auto,
+    check_auto_wire,
+    check_fleet,
+    check_joined,
+    check_line_search,
+    check_outputs,
+    check_overlap,
+    check_rules,
+    check_whole_batches,
+    check_wire,
+    checked_max_rows,
+    checked_overlap,
+    checked_paces,
+    checked_rows,
+    checked_scaling,
+    replicas_text,
+    rule_text,
+)
+from jaxche.training._engine import Readers, Settings
+from jaxche.training._fingerprint import abbreviated
+from jaxche.training._groups import checked_groups
+from jaxche.training._plan import (
+    RowRules,
+)
+from jaxche.training._preparation import PreparedEngine
+from jaxche.training._stages import StagedEngine, checked_stages
+
+# The default cadence: from a small anchor the progress tuner finds the right round length in a few rounds.
+DEFAULT_CADENCE: dict[str, Any] = {"anchor": 1, "overhead_target": 0.015, "tuner": "progress"}
+
+
+class Arguments:
+    """A trainer as given by its arguments: its replicas, their settings, and the engine that runs them."""
+
+    # Follows the processes of an elastic run.
+    _membership_type: Callable[[Any, ElasticGroup], Any] | None = None
+
+    @short_traceback
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | Partitioned,
+        tx: optax.GradientTransformation,
+        policy: ApplyPolicy | str = ApplyPolicy.CADENCE,
+        che: ElChe | None = None,
+        average: str | None = None,
+        merge: str = "steps",
+        opt_state: str = "auto",
+        outer: optax.GradientTransformation | None = None,
+        replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
+        strategy: ShardingStrategy | None = None,
+        backend: str = "auto",
+        seed: int = 0,
+        pace_ms: float | Sequence[float] | None = None,
+        scaling: ScalingRule | None = None,
+        base_batch_size: float | None = None,
+        fleet: VirtualFleet | None = None,
+        rows: str | None = None,
+        joined_batches: int | None = None,
+        max_rows: int | Sequence[int] | None = None,
+        outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
+        wire: str = "float32",
+        overlap: float = 0.0,
+        groups: str | Sequence[Sequence[int]] | None = None,
+        group_merges: int | None = None,
+    ):
+        check_joined()
+        self._group = group = process_group()
+        self._has_peers = group.num_processes > 1
+        self.policy = ApplyPolicy(policy)
+        if auto := self.policy is ApplyPolicy.AUTO:
+            elastic = isinstance(group, ElasticGroup)
+            check_auto(average, isinstance(loss_fn, Partitioned), outer, scaling, che, elastic, joined_batches)
+        average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
+        self.overlap = overlap = checked_overlap(overlap)
+        if opt_state == "auto":
+            opt_state = "average" if average == "parameters" and not overlap else "local"
+        check_rules(tx, average, merge, opt_state, outer, backend)
+        check_line_search(tx)
+        checked_scaling(scaling, base_batch_size, tx, opt_state)
+        staged = isinstance(loss_fn, Partitioned)
+        check_wire(wire, average, self.policy, staged)
+        check_auto_wire(wire, che, isinstance(group, ElasticGroup), fleet is not None)
+        if staged:
+            placements = checked_stages(loss_fn, replicas, strategy, scaling)
+        else:
+            virtual = len(fleet.ms_per_batch) if isinstance(fleet, VirtualFleet) else 0
+            placements = make_placements(replicas, strategy or NoShard(), virtual)
+        self.world_size = len(placements)
+        if che is not None and che.world_size != self.world_size:
+            raise ValueError(
+                f"che is for world_size={che.world_size}, but there are {self.world_size} replicas; "
+                f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
+            )
+        if self.world_size > 1:
+            # Averaged gradients make one update a round, however long it is: no replica moves on its own.
+            moves = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
+            che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
+        else:
+            average = "parameters"  # a plain training loop: one update per batch
+        self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
+        self._tx, self._opt_state = tx, opt_state
+        check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
+        self._fleet = fleet
+        check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
+        self._groups = checked_groups(groups, group_merges, placements, self.policy, average, merge, scaling, staged)
+        if che is not None:
+            che = replace(che, overlap=overlap, half_life=self._groups.half_life(range(self.world_size)))
+        self._che = che
+        self._given_rows = rows
+        self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
+        self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
+        # Each device of a sharded replica takes as many rows.
+        unit = math.lcm(*(placement.devices.size for placement in placements))
+        self._row_rules = RowRules(self._joined, unit)
+        paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
+        scaled = None
+        if scaling is not None:
+            scaled = Scaling(
+                scaling,
+                base_batch_size,
+                average,
+                solo=self.world_size == 1,
+                sync=self.policy is ApplyPolicy.SYNC,
+                joined=not any(placement.makes_pieces for placement in placements),
+            )
+        host = merges_on_host("host" if overlap else backend, placements)
+        check_outputs(outputs, staged, placements)
+        self._outputs = outputs
+        loss: Any = loss_fn if staged else FrozenArrays(loss_fn, outputs is not None)
+        settings = Settings(
+            group=group,
+            loss=loss,
+            tx=tx,
+            average=average,
+            merge=merge,
+            opt_state=opt_state,
+            outer=outer,
+            placements=placements,
+            seed=seed,
+            paces=paces,
+            scaling=scaled,
+            host=host,
+            readers=Readers(group, self._epoch_size),
+            joins_rows=self.rows == "speed" or self._joined != self.world_size,
+            wire=wire if self.world_size > 1 else "float32",
+            overlaps=overlap > 0,
+            virtual=fleet is not None,
+            groups=self._groups,
+        )
+        self._engine = self._local_engine = (StagedEngine if staged else PreparedEngine)(settings)
+        self._chooses = auto and self.world_size > 1
+        if self._chooses:  # the programs of exact sync beside those of local steps
+            self._sync_engine = PreparedEngine(replace(settings, average="gradients", merge="steps", opt_state="local"))
+        self._fingerprint = {
+            "policy": self.policy.value,
+            "average": average,
+            "merge": merge,
+            "opt_state": opt_state,
+            "seed": str(seed),
+            "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
+            "backend": "host" if host else "device",
+            "wire": wire,
+            "overlap": str(overlap),
+            "groups": f"{self._groups.ranks}, group_merges={group_merges}",
+            "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
+            "scaling": rule_text(scaling),
+            "base_batch_size": str(base_batch_size),
+            **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
+        }
+        self.seed = seed
+        self._loss_fn = loss_fn
+        self._metric_programs: list[Any] = []  # of the last evaluations
+        self._strategy = "" if staged or strategy is None or strategy == NoShard() else str(strategy)
+        self._membership = (
+            self._membership_type(self, group) if self._membership_type and isinstance(group, ElasticGroup) else None
+        )
+
+    def __repr__(self) -> str:
+        """One line: the replicas, and the arguments by which they train."""
+        if self.world_size == 1:
+            rules = ["a plain training loop"]
+        else:
+            rules = [f"policy={self.policy.value!r}"]
+            if self.policy is not ApplyPolicy.AUTO:
+                rules.append(f"average={self.average!r}")
+                rules += [f"merge={self.merge!r}"] if self.average == "parameters" else []
+            rules += [f"wire={self.wire!r}"] if self.wire != "float32" else []
+            rules += [f"overlap={self.overlap:g}"] if self.overlap else []
+            rules += [f"groups={self._groups.ranks}"] if self._groups.ranks else []
+        by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
+        rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
+        rules += [f"strategy={self._strategy}"] if self._strategy else []
+        rules += [f"scaling={rule_text(self.scaling)}"] if self.scaling else []
+        return f"Trainer({', '.join([replicas_text(self._engine.devices, self._fleet), *rules])})"
+
+    def _epoch_size(self, data: Any, epochs: int = 1) -> int:
+        """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
+        if is_stream(data):
+            spans = any(len(processes) > 1 for processes in self._engine.processes_of_ranks)
+            if spans and isinstance(self._engine, StagedEngine):
+                raise ValueError(
+                    "data is a stream, and the stages of a replica that are in several processes read batches by their "
+                    "index; give a sequence, e.g. jaxche.Batches(arrays, batch_size=32), or each process whole replicas"
+                )
+            stream = check_stream(data, self._group, spans, epochs)
+            if stream.shards and self._has_peers:
+                check_whole_batches(self.policy, self._given_rows, self._joined, self.world_size)
+        return epoch_size(data)

@@ -1,0 +1,252 @@
+"""The preparation of an engine: places, compiles and warms up its replicas, and checks that all processes agree."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxche.averaging import outer_init
+from jaxche.cadence import RoundPlan
+from jaxche.data import StreamReader, is_stream
+from jaxche.replicas import (
+    HOST_COLUMNS,
+    Columns,
+    LocalPrograms,
+    LocalState,
+    Merge,
+    OverlappedMerge,
+    Placement,
+    Programs,
+    Replica,
+    SingleReplica,
+    add_replica_axis,
+    check_rows,
+    merge_carries,
+    row_limit,
+    without_replica_axis,
+    zero_residual,
+)
+from jaxche.sharding import batch_size, is_maker
+from jaxche.training._engine import MOST_ROWS, Engine
+from jaxche.training._fingerprint import (
+    check_streams,
+    data_digest,
+    digest,
+    refuse_differences,
+    refuse_other_values,
+    update_digest,
+)
+
+# For the messages of errors.
+_PLACE = "the compilation before the first step"
+
+
+class PreparedEngine(Engine):
+    """An engine, from the placement of its replicas to the first step, and after a change of its replicas."""
+
+    _merge_type: Any = Merge  # of several replicas
+
+    def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
+        """Put the same parameters and states on every local replica."""
+
+        def start(params: Any, model_state: Any, opt_state: Any) -> dict[str, Any]:
+            tx = self._tx
+            if opt_state is not None:
+                tx = optax.GradientTransformation(lambda params: opt_state, self._settings.tx.update)
+                tx = tx if self._settings.scaling is None else self._settings.scaling.transform(tx)
+            outer_state = outer_init(self._settings.outer, params) if self._settings.outer else None
+            scaled = self._settings.scaling.start(params) if self._settings.scaling else {}
+            local = LocalState(params, tx.init(params), model_state, outer_state, **scaled)
+            if self._settings.wire != "float32":  # "auto" may take codes later
+                is_sharded = self._placements[0].makes_pieces
+                residual = zero_residual(params, self._settings.coded_moments(local), self.world_size, is_sharded)
+                local = local._replace(residual=residual)
+            return add_replica_axis(local)._asdict()
+
+        if is_maker(params) and not self._placements[0].makes_pieces:
+            params = params()  # once, so that all replicas get the same numbers
+        self._set_layout(jax.eval_shape(params) if is_maker(params) else params)
+        return tuple(
+            LocalState(**self._placements[rank].start(start, params, model_state, opt_state)) for rank in self.ranks
+        )
+
+    def arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
+        """Continue with these ranks of the start, renumbered in this order; compiled steps are kept."""
+        replicas = dict(zip((self.order[rank] for rank in self.ranks), self._replicas, strict=False))
+        self._set_order(order)
+        self._shapes = None
+        self._set_layout(without_replica_axis(local_states[0].params))
+        self._replicas = [replicas[order[rank]] for rank in self.ranks] if replicas else []
+        for rank, replica in zip(self.ranks, self._replicas, strict=False):
+            replica.rank = rank
+        if replicas:
+            self._set_merge(self._make_merge(local_states[0]))
+            self._warm_up_merge(local_states)
+
+    def prepare(
+        self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
+    ) -> None:
+        """Compile and warm up the programs of a round, and check that all processes agree; once.
+
+        Raises:
+          ValueError: a loss, batch or pace that cannot work, or processes that differ.
+          RankError: another process raised such an error.
+        """
+        if self._replicas:
+            return
+        error, constants, data_seen = None, [], ""
+        try:
+            self._set_layout(without_replica_axis(local_states[0].params))
+            if self._group.num_processes > 1:
+                data_seen = self.data_digest(data)
+            batch, whole = self.reader(data).samples(plan)
+            self.batch_size = batch_size(whole)
+            constants = self._build(local_states[0], batch, self.batch_size)
+            for replica, local in zip(self._replicas, local_states, strict=True):
+                replica.batch_rows = self.batch_size
+                replica.compile(local, batch)
+        except Exception as e:
+            error = e
+        try:
+            # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
+            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
+            try:
+                for replica, local in zip(self._replicas, local_states, strict=True):
+                    replica.warm_up(local, batch)
+            except Exception as e:
+                error = e
+            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
+            seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
+            self.fingerprint = fingerprint | seen | self._code
+            refuse_differences(self._group, self.fingerprint)
+            refuse_other_values(self._group, {"params": local_states[0].params, "constants of loss_fn": constants})
+            if is_stream(data) and self._group.num_processes > 1:
+                check_streams(self._group, batch, self.reader(data).is_sharded)
+        except Exception:
+            self._replicas = []  # so that a corrected call prepares again
+            raise
+        self._memory, self._row_limits = {}, {}
+        everywhere = self._group.all_gather(self._resources(local_states))
+        for rank, memory, rows in itertools.chain.from_iterable(everywhere):
+            self._memory[rank], self._row_limits[rank] = memory, rows
+        if self.world_size > 1:
+            self._warm_up_merge(local_states)
+        for group in self._local_groups:  # compile before any clock starts
+            carries = [self._replicas[place].idle(local_states[place]).carry for place in group]
+            merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
+
+    def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
+        carries = [r.idle(local).carry for r, local in zip(self._replicas, local_states, strict=True)]
+        self._merge(self._fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
+
+    def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
+        """Make the local replicas and the merge; returns the constants of the loss."""
+        one = without_replica_axis((local.params, local.model_state))
+        code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
+        if self._settings.joins_rows:
+            check_rows(shapes[1][2:], batch_size(batch))
+        self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
+        self.columns = Columns.of(shapes[0], shapes[1][0])
+        before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
+        if before != after:
+            raise ValueError(
+                f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
+                "return every entry of model_state, updated or not, with its shape and dtype"
+            )
+        loss_weight = self.columns.weight_of(0)
+        if loss_weight and self._settings.scaling is not None:
+            raise ValueError(
+                "loss_fn returns a jaxche.Weighted, and scaling= measures the noise of gradients by examples; return "
+                "the mean over the batch, loss.total / loss.weight, or leave scaling= out"
+            )
+        scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
+
+        def programs(placement: Placement) -> LocalPrograms:
+            return LocalPrograms(
+                placement,
+                self._settings.loss,
+                self._tx,
+                average=self._settings.average,
+                seed=self._settings.seed,
+                columns=self.columns,
+                scaling=scaling,
+                solo=len(self._all_placements) == 1,
+            )
+
+        self._set_replicas(programs)
+        self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
+        self._set_merge(self._make_merge(local))
+        return code.consts
+
+    def _set_replicas(self, programs: Callable[[Any], Programs]) -> None:
+        self._replicas = [
+            Replica(
+                self._group,
+                rank,
+                self._placements[rank],
+                programs(self._placements[rank]),
+                self._settings.paces[self.order[rank]],
+            )
+            for rank in self.ranks
+        ]
+
+    def _set_merge(self, merge: Any) -> None:
+        self._merge, self._merges = merge, {self.wire: merge}
+
+    def use_wire(self, wire: str, local_states: Sequence[LocalState]) -> None:
+        """Merge with this wire from now on, in all processes."""
+        if wire == self.wire:
+            return
+        self.wire = wire
+        if self._merge is None:  # :meth:`prepare` makes it
+            return
+        if isinstance(self._merge, OverlappedMerge):
+            self._merge.wait()
+        is_new = wire not in self._merges
+        if is_new:
+            self._merges[wire] = self._make_merge(local_states[0])
+        self._merge = self._merges[wire]
+        if is_new:
+            self._warm_up_merge(local_states)
+
+    def merge_ms(self, local_states: Sequence[LocalState]) -> float:
+        """The time of a merge that changes nothing, the longest of all processes."""
+        clock = time.perf_counter()
+        self._warm_up_merge(local_states)
+        return max(self._group.all_gather(1e3 * (time.perf_counter() - clock)))
+
+    def _make_merge(self, local: LocalState) -> Any:
+        assert self._rules is not None, "_build comes first"
+        if len(self._all_placements) == 1:
+            return SingleReplica(self._group, self._placements[0], self._rules.scaling)
+        # Also when one of several replicas is left: its steps were compiled for this merge.
+        rules = self._rules._replace(wire=self.wire)
+        if self.overlaps:
+            return OverlappedMerge(self._replica_mesh, rules, local, in_background=not self._settings.virtual)
+        return self._merge_type(self._replica_mesh, rules, local)
+
+    _digest: tuple[Any, str] | None = None
+
+    def data_digest(self, data: Any) -> str:
+        """A short hash of some batches, or ``NONDETERMINISTIC``; for a stream, whether it is sharded."""
+        reader = self.reader(data)
+        if isinstance(reader, StreamReader):
+            return f"stream, shards={reader.is_sharded}"
+        if self._digest is None or self._digest[0] is not reader:
+            self._digest = (reader, data_digest(reader, len(data)))
+        return self._digest[1]
+
+    def _resources(self, local_states: Sequence[LocalState]) -> list[tuple[int, dict[str, int], float]]:
+        """For each local replica its rank, the bytes that a round needs, and its largest step in rows."""
+        found = []
+        for rank, replica, local in zip(self.ranks, self._replicas, local_states, strict=True):
+            memory = replica.memory(local)
+            rows = min(row_limit(self.batch_size, memory, replica.placement), MOST_ROWS)
+            found.append((self.order[rank], memory, rows))
+        return found
