@@ -96,9 +96,10 @@ LAUNCHED = {
     "again": Kind(lambda target: kill_two(target, 1.5)),
     "term": Kind(signalled(signal.SIGTERM), starts_again=True),
     "launcher": Kind(lambda target: target.run.kill_launcher(), starts_again=True),
-    "coordinator": Kind(kill_coordinator(), 2 * EVERY, True),
-    "torn": Kind(kill_coordinator(tear), 3 * EVERY, True, never="first"),
-    "corrupt": Kind(kill_coordinator(corrupt), 3 * EVERY, True, never="first"),
+    # A full disk may have cost two checkpoints before.
+    "coordinator": Kind(kill_coordinator(), 4 * EVERY, True),
+    "torn": Kind(kill_coordinator(tear), 5 * EVERY, True, never="first"),
+    "corrupt": Kind(kill_coordinator(corrupt), 5 * EVERY, True, never="first"),
     "throttle": Kind(throttle, keeps_all=True),
     "load": Kind(load, keeps_all=True, never="last"),
     "disk full": Kind(disk_full),
