@@ -319,8 +319,12 @@ def _exported(variables: Mapping[str, str]) -> str:
 
 
 def _request(group: Nodes) -> str:
-    gres = f" --gres=gpu:{group.kind + ':' if group.kind else ''}{group.gpus}" if group.gpus else ""
-    return f"--nodes={group.count} --ntasks-per-node={group.tasks_per_node}{gres}"
+    gpus = f" {_gpus(group, group.gpus)}" if group.gpus else ""
+    return f"--nodes={group.count} --ntasks-per-node={group.tasks_per_node}{gpus}"
+
+
+def _gpus(group: Nodes, count: int) -> str:
+    return f"--gres=gpu:{group.kind + ':' if group.kind else ''}{count}"
 
 
 def _span(groups: Sequence[Nodes]) -> str:
@@ -345,7 +349,7 @@ def _slurm_steps(job: Job) -> list[str]:
     for number, group in enumerate(job.groups):
         kind = f"_HET_GROUP_{number}" if len(job.groups) > 1 else ""
         words = [f"--het-group={number}"] if kind else []
-        words += [f"--gres=gpu:{group.kind + ':' if group.kind else ''}1"] if group.gpus else []
+        words += [_gpus(group, 1)] if group.gpus else []
         words += [f"${{SLURM_CPUS_PER_TASK{kind}:+--cpus-per-task=$SLURM_CPUS_PER_TASK{kind}}}"]
         lines += [
             f"for ((number = {first}; number < {first + group.tasks}; number++)); do",

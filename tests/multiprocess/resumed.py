@@ -35,7 +35,7 @@ RULES = {
     "groups": {"groups": "process", "group_merges": 2},
 }
 # Of the second process, one after another, and a run long enough for them.
-DEATHS, MORE_EPOCHS = 3, 20
+DEATHS, MORE_EPOCHS = 4, 24
 
 
 class Problem:
