@@ -7,7 +7,7 @@ Each arm takes its learning rate from a grid, by its result on seed 0, and keeps
 have the same seeds, their medians decide.
 
     python scripts/bench_quality.py                                  # the standard cells, the main arms, seed 0
-    python scripts/bench_quality.py --seeds 0 1 2 --minutes 10       # go on for ten minutes; repeat to go on
+    python scripts/bench_quality.py --seeds 0 1 2 --minutes 10       # ten minutes; repeat it to continue
     python scripts/bench_quality.py --task mnist --cells 20/50@5 --arms all
     python scripts/bench_quality.py --table                          # Markdown, from the results so far
     python scripts/bench_quality.py --write                          # the same, into docs/policies.md

@@ -16,7 +16,7 @@ PACKAGES = ("averaging", "cadence", "stages", "scaling", "sharding", "training")
     "mutant", MUTANTS, ids=lambda mutant: f"{mutant['file']}: {mutant['before'].split(chr(10))[0]}"
 )
 def test_a_mutant_still_applies_and_its_test_is_there(mutant):
-    """Where code has moved, write its line anew in tests/mutants.toml, and run scripts/mutants.py on that file."""
+    """Where code has moved, write its line again in tests/mutants.toml, and run scripts/mutants.py on that file."""
     assert set(mutant) == {"file", "before", "after", "test"}
     source = (ROOT / "jaxche" / mutant["file"]).read_text(encoding="utf8")
     assert source.count(mutant["before"]) == 1

@@ -209,7 +209,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-every",
         type=integer("--checkpoint-every 10"),
         metavar="ROUNDS",
-        help="save all that a run needs to go on, so often; the same command with the same --name resumes (default: "
+        help="save all that a run needs to continue, so often; the same command with the same --name resumes (default: "
         "no checkpoints)",
     )
     add(

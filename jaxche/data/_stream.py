@@ -58,7 +58,7 @@ class Stream:
       prefetch: batches to read ahead for each replica of the process; no more are kept.
       resume: how a run continues in the middle of an epoch if the source cannot restore its position. ``"skip"`` reads
         the batches up to there again, and skips them, which is exact if the source repeats its order. ``"continue"``
-        goes on with the batch that comes next, so that batches are trained on again or lost.
+        continues with the batch that comes next, so that batches are trained on again or lost.
 
     Notes:
       A source restores its position if its iterator has ``get_state`` and ``set_state``, as those of Grain, or if it
@@ -169,7 +169,7 @@ def check_stream(data: Any, group: Group, spans: bool, epochs: int = 1) -> Strea
         return stream
     if group.elastic:
         raise ValueError(
-            "data is a stream, and an elastic run deals batches out anew when processes die, for which it needs a "
+            "data is a stream, and an elastic run redistributes batches when processes die, for which it needs a "
             "sequence with len(data) and data[i]; give e.g. jaxche.Batches(arrays, batch_size=32) or a grain.MapDataset"
         )
     if stream.shards is None:

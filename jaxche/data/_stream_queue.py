@@ -248,7 +248,7 @@ class StreamQueue:
             self._skip(place)
         else:
             _log.warning(
-                "the stream goes on with its next batch as batch %s of epoch %s: its position is not restored, so "
+                "the stream continues with its next batch as batch %s of epoch %s: its position is not restored, so "
                 "batches may be trained on again or lost",
                 place.taken,
                 place.epoch,
@@ -285,7 +285,7 @@ class StreamQueue:
                 "the data that it was trained on"
             )
         _log.warning(
-            "%s batches of the stream were read again and skipped, to go on with batch %s of epoch %s",
+            "%s batches of the stream were read again and skipped, to continue with batch %s of epoch %s",
             place.taken,
             place.taken,
             place.epoch,

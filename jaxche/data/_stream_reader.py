@@ -74,7 +74,7 @@ class StreamReader:
             streams = "one sequence" if state.stream is None else f"{len(state.stream.taken)} streams"
             raise ValueError(
                 f"data has {self._count} streams, one of each process, and the state is in the middle of epoch "
-                f"{state.epoch} of {streams}; go on with as many processes and the same shards=, or from a state at "
+                f"{state.epoch} of {streams}; continue with as many processes and the same shards=, or from a state at "
                 "the start of an epoch"
             )
         return state.stream

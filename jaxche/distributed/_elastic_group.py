@@ -154,7 +154,7 @@ class ElasticGroup(Group):
                 remaining = {process: number for process, number in expected.items() if process not in lost}
                 quorum = self._decide(Quorum(remaining, lost, None))
             if quorum.members.get(self.process_index) != self.incarnation:
-                raise TakenForDeadError("this process was stopped, and the others went on without it")
+                raise TakenForDeadError("this process was stopped, and the others continued without it")
             if quorum.sender is None:
                 self._enter(self._next_id, quorum)
                 return quorum.lost
@@ -219,7 +219,7 @@ class ElasticGroup(Group):
         members = dict(sorted({**self.incarnations, **candidates}.items()))
         wanted = Quorum(members, [], self.members[0])
         if self._decide(wanted) != wanted:
-            raise PeerLostError("the others went on without this process")
+            raise PeerLostError("the others continued without this process")
         self._incarnations = members
         self._set_quorum(self._next_id)
         if is_sender:

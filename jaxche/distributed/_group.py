@@ -52,17 +52,17 @@ class RankError(RuntimeError):
 
 
 class PeerLostError(RuntimeError):
-    """A merge between processes broke off, as it does when one of them dies.
+    """A merge between processes failed, as it does when one of them dies.
 
     The state from before the round is intact. In an elastic run ``Trainer.fit`` continues, and raises this only if the
     remaining processes cannot train.
 
     Example:
       >>> try:
-      ...     raise PeerLostError("the merge of all processes broke off; did one of them die?")
+      ...     raise PeerLostError("the merge of all processes failed; did one of them die?")
       ... except PeerLostError as error:
       ...     print(error)
-      the merge of all processes broke off; did one of them die?
+      the merge of all processes failed; did one of them die?
     """
 
 
@@ -231,7 +231,7 @@ class Group:
             is_lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
             if self.num_processes == 1 or not is_lost:
                 raise
-            message = f"the merge with the other processes broke off; did one of them die? {error}"
+            message = f"the merge with the other processes failed; did one of them die? {error}"
             raise PeerLostError(message) from error
 
     def raise_everywhere(self, error: Exception | None, rank: int, place: str) -> None:

@@ -148,7 +148,7 @@ class Liveness:
                     return client.blocking_key_value_get(key, 1)
                 raise PeerLostError(f"process {', '.join(map(str, lost))} died while others waited for it")
             if unless is not None and client.key_value_dir_get(unless):
-                raise PeerLostError("a merge broke off in another process")
+                raise PeerLostError("a merge failed in another process")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no process set {key} within {timeout_ms / 1e3:g} s")
             self._watchdog.heartbeat_while_waiting()  # a process that waits does not hang

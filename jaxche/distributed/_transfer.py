@@ -54,7 +54,7 @@ def receive_state(sock: socket.socket, waiting: Callable[[], None]) -> tuple[Any
     """The JSON and the bytes that :func:`send_state` sends, those of each array at the next multiple of 64.
 
     Raises:
-      PeerLostError: the connection broke off, or a checksum is wrong.
+      PeerLostError: the connection failed, or a checksum is wrong.
     """
     sock.settimeout(_SLICE_S)
     head = _receive(sock, _LENGTHS.size, 0, waiting)

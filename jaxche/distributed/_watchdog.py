@@ -62,7 +62,7 @@ class FileErrors:
         except OSError as error:
             if name not in self._reported:
                 self._reported.add(name)
-                sys.stderr.write(f"{name}: {error.strerror}; the run goes on without it\n")
+                sys.stderr.write(f"{name}: {error.strerror}; the run continues without it\n")
                 sys.stderr.flush()
 
 

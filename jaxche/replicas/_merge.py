@@ -16,7 +16,7 @@ from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import HOST_COLUMNS, MergeProgram, MergeRules, Report
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
-from jaxche.replicas._programs import Carry, LocalState
+from jaxche.replicas._programs import Carry, LocalState, Views
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
@@ -119,6 +119,11 @@ class Merge:
             )
         parts = self._replica_mesh.unstack(merged)
         local_states = tuple(map(_next, starts, carries, parts))
+        if self._replica_mesh.keeps_buffers:
+            names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
+            views = Views(self._replica_mesh, {name: merged[name] for name in names})
+            for local in local_states:
+                local.views = views
         return Merged(
             local_states,
             table,
@@ -135,17 +140,25 @@ class Merge:
         stack = self._replica_mesh.stack
         # Not donated, because no result has these shapes.
         measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
-        common = [{name: getattr(local, name) for name in self._common} for local in starts]
+        known = self._views_of(starts)
+        common = [{name: getattr(local, name) for name in self._common if name not in known} for local in starts]
         if self._merges_counts:
             common = [tree | {"counts": counts_of(start.opt_state)} for tree, start in zip(common, starts, strict=True)]
             if "opt_state" not in self._sent:  # a donated buffer must not be passed twice
                 measured = [m | {"counts": counts_of(c.opt_state)} for m, c in zip(measured, carries, strict=True)]
         return (
-            stack(common),
+            stack(common) | {name: known[name] for name in self._common if name in known},
             stack([{name: getattr(carry, name) for name in self._sent} for carry in carries]),
             stack(measured),
             self._replica_mesh.rows(rows),
         )
+
+    def _views_of(self, rows: Sequence[LocalState]) -> dict[str, Any]:
+        """The views that have these rows; none if a row was changed since their merge."""
+        views = rows[0].views
+        if views is None or views.replica_mesh is not self._replica_mesh or any(row.views is not views for row in rows):
+            return {}
+        return views.trees
 
 
 def _present(carry: Carry, *names: str) -> dict[str, Any]:

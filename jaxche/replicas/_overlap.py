@@ -53,7 +53,7 @@ class MergeInFlight:
         return self._finished.done()
 
     def result(self) -> Merged:
-        """Wait for its result; raises the error of a merge that broke off."""
+        """Wait for its result; raises the error of a merge that failed."""
         return self._finished.result()[0]
 
     def seen_by(self, exchanged: Merged) -> Merged:
@@ -202,7 +202,7 @@ def _future(function: Callable[[], Any], pool: ThreadPoolExecutor | None) -> Fut
 
 
 def _copied(carries: Sequence[Carry]) -> list[Carry]:
-    """Copies of carries, for a merge that takes their buffers: the replicas go on with the carries themselves."""
+    """Copies of carries, for a merge that takes their buffers: the replicas continue with the carries themselves."""
     return [
         carry._replace(**jax.tree.map(jnp.copy, {"params": carry.params, "model_state": carry.model_state}))
         for carry in carries

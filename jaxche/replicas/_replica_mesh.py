@@ -50,14 +50,22 @@ class ReplicaMesh:
         grid = np.array([row[0, 0] for row in rows]) if plain else np.stack(rows)
         names = (AXIS,) if plain else (AXIS, *_INNER)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-        # For each local replica: its devices in the mesh, and the devices of its arrays.
-        self._rows = list(zip(_local_devices(rows), homes, strict=True))
+        # For each local replica: its devices in the mesh, and the devices of its arrays; one list if they are the same.
+        self._rows = [
+            (row, row if row == home else home) for row, home in zip(_local_devices(rows), homes, strict=True)
+        ]
+        self._is_plain, self._shardings = plain, dict[P, NamedSharding]()
 
     def compile_everywhere(self, program: Any, arguments: Sequence[Any]) -> None:
         """Compile a program with collectives, and in an elastic run wait for all: its collectives time out early."""
         if self._group.elastic:
             program.lower(*arguments).compile()
             self._group.barrier()
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether the rows of a view are its buffers, and not copies of other shards."""
+        return self._direct
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -70,7 +78,9 @@ class ReplicaMesh:
 
     def sharding(self, spec: Any) -> NamedSharding:
         """The sharding of an ``[R, ...]`` view with rows sharded by ``spec``."""
-        return NamedSharding(self.mesh, P(AXIS, *spec))
+        if spec not in self._shardings:
+            self._shardings[spec] = NamedSharding(self.mesh, P(AXIS, *spec))
+        return self._shardings[spec]
 
     def shardings(self, name: str, tree: Any) -> Any:
         """The shardings of the ``[R, ...]`` view of a named tree; ``tree`` is that of one replica."""
@@ -83,10 +93,10 @@ class ReplicaMesh:
         return {name: self._by_spec(self._stacked, name, *(named[name] for named in trees)) for name in trees[0]}
 
     def _stacked(self, spec: P, *leaves: Any) -> jax.Array:
-        shards = []
+        shards: list[Any] = []
         for leaf, (devices, homes) in zip(leaves, self._rows, strict=True):
-            by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
-            shards += [_on_device(by_device[home], device) for device, home in zip(devices, homes, strict=True)]
+            # With one device an array is its own shard; shards of others take several times as long to list.
+            shards += _moved([leaf] if self._is_plain else _shards(leaf, homes), homes, devices)
         shape = (self.mesh.shape[AXIS], *leaves[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.sharding(spec), shards)
 
@@ -95,9 +105,9 @@ class ReplicaMesh:
         parts: list[dict[str, Any]] = [{} for _ in self._here]
         for name, tree in named.items():
             leaves = jax.tree.leaves(tree)
-            by_device = [{shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves]
-            for part, view, row in zip(parts, self._views, self._rows, strict=True):
-                pieces = [[_on_device(shards[d], home) for d, home in zip(*row, strict=True)] for shards in by_device]
+            for i, (part, view, (devices, homes)) in enumerate(zip(parts, self._views, self._rows, strict=True)):
+                rows = ([leaf.addressable_data(i)] if self._is_plain else _shards(leaf, devices) for leaf in leaves)
+                pieces = [_moved(row, devices, homes) for row in rows]
                 part[name] = view.assemble(name, tree, pieces)
         return parts if self._direct else [placement.move(p) for placement, p in zip(self._here, parts, strict=True)]
 
@@ -155,9 +165,17 @@ class ReplicaMesh:
         return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
-def _on_device(piece: Any, device: Any) -> Any:
-    """The shard on this device, copied asynchronously unless it is there."""
-    return piece if piece.device == device else jax.device_put(piece, device)
+def _shards(leaf: Any, devices: Sequence[Any]) -> list[Any]:
+    """The shards of an array on these devices."""
+    by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return [by_device[device] for device in devices]
+
+
+def _moved(shards: list[Any], here: Sequence[Any], there: Sequence[Any]) -> list[Any]:
+    """Shards on other devices, copied asynchronously unless they are the same ones."""
+    if here is there:
+        return shards
+    return [x if a is b else jax.device_put(x, b) for x, a, b in zip(shards, here, there, strict=True)]
 
 
 def _local_devices(rows: Sequence[np.ndarray]) -> list[list[Any]]:

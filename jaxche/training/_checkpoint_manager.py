@@ -115,7 +115,7 @@ class CheckpointManager(Hook):
         is_due = run.state.round % self._config.every == 0 if self._every is None else run.is_due(self._every)
         if is_due or info.stop or run.is_done:
             with self._unless_lost("begun"):
-                run.state = run.state.merged()  # a resumed run goes on from there, and so does this one
+                run.state = run.state.merged()  # a resumed run continues from there, and so does this one
                 self.save(run.state)
         return False
 
@@ -177,7 +177,7 @@ class CheckpointManager(Hook):
     def save(self, state: TrainerState) -> None:
         """Save a state unless it is saved; returns when the arrays are copied, or with ``durable`` written.
 
-        All members call it together. If there is no space, the checkpoint is missing and the run goes on.
+        All members call it together. If there is no space, the checkpoint is missing and the run continues.
         """
         if state.round in self._manager.all_steps() or state.round <= self._abandoned:
             return

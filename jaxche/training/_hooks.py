@@ -122,7 +122,7 @@ class EvaluationHook(Hook):
         except PeerLostError as error:
             if not self._trainer._group.elastic:
                 raise
-            _log.warning("the evaluation after round %s broke off: %s", run.history[-1].round, error)
+            _log.warning("the evaluation after round %s failed: %s", run.history[-1].round, error)
         else:
             run.history[-1] = replace(run.history[-1], validation=found)
             self._missed = False

@@ -101,7 +101,7 @@ class Membership:
         trainer.world_size, self._pending = len(order), None
         run.state, run.previous = state, None
         processes = ", ".join(map(str, admitted))
-        _log.warning("process %s joined: going on from round %s with %s", processes, state.round, len(order))
+        _log.warning("process %s joined: continuing from round %s with %s", processes, state.round, len(order))
         self._call_hooks(run, shrunk=False)
 
     def _join(self, run: Run) -> None:
@@ -186,8 +186,8 @@ class Membership:
                     raise
                 error = another
                 continue
-            what = f"process {', '.join(map(str, lost))} died" if lost else "a merge broke off, but nobody died"
-            _log.warning("%s: going on from round %s with %s", what, state.round, len(order))
+            what = f"process {', '.join(map(str, lost))} died" if lost else "a merge failed, but no process died"
+            _log.warning("%s: continuing from round %s with %s", what, state.round, len(order))
             return state
 
     def _common_state(
@@ -199,7 +199,7 @@ class Membership:
         try:
             state, before = state.merged(), before and before.merged()
         except PeerLostError:
-            # The merge in flight broke off: its round is dropped, and the one that began since.
+            # The merge in flight failed: its round is dropped, and the one that began since.
             assert before is not None, "a state with a merge in flight is not the first"
             state, before = before.merged(), None
         reached = self._group.all_gather(state.round)

@@ -200,7 +200,7 @@ class Rounds(Arguments):
     def _plan(self, state: TrainerState, size: int, end: End = _ENDLESS, given: GivenRound = _PLANNED) -> RoundPlan:
         if state.cursor >= size:
             raise ValueError(
-                f"data has {size} batches in an epoch, and state is at batch {state.cursor} of one; go on with the "
+                f"data has {size} batches in an epoch, and state is at batch {state.cursor} of one; continue with the "
                 "data it was trained on, or begin an epoch of others: state = trainer.init(trainer.params(state))"
             )
         policy, joined, most = self._policy(state), self._joined, end.batches_left(state, self._engine.batch_size)
@@ -252,7 +252,7 @@ class Rounds(Arguments):
         merges = given.group_merges or (self._groups.merges_of(state, plan, engine.groups) if engine.groups else 1)
         scale = self._merge_scale(plan)
         results = engine.run(state.local_states, feeds, plan, scale, limit, corrections, merges)
-        # A merge that broke off ends the round here.
+        # A merge that failed ends the round here.
         landed = in_flight and in_flight.result()
         if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
             following = self._plan(expected, plan.epoch_size, end, given)

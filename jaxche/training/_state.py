@@ -89,7 +89,7 @@ class TrainerState:
         """This state after its merge, for which it waits if that is in flight.
 
         Raises:
-          PeerLostError: the merge broke off.
+          PeerLostError: the merge failed.
           FloatingPointError: it made a number NaN or infinite.
         """
         if self.in_flight is None:

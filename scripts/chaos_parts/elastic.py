@@ -8,7 +8,7 @@ its record when its rounds are run again undisturbed. The figure is the longest 
 fault, by the clock that does not jump; "none" where the run ended before another round.
 
 Some faults end all processes by their nature: SIGTERM, the death of the coordinator, and that of the launcher, after
-which the same command is started again. Such runs go on from a checkpoint, one of which is made every ``EVERY``
+which the same command is started again. Such runs continue from a checkpoint, one of which is made every ``EVERY``
 rounds. Every ``NETWORK_EVERY``-th run has faults of networks, of which ``network.py`` has the kinds.
 """
 

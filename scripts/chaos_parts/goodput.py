@@ -1,7 +1,7 @@
 """Goodput under a fault a minute: what is left of the rounds, and of the batches, of an undisturbed run.
 
 Each arm is a run of three processes for so many seconds. Once a minute a rank gets SIGKILL, at moments and on ranks
-that follow from the seed. *elastic* goes on and lets the rank in again, *restarts* starts all ranks again from the
+that follow from the seed. *elastic* continues and admits the rank again, *restarts* starts all ranks again from the
 last checkpoint; both save every ten rounds. Rounds that are done again count once. The share of the batches is the
 goodput: rounds differ in length, and after a fault the tuner may choose longer ones. *torchft* is its LocalSGD on gloo
 with steps of the same length, a merge after as many, and a model of the same size; this script starts its dead ranks

@@ -1,8 +1,8 @@
 """Faults of the network between the processes of an elastic run, each of which has a namespace of its own.
 
 A rank is cut off for ever or for some seconds, or its packets are lost or late for some seconds. Of two halves only
-the one with the coordinator goes on, which process 0 has started; no rank may train beside it. When it has, the cut is
-mended, and those that were cut off are started anew, as nothing replaces them by itself.
+the one with the coordinator, which process 0 has started, continues; no rank may train beside it. After that the cut
+is mended, and those that were cut off are started again, as nothing replaces them by itself.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def cut(target: Target) -> None:
 
 
 def mend_cut(target: Target) -> list[str]:
-    """Those that were cut off are started anew; they must not have trained meanwhile."""
+    """Those that were cut off are started again; they must not have trained meanwhile."""
     run = target.run
     ranks = run.cut_off(target.rank)
     pids = {run.pids[rank] for rank in ranks}
@@ -119,7 +119,7 @@ def mend_cut(target: Target) -> list[str]:
     # A round may have been merged before the cut, and written after it.
     lines = Lines(run.folder / "rounds").read()
     went_on = any(line["pid"] in pids and line["t"] > run.cut_at + 1.0 for line in lines)
-    return ["a rank that was cut off went on"] if went_on else []
+    return ["a rank that was cut off continued"] if went_on else []
 
 
 def short_cut(target: Target) -> None:

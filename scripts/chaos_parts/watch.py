@@ -18,7 +18,7 @@ LIMIT_S, STACKS_S = 240.0, 40.0
 
 
 class StuckError(Exception):
-    """A run has ended, or does not go on."""
+    """A run has ended, or does not continue."""
 
 
 class Watch:

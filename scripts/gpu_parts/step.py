@@ -22,7 +22,7 @@ def run(context: Context) -> None:
         sizes = [sizes[0], sizes[2]] if not context.cpu else sizes[:1]
     for number, (wanted_ms, make) in enumerate(sizes):
         workload = make(context.cpu)
-        # Every other number of rows is compiled anew.
+        # Every other number of rows is compiled again.
         rows = workload.rows if context.cpu or context.quick else workloads.rows_for(workload, wanted_ms)
         _measure(context, workload, rows, wanted_ms, context.left_s / (len(sizes) - number))
 

@@ -18,6 +18,10 @@ from peers.task import WIDTHS, Pace, Task
 import jaxche
 
 
+# Rounds in which policy="auto" has tried, and so compiled, both exact sync and local steps.
+AUTO_ROUNDS = 12
+
+
 class Perceptron(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -61,8 +65,10 @@ class Jaxche(_OnJax):
         # The trainer reads its pace from the environment, as every script under `jaxche launch --pace` does.
         self._trainer = jaxche.Trainer(loss_fn, optax.adam(learning_rate), seed=seed, **knobs)
         self._data = jaxche.Batches({"x": task.x, "y": task.y}, task.batch_size, seed)
-        first = self._trainer.init(from_list(task.start(seed)))
-        self._trainer.params(self._trainer.round(first, self._data)[0])  # compiles
+        state = self._trainer.init(from_list(task.start(seed)))
+        for _ in range(AUTO_ROUNDS if knobs.get("policy") == "auto" else 1):  # compiles
+            state, _ = self._trainer.round(state, self._data)
+        self._trainer.params(state)
         self._state = self._trainer.init(from_list(task.start(seed)))
 
     def run(self, batches: int) -> int:

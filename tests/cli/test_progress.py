@@ -175,7 +175,7 @@ def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
     out = str(tmp_path)
     refuse_directory(
         tmp_path, out, resumable=True, dry_run=False
-    )  # the run goes on from its checkpoints, and writes them again
+    )  # the run continues from its checkpoints, and writes them again
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ValueError, match="is there already"):
         refuse_directory(tmp_path, out, resumable=True, dry_run=False)

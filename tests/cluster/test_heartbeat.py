@@ -22,7 +22,7 @@ def test_timeout_since_start_or_last_heartbeat(tmp_path, clock):
     assert beats.silence() is None
     clock[0] += 9
     assert beats.silence() is None
-    paths[1].unlink()  # a file written anew is a beat too
+    paths[1].unlink()  # a file written again is a beat too
     paths[1].touch()
     paths[0].touch()
     assert beats.silence() is None

@@ -10,7 +10,7 @@ def test_removal_after_two_failures_in_a_row():
     specs = [ZERO, ONE, TWO]
     specs, blamed = next_specs(specs, 1, None, survivors=True)
     assert len(specs) == 3
-    # Another one fails: the count begins anew.
+    # Another one fails: the count begins again.
     specs, blamed = next_specs(specs, 0, blamed, survivors=True)
     assert len(specs) == 3
     assert blamed is ZERO

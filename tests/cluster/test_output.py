@@ -62,4 +62,4 @@ def test_a_full_disk_is_reported_once(capsys):
     command = [sys.executable, "-c", "pass"]
     assert launch(command, 2, env={"JAX_PLATFORMS": "cpu"}, events=FULL) == 0
     err = capsys.readouterr().err
-    assert err.count("events='/dev/full': No space left on device; the run goes on without it") == 1
+    assert err.count("events='/dev/full': No space left on device; the run continues without it") == 1

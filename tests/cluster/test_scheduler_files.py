@@ -448,7 +448,7 @@ def test_all_pods_of_a_jobset_share_a_volume():
     assert "kubectl get nodes -L nvidia.com/gpu.product" in text
     bare = emit("jobset", COMMAND, "4", image="me/train:1")
     assert "--volume CLAIM:/path mounts" in bare
-    assert "goes on from its checkpoint" not in bare
+    assert "continues from its checkpoint" not in bare
     assert "gpu.product" not in bare
 
 

@@ -260,7 +260,9 @@ def test_without_a_state_batches_are_read_again_and_skipped(queue, caplog):
     source = Source()
     with caplog.at_level(logging.WARNING, logger="jaxche"):
         assert take(queue(source), 6, 3, epoch=2) == [2006, 2007, 2008]
-    assert caplog.messages == ["6 batches of the stream were read again and skipped, to go on with batch 6 of epoch 2"]
+    assert caplog.messages == [
+        "6 batches of the stream were read again and skipped, to continue with batch 6 of epoch 2"
+    ]
     with pytest.raises(ValueError, match="the stream has 30 batches in epoch 0, and the state is after 31"):
         take(queue(source), 31, 1)
 
@@ -271,8 +273,8 @@ def test_an_iterator_continues_where_it_stands_if_asked_to(queue, caplog):
     one = queue(source, resume="continue")
     assert take(one, 6, 3) == [6, 7, 8]
     assert caplog.messages == [
-        "the stream goes on with its next batch as batch 6 of epoch 0: its position is not restored, so batches may be "
-        "trained on again or lost"
+        "the stream continues with its next batch as batch 6 of epoch 0: its position is not restored, so batches may "
+        "be trained on again or lost"
     ]
     assert one.length(9) is None
     one.stop()

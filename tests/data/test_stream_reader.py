@@ -159,7 +159,11 @@ def test_streams_of_different_lengths_are_refused_where_they_should_be_equal():
     ("before", "lengths", "named"),
     [
         (state(cursor=3), [9, 9], "2 streams, .*in the middle of epoch 0 of one sequence"),
-        (state(cursor=3, stream=StreamPosition((1, 1, 1), (False,) * 3)), [9, 9], "of 3 streams; go on with as many"),
+        (
+            state(cursor=3, stream=StreamPosition((1, 1, 1), (False,) * 3)),
+            [9, 9],
+            "of 3 streams; continue with as many",
+        ),
         (state(cursor=3, stream=StreamPosition((1, 2), (False,) * 2)), [9], "1 streams, .*of 2 streams"),
     ],
 )

@@ -70,7 +70,7 @@ def test_nobody_dead_is_a_quorum_of_the_same_members(groups):
     assert zero.members == (0, 1, 2)
 
 
-def test_a_failure_beside_an_admission_breaks_off_the_quorum_of_the_admission(groups, store):
+def test_a_failure_beside_an_admission_ends_the_quorum_of_the_admission(groups, store):
     (zero, one, _), dead = groups
     dead.add((2, 1))
     assert zero.shrink() == one.shrink() == [2]

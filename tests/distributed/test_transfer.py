@@ -87,7 +87,7 @@ def test_one_wrong_bit_is_found(part, bit):
 
 
 @pytest.mark.parametrize("stop", [0, 10, 40, 500_000])
-def test_a_connection_that_breaks_off_is_a_lost_peer(stop):
+def test_a_connection_that_fails_is_a_lost_peer(stop):
     with pytest.raises(PeerLostError, match="closed the connection"):
         transfer(stop=stop)
 

@@ -15,7 +15,7 @@ def test_a_heartbeat_that_cannot_be_given_is_told_once(tmp_path, monkeypatch, ca
     watchdog.heartbeat()
     watchdog.heartbeat()
     told = capsys.readouterr().err
-    assert told == f"{HEARTBEAT}={tmp_path}/gone/0: No such file or directory; the run goes on without it\n"
+    assert told == f"{HEARTBEAT}={tmp_path}/gone/0: No such file or directory; the run continues without it\n"
     (tmp_path / "gone").mkdir()
     watchdog.heartbeat()
     assert (tmp_path / "gone" / "0").exists()
@@ -38,7 +38,7 @@ def test_a_full_file_of_events_is_reported_once(monkeypatch, capsys):
     watchdog = Watchdog()
     for _ in range(2):
         watchdog.write_events(["{}"])
-    assert capsys.readouterr().err == f"{EVENTS}=/dev/full: No space left on device; the run goes on without it\n"
+    assert capsys.readouterr().err == f"{EVENTS}=/dev/full: No space left on device; the run continues without it\n"
 
 
 ENDS = """

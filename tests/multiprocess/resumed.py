@@ -92,7 +92,7 @@ class Deadly:
 
 
 def callback(what, round, world):
-    """What happens in the callback after a round, on one rank, unless the run was started anew."""
+    """What happens in the callback after a round, on one rank, unless the run was started again."""
     rounds_here, victim = [], victim_of(what)
 
     def call(state, info):
@@ -115,7 +115,7 @@ def callback(what, round, world):
             signal.raise_signal(getattr(signal, f"SIG{name}"))
         elif name == "FULL":
             fill_disk("folders" in what)
-        elif name == "CUT" and rounds_here.count(round) == 1:  # a round that broke off is repeated
+        elif name == "CUT" and rounds_here.count(round) == 1:  # a round that failed is repeated
             cut_connections()
         elif name.startswith("PAUSE"):
             pause_in_merge(name.removeprefix("PAUSE"))

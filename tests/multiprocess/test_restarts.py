@@ -69,7 +69,7 @@ def test_a_rank_that_fails_twice_in_a_row_is_left_behind(script, capfd):
     assert code == 0
     out = capfd.readouterr().out
     assert out.count("pace 50") == 2
-    # The others keep their places and paces, and are numbered anew.
+    # The others keep their places and paces, and are numbered again.
     assert {"[0] pace 20 rank 0 of 2", "[1] pace 30 rank 1 of 2"} <= set(out.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Runs of real processes that stop, die, hang or are preempted, and go on from their checkpoints."""
+"""Runs of real processes that stop, die, hang or are preempted, and continue from their checkpoints."""
 
 import dataclasses
 import json
@@ -230,7 +230,7 @@ def test_the_loss_of_process_0_costs_what_another_costs(program, tmp_path, capfd
     code, results = run(tmp_path / "run", what, 3, processes=processes, elastic=True, events=events)
     err = capfd.readouterr().err
     assert code == 0, err
-    assert f"process 0 died: going on from round 4 with {processes - 1}" in err
+    assert f"process 0 died: continuing from round 4 with {processes - 1}" in err
     assert len(results) == processes - 1
     assert all(result == results[0] for result in results)
     rounds = results[0]["rounds"]
@@ -253,7 +253,7 @@ def test_a_replacement_of_process_0_joins_the_survivors(program, tmp_path, capfd
     code, results = run(tmp_path / "run", what, 3, processes=processes, elastic=True, max_restarts=1)
     err = capfd.readouterr().err
     assert code == 0, err
-    assert "process 0 joined: going on" in err
+    assert "process 0 joined: continuing" in err
     assert results == [results[0]] * processes
     rounds = results[0]["rounds"]
     worlds = [len(counts) for _, _, _, counts, _ in rounds]
@@ -363,12 +363,12 @@ def test_a_rank_that_is_stopped_holds_up_nobody(program, tmp_path, capfd, json_l
     ["CUT", "PAUSE12 unsaved", "PAUSE12 unsaved zero"],
     ids=["connections end", "stopped in a merge", "process 0 stopped"],
 )
-def test_a_merge_that_breaks_off_while_all_live_costs_a_round_and_nobody(program, tmp_path, capfd, what, json_lines):
+def test_a_merge_that_fails_while_all_live_costs_a_round_and_nobody(program, tmp_path, capfd, what, json_lines):
     events = tmp_path / "events.jsonl"
     code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, events=events)
     err = capfd.readouterr().err
     assert code == 0, err
-    assert "a merge broke off, but nobody died: going on from round 4 with 3" in err
+    assert "a merge failed, but no process died: continuing from round 4 with 3" in err
     zero = results[0]
     assert results == [zero, zero, zero]
     assert all(len(counts) == 3 for _, _, _, counts, _ in zero["rounds"])
@@ -399,7 +399,7 @@ def test_a_replacement_that_would_be_in_another_fit_leaves_again(program, tmp_pa
     err = capfd.readouterr().err
     assert code == 0, err
     assert "came when fit 1 of its script had ended" in err
-    assert "joined: going on" not in err
+    assert "joined: continuing" not in err
     assert len(results) == 2
     assert results[0] == results[1]
     assert [len(counts) for _, _, _, counts, _ in results[0]["rounds"]].count(3) == 4
@@ -411,7 +411,7 @@ def test_two_processes_take_in_replacement_after_replacement(program, tmp_path, 
     code, results = run(tmp_path / "run", what, processes=2, elastic=True, max_restarts=program.DEATHS)
     err = capfd.readouterr().err
     assert code == 0, err
-    assert err.count("joined: going on") == program.DEATHS
+    assert err.count("joined: continuing") == program.DEATHS
     assert len(results) == 2
     assert results[0] == results[1]
     rounds = results[0]["rounds"]
@@ -425,7 +425,7 @@ def test_a_death_in_an_evaluation_costs_no_round(program, tmp_path, capfd, what)
     code, results = run(tmp_path / "run", what, processes=3, elastic=True)
     err = capfd.readouterr().err
     assert code == 0, err
-    assert "the evaluation after round 3 broke off" in err
+    assert "the evaluation after round 3 failed" in err
     assert len(results) == 2
     assert results[0] == results[1]
     rounds, validation = results[0]["rounds"], results[0]["validation"]
@@ -437,14 +437,14 @@ def test_a_death_in_an_evaluation_costs_no_round(program, tmp_path, capfd, what)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["LOST", "CUT unsaved"], ids=["a process dies", "connections end"])
-def test_a_merge_in_flight_that_breaks_off_costs_its_round_and_the_next(program, tmp_path, capfd, what):
+def test_a_merge_in_flight_that_fails_costs_its_round_and_the_next(program, tmp_path, capfd, what):
     code, results = run(tmp_path / "run", what, 3, processes=3, rules="overlapped", elastic=True)
     err = capfd.readouterr().err
     assert code == 0, err
     zero = results[0]
     assert results == [zero] * (2 if what == "LOST" else 3)
-    # Either all had the merge of round 3 when the connections ended, or none goes on from it.
-    assert "going on from round 3" in err or "going on from round 4" in err
+    # Either all had the merge of round 3 when the connections ended, or none continues from it.
+    assert "continuing from round 3" in err or "continuing from round 4" in err
     worlds = [len(counts) for _, _, _, counts, _ in zero["rounds"]]
     assert worlds[:3] == [3, 3, 3]
     assert worlds[-1] == len(results)

@@ -36,7 +36,7 @@ def test_a_death_is_detected_in_the_barriers_of_orbax(script, launcher, tmp_path
     _, err = run.communicate(timeout=90)
     assert run.returncode == 0, err
     assert re.search(r"\[0\] .*checkpoint \d+ was not begun, the loss of a process was detected: process 1 died", err)
-    assert len(re.findall(r"\[0\] .*process 1 died: going on", err)) == 2
+    assert len(re.findall(r"\[0\] .*process 1 died: continuing", err)) == 2
 
 
 # Rank 0 dies after the last merge: before it writes the line of the record, or while others wait for its folders.

@@ -143,7 +143,7 @@ def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
     history = History.from_json(tmp_path / "runs/long/history.jsonl")
     assert [info.round for info in history] == list(range(len(history)))
     assert sum(info.examples for info in history) == 2 * 1440
-    assert done.stdout.count("\n     0      1 ") == 1  # it did not begin anew
+    assert done.stdout.count("\n     0      1 ") == 1  # it did not begin again
     numbers = json.loads((tmp_path / "runs/long/result.json").read_text())["results"]["cadence"]
     clock = [float(line) for line in (tmp_path / "runs/long/seconds.txt").read_text().splitlines()]
     assert len(clock) == numbers["rounds"] == len(history)

@@ -1,5 +1,7 @@
 """The merge program: what it sends, what it leaves alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,3 +171,43 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table[1, 1, HOST_COLUMNS.index(name)] -= 1
     with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):
         RoundStatistics(reduce_rows(table), Columns()).check(Group(), None, plan, (), (), True)
+
+
+def merged_views(trainer, state):
+    """The views of the start in the arguments of the next merge of a trainer."""
+    merge, replicas = trainer._engine._merge, trainer._engine._replicas
+    carries = [r.idle(local).carry for r, local in zip(replicas, state.local_states, strict=True)]
+    return merge.arguments(state.local_states, carries, np.zeros((2, len(HOST_COLUMNS)), np.float32))[0]
+
+
+@pytest.mark.parametrize("backend", ["device", "host"])
+@pytest.mark.parametrize(("average", "kept"), [("parameters", ["params"]), ("gradients", ["params", "opt_state"])])
+def test_the_views_of_a_merge_serve_the_next_one(problem, devices, average, kept, backend):
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.1), average=average, replicas=devices[:2], backend=backend)
+    state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 2))
+    trees = state.local_states[0].views.trees
+    given = merged_views(trainer, state)
+    for name in kept:
+        assert all(a is b for a, b in zip(*map(jax.tree.leaves, (given[name], trees[name])), strict=True))
+    for name, tree in given.items():
+        rows = [getattr(local, name, None) for local in state.local_states]
+        if rows[0] is not None:
+            jax.tree.map(lambda x, *row: np.testing.assert_array_equal(x, np.concatenate(row)), tree, *rows)
+
+
+def test_other_arrays_than_those_of_a_merge_have_views_of_their_own(problem, devices):
+    one, two = (jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]) for _ in range(2))
+    state, _ = one.round(one.init(problem.params), problem.data, counts=(1, 2))
+    two.round(two.init(problem.params), problem.data, counts=(1, 2))
+    # A row that was changed, and the mesh of another trainer.
+    first, second = state.local_states
+    others = [
+        (one, (first._replace(params=jax.tree.map(lambda x: x + 1, first.params)), second)),
+        (one, (first, second._replace(params=jax.tree.map(lambda x: x + 1, second.params)))),
+        (two, (first, second)),
+    ]
+    for trainer, rows in others:
+        given = merged_views(trainer, dataclasses.replace(state, local_states=rows))["params"]
+        assert given["w"] is not first.views.trees["params"]["w"]
+        wanted = jax.tree.map(lambda *row: np.concatenate(jax.device_get(row)), *(row.params for row in rows))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(given), wanted)

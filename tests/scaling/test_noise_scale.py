@@ -527,7 +527,7 @@ def test_raw_and_preconditioned_estimates_do_not_mix():
     assert not noise.preconditioned
     noise = noise_scale.update_from_estimates(noise, add(seen, seen))
     assert noise.preconditioned
-    # The averages began anew: only the second estimate is in them.
+    # The averages began again: only the second estimate is in them.
     np.testing.assert_allclose(noise.var, seen.trace[0] / seen.weight / 8, rtol=1e-4)
 
 

@@ -223,7 +223,7 @@ def test_another_number_of_replicas_goes_on_from_the_merged_state(
         local = local._replace(opt_state=put(jax.tree.map(lambda m: m[None], moments), local.opt_state))
         if local.noise is None:
             return local
-        # The averages go on. Of an earlier gradient nothing is known, as in a trainer that has just begun.
+        # The averages continue. An earlier gradient is not known, as in a trainer that has just begun.
         assert bool(left.local_states[0].noise.has_previous[0]) == (before == 1)
         averages = ("sqr_sum", "var_sum", "unbias", "base_batch_size", "biased", "preconditioned")
         averages = {name: getattr(left.local_states[0].noise, name) for name in averages}
@@ -574,7 +574,7 @@ def test_an_elastic_run_waits_for_nobody(problem, devices, tmp_path, monkeypatch
     ("error", "died", "ends"),
     [
         (PeerLostError("process 1 died while others waited for it"), [1], False),
-        (PeerLostError("a merge broke off in another process"), [], False),
+        (PeerLostError("a merge failed in another process"), [], False),
         (ValueError("no such array"), [1], False),
         (ValueError("no such array"), [], True),
     ],

@@ -19,7 +19,7 @@ def test_ranks_train_whose_processes_are_all_there():
 
 
 def test_connections_that_break_again_and_again_end_the_run_unless_a_round_was_completed():
-    one, error = membership(ElChe(2, 4)), PeerLostError("broken off")
+    one, error = membership(ElChe(2, 4)), PeerLostError("failed")
     for round in (4, 4, 4, 5, 5, 5):
         one._count_false_alarm(round, error)
     with pytest.raises(PeerLostError) as raised:

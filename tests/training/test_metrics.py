@@ -83,7 +83,7 @@ def test_nnx_metrics_are_those_of_one_object_over_all_batches(name, cuts):
     given = [jax.tree.map(jnp.asarray, one | {"loss": one["logits"].sum(1)}) for one in batches()]
     metrics, twin = METRICS[name](), METRICS[name]()
     twin.update(**given[0])
-    metrics.update(**given[0])  # is not counted: an evaluation starts anew
+    metrics.update(**given[0])  # is not counted: an evaluation starts again
     found = relayed(given, [8, 8, 3], metrics, cuts)
     assert named_floats(metrics.compute(), name) == named_floats(twin.compute(), name)
     twin.reset()

@@ -1,4 +1,4 @@
-"""The record of a run that goes on: what was done again is not in it twice."""
+"""The record of a run that continues: what was done again is not in it twice."""
 
 import optax
 import pytest

@@ -260,7 +260,7 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(devices, same):
     same(skipped.params, before.params)
     same(skipped.opt_state.inner_state, before.opt_state.inner_state)
     assert np.abs(before.params["w"] - start.params["w"]).max() > 0
-    # Training goes on: each epoch the second batch overflows until the scale is small enough for it.
+    # Training continues: each epoch the second batch overflows until the scale is small enough for it.
     found = []
     for _ in range(26):
         after, info = trainer.round(after, HALF_DATA, counts=(1,))

@@ -293,7 +293,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(devices, tmp_path, same, 
     untimed = [[replace(info, wall_ms=(), sync_ms=0.0, clock_ms=0.0) for info in one] for one in (history, record)]
     assert told(untimed[0]) == told(untimed[1])
     said = [record.getMessage() for record in caplog.records if record.name == "jaxche"]
-    skipped = ["12 batches of the stream were read again and skipped, to go on with batch 12 of epoch 0"]
+    skipped = ["12 batches of the stream were read again and skipped, to continue with batch 12 of epoch 0"]
     assert said == (skipped if skips else [])
     assert not log or log == [0, *range(12, LENGTH)]
 
