@@ -12,6 +12,7 @@ stronger opponent.
     python scripts/bench_cadence.py                 # rates on both fleets, overhead of one replica
     python scripts/bench_cadence.py --no-pin        # the same with cheap all-reduces
     python scripts/bench_cadence.py --target 0.95   # also the time to that test accuracy, three seeds
+    python scripts/bench_cadence.py --arrays 150    # only: what merges take on the host, where a model has many arrays
     python scripts/bench_cadence.py --islands       # only: replicas of two devices each, sharded, against unsharded
 """
 
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=12, help="epochs for --target (default 12)")
     parser.add_argument("--skip-rates", action="store_true", help="only --target")
     parser.add_argument("--islands", action="store_true", help="only compare sharded islands with single devices")
+    parser.add_argument("--arrays", type=int, help="only the time of updates of a model of so many small arrays")
     parser.add_argument("--no-pin", action="store_true", help="let each process run on any core")
     parser.add_argument("--json", type=Path, help="write all numbers there")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -52,7 +54,10 @@ def main() -> int:
 
     results: dict[str, Any] = {}
     fleets = [tuple(map(float, args.fleet.split(",")))] if args.fleet else FLEETS
-    if args.islands:
+    if args.arrays:
+        results["arrays"] = arrays = run("arrays", None, args)
+        print_arrays(args.arrays, arrays)
+    elif args.islands:
         for paces in fleets[:1]:
             results[f"islands {_name(paces)}"] = islands = run("islands", paces, args)
             print_rates(paces, islands)
@@ -78,7 +83,7 @@ def run(what: str, paces: Any, args: argparse.Namespace) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         flags = ["--turns", args.turns, "--seconds", args.seconds, "--seeds", args.seeds, "--epochs", args.epochs]
-        flags += ["--target", args.target or 0.95, "--json", out]
+        flags += ["--target", args.target or 0.95, "--arrays", args.arrays or 0, "--json", out]
         command = [sys.executable, __file__, "--worker", what, *map(str, flags)]
         if paces is None:  # one process as anybody would start it
             code = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
@@ -94,12 +99,13 @@ def worker(args: argparse.Namespace) -> int:
 
     import jaxche
 
-    if args.worker == "islands":
+    if args.worker in ("islands", "arrays"):
         jax.config.update("jax_num_cpu_devices", 2)
     jaxche.initialize()
     measure = {
         "rates": measure_rates,
         "islands": measure_islands,
+        "arrays": measure_arrays,
         "overhead": measure_overhead,
         "target": measure_target,
     }
@@ -334,6 +340,65 @@ def measure_overhead(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def measure_arrays(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of an update of a model of many small arrays with Adam, on two devices of this process.
+
+    There is next to nothing to compute and to send, so this is what Python and the dispatch of programs take.
+    """
+    import jax
+    import numpy as np
+    import optax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxche
+
+    params = {f"w{i}": np.zeros((8, 8), np.float32) for i in range(args.arrays)}
+    tx, updates = optax.adam(1e-3), 30
+    data = jaxche.Batches(np.ones((8 * updates * (args.turns + 1), 4), np.float32), batch_size=4)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return sum(w.sum() for w in params.values()) * batch.mean()
+
+    mesh = jax.make_mesh((2,), ("data",))
+    everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    class Raw:
+        def __init__(self) -> None:
+            self.state = jax.device_put((params, tx.init(params)), everywhere)
+
+        def update(self) -> None:
+            self.state = jax.block_until_ready(step(*self.state, jax.device_put(np.ones((8, 4), np.float32), split)))
+
+    class Own:
+        def __init__(self, **options: Any) -> None:
+            self.trainer = jaxche.Trainer(loss_fn, tx, replicas=jax.devices()[:2], **options)
+            self.state = self.trainer.init(params)
+
+        def update(self) -> None:
+            self.state, _ = self.trainer.round(self.state, data)
+
+    systems = {"plain jit": Raw(), "sync": Own(policy="sync", rows="equal")}
+    # One batch each, and a merge of parameters and moments.
+    systems["cadence"] = Own(che=jaxche.ElChe(2, 1, tuner="seed", max_anchor=1))
+    turns = []
+    for turn in range(args.turns + 1):
+        row = {}
+        for name, system in systems.items():
+            start = time.perf_counter()
+            for _ in range(updates):
+                system.update()
+            row[name] = (time.perf_counter() - start) / updates
+        if turn:
+            turns.append(row)
+    return {"turns": turns}
+
+
 def measure_target(args: argparse.Namespace) -> dict[str, Any]:
     """Training time to a test accuracy, and the accuracy at the end, for several seeds."""
     import jax
@@ -397,6 +462,13 @@ def print_overhead(result: dict[str, Any]) -> None:
         own = statistics.median(t["jaxche"] for t in turns) * 1e3
         ratio = statistics.median(t["jaxche"] / t["raw"] for t in turns)
         print(f"{name:<12}raw {raw:7.3f} ms/step   jaxche {own:7.3f} ms/step   ratio {ratio:.3f}")
+
+
+def print_arrays(number: int, result: dict[str, Any]) -> None:
+    print(f"\nan update of a model of {number} arrays of 64 numbers, two devices of one process")
+    for name in result["turns"][0]:
+        ms = statistics.median(turn[name] for turn in result["turns"]) * 1e3
+        print(f"{name:<12}{ms:7.2f} ms")
 
 
 def print_target(paces: Any, result: dict[str, Any], target: float) -> None:

@@ -28,9 +28,9 @@ signal() {
   return "$reached"
 }
 signal TERM
-left=$1
+left=$(($1 * 10))
 while [ "$left" -gt 0 ] && signal 0; do
-  sleep 1
+  sleep 0.1
   left=$((left - 1))
 done
 signal KILL

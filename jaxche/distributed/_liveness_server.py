@@ -78,13 +78,15 @@ class LivenessServer:
     def serve(self, empty_s: float, start_s: float = math.inf, is_held: Callable[[], bool] = lambda: False) -> None:
         """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
 
-        And as long as ``is_held`` returns true. It ends at once if the run is lost.
+        And as long as ``is_held`` returns true; who held it has died then, and replaces no process. It ends at once if
+        the run is lost.
         """
         empty_since, has_started = time.monotonic() + start_s - empty_s, False
         while not self.is_run_lost and time.monotonic() - empty_since < empty_s:
             self.step()
-            if self.alive or is_held():
-                empty_since, has_started = math.inf, True
+            held = is_held()
+            if self.alive or held:
+                empty_since, has_started, empty_s = math.inf, True, 0.0 if held else empty_s
             elif self._heartbeats or has_started:
                 empty_since = min(empty_since, time.monotonic())
 

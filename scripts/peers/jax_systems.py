@@ -17,7 +17,6 @@ from peers.task import WIDTHS, Pace, Task
 
 import jaxche
 
-
 # Rounds in which policy="auto" has tried, and so compiled, both exact sync and local steps.
 AUTO_ROUNDS = 12
 

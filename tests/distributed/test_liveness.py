@@ -80,6 +80,24 @@ def test_the_server_waits_for_the_first_process_as_long_as_it_may(monkeypatch):
     server.close()
 
 
+def test_without_the_launcher_that_held_it_the_server_ends_with_the_last_process(monkeypatch):
+    now, server, last = [0.0], LivenessServer("127.0.0.1"), module.Incarnation(0, 1)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def step():
+        now[0] += 1.0
+        server._heartbeats[last] = now[0]
+        if now[0] == 50.0:
+            server.ended.add(last)
+
+    monkeypatch.setattr(server, "step", step)
+    server.serve(empty_s=5.0, is_held=lambda: now[0] < 30.0)  # the launcher dies first: no process is replaced
+    assert now == [50.0]
+    server.serve(empty_s=5.0, is_held=lambda: now[0] < 60.0)  # the last process dies first, and may be replaced
+    assert now == [60.0]
+    server.close()
+
+
 def test_processes_may_have_the_address_before_the_server(run):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
