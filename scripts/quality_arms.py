@@ -139,6 +139,7 @@ ARMS = {
         arm("sync, rows by speed", policy="sync"),
         arm("cadence, default"),
         arm("cadence, local", opt_state="local"),
+        arm("cadence, uniform", merge="batch"),
         arm("cadence, overlap 0.5", overlap=0.5),
         arm("cadence, overlap 0.25", overlap=0.25),
         arm("cadence, groups of two", groups=pairs),
