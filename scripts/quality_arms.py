@@ -153,6 +153,10 @@ ARMS = {
         ),
         *(arm(f"rounds of {ms} ms, local", counts=rounds_of(ms), opt_state="local") for ms in (80, 160, 200, 320, 640)),
         *(
+            arm(f"rounds of {ms} ms, uniform", counts=rounds_of(ms), opt_state="average", merge="batch")
+            for ms in (80, 200)
+        ),
+        *(
             arm(f"rounds of {ms} ms, overlap {part:g}", counts=rounds_of(ms), overlap=part)
             for ms in (400, 800, 1000, 1600, 2000)
             for part in (0.25, 0.5)
