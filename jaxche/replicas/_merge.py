@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import HOST_COLUMNS, MergeProgram, MergeRules, Report
+from jaxche.replicas._packing import Packing, packings
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
 from jaxche.replicas._programs import Carry, LocalState, Views
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
@@ -78,16 +79,26 @@ class Merge:
             preconditioner = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
             self._common = (*self._common, "noise", "progress", *preconditioner)
             made = (*made, "noise", "progress")
-        specs = (P(AXIS), P(AXIS), P(AXIS), P(AXIS))
+        body = program.parameters if average == "parameters" else program.gradients
+        trees = local._asdict() | {"counts": counts_of(local.opt_state)}
+        # Not within a sharded replica, whose arrays have several layouts.
+        packed_names = () if replica_mesh.inner else ("params", "model_state", "outer_state", "opt_state")
+        self._packings = known = packings({name: trees[name] for name in packed_names})
+        if "params" in known:
+            known["grads"] = known["params"]
+
+        def packed(start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
+            merged, table, report = body(_unpacked(known, start), _unpacked(known, end), measured, host)
+            return _packed(known, merged), table, report
+
         mapped = jax.shard_map(
-            program.parameters if average == "parameters" else program.gradients,
+            packed,
             mesh=replica_mesh.mesh,
-            in_specs=specs,
+            in_specs=(P(AXIS), P(AXIS), P(AXIS), P(AXIS)),
             out_specs=(P(AXIS), P(), P()),
             axis_names={AXIS},
             check_vma=False,
         )
-        trees = local._asdict() | {"counts": counts_of(local.opt_state)}
         merged = {name: replica_mesh.shardings(name, trees[name]) for name in made}
         everywhere = NamedSharding(replica_mesh.mesh, P())
         # The merged trees take the buffers of the carry. They cannot take those of gradient accumulators, which are
@@ -117,7 +128,7 @@ class Merge:
                 "way, or their machines compute differently. The round was not merged, and the state before it is "
                 "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
             )
-        parts = self._replica_mesh.unstack(merged)
+        parts = [_unpacked(self._packings, part) for part in self._replica_mesh.unstack(merged)]
         local_states = tuple(map(_next, starts, carries, parts))
         if self._replica_mesh.keeps_buffers:
             names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
@@ -137,7 +148,7 @@ class Merge:
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """The arguments of the program."""
-        stack = self._replica_mesh.stack
+        stack, pack = self._replica_mesh.stack, functools.partial(_packed, self._packings)
         # Not donated, because no result has these shapes.
         measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
         known = self._views_of(starts)
@@ -147,8 +158,8 @@ class Merge:
             if "opt_state" not in self._sent:  # a donated buffer must not be passed twice
                 measured = [m | {"counts": counts_of(c.opt_state)} for m, c in zip(measured, carries, strict=True)]
         return (
-            stack(common) | {name: known[name] for name in self._common if name in known},
-            stack([{name: getattr(carry, name) for name in self._sent} for carry in carries]),
+            stack([pack(trees) for trees in common]) | {name: known[name] for name in self._common if name in known},
+            stack([pack({name: getattr(carry, name) for name in self._sent}) for carry in carries]),
             stack(measured),
             self._replica_mesh.rows(rows),
         )
@@ -159,6 +170,14 @@ class Merge:
         if views is None or views.replica_mesh is not self._replica_mesh or any(row.views is not views for row in rows):
             return {}
         return views.trees
+
+
+def _packed(packings: dict[str, Packing], named: dict[str, Any]) -> dict[str, Any]:
+    return {name: packings[name].pack(tree) if name in packings else tree for name, tree in named.items()}
+
+
+def _unpacked(packings: dict[str, Packing], named: dict[str, Any]) -> dict[str, Any]:
+    return {name: packings[name].unpack(tree) if name in packings else tree for name, tree in named.items()}
 
 
 def _present(carry: Carry, *names: str) -> dict[str, Any]:

@@ -86,8 +86,8 @@ def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) 
 
 
 def _is_count(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.signedinteger) and leaf.size == 1
+    # The size first: it rules out most arrays, and sooner.
+    return getattr(leaf, "size", 0) == 1 and jnp.issubdtype(getattr(leaf, "dtype", object), jnp.signedinteger)
 
 
 def _is_schedule(node: Any) -> bool:
