@@ -42,7 +42,8 @@ class Merged(NamedTuple):
     table: np.ndarray  # [R, len(HOST_COLUMNS) + 1 + Columns.count]
     drift: tuple[float, float]
     scaled: Scaled = Scaled()
-    squares: tuple[float, ...] = (0.0, 0.0, 0.0)  # the arguments of measure_drift
+    # The arguments of measure_drift, and the mean of squares with weights by batches.
+    squares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     finite: bool = True  # whether the merge made no number NaN or infinite
     accumulated: int = 0  # see Report
     nbytes: int = 0  # that each replica sends
@@ -140,7 +141,7 @@ class Merge:
             table,
             drift=(report.drift, report.drift_direction),
             scaled=scaled,
-            squares=(report.mean_of_squares, report.mean_delta_sq, report.mean_params_sq),
+            squares=(report.mean_of_squares, report.mean_delta_sq, report.mean_params_sq, report.squares_by_batches),
             finite=report.finite == 1,
             accumulated=int(report.accumulated),
             nbytes=self.nbytes,

@@ -74,6 +74,8 @@ class Report(NamedTuple):
     mean_of_squares: Any = 0.0
     mean_delta_sq: Any = 0.0
     mean_params_sq: Any = 0.0
+    # The mean of squares with weights by batches, whatever the merge rule.
+    squares_by_batches: Any = 0.0
     # 1.0 if the merge made no number NaN or infinite.
     finite: Any = 1.0
     # Batches accumulated by MultiSteps and not applied, where gradients are averaged.
@@ -169,10 +171,10 @@ class MergeProgram:
         """The weighted mean of parameters: ``(merged trees, table, report)``."""
         sums = measured["sums"]
         x0, x = drop_replica_axis(start["params"]), drop_replica_axis(end["params"])
-        count, examples = host[0, 0, _COUNT], sums[0, 0]
+        count, batches, examples = host[0, 0, _COUNT], host[0, 0, _BATCHES], sums[0, 0]
         # Not normalised: the same all-reduce sums the weights.
         weight = {
-            "steps": host[0, 0, _BATCHES],
+            "steps": batches,
             "batch": self._some_weight(sums[0]) / jnp.maximum(count, 1.0),
             "fednova": (count > 0).astype(jnp.float32),
         }[self._rule]
@@ -181,7 +183,7 @@ class MergeProgram:
         moments: dict[int, Any] = {}
         payload = {
             "weight": weight,
-            "squares": weighted(_square_norm(delta), weight),
+            "squares": weighted(_square_norm(delta), jnp.stack([weight, batches])),
             "statistics": statistics,
             "examples": examples,
             "table": self._table(host, measured["not_finite"], sums),
@@ -233,11 +235,12 @@ class MergeProgram:
             merged["opt_state"], new_counts = add_replica_axis(fresh), counts_of(fresh)
         if "counts" in start:
             merged["counts"] = add_replica_axis(self._merged_counts(old_counts, new_counts, total))
-        squares = (total["squares"] / total["weight"], _square_norm(mean), _square_norm(params))
+        squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
+        by_batches = total["squares"][1] / total["table"][:, 0, _BATCHES].sum()
         finite, agreed = _stayed_finite(start, merged), jnp.float32(1)
         if self._wire != "float32":  # each replica has decoded for itself
             finite, agreed = agreement(params, finite, AXIS)
-        report, scaled = Report(*measure_drift(*squares), *squares, finite, agreed=agreed), None
+        report, scaled = Report(*measure_drift(*squares), *squares, by_batches, finite, agreed=agreed), None
         if self._scaling is not None:
             noise = self._scaling.update_from_estimates(noise, total["noise"])
             # Each replica counted its own base steps; the merge takes their weighted mean.

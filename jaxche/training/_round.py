@@ -369,10 +369,11 @@ def advance(
 def travel_ms(wall_ms: float, squares: tuple[float, ...]) -> float:
     """Time in which a replica moves as far as its parameters are long; 0 if not known.
 
-    ``squares`` are the arguments of :func:`~jaxche.averaging.measure_drift`.
+    ``squares`` are those of :class:`Merged`. Replicas count by their batches, whatever their weights in the merge:
+    a rule that gives slow replicas more weight must not make the fast ones look slower, and so rounds longer.
     """
-    mean_of_squares, _, mean_params_sq = squares
-    path = math.sqrt(mean_of_squares / mean_params_sq) if mean_params_sq > 0 else 0.0
+    _, _, mean_params_sq, by_batches = squares
+    path = math.sqrt(by_batches / mean_params_sq) if mean_params_sq > 0 else 0.0
     return wall_ms / path if path > 0 and math.isfinite(wall_ms / path) else 0.0
 
 

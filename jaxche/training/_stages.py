@@ -337,7 +337,7 @@ class StageMerge:
             by_name = {name: tuple(getattr(stage, name) for stage in stages) for name in _STAGE_TREES}
             local_states.append(start._replace(**by_name))
         squares = np.sum([one.squares for one in merged.values()], axis=0)
-        rel, direction = measure_drift(*squares.tolist())
+        rel, direction = measure_drift(*squares[:3].tolist())
         table = np.max([one.table for one in merged.values()], axis=0)  # equal but for the flags of each stage
         finite, accumulated = all(one.finite for one in merged.values()), next(iter(merged.values())).accumulated
         return Merged(

@@ -51,6 +51,23 @@ def test_drift_is_that_of_its_definition(problem, devices):
     assert info.drift == pytest.approx(np.sqrt(variance) / norm, rel=1e-3)
 
 
+def test_how_fast_replicas_move_does_not_depend_on_the_weights_of_a_merge(problem, devices):
+    fleet, found = jaxche.VirtualFleet(ms_per_batch=[80.0, 20.0]), []
+    for rule in ("steps", "batch", "fednova"):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.01), merge=rule, replicas=devices[:2], fleet=fleet)
+        state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 4))
+        norm = float(optax.tree.norm(trainer.params(state)))
+        found.append((80.0 / state.che.travel_samples[0]) ** 2 * norm**2)
+    ends = []
+    for first, n in ((0, 1), (1, 4)):
+        alone = jaxche.Trainer(problem.loss, optax.sgd(0.01), replicas=devices[:1])
+        share = [problem.data[i] for i in range(first, first + n)]
+        ends.append(alone.params(alone.round(alone.init(problem.params), share, counts=(n,))[0]))
+    moved = [float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, problem.params, end))) ** 2 for end in ends]
+    assert moved[1] > 4 * moved[0]
+    assert found == pytest.approx([0.2 * moved[0] + 0.8 * moved[1]] * 3, rel=1e-3)
+
+
 def test_low_precision_parameters_keep_their_dtype(devices):
     for average in ("parameters", "gradients"):
         trainer = jaxche.Trainer(
