@@ -40,6 +40,8 @@ _log = logging.getLogger("jaxche")
 
 # Limit for all processes to write their shards. The death of a process ends the wait earlier.
 _TIMEOUT_S = 3600
+# Orbax measures its own limit by the wall clock, which a suspended machine or a correction puts forward by days.
+_CENTURY_S = 100 * 365 * 24 * 3600
 # Seconds between two checks whether another process has failed.
 _POLL_S = 0.5
 # Seconds before each further try of the last checkpoint, if there was no space.
@@ -272,7 +274,7 @@ class CheckpointManager(Hook):
         if sys.exc_info()[0] is not None and threading.current_thread() is not self._thread:
             self._barrier.abort()
         else:
-            self._barrier.wait(key.replace("/", "."), timeout_ms)
+            self._barrier.wait(key.replace("/", "."), min(timeout_ms, 1e3 * _TIMEOUT_S))
 
     def _with_iterators(self, state: TrainerState) -> TrainerState:
         """The state with the iterator states of all processes, if data is a stream that has them."""
@@ -292,11 +294,9 @@ class CheckpointManager(Hook):
 
     def _open(self) -> Any:
         group, options, settings, handlers = self._group, self._ocp.options, {}, None
-        if group.num_processes > 1:
-            # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
-            settings["async_options"] = options.AsyncOptions(
-                timeout_secs=_TIMEOUT_S, barrier_sync_fn=self._wait_for_others
-            )
+        # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
+        sync = self._wait_for_others if group.num_processes > 1 else None
+        settings["async_options"] = options.AsyncOptions(timeout_secs=_CENTURY_S, barrier_sync_fn=sync)
         is_first_quorum = group.quorum_id == "0"
         if not is_first_quorum:
             settings["multiprocessing_options"] = multiprocessing = options.MultiprocessingOptions(

@@ -1,6 +1,7 @@
 """Saved and found again: bit for bit with the same replicas, correctly with others, past what cannot be read."""
 
 import errno
+import itertools
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.futures import future
 
 import jaxche
 from jaxche.distributed import Group, PeerLostError
@@ -803,3 +805,15 @@ def test_a_damaged_file_of_numbers_costs_its_own_checkpoint_only(saved, told, na
     # What Orbax notes of the times of saving is not needed.
     aside = [] if name == "_CHECKPOINT_METADATA" else ["unreadable-3"]
     assert [path.name for path in folder.glob("unreadable-*")] == aside
+
+
+def test_a_clock_that_is_put_forward_in_a_save_costs_nothing(problem, devices, tmp_path, monkeypatch):
+    """Found by chaos.py --elastic, seed 1: Orbax took a jump of days for its timeout, and the run ended."""
+    days = itertools.count()
+    jumping = SimpleNamespace(time=lambda: time.time() + 86400 * next(days))
+    monkeypatch.setattr(future, "time", jumping)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    saved = jaxche.Checkpoints(tmp_path, every=1, keep=100)
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, checkpoints=saved, progress=False)
+    assert next(days) > len(history)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {str(1 + info.round) for info in history}
