@@ -53,6 +53,8 @@ PACES, EVERY, NETWORK_EVERY = (10, 10, 25, 10, 10, 25), 4, 5
 PROCESSES, PROCESSES_OF_LARGE = (2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6), (2, 3)
 # At most so many seconds are between the return of all ranks and the next fault.
 PAUSE_S = 1.5
+# Checkpoints that a run keeps, the default of jaxche.Checkpoints.
+KEPT = 3
 # Rounds between two checkpoints of a large state, which take longer than a fault.
 EVERY_OF_LARGE = 1000
 
@@ -303,14 +305,16 @@ def strike(fault: Fault, row: dict[str, Any], fleet: Any, watch: Watch, hits: li
 def judge_faults(rows: list[dict[str, Any]], hits: list[float], rounds: list[dict[str, Any]]) -> None:
     """What each fault cost, from its time to that of the next one."""
     rounds = sorted(rounds, key=lambda line: line["t"])
-    redone = done_again(rounds)
+    redone, damaged = done_again(rounds), 0
     for row, hit_at, next_at in zip(rows, hits, [*hits[1:], math.inf], strict=False):
         kind = KINDS[row["kind"]]
         after = [(line, lost) for line, lost in zip(rounds, redone, strict=True) if hit_at < line["t"] < next_at]
         times = [hit_at, *(line["t"] for line, _ in after)]
         row["gap_s"] = max((round(late - early, 3) for early, late in itertools.pairwise(times)), default=None)
         row["lost"] = max((lost for _, lost in after), default=0)
-        if row["lost"] > kind.lost:
+        # One after another they damage all checkpoints that are kept.
+        damaged = damaged + 1 if row["kind"] in ("torn", "corrupt") else 0
+        if row["lost"] > kind.lost and damaged < KEPT:
             row["wrong"].append(f"{row['lost']} rounds done again")
         if kind.keeps_all and any(line["world"] < row["processes"] for line, _ in after):
             row["wrong"].append("a rank that lives was lost")
