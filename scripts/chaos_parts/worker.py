@@ -85,8 +85,18 @@ def main(folder: Path) -> int:
         )
         losses.append(loss(trainer.params(state)))
     end = {"losses": losses, "digest": digest_of(trainer.params(state)), "epoch": state.epoch, "cursor": state.cursor}
-    (folder / f"end-{jax.process_index()}").write_text(json.dumps(end | {"pending": state.pending_batches}))
+    write_end(folder / f"end-{jax.process_index()}", end | {"pending": state.pending_batches})
     return 0
+
+
+def write_end(file: Path, end: dict[str, Any]) -> None:
+    """Tries again while the disk is full: this file is of the campaign, and no part of what a run has to survive."""
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            file.write_text(json.dumps(end))
+            return
+        time.sleep(0.1)
+    raise OSError(f"{file} could not be written for ten seconds")
 
 
 def write_round(file: Path, info: Any) -> None:
