@@ -17,8 +17,9 @@ from peers.task import WIDTHS, Pace, Task
 
 import jaxche
 
-# Rounds in which policy="auto" has tried, and so compiled, both exact sync and local steps.
-AUTO_ROUNDS = 12
+# Rounds before the clock starts. In so many "sync" has measured how many rows each process can do, and "auto" has tried
+# both exact sync and local steps, so their programs are compiled.
+WARM_ROUNDS = 12
 
 
 class Perceptron(nn.Module):
@@ -65,7 +66,7 @@ class Jaxche(_OnJax):
         self._trainer = jaxche.Trainer(loss_fn, optax.adam(learning_rate), seed=seed, **knobs)
         self._data = jaxche.Batches({"x": task.x, "y": task.y}, task.batch_size, seed)
         state = self._trainer.init(from_list(task.start(seed)))
-        for _ in range(AUTO_ROUNDS if knobs.get("policy") == "auto" else 1):  # compiles
+        for _ in range(WARM_ROUNDS if "policy" in knobs else 1):  # compiles
             state, _ = self._trainer.round(state, self._data)
         self._trainer.params(state)
         self._state = self._trainer.init(from_list(task.start(seed)))
