@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import HOST_COLUMNS, MergeProgram, MergeRules, Report
-from jaxche.replicas._packing import Packing, packings
+from jaxche.replicas._packing import packings
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
 from jaxche.replicas._programs import Carry, LocalState, Views
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
@@ -60,7 +60,6 @@ class Merge:
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
         self._replica_mesh = replica_mesh
         self.nbytes: int | None = None  # that each replica sends, once traced
-        program = MergeProgram(replica_mesh, rules, local)
         average, opt_state, scaling = rules.average, rules.opt_state, rules.scaling
         # Optimizer states that stay with their replica are no input of the global program.
         if average == "parameters":
@@ -80,20 +79,15 @@ class Merge:
             preconditioner = ("opt_state",) if average == "parameters" and scaling.preconditioned else ()
             self._common = (*self._common, "noise", "progress", *preconditioner)
             made = (*made, "noise", "progress")
-        body = program.parameters if average == "parameters" else program.gradients
-        trees = local._asdict() | {"counts": counts_of(local.opt_state)}
-        # Not within a sharded replica, whose arrays have several layouts.
-        packed_names = () if replica_mesh.inner else ("params", "model_state", "outer_state", "opt_state")
-        self._packings = known = packings({name: trees[name] for name in packed_names})
-        if "params" in known:
-            known["grads"] = known["params"]
-
-        def packed(start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
-            merged, table, report = body(_unpacked(known, start), _unpacked(known, end), measured, host)
-            return _packed(known, merged), table, report
-
+        trees = local._asdict() | {"grads": local.params, "counts": counts_of(local.opt_state)}
+        # A mean is that of any arrays. Other rules need the arrays as they are, and to cut them out of vectors within
+        # the merge program takes long to compile. Arrays of a sharded replica have several layouts.
+        is_mean = rules.wire == "float32" and rules.outer is None and scaling is None and opt_state != "reset"
+        packs = not replica_mesh.inner and (is_mean or average == "gradients")
+        self._packings = packings({name: trees[name] for name in self._sent if packs and name != "model_state"})
+        program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
-            packed,
+            program.parameters if average == "parameters" else program.gradients,
             mesh=replica_mesh.mesh,
             in_specs=(P(AXIS), P(AXIS), P(AXIS), P(AXIS)),
             out_specs=(P(AXIS), P(), P()),
@@ -129,7 +123,7 @@ class Merge:
                 "way, or their machines compute differently. The round was not merged, and the state before it is "
                 "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
             )
-        parts = [_unpacked(self._packings, part) for part in self._replica_mesh.unstack(merged)]
+        parts = [self._unpacked(part) for part in self._replica_mesh.unstack(merged)]
         local_states = tuple(map(_next, starts, carries, parts))
         if self._replica_mesh.keeps_buffers:
             names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
@@ -149,7 +143,7 @@ class Merge:
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """The arguments of the program."""
-        stack, pack = self._replica_mesh.stack, functools.partial(_packed, self._packings)
+        stack, pack = self._replica_mesh.stack, self._packed
         # Not donated, because no result has these shapes.
         measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
         known = self._views_of(starts)
@@ -165,20 +159,20 @@ class Merge:
             self._replica_mesh.rows(rows),
         )
 
+    def _packed(self, named: dict[str, Any]) -> dict[str, Any]:
+        known = self._packings
+        return {name: known[name].pack(tree) if name in known else tree for name, tree in named.items()}
+
+    def _unpacked(self, named: dict[str, Any]) -> dict[str, Any]:
+        known = self._packings
+        return {name: known[name].unpack_now(tree) if name in known else tree for name, tree in named.items()}
+
     def _views_of(self, rows: Sequence[LocalState]) -> dict[str, Any]:
         """The views that have these rows; none if a row was changed since their merge."""
         views = rows[0].views
         if views is None or views.replica_mesh is not self._replica_mesh or any(row.views is not views for row in rows):
             return {}
         return views.trees
-
-
-def _packed(packings: dict[str, Packing], named: dict[str, Any]) -> dict[str, Any]:
-    return {name: packings[name].pack(tree) if name in packings else tree for name, tree in named.items()}
-
-
-def _unpacked(packings: dict[str, Packing], named: dict[str, Any]) -> dict[str, Any]:
-    return {name: packings[name].unpack(tree) if name in packings else tree for name, tree in named.items()}
 
 
 def _present(carry: Carry, *names: str) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +24,7 @@ from jaxche.averaging import (
     weighted,
 )
 from jaxche.replicas._coded_merge import CodedSums, Residual, agreement, coded_sums
+from jaxche.replicas._packing import Packing
 from jaxche.replicas._placement import add_replica_axis, drop_replica_axis
 from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
@@ -89,9 +92,19 @@ def _to_vector(report: Report, scaled: Scaled | None) -> Any:
 
 
 class MergeProgram:
-    """The body of the merge program, as each replica runs it in ``shard_map``."""
+    """The body of the merge program, as each replica runs it in ``shard_map``.
 
-    def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState):
+    Trees with a packing come packed, and leave so.
+    """
+
+    def __init__(
+        self,
+        replica_mesh: ReplicaMesh,
+        rules: MergeRules,
+        local: LocalState,
+        packings: Mapping[str, Packing] = MappingProxyType({}),
+    ):
+        self._packings = packings
         self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
         self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
         self._wire = rules.wire
@@ -190,7 +203,9 @@ class MergeProgram:
         }
         if "counts" in start:
             old_counts = drop_replica_axis(start["counts"])
-            new_counts = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
+            new_counts = drop_replica_axis(
+                measured["counts"] if "counts" in measured else self._counts(end["opt_state"])
+            )
             steps = jnp.stack([new - old for old, new in zip(old_counts, new_counts, strict=True)]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
         if self._opt_mode == "average":
@@ -270,6 +285,10 @@ class MergeProgram:
             merged.append(count)
         return merged
 
+    def _counts(self, opt_state: Any) -> Any:
+        packing = self._packings.get("opt_state")
+        return counts_of(packing.unpack(opt_state) if packing else opt_state)
+
     def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
         """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""
         payload: dict[str, Any] = {"table": self._table(host, measured["not_finite"], measured["sums"])}
@@ -297,11 +316,13 @@ class MergeProgram:
             )
         total = self._sum(payload)
         examples, weight = total["sums"][0], self._some_weight(total["sums"])
-        grads = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), total["grads"], params)
+        packing = self._packings.get("grads")
+        summed = packing.unpack(total["grads"]) if packing else total["grads"]
+        grads = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), summed, params)
         loss = total["sums"][1] / weight
         before, arguments, scaled = drop_replica_axis(start["opt_state"]), {}, None
         if self._scaling is not None:
-            exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), total["grads"])
+            exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), summed)
             noise = self._scaling.update_from_gradients(
                 drop_replica_axis(start["noise"]), total["noise"], exact, before, examples
             )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 # An array of at most so many bytes is small.
 _SMALL_BYTES = 64 * 1024
@@ -40,6 +41,8 @@ class Packing:
         small = {i for group in self._groups for i in group}
         self._others = [i for i in range(len(leaves)) if i not in small]
         self._shapes = tuple(tuple(leaves[i].shape[1:] for i in group) for group in self._groups)
+        self._starts = [[0, *itertools.accumulate(map(math.prod, own))][:-1] for own in self._shapes]
+        self._starts_on: dict[Any, Any] = {}
         self.is_worth_it = len(small) >= _FEWEST
 
     def pack(self, tree: Any) -> Packed:
@@ -48,9 +51,24 @@ class Packing:
         return Packed(_join([[leaves[i] for i in group] for group in self._groups]), [leaves[i] for i in self._others])
 
     def unpack(self, packed: Packed) -> Any:
-        """The tree, inside or outside of a program."""
+        """The tree inside a program; its arrays have the leading axes of the vectors."""
+        return self._tree(packed, _cut(packed.vectors, self._starts, self._shapes))
+
+    def unpack_now(self, packed: Packed) -> Any:
+        """The tree outside of programs, from vectors on one device.
+
+        The places of arrays are inputs of its program, so that arrays of one shape share a compiled loop.
+        """
+        if not packed.vectors:
+            return self._tree(packed, [])
+        (device,) = packed.vectors[0].devices()
+        if device not in self._starts_on:
+            self._starts_on[device] = jax.device_put(jax.tree.map(np.int32, self._starts), device)
+        return self._tree(packed, _cut_now(packed.vectors, self._starts_on[device], self._shapes))
+
+    def _tree(self, packed: Packed, pieces: Sequence[Sequence[Any]]) -> Any:
         leaves: list[Any] = [None] * self._treedef.num_leaves
-        for group, arrays in zip(self._groups, _split(packed.vectors, self._shapes), strict=True):
+        for group, arrays in zip(self._groups, pieces, strict=True):
             for i, array in zip(group, arrays, strict=True):
                 leaves[i] = array
         for i, array in zip(self._others, packed.others, strict=True):
@@ -76,11 +94,15 @@ def _join(groups: list[list[Any]]) -> list[Any]:
     return [jnp.concatenate([x.reshape(x.shape[0], -1) for x in group], axis=1) for group in groups]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _split(vectors: list[Any], shapes: tuple[tuple[tuple[int, ...], ...], ...]) -> list[list[Any]]:
-    found = []
-    for vector, own in zip(vectors, shapes, strict=True):
-        *ends, _ = itertools.accumulate(map(math.prod, own))
-        pieces = jnp.split(vector, ends, axis=1)
-        found.append([piece.reshape(len(vector), *shape) for piece, shape in zip(pieces, own, strict=True)])
-    return found
+def _cut(vectors: list[Any], starts: Any, shapes: tuple[tuple[tuple[int, ...], ...], ...]) -> list[list[Any]]:
+    """Arrays of these shapes from their places in the last axis of the vectors."""
+    return [
+        [
+            lax.dynamic_slice_in_dim(vector, start, math.prod(shape), axis=-1).reshape(*vector.shape[:-1], *shape)
+            for start, shape in zip(*own, strict=True)
+        ]
+        for vector, *own in zip(vectors, starts, shapes, strict=True)
+    ]
+
+
+_cut_now = jax.jit(_cut, static_argnums=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from jax import lax
 
 from jaxche.averaging import Weighted, add_weighted, is_float, zero_sums
 from jaxche.replicas._frozen import FrozenArrays
+from jaxche.replicas._packing import Packing
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
@@ -170,8 +172,8 @@ class Programs(Protocol):
         """The constants from :meth:`begin`, with those that are arrays of the local state itself."""
         ...
 
-    def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
-        """The steps for batches of these shapes."""
+    def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
+        """Trace the steps for batches of these shapes; the function that it returns compiles them, in any thread."""
         ...
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
@@ -202,7 +204,7 @@ class LocalPrograms:
         scaling: Scaling | None = None,
         solo: bool = False,
     ):
-        self._placement, self._seed, self._solo = placement, seed, solo
+        self._placement, self._loss, self._seed, self._solo = placement, loss, seed, solo
         self._objective = placement.value_and_grad(loss.with_arrays)
         self._frozen = loss.put(placement)
         self._tx: Any = optax.with_extra_args_support(tx)
@@ -216,6 +218,12 @@ class LocalPrograms:
             step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
 
+    def on(self, placement: Placement) -> LocalPrograms:
+        """These programs on another device, without tracing the loss again; not for replicas on meshes."""
+        other = copy.copy(self)
+        other._placement, other._frozen = placement, self._loss.put(placement)
+        return other
+
     def constants(self, local: LocalState, made: Constants) -> Constants:
         made = made._replace(frozen=self._frozen)
         if self._average == "gradients":
@@ -226,12 +234,16 @@ class LocalPrograms:
             made = made._replace(progress=local.progress, noise=None if self._scaling.solo else local.noise)
         return made
 
-    def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
-        step = self._step.lower(start, carry, batch, measures=True).compile()
-        if self._scaling is None or self._scaling.measures_every_step:
-            return Steps(step, step)
-        plain = self._step.lower(*_without_noise(start, carry), batch, measures=False).compile()
-        return Steps(step, partial(_plain_step, plain))
+    def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
+        measuring, plain = self._step.lower(start, carry, batch, measures=True), None
+        if self._scaling is not None and not self._scaling.measures_every_step:
+            plain = self._step.lower(*_without_noise(start, carry), batch, measures=False)
+
+        def compiled() -> Steps:
+            step = measuring.compile()
+            return Steps(step, step if plain is None else partial(_plain_step, plain.compile()))
+
+        return compiled
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
@@ -246,6 +258,9 @@ class LocalPrograms:
         return self._placement.constrain({"not_finite": jnp.zeros_like(sums[:, :1])})["not_finite"]
 
     def _non_finite(self, before: Any, after: Any) -> Any:
+        if not self._placement.makes_pieces:  # a few long vectors are compiled sooner than many arrays
+            packing = Packing(after)
+            before, after = packing.pack(before), packing.pack(after)
         return self._placement.constrain({"not_finite": non_finite_flag(stayed_finite(before, after))})["not_finite"]
 
     def _begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:

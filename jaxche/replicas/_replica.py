@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, Protocol
 
@@ -96,21 +97,42 @@ class Replica:
     def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, Any]:
         """The steps compiled for the shapes of this batch, and the batch on the devices."""
         batch = self.placement.put(batch)
-        leaves, treedef = jax.tree.flatten(batch)
-        key = (treedef, *((x.shape, x.dtype) for x in leaves))
-        if key not in self._executables:
-            batch_size(batch)  # refuses ragged batches by name before XLA sees them
-            start, carry = begun or self._begin(local, 0)
-            try:
-                self._executables[key] = self._programs.compile(start, carry, batch)
-            except Exception as error:
-                if unlike := self._unlike_the_first(batch):
-                    raise ValueError(unlike) from error
-                if self._taken:
-                    error.add_note(f"the step was on {self._where}")
-                raise
-            self.compilations += 1
+        if (key := _shapes_of(batch)) not in self._executables:
+            self._lower(local, batch, begun)()
         return self._executables[key], batch
+
+    def lower(self, local: LocalState, batch: Any) -> Callable[[], None] | None:
+        """Trace the steps for the shapes of this batch; None if they are compiled.
+
+        The function that it returns compiles them, in any thread.
+        """
+        self._padding, batch = batch, self.placement.put(batch)
+        return None if _shapes_of(batch) in self._executables else self._lower(local, batch)
+
+    def _lower(self, local: LocalState, batch: Any, begun: Any = None) -> Callable[[], None]:
+        batch_size(batch)  # refuses ragged batches by name before XLA sees them
+        start, carry = begun or self._begin(local, 0)
+        with self._named(batch):
+            compiled = self._programs.lower(start, carry, batch)
+
+        def compile() -> None:
+            with self._named(batch):
+                self._executables[_shapes_of(batch)] = compiled()
+            self.compilations += 1
+
+        return compile
+
+    @contextlib.contextmanager
+    def _named(self, batch: Any) -> Iterator[None]:
+        """Errors in steps on this batch name it, or what it has unlike the first."""
+        try:
+            yield
+        except Exception as error:
+            if unlike := self._unlike_the_first(batch):
+                raise ValueError(unlike) from error
+            if self._taken:
+                error.add_note(f"the step was on {self._where}")
+            raise
 
     @property
     def _where(self) -> str:
@@ -131,13 +153,6 @@ class Replica:
             f"{self._where} has {', '.join(names[1])}, and the first batch has {', '.join(names[0])}; every batch of "
             f"the data needs what loss_fn reads: {f'add {lacks}' if lacks else 'give all of them the same entries'}"
         )
-
-    def compile(self, local: LocalState, batch: Any) -> bool:
-        """Compile for the shapes of this batch without running; false if they were compiled before."""
-        before = self.compilations
-        self._executable(local, batch)
-        self._padding = batch
-        return self.compilations > before
 
     def warm_up(self, local: LocalState, batch: Any) -> None:
         """Run steps on a copy of the state until caches are warm; raises PaceError if a step exceeds the pace."""
@@ -269,6 +284,12 @@ class Replica:
         except Exception as error:
             self._read_error = error
             yield from itertools.repeat(self._padding, len(feed.steps) - done)
+
+
+def _shapes_of(batch: Any) -> tuple[Any, ...]:
+    """The structure of a batch, and the shapes and dtypes of its arrays."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return (treedef, *((x.shape, x.dtype) for x in leaves))
 
 
 def round_memory(local: Any, executable: Any, in_flight: int) -> dict[str, int]:

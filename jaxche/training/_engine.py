@@ -282,14 +282,27 @@ class Engine:
         new_cut, self._cut = bool(plan.shares) and cut != self._cut, cut
         # The last batch of an epoch may be smaller, and new shares have other sizes. An error here occurs again in the
         # run, and becomes part of the result.
-        for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
-            for position, step in enumerate(feed.steps):
-                if new_cut or any(piece.key[1] == plan.epoch_size - 1 for piece in step):
+        for position in range(max((len(feed.steps) for feed in feeds), default=0)):
+            batches = []
+            for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
+                step = feed.steps[position] if position < len(feed.steps) else ()
+                if step and (new_cut or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
                     with contextlib.suppress(Exception):
-                        batch = feed.peek(position)
-                        if replica.compile(local, batch) and not spans_processes(replica.placement):
-                            replica.warm_up(local, batch)
+                        batches.append((replica, local, feed.peek(position)))
+            with contextlib.suppress(Exception):
+                for replica, local, batch in self.compile(batches):
+                    if not spans_processes(replica.placement):
+                        replica.warm_up(local, batch)
         return feeds
+
+    def compile(self, batches: Sequence[tuple[Replica, LocalState, Any]]) -> list[tuple[Replica, LocalState, Any]]:
+        """Compile steps for these batches of different replicas, all at once; returns those that were not compiled yet.
+
+        They are traced in this thread, whose settings of JAX hold, e.g. those of a ``with`` statement around ``fit``.
+        """
+        lowered = [(one, compile) for one in batches if (compile := one[0].lower(*one[1:])) is not None]
+        list(self._pool.map(lambda found: found[1](), lowered))
+        return [one for one, _ in lowered]
 
     def run(
         self,

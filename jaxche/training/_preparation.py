@@ -17,6 +17,7 @@ from jaxche.data import StreamReader, is_stream
 from jaxche.replicas import (
     HOST_COLUMNS,
     Columns,
+    DevicePlacement,
     LocalPrograms,
     LocalState,
     Merge,
@@ -108,9 +109,9 @@ class PreparedEngine(Engine):
             batch, whole = self.reader(data).samples(plan)
             self.batch_size = batch_size(whole)
             constants = self._build(local_states[0], batch, self.batch_size)
-            for replica, local in zip(self._replicas, local_states, strict=True):
+            for replica in self._replicas:
                 replica.batch_rows = self.batch_size
-                replica.compile(local, batch)
+            self.compile([(*one, batch) for one in zip(self._replicas, local_states, strict=True)])
         except Exception as e:
             error = e
         try:
@@ -167,7 +168,15 @@ class PreparedEngine(Engine):
             )
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
 
+        made: list[LocalPrograms] = []
+
         def programs(placement: Placement) -> LocalPrograms:
+            if made and isinstance(placement, DevicePlacement):
+                return made[0].on(placement)
+            made.append(new_programs(placement))
+            return made[-1]
+
+        def new_programs(placement: Placement) -> LocalPrograms:
             return LocalPrograms(
                 placement,
                 self._settings.loss,

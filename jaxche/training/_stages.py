@@ -107,12 +107,12 @@ class StagedPrograms:
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
         return Constants(stride=merge_scale.stride if follows else None), Carry(None, int(index), sums, **trees)
 
-    def compile(self, start: Constants, carry: Carry, batch: Any) -> Steps:
+    def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
         examples = batch_size(batch)
         model = self._model_for(examples)
-        model.compile(self._params(start, carry), batch)
+        model.compile(self._params(start, carry), batch)  # a stage is traced with what the one before it returns
         step = functools.partial(self._step, model, np.float32(examples))
-        return Steps(step, step)
+        return lambda: Steps(step, step)
 
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":

@@ -32,7 +32,8 @@ def test_a_tree_is_unpacked_as_it_was(kinds):
     packing = Packing(tree)
     packed = packing.pack(tree)
     assert len(packed.vectors) == len({dtype for _, dtype in kinds})
-    again = packing.unpack(packed)
+    jax.tree.map(np.testing.assert_array_equal, packing.unpack(packed), tree)
+    again = packing.unpack_now(packed)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, again, tree)
     same_types(again, tree)
@@ -46,7 +47,7 @@ def test_large_arrays_keys_and_weak_types_stay_as_they_are(same):
     packed = packing.pack(tree)
     assert [x.shape for x in packed.vectors] == [(1, 128 * 128)]
     assert all(a is b for a, b in zip(packed.others, tree[:3], strict=True))
-    again = packing.unpack(packed)
+    again = packing.unpack_now(packed)
     assert jax.random.key_data(again[1]).tolist() == jax.random.key_data(tree[1]).tolist()
     same([again[0], *again[2:]], [tree[0], *tree[2:]])
     same_types(again, tree)
@@ -56,7 +57,8 @@ def test_rows_of_all_replicas_are_unpacked_as_one_is(same):
     one = [array((2,), "float32", i) for i in range(3)]
     packing = Packing(one)
     vector = jnp.concatenate([packing.pack(one).vectors[0], 1 + packing.pack(one).vectors[0]])
-    same(packing.unpack(Packed([vector], [])), [jnp.concatenate([x, x + 1]) for x in one])
+    for unpack in (packing.unpack, packing.unpack_now):
+        same(unpack(Packed([vector], [])), [jnp.concatenate([x, x + 1]) for x in one])
 
 
 def test_trees_of_few_arrays_are_not_packed():
@@ -76,15 +78,23 @@ def loss(params, batch, model_state):
     return jnp.mean((x - batch["y"]) ** 2) + norm, ({}, means)
 
 
+# The arguments of the trainer, and the trees that are packed.
 CASES = {
-    "averaged": {},
-    "reset": {"opt_state": "reset"},
-    "gradients": {"average": "gradients"},
-    "int8": {"wire": "int8"},
-    "outer": {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True)},
-    "host": {"backend": "host"},
-    "scaled": {"scaling": jaxche.AdamScale()},
+    "averaged": ({}, {"params", "opt_state"}),
+    "local": ({"opt_state": "local"}, {"params"}),
+    "host": ({"backend": "host"}, {"params", "opt_state"}),
+    "gradients": ({"average": "gradients"}, {"grads"}),
+    "scaled gradients": ({"average": "gradients", "scaling": jaxche.AdamScale()}, {"grads"}),
 }
+
+
+@pytest.mark.parametrize("arguments", [{"wire": "int8"}, {"outer": optax.sgd(0.7)}, {"opt_state": "reset"}])
+def test_rules_that_need_whole_arrays_get_them(devices, arguments):
+    data = [{"x": np.ones((4, 1), "f"), "y": np.ones((4, 1), "f")}] * 4
+    trainer = jaxche.Trainer(loss, optax.adam(0.1), replicas=devices[:2], **arguments)
+    state = trainer.init(initial("float32"), model_state={"m": jnp.zeros(2)})
+    trainer.round(state, data, counts=(1, 1))
+    assert not trainer._engine._merge._packings
 
 
 @pytest.mark.slow
@@ -93,15 +103,15 @@ def test_merges_give_the_same_numbers(devices, monkeypatch, close, case):
     rng = np.random.default_rng(1)
     data = [{"x": rng.normal(size=(4, 1)).astype("f"), "y": rng.normal(size=(4, 1)).astype("f")} for _ in range(12)]
     dtype, found = "bfloat16" if case in ("averaged", "gradients") else "float32", []
+    arguments, names = CASES[case]
     for fewest in (_packing._FEWEST, 10**6):
         monkeypatch.setattr(_packing, "_FEWEST", fewest)
         tx = optax.adam(optax.linear_schedule(0.1, 0.01, 20))
-        trainer = jaxche.Trainer(loss, tx, replicas=devices[:2], **CASES[case])
+        trainer = jaxche.Trainer(loss, tx, replicas=devices[:2], **arguments)
         state = trainer.init(initial(dtype), model_state={f"m{i}": jnp.zeros(2) for i in range(17)})
         for _ in range(2):
             state, _ = trainer.round(state, data, counts=(1, 3))
-        views = state.local_states[0].views.trees
-        assert isinstance(views["params"], Packed) == (fewest < 10**6)
+        assert set(trainer._engine._merge._packings) == (names if fewest < 10**6 else set())
         found.append([[local[:] for local in state.local_states], trainer.params(state)])
     wide = jax.tree.map(lambda x: np.asarray(x, "f") if x.dtype == jnp.bfloat16 else x, found)
     # Compilers join the arithmetic of other programs in another way.

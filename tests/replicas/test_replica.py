@@ -98,9 +98,9 @@ def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monk
 
 def test_compiling_again_copies_nothing(make, monkeypatch):
     replica, local = make()
-    assert replica.compile(local, np.ones(2, np.float32))
+    replica.lower(local, np.ones(2, np.float32))()
     monkeypatch.setattr(replica, "_begin", lambda *_: pytest.fail("a copy of the state"))
-    assert not replica.compile(local, np.ones(2, np.float32))
+    assert replica.lower(local, np.ones(2, np.float32)) is None
 
 
 def test_a_step_slower_than_its_pace_is_refused(make):

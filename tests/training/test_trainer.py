@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 import time
 from typing import NamedTuple
 
@@ -311,17 +312,35 @@ def test_information_of_a_round(problem, devices):
 def test_no_compilation_is_timed(devices, monkeypatch):
     """The last batch of an epoch has another shape; its compilation takes far longer than its step."""
     data = jaxche.Batches(np.ones((9, 4), np.float32), batch_size=4, seed=None)
-    compiling = Replica.compile
+    lower = Replica.lower
 
-    def compile_slowly(self, local, batch):
+    def lower_slowly(self, local, batch):
         time.sleep(3.0)
-        return compiling(self, local, batch)
+        return lower(self, local, batch)
 
-    monkeypatch.setattr(Replica, "compile", compile_slowly)
+    monkeypatch.setattr(Replica, "lower", lower_slowly)
     trainer = jaxche.Trainer(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), replicas=devices[:1])
     _, info = trainer.round(trainer.init(jnp.eye(4)), data)
     assert trainer.compilations == 2
     assert info.wall_ms[0] < 2500
+
+
+@pytest.mark.parametrize("policy", ["cadence", "sync"])
+def test_the_loss_is_traced_once_for_all_replicas_and_by_the_caller(devices, policy):
+    """Settings of JAX are those of a thread: what the caller sets around ``fit`` holds for every batch."""
+    threads = []
+
+    def loss(w, x):
+        threads.append(threading.current_thread())
+        return jnp.mean(x @ w)
+
+    data = jaxche.Batches(np.ones((22, 4), np.float32), batch_size=4, seed=None)
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:4], policy=policy)
+    state, _ = trainer.round(trainer.init(jnp.eye(4)), data, counts=(1, 1, 1, 1))
+    assert len(threads) == 2  # the second time for the step
+    trainer.fit(state, data, epochs=2, progress=False)
+    assert trainer.compilations > 4  # the last batch of an epoch has 2 examples
+    assert set(threads) == {threading.main_thread()}
 
 
 def test_paced_replicas_take_the_time_they_are_given(problem, devices):
