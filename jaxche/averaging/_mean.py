@@ -96,7 +96,8 @@ def measure_drift(
 
     with the deltas :math:`\Delta_i = x_0 - x_i` of the replicas and the merged parameters :math:`\bar x`. ``rel`` is
     relative to the parameters, and grows with the learning rate and the number of steps. ``dir`` is free of scale: 0
-    when all replicas moved alike, above 1 when they cancelled more than they agreed.
+    when all replicas moved alike, above 1 when they cancelled more than they agreed. A :math:`V` no larger
+    than the rounding of the squares counts as 0.
 
     Args:
       mean_of_squares: :math:`\sum_i w_i \|\Delta_i\|^2`.
@@ -111,6 +112,8 @@ def measure_drift(
       >>> round(float(rel), 4), float(direction)
       (0.0707, 1.0)
     """
-    tiny = jnp.finfo(jnp.float32).tiny
-    variance = jnp.maximum(mean_of_squares - mean_delta_sq, 0.0)
+    tiny, eps = jnp.finfo(jnp.float32).tiny, jnp.finfo(jnp.float32).eps
+    difference = mean_of_squares - mean_delta_sq
+    # Where replicas agree, the difference is the rounding of two equal squares.
+    variance = jnp.where(difference <= 4 * eps * mean_of_squares, 0.0, difference)
     return jnp.sqrt(variance / jnp.maximum(mean_params_sq, tiny)), variance / jnp.maximum(mean_delta_sq, tiny)

@@ -140,9 +140,13 @@ def test_drift_is_that_of_its_definition(replicas, seed):
     np.testing.assert_allclose(rel, np.sqrt(spread) / np.linalg.norm(merged), rtol=1e-3)
 
 
-def test_rounding_makes_no_drift_negative():
+def test_rounding_is_no_drift():
     one = jnp.float32(1)
-    assert [float(x) for x in measure_drift(one, jnp.nextafter(one, 2 * one), one)] == [0.0, 0.0]
+    above = jnp.nextafter(one, 2 * one)
+    for sums in ((one, above), (above, one)):
+        assert [float(x) for x in measure_drift(*sums, one)] == [0.0, 0.0]
+    assert measure_drift(one + 1e-5, one, one)[1] == pytest.approx(1e-5, rel=0.02)
+    assert all(jnp.isnan(x) for x in measure_drift(one * jnp.nan, one, one))
 
 
 def test_a_round_in_which_nothing_moved_has_no_drift():
