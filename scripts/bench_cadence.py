@@ -2,8 +2,8 @@
 
 Every replica is a process whose steps are padded to a pace: compute is below the pace, so the fleet behaves like
 devices of these speeds. All systems run in turn in the same processes, several times over; a figure is the median over
-the turns. Efficiency is the rate over the sum of the rates the replicas reach when nobody waits for anybody, measured
-in the same turn.
+the turns. Efficiency is the rate over the sum of the rates the replicas reach without waiting, measured in the same
+turn.
 
 Processes pinned to a core each (the default) are the quieter fleet, but gloo then needs about 4 ms for any all-reduce,
 and a step written by hand makes one per parameter array. With --no-pin an all-reduce takes well below 1 ms: the
@@ -275,7 +275,7 @@ def small_task() -> Any:
 
 
 def interleave(args: argparse.Namespace, task: Any, systems: dict[str, Any]) -> dict[str, Any]:
-    """All systems in turn, several times; first what the replicas reach when nobody waits."""
+    """All systems in turn, several times; first what the replicas reach without waiting."""
     reference = systems["cadence"]
     turns: list[dict[str, Any]] = []
     for turn in range(args.turns + 1):  # the first one warms up and calibrates

@@ -150,7 +150,10 @@ def serve_coordinator(address: str, bind: str, num_processes: str, start_s: str,
     if not liveness:
         print(json.dumps(server.address), flush=True)
         null = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):  # whoever reads there is not to wait for it
+        for descriptor in (
+            sys.stdout.fileno(),
+            sys.stderr.fileno(),
+        ):  # a reader of the pipe does not wait for this process
             os.dup2(null, descriptor)
     server.serve(_EMPTY_S, float(start_s), _is_input_open)
     assert services  # they end with their last reference

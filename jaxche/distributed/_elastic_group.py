@@ -408,7 +408,7 @@ def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:
 
 
 def _liveness_address(store: Any) -> list[Any]:
-    """The address of the liveness server; whoever started the coordinator knows it, and tells the others."""
+    """The address of the liveness server: from the environment, or from a process that has it there."""
     if LIVENESS in os.environ:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
             store.key_value_set(_LIVENESS, os.environ[LIVENESS])

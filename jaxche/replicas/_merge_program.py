@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -102,7 +101,7 @@ class MergeProgram:
         replica_mesh: ReplicaMesh,
         rules: MergeRules,
         local: LocalState,
-        packings: Mapping[str, Packing] = MappingProxyType({}),
+        packings: Mapping[str, Packing],
     ):
         self._packings = packings
         self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state

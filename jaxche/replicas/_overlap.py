@@ -127,7 +127,7 @@ class OverlappedMerge:
         self._merge = Merge(replica_mesh, rules, local)
         self._has_schedules = any(are_schedules(local.opt_state))
         mapped = jax.shard_map(
-            MergeProgram(replica_mesh, rules, local).numbers,
+            MergeProgram(replica_mesh, rules, local, {}).numbers,
             mesh=replica_mesh.mesh,
             in_specs=(P(AXIS), P(AXIS), P(AXIS)),
             out_specs=(P(AXIS), P()),

@@ -221,7 +221,7 @@ class LocalPrograms:
     def on(self, placement: Placement) -> LocalPrograms:
         """These programs on another device, without tracing the loss again; not for replicas on meshes."""
         other = copy.copy(self)
-        other._placement, other._frozen = placement, self._loss.put(placement)
+        other._frozen = self._loss.put(placement)
         return other
 
     def constants(self, local: LocalState, made: Constants) -> Constants:

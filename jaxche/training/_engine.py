@@ -289,9 +289,12 @@ class Engine:
                 if step and (new_cut or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
                     with contextlib.suppress(Exception):
                         batches.append((replica, local, feed.peek(position)))
+            compiled: list[tuple[Replica, LocalState, Any]] = []
             with contextlib.suppress(Exception):
-                for replica, local, batch in self.compile(batches):
-                    if not spans_processes(replica.placement):
+                compiled = self.compile(batches)
+            for replica, local, batch in compiled:
+                if not spans_processes(replica.placement):
+                    with contextlib.suppress(Exception):
                         replica.warm_up(local, batch)
         return feeds
 

@@ -119,7 +119,7 @@ KINDS = LAUNCHED | NETWORK
 
 
 class Options(NamedTuple):
-    """Of a campaign; ``kinds``, ``results`` and ``keep`` may be None."""
+    """The options of a campaign; ``kinds``, ``results`` and ``keep`` may be None."""
 
     seed: int
     faults_a_run: int
@@ -312,9 +312,9 @@ def judge_faults(rows: list[dict[str, Any]], hits: list[float], rounds: list[dic
         times = [hit_at, *(line["t"] for line, _ in after)]
         row["gap_s"] = max((round(late - early, 3) for early, late in itertools.pairwise(times)), default=None)
         row["lost"] = max((lost for _, lost in after), default=0)
-        # One after another they damage all checkpoints that are kept.
+        # One after another they damage all checkpoints that are kept, and so cost what each of them costs.
         damaged = damaged + 1 if row["kind"] in ("torn", "corrupt") else 0
-        if row["lost"] > kind.lost and damaged < KEPT:
+        if row["lost"] > kind.lost * (KEPT if damaged >= KEPT else 1):
             row["wrong"].append(f"{row['lost']} rounds done again")
         if kind.keeps_all and any(line["world"] < row["processes"] for line, _ in after):
             row["wrong"].append("a rank that lives was lost")
