@@ -210,13 +210,15 @@ def steady_anchor(
 
     overhead(a) = (max_i n_i t_i + C) / (a t_slow) · Σ a t_slow / t_i / Σ n_i − 1, n_i = round(a t_slow / t_i)
 
-    With counts that need no rounding this is C / (a t_slow), met first at a = ⌈C / (target t_slow)⌉; rounding only
-    increases it. Without its part, a cheap merge would give an anchor of 1, where 2.5 : 1 runs as 3 : 1.
+    With counts that need no rounding this is C / (a t_slow), met first at a = ⌈C / (target t_slow)⌉. Counts that are
+    rounded up can meet it half a batch before: it is at least C / (a t_slow) · Σ a t_slow / t_i / Σ n_i. Without the
+    part of the waiting, a cheap merge would give an anchor of 1, where 2.5 : 1 runs as 3 : 1.
     """
-    slow = float(ms.max())
+    slow, ratio = float(ms.max()), speed_ratios(ms)
+    rounding = (ms.size - 1) / 2 / float(ratio.sum())
     # Tolerance: a rounding error in 0.1 · 10 must not add a batch.
-    first = max(1, math.ceil(min(sync_ms / (target + overlap) / slow, high) - 1e-9))
-    best, least, ratio = first, math.inf, speed_ratios(ms)
+    first = max(1, math.ceil(min(sync_ms / (target + overlap) / slow - rounding, high) - 1e-9))
+    best, least = first, math.inf
     # Rounding costs at most half a batch of wall time and half a batch of work: 1 / target more batches pay for both.
     for anchor in range(first, min(high, first + math.ceil(1 / target)) + 1):
         exact, whole = ratio_counts(anchor, ratio, max_lead)
