@@ -66,6 +66,19 @@ class MergeRules(NamedTuple):
     loss_weight: int = 0
     wire: str = "float32"
 
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """The trees that are sent packed, where replicas are single devices.
+
+        A mean is that of any arrays. Other rules need the arrays as they are, and to cut them out of vectors within the
+        merge program takes long to compile.
+        """
+        if self.average == "gradients":
+            return ("grads",)
+        if self.wire != "float32" or self.outer is not None or self.scaling is not None or self.opt_state == "reset":
+            return ()
+        return ("params", "opt_state") if self.opt_state == "average" else ("params",)
+
 
 class Report(NamedTuple):
     """The scalars of a merge; the merge program returns them and those of :class:`Scaled` as one vector."""
@@ -202,9 +215,7 @@ class MergeProgram:
         }
         if "counts" in start:
             old_counts = drop_replica_axis(start["counts"])
-            new_counts = drop_replica_axis(
-                measured["counts"] if "counts" in measured else self._counts(end["opt_state"])
-            )
+            new_counts = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
             steps = jnp.stack([new - old for old, new in zip(old_counts, new_counts, strict=True)]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
         if self._opt_mode == "average":
@@ -283,10 +294,6 @@ class MergeProgram:
                 count = old + jnp.round(mean).astype(old.dtype)
             merged.append(count)
         return merged
-
-    def _counts(self, opt_state: Any) -> Any:
-        packing = self._packings.get("opt_state")
-        return counts_of(packing.unpack(opt_state) if packing else opt_state)
 
     def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
         """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""

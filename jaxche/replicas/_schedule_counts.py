@@ -33,13 +33,13 @@ _SCHEDULES = {
 
 def counts_of(opt_state: Any) -> list[Any]:
     """The counts in an optimizer's state: its signed integer scalars, with or without a replica axis."""
-    return [leaf for leaf in jax.tree.leaves(opt_state) if _is_count(leaf)]
+    return [leaf for leaf in jax.tree.leaves(opt_state) if is_count(leaf)]
 
 
 def with_counts(opt_state: Any, counts: Sequence[Any]) -> Any:
     """The state with other counts, in the order of :func:`counts_of`."""
     left = iter(counts)
-    return jax.tree.map(lambda leaf: next(left) if _is_count(leaf) else leaf, opt_state)
+    return jax.tree.map(lambda leaf: next(left) if is_count(leaf) else leaf, opt_state)
 
 
 def are_schedules(opt_state: Any) -> list[bool]:
@@ -85,7 +85,8 @@ def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) 
     return with_counts(after, counts), accumulated
 
 
-def _is_count(leaf: Any) -> bool:
+def is_count(leaf: Any) -> bool:
+    """Whether an array in an optimizer's state is a count."""
     # The size first: it rules out most arrays, and sooner.
     return getattr(leaf, "size", 0) == 1 and jnp.issubdtype(getattr(leaf, "dtype", object), jnp.signedinteger)
 
@@ -106,7 +107,7 @@ def _accumulation(opt_state: Any) -> Any:
 def _kinds(opt_state: Any) -> list[str]:
     """The unit of each of :func:`counts_of`: "update", "accumulated", or "" without a schedule."""
     marks = jax.tree.leaves(_schedule_kinds(opt_state, "update"))
-    return [mark for mark, leaf in zip(marks, jax.tree.leaves(opt_state), strict=True) if _is_count(leaf)]
+    return [mark for mark, leaf in zip(marks, jax.tree.leaves(opt_state), strict=True) if is_count(leaf)]
 
 
 def _schedule_kinds(tree: Any, kind: str) -> Any:

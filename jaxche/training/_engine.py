@@ -231,6 +231,8 @@ class Engine:
                 f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
                 "state = trainer.init(params), with the parameters of the other trainer: other.params(state)"
             )
+        if (views := local_states[0].views) and views.replica_mesh is self._replica_mesh:
+            return  # from a merge of this engine
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
             self._check_opt_state(local_states[0])
