@@ -20,7 +20,7 @@ from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica
 from jaxche.replicas._programs import Carry, LocalState, Views
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
-from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
+from jaxche.replicas._schedule_counts import are_accumulators, are_schedules, counts_of, with_counts
 
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
@@ -83,6 +83,9 @@ class Merge:
         # A mean is that of any arrays. Other rules need the arrays as they are, and to cut them out of vectors within
         # the merge program takes long to compile. Arrays of a sharded replica have several layouts.
         is_mean = rules.wire == "float32" and rules.outer is None and scaling is None and opt_state != "reset"
+        accumulates = are_accumulators(local.opt_state)
+        is_mean = is_mean and not any(accumulates)
+        self._kept = accumulates if opt_state == "reset" and any(accumulates) else None
         packs = not replica_mesh.inner and (is_mean or average == "gradients")
         self._packings = packings({name: trees[name] for name in self._sent if packs and name != "model_state"})
         program = MergeProgram(replica_mesh, rules, local, self._packings)
@@ -124,7 +127,7 @@ class Merge:
                 "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
             )
         parts = [self._unpacked(part) for part in self._replica_mesh.unstack(merged)]
-        local_states = tuple(map(_next, starts, carries, parts))
+        local_states = tuple(map(functools.partial(_next, self._kept), starts, carries, parts))
         if self._replica_mesh.keeps_buffers:
             names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
             views = Views(self._replica_mesh, {name: merged[name] for name in names})
@@ -180,15 +183,20 @@ def _present(carry: Carry, *names: str) -> dict[str, Any]:
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
-def _next(start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
-    """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged."""
+def _next(kept: Sequence[bool] | None, start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
+    """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged.
+
+    The ``kept`` leaves of an optimizer state that was initialized again are the replica's own.
+    """
     trees = {"opt_state": carry.opt_state, "residual": start.residual} | merged
     counts = trees.pop("counts", None)
-    return (
-        LocalState(**trees)
-        if counts is None
-        else LocalState(**trees | {"opt_state": with_counts(trees["opt_state"], counts)})
-    )
+    if counts is not None:
+        trees["opt_state"] = with_counts(trees["opt_state"], counts)
+    if kept is not None:
+        fresh, structure = jax.tree.flatten(trees["opt_state"])
+        pairs = zip(kept, jax.tree.leaves(carry.opt_state), fresh, strict=True)
+        trees["opt_state"] = structure.unflatten(own if keep else new for keep, own, new in pairs)
+    return LocalState(**trees)
 
 
 def reduce_rows(table: np.ndarray) -> np.ndarray:
