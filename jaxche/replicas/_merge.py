@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import HOST_COLUMNS, MergeProgram, MergeRules, Report
-from jaxche.replicas._packing import Deferred, Packed, Packing, packings
+from jaxche.replicas._packing import Deferred, Packed, packings
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
 from jaxche.replicas._programs import Carry, LocalState, Views
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
-from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
+from jaxche.replicas._schedule_counts import are_accumulators, are_schedules, counts_of, with_counts
 
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
@@ -81,7 +81,10 @@ class Merge:
             made = (*made, "noise", "progress")
         trees = local._asdict() | {"grads": local.params, "counts": counts_of(local.opt_state)}
         # Arrays of a sharded replica have several layouts.
-        self._packings = {} if replica_mesh.inner else packings({name: trees[name] for name in rules.packed})
+        packed = () if replica_mesh.inner else rules.packed(local.opt_state)
+        self._packings = packings({name: trees[name] for name in packed})
+        # The leaves of an optimizer state that are not initialized again.
+        self._kept = are_accumulators(local.opt_state) if opt_state == "reset" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
             program.parameters if average == "parameters" else program.gradients,
@@ -121,7 +124,7 @@ class Merge:
                 "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
             )
         made = zip(starts, carries, self._parts(merged), strict=True)
-        local_states = tuple(_next(*one, self._packings) for one in made)
+        local_states = tuple(self._next(*one) for one in made)
         if self._replica_mesh.keeps_buffers:
             names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
             views = Views(self._replica_mesh, {name: merged[name] for name in names})
@@ -177,6 +180,18 @@ class Merge:
             part |= {name: Deferred(lambda name=name, i=i: rows()[i][name]) for name in later}
         return parts
 
+    def _next(self, start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
+        """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged."""
+        trees = {"opt_state": carry.opt_state, "residual": start.residual} | merged
+        if (counts := trees.pop("counts", None)) is not None:
+            trees["opt_state"] = with_counts(trees["opt_state"], counts)
+        if any(self._kept):
+            fresh, structure = jax.tree.flatten(trees["opt_state"])
+            pairs = zip(self._kept, jax.tree.leaves(carry.opt_state), fresh, strict=True)
+            trees["opt_state"] = structure.unflatten(own if keep else new for keep, own, new in pairs)
+        known = self._packings
+        return LocalState(**trees | {n: Deferred.of(known[n], trees[n]) for n in known.keys() & trees.keys()})
+
     def _views_of(self, rows: Sequence[LocalState]) -> dict[str, Any]:
         """The views that have these rows; none if a row was changed since their merge."""
         views = rows[0].views
@@ -188,15 +203,6 @@ class Merge:
 def _present(carry: Carry, *names: str) -> dict[str, Any]:
     found = {name: getattr(carry, name) for name in names}
     return {name: tree for name, tree in found.items() if tree is not None}
-
-
-def _next(start: LocalState, carry: Carry, merged: dict[str, Any], packings: Mapping[str, Packing]) -> LocalState:
-    """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged."""
-    trees = {"opt_state": carry.opt_state, "residual": start.residual} | merged
-    if (counts := trees.pop("counts", None)) is not None:
-        trees["opt_state"] = with_counts(trees["opt_state"], counts)
-    deferred = {name: Deferred.of(packings[name], trees[name]) for name in packings.keys() & trees.keys()}
-    return LocalState(**trees | deferred)
 
 
 def reduce_rows(table: np.ndarray) -> np.ndarray:
