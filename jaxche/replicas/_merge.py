@@ -83,7 +83,7 @@ class Merge:
         # Arrays of a sharded replica have several layouts.
         packed = () if replica_mesh.inner else rules.packed(local.opt_state)
         self._packings = packings({name: trees[name] for name in packed})
-        # The leaves of an optimizer state that are not initialized again.
+        # The leaves of the optimizer state that a reset leaves to the replica.
         self._kept = are_accumulators(local.opt_state) if opt_state == "reset" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
@@ -170,9 +170,9 @@ class Merge:
         }
 
     def _parts(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
-        """The merged trees of each replica of this process; those that a round may never read are made when it does."""
+        """The merged trees of each replica of this process; an optimizer state that no step reads is deferred."""
         unstack = self._replica_mesh.unstack
-        # Averaged gradients leave the optimizer's state to the merge, which takes the view of all replicas.
+        # With averaged gradients only the merge reads the optimizer's state, and it takes the view of all replicas.
         later = {"opt_state"} & merged.keys() if self._replica_mesh.keeps_buffers and "grads" in self._sent else set()
         parts = unstack({name: tree for name, tree in merged.items() if name not in later})
         rows = functools.cache(lambda: unstack({name: merged[name] for name in later}))

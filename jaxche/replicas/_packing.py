@@ -95,7 +95,7 @@ def packings(named: Mapping[str, Any]) -> dict[str, Packing]:
 class Deferred:
     """A tree that is made when it is first read, from its packed form if it has one.
 
-    Most rounds read only the packed form: to make the arrays of a tree takes Python as long as the rest of a merge.
+    Most rounds need only the packed form, and making hundreds of arrays takes as long as the rest of a merge.
     """
 
     def __init__(self, make: Callable[[], Any], packed: Packed | None = None):

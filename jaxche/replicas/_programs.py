@@ -146,7 +146,7 @@ class LocalState(_Trees):
         }
 
 
-# Not as a tuple: a deferred tree is no leaf.
+# A node of its own: in a tuple, a deferred tree would be a leaf.
 jax.tree_util.register_pytree_with_keys(
     LocalState,
     lambda local: ([(jax.tree_util.GetAttrKey(name), tree) for name, tree in local._asdict().items()], None),
@@ -267,7 +267,7 @@ class LocalPrograms:
         """The constants and the carry of a round from ``local``."""
         packed = local.packed(self._packings)
         places = {name: self._packings[name].places(one) for name, one in packed.items()}
-        # Arrays that no step needs would take their time to dispatch.
+        # Without arrays that no step needs: each takes time to dispatch.
         needed = local._replace(outer_state=(), residual=None, **packed)
         if self._average == "gradients" and self._scaling is None:
             needed = needed._replace(opt_state=())
