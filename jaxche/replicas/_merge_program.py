@@ -270,7 +270,7 @@ class MergeProgram:
             merged["counts"] = add_replica_axis(self._merged_counts(old_counts, new_counts, total))
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
         by_batches = total["squares"][1] / total["table"][:, 0, _BATCHES].sum()
-        finite, agreed = _stayed_finite(start, merged), jnp.float32(1)
+        finite, agreed = self._stayed_finite(start, merged), jnp.float32(1)
         if self._wire != "float32":  # each replica has decoded for itself
             finite, agreed = agreement(params, finite, AXIS)
         report, scaled = Report(*measure_drift(*squares), *squares, by_batches, finite, agreed=agreed), None
@@ -302,6 +302,16 @@ class MergeProgram:
                 count = old + jnp.round(mean).astype(old.dtype)
             merged.append(count)
         return merged
+
+    def _stayed_finite(self, start: dict[str, Any], merged: dict[str, Any]) -> Any:
+        """1.0 if the merge made no finite number of a state NaN or infinite, else 0.0."""
+        states = ("params", "model_state", "outer_state", "opt_state")
+        names = [name for name in states if name in start and name in merged]
+        before, after = ([tree[name] for name in names] for tree in (start, merged))
+        if not self._replica_mesh.inner:  # a few long vectors are compiled sooner than many arrays
+            packing = Packing(after)
+            before, after = packing.pack(before), packing.pack(after)
+        return stayed_finite(before, after).astype(jnp.float32)
 
     def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
         """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""
@@ -352,7 +362,7 @@ class MergeProgram:
             "model_state": add_replica_axis(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
-        stayed = _stayed_finite(start, merged)
+        stayed = self._stayed_finite(start, merged)
         # The optimizer may skip a gradient that is not finite, as optax.apply_if_finite does.
         table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
         if arguments:
@@ -360,13 +370,6 @@ class MergeProgram:
             merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
             scaled = Scaled.of(noise, noise.gain(arguments["scale"]), opt_state.factor, progress)
         return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
-
-
-def _stayed_finite(start: dict[str, Any], merged: dict[str, Any]) -> Any:
-    """1.0 if the merge made no finite number of a state NaN or infinite, else 0.0."""
-    names = [name for name in ("params", "model_state", "outer_state", "opt_state") if name in start and name in merged]
-    before, after = ([tree[name] for name in names] for tree in (start, merged))
-    return stayed_finite(before, after).astype(jnp.float32)
 
 
 def _square_norm(tree: Any) -> Any:
