@@ -57,13 +57,13 @@ class Choice:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:
-        """The choice that ``to_dict`` saved."""
+        """The choice from the result of ``to_dict``."""
         return cls(**{**saved, "policy": ApplyPolicy(saved["policy"]), "active": tuple(saved["active"])})
 
 
 @dataclass(frozen=True)
 class Option:
-    """A way to use the replicas, and the progress it promises.
+    """A way to use the replicas, and its expected progress.
 
     ``progress`` is in steps of the fastest replica alone; ``rate`` is the share of the summed speeds.
     """
@@ -77,9 +77,9 @@ class Option:
 
 
 def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, unit: int = 1) -> list[Option]:
-    """Every way to use these replicas, with its progress.
+    """All ways to use these replicas, with their progress.
 
-    sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas do the rows of k batches
+    sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
     cadence:  N^-0.12 · Σ v_i · T / (T + C) / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
     Args:
@@ -118,10 +118,10 @@ def alone_batches(sync_ms: float, fast_ms: float) -> int:
 
 
 def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1) -> Choice:
-    """The choice after a round; ``now`` is kept unless another promises clearly more progress.
+    """The choice after a round; ``now`` is kept unless another choice has clearly more expected progress.
 
-    How fast replicas move apart is measured in rounds of local steps only. Exact sync that was chosen long ago forgets
-    it, so that local steps are tried again.
+    Only rounds of local steps measure how fast replicas move apart. After many rounds of exact sync the measurement is
+    discarded, so that local steps are tried again.
 
     Args:
       now: the choice so far.

@@ -15,7 +15,7 @@ REPLICA, SHARD = "replica", "shard"
 
 
 class Slicing(Protocol):
-    """The attributes of a :class:`~jaxche.sharding.ShardingStrategy` that decide a layout."""
+    """The attributes of a :class:`~jaxche.sharding.ShardingStrategy` that determine a layout."""
 
     @property
     def min_size(self) -> int: ...
@@ -101,12 +101,12 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices of the mesh, over all of which a batch is cut."""
+        """Number of devices of the mesh; a batch is cut over all of them."""
         return self.mesh.size
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh, over all of which a batch is cut."""
+        """The axes of the mesh; a batch is cut over all of them."""
         return self.mesh.axis_names
 
     @property
