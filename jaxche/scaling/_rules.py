@@ -220,7 +220,7 @@ def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha:
 
 
 def _scale(scale: Any) -> jax.Array:
-    check_positive("scale", scale, "scale=8 (the batch over the one the learning rate was tuned for)")
+    check_positive("scale", scale, "scale=8 (batch size divided by the one that was tuned)")
     return jnp.asarray(scale).astype(jnp.float32)
 
 

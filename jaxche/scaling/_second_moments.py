@@ -85,9 +85,9 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
     if not used:
         kinds = sorted({type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=_is_state)})
         raise ValueError(
-            f"opt_state holds {', '.join(kinds) or 'nothing'}: no second moments of an Adam-type optimizer for these "
-            "gradients; to precondition, use one, e.g. optax.adam(1e-3), and pass its state; for any other optimizer "
-            "leave opt_state out and scale with jaxche.AdaScale()"
+            f"opt_state has {', '.join(kinds) or 'nothing'}, but no second moments of an Adam-type optimizer for these "
+            "gradients. Pass the state of such an optimizer, e.g. of optax.adam(1e-3). With any other optimizer leave "
+            "opt_state out and scale with jaxche.AdaScale()"
         )
     count = jnp.min(jnp.stack([moments.count for _, moments in used]))
     active = count >= _WARMUP_STEPS

@@ -107,7 +107,7 @@ def scale_learning_rate(
     ) -> tuple[Any, ScaleLearningRateState]:
         if scale is None:
             raise ValueError(
-                "scale is missing: the batch over the one the learning rate was tuned for; write "
+                "scale is missing: the batch size divided by that for which the learning rate was tuned; write "
                 "tx.update(grads, state, params, scale=8, noise=noise)"
             )
         check_positive("scale", scale, "tx.update(grads, state, params, scale=8)")
@@ -118,7 +118,7 @@ def scale_learning_rate(
         noise_groups = getattr(noise, "groups", labelled)
         if factor.shape not in ((), state.factor.shape) or (factor.ndim and noise_groups != labelled):
             raise ValueError(
-                f"noise is of the groups {noise_groups.names}, the transform of {labelled.names}; give both the same: "
+                f"noise has the groups {noise_groups.names}, but the transform has {labelled.names}; write the same: "
                 "noise_scale.init(params, groups=labels) and scale_learning_rate(tx, rule, groups=labels)"
             )
         factor = jnp.broadcast_to(factor, state.factor.shape)
@@ -158,7 +158,7 @@ class ProgressSchedule:
         del extra_args
         if not isinstance(state, ProgressScheduleState):
             raise ValueError(
-                "a progress schedule counts no steps, so optax must give it more than a step; write "
+                "a progress schedule needs the progress, and optax passes only a step here; write "
                 "optax.inject_hyperparams(optax.sgd)(learning_rate=progress_schedule(...))"
             )
         return self._schedule(state.progress if progress is None else jnp.asarray(progress).astype(jnp.float32))

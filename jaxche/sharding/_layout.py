@@ -82,14 +82,14 @@ class Layout:
     def __init__(self, strategy: Slicing, mesh: Mesh, params: Any):
         if mesh.axis_names != strategy.axes:
             raise ValueError(
-                f"the mesh has the axes {mesh.axis_names}, {type(strategy).__name__} needs {strategy.axes}; "
+                f"the mesh has the axes {mesh.axis_names}, but {type(strategy).__name__} needs {strategy.axes}; "
                 "write mesh = strategy.mesh(devices)"
             )
         nodes = getattr(strategy, "intra_node_size", None)
         if nodes is not None and mesh.shape[SHARD] != nodes:
             raise ValueError(
-                f"the mesh has {mesh.shape[SHARD]} devices along {SHARD!r}, {strategy} has intra_node_size={nodes}; "
-                "write mesh = strategy.mesh(devices)"
+                f"the mesh has {mesh.shape[SHARD]} devices along {SHARD!r}, but {strategy} has "
+                f"intra_node_size={nodes}; write mesh = strategy.mesh(devices)"
             )
         # With explicit axes, jax.make_mesh's default, every operation of a loss function would need a sharding.
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

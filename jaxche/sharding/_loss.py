@@ -171,7 +171,7 @@ def _no_metric(name: Any, value: Any) -> str:
 def _kept(outputs: Any) -> Any:
     if not jax.tree.leaves(outputs):
         raise ValueError(
-            "outputs= has nothing to keep, because loss_fn returns numbers alone; leave outputs= out, or return arrays "
+            "outputs= has nothing to keep, because loss_fn returns only numbers; leave outputs= out, or return arrays "
             'beside the loss: return loss, {"logits": logits, "accuracy": accuracy}'
         )
     for path, leaf in jax.tree.leaves_with_path(outputs):

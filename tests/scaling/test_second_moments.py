@@ -98,7 +98,7 @@ def test_the_youngest_moments_decide_whether_any_are_trusted():
 def test_an_optimizer_without_them_is_refused(tx):
     noise = noise_scale.init(PARAMS)
     grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), PARAMS)
-    with pytest.raises(ValueError, match=r"no second moments.*use one, e\.g\. optax\.adam"):
+    with pytest.raises(ValueError, match=r"no second moments.*Pass the state.*e\.g\. of optax\.adam"):
         noise_scale.update(noise, grads, [8, 8], opt_state=tx.init(PARAMS))
 
 
