@@ -16,14 +16,14 @@ from jaxche.cadence._tuners import half_life_ms, middle
 
 # Progress of one update with the gradients of k batches, in steps on one batch: k to this power.
 _JOINED = 0.9
-# Progress of local steps that N replicas of equal speed merge, relative to as many steps one after the other: N to this
-# power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
+# Progress of local steps of N replicas of equal speed, relative to the same number of steps one after the other: N to
+# this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
 _MERGED = -0.12
-# Another choice must promise this much more progress: programs are compiled for it.
+# Another choice must have this much more expected progress, because its programs have to be compiled.
 _BETTER = 1.08
-# Before replicas have moved on their own: batches of the fastest in which local steps lose half of their worth.
+# τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
-# Rounds of local steps before the choice is looked at again, and rounds after which exact sync tries them again.
+# Rounds of local steps before the choice is made again, and rounds of exact sync after which they are tried again.
 _TRIED, _FORGOTTEN = 4, 400
 
 
@@ -86,7 +86,7 @@ def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, u
       shares: the measured times.
       batch_rows: rows in a batch.
       sync_ms: time C of a merge.
-      tau_ms: length of a round in which local steps lose half of their worth.
+      tau_ms: round length τ at which local steps make half of their progress.
       unit: rows are shared in multiples of it.
     """
     fixed, slope = shares.fit()

@@ -13,10 +13,10 @@ import numpy as np
 from jaxche.cadence._tuners import JUMP, MEMORY, middle
 from jaxche.drawing import per_rank
 
-# Sizes of a step that are remembered for each rank.
+# Sizes of a step whose times are stored for each rank.
 _SIZES = 4
-# The shares change if that makes the round shorter by this part of it and by so many ms: other sizes of a step are
-# compiled for. The first time by more, so that equal devices whose times jitter keep whole batches.
+# The shares change if that makes the round shorter by this part of it and by this number of ms, because other sizes of
+# a step need compilation. The first change needs more, so that equal devices whose times jitter keep whole batches.
 _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
 # Reports of each rank before the first change; a first one may include compilation.
 _REPORTS = 3

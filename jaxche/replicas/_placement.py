@@ -313,7 +313,7 @@ def _same(tree: Any) -> Any:
 def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, virtual: int = 0) -> list[Placement]:
     """The placements of all replicas, on different devices; those of this process are of one kind.
 
-    The ``virtual`` replicas of a fleet may share devices; by default they are dealt out over those of the process.
+    The ``virtual`` replicas of a fleet may share devices; by default they are distributed over those of the process.
     """
     if not isinstance(strategy, ShardingStrategy):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")

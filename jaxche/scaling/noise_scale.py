@@ -357,7 +357,7 @@ def local_sums(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> Sums:
-    r"""One contributor's part of an update, for programs with an own sum over replicas or micro-batches.
+    r"""One contributor's part of an update, for programs that already compute a sum over replicas or micro-batches.
 
     Add these numbers to that sum and pass the total to :func:`update_from_sums`. No further collective is needed.
 
