@@ -51,13 +51,13 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
 
     .. math:: \bar x = \frac{\sum_i w_i x_i}{\sum_i w_i}
 
-    For use inside ``shard_map``, ``pmap`` or ``vmap``. Float leaves are summed in float32 at least and come back in
-    their own dtype; integers, booleans and PRNG keys are returned untouched, each device keeping its own.
+    For use inside ``shard_map``, ``pmap`` or ``vmap``. Float leaves are summed in float32 or wider and returned in
+    their own dtype. Integers, booleans and PRNG keys are not averaged: each device keeps its own.
 
     Args:
       tree: pytree of this device's arrays.
       weight: this device's scalar weight, e.g. its number of local steps. Weights need not be normalised. A device of
-        weight 0 adds nothing, also where its arrays are not finite.
+        weight 0 adds nothing, even if its arrays are not finite.
       axis_name: the mapped axis over which devices average.
 
     Returns:
@@ -89,15 +89,15 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
 def measure_drift(
     mean_of_squares: jax.Array, mean_delta_sq: jax.Array, mean_params_sq: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    r"""How far the replicas moved apart in a round, from scalars that the merge's all-reduce carries.
+    r"""Drift: how far the replicas moved apart in a round, from scalars in the all-reduce of the merge.
 
     .. math:: V = \sum_i w_i\|\Delta_i\|^2 - \|\bar\Delta\|^2, \qquad
               \mathrm{rel} = \sqrt{V} / \|\bar x\|, \qquad \mathrm{dir} = V / \|\bar\Delta\|^2
 
     with the deltas :math:`\Delta_i = x_0 - x_i` of the replicas and the merged parameters :math:`\bar x`. ``rel`` is
-    relative to the parameters, and grows with the learning rate and the number of steps. ``dir`` is free of scale: 0
-    when all replicas moved alike, above 1 when they cancelled more than they agreed. A :math:`V` no larger
-    than the rounding of the squares counts as 0.
+    relative to the parameters, and grows with the learning rate and the number of steps. ``dir`` does not depend on the
+    scale of the parameters: it is 0 if all replicas moved alike, and above 1 if more of the movement cancelled than
+    added up. A :math:`V` no larger than the rounding of the squares counts as 0.
 
     Args:
       mean_of_squares: :math:`\sum_i w_i \|\Delta_i\|^2`.

@@ -11,7 +11,7 @@ from jaxche.averaging._trees import sum_dtype
 
 
 def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:
-    """The state of an outer optimizer before the first merge, in float32 at least.
+    """The state of an outer optimizer before the first merge, in float32 or wider.
 
     Args:
       outer: any ``optax.GradientTransformation``.
@@ -37,14 +37,14 @@ def outer_step(
 
     ``optax.sgd(1.0)`` is plain averaging; ``optax.sgd(lr, momentum=mu)`` is SlowMo; with ``nesterov=True`` it is
     DiLoCo. (The DiLoCo paper uses ``lr=0.7, momentum=0.9`` over very many rounds; in a run of few rounds the momentum
-    of the first rounds overshoots.) The step is computed in float32 at least; the parameters are rounded once, at the
+    of the first rounds overshoots.) The step is computed in float32 or wider; the parameters are rounded once, at the
     end.
 
     Args:
       outer: any ``optax.GradientTransformation``.
       params: the common parameters ``x_0`` at the start of the round.
       pseudo_gradient: pytree like ``params``: the weighted mean of ``x_0 - x_i`` times alpha.
-      outer_state: its state, from :func:`outer_init`.
+      outer_state: state of ``outer``, from :func:`outer_init`.
 
     Returns:
       ``(params, outer_state)`` after the step.

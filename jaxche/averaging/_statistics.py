@@ -17,15 +17,15 @@ def to_moments(tree: Any, reference: Any) -> list[tuple[Any, Any]]:
 
     A mean of variances ignores the differences between the replicas' means. Moments about a common ``m_0`` can be
     averaged, and :func:`from_moments` computes pooled statistics from their weighted mean (law of total variance). The
-    nearer ``m_0`` is to the pooled mean, the smaller is the cancellation: so average the means first, and take their
-    weighted mean as the reference.
+    rounding error is smallest if ``m_0`` is near the pooled mean: average the means first, and use their weighted mean
+    as the reference.
 
     Args:
       tree: one replica's statistics, e.g. a Flax ``batch_stats`` collection.
       reference: statistics common to all replicas, same structure: the weighted mean of their trees.
 
     Returns:
-      ``(d_i, q_i)`` of each pair, in the order of the ``var`` leaves, in float32 at least; empty without pairs.
+      ``(d_i, q_i)`` of each pair, in the order of the ``var`` leaves, in float32 or wider; empty without pairs.
 
     References:
       Chan, Golub, LeVeque, *Algorithms for computing the sample variance: analysis and recommendations*, The American
@@ -51,8 +51,8 @@ def from_moments(moments: Any, reference: Any) -> Any:
     .. math:: m = m_0 + \bar d, \qquad v = \bar q - \bar d^2
 
     Args:
-      moments: weighted mean of what :func:`to_moments` returned on each replica.
-      reference: the same reference.
+      moments: weighted mean of the results of :func:`to_moments` on the replicas.
+      reference: as for :func:`to_moments`.
 
     Returns:
       The reference with the pooled means and variances; other leaves unchanged. No variance is negative.

@@ -14,8 +14,8 @@ class Weighted(NamedTuple):
 
     .. math:: \bar{x} = \frac{\sum_b \mathrm{total}_b}{\sum_b \mathrm{weight}_b}
 
-    A loss over tokens is a mean over the tokens of a batch, and padded batches have unlike numbers of them. A mean of
-    the batches' means would weigh each batch alike; the sums give every token the same weight.
+    A loss over tokens is a mean over the tokens of a batch, and padded batches have unequal numbers of them. A mean of
+    the means of batches would give each batch the same weight. The sums give every token the same weight.
 
     Args:
       total: the sum of weight times value, a scalar array.
@@ -43,7 +43,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype in which floats of ``dtype`` are summed: their own, but float32 at least."""
+    """The dtype in which floats of ``dtype`` are summed: their own, or float32 if that is wider."""
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
@@ -55,8 +55,8 @@ def zero_sums(tree: Any) -> Any:
 def weighted(tree: Any, weight: jax.Array) -> Any:
     r"""The tree times a scalar weight, :math:`w x`, in the dtypes in which it is summed.
 
-    Where :math:`w` is 0 the product is 0 even if :math:`x` is NaN or infinite, so that a replica of weight 0 cannot
-    spoil a sum.
+    Where :math:`w` is 0 the product is 0 even if :math:`x` is NaN or infinite, so that a replica of weight 0 adds
+    nothing to a sum.
     """
 
     def product(x: Any) -> Any:

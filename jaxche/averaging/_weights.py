@@ -26,15 +26,15 @@ def merge_weights(
     ``fednova``  :math:`\propto p_i / n_i`  :math:`\tau \sum p_i / n_i`, with :math:`\tau = \sum p_i n_i`
     ===========  =========================  ==========================================================
 
-    ``steps`` weighs replicas by their local steps; ``batch`` is the uniform mean when batches are equal (the best
-    signal to noise on shuffled data); ``fednova`` gives replica i exactly the share ``p_i`` of the objective. A replica
-    without a step has weight 0 under every rule.
+    ``steps`` weights replicas by their local steps. ``batch`` is the uniform mean if batches are equal (the best ratio
+    of signal to noise on shuffled data). ``fednova`` gives replica i exactly the share ``p_i`` of the objective. A
+    replica without a step has weight 0 under every rule.
 
     Args:
       rule: ``"steps"``, ``"batch"`` or ``"fednova"``.
       counts: local steps ``n_i`` of each replica in the round; a step on a part of a batch may count as that part.
       batch_sizes: examples per batch ``b_i`` of each replica; equal if not given. Only for ``batch``.
-      p: share of the objective wanted for each replica (normalised here); ``n_i / N`` if not given. Only for
+      p: share of each replica in the objective, not necessarily normalised; ``n_i / N`` if not given. Only for
         ``fednova``.
 
     Returns:

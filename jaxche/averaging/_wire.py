@@ -139,7 +139,7 @@ def is_gathered(replicas: int) -> bool:
 def mean_of_rows(rows: jax.Array, weights: jax.Array, size: int, wire: str) -> jax.Array:
     r"""The weighted mean :math:`\sum_r w_r x_r / \sum_r w_r` of coded vectors, summed in the order of the rows.
 
-    A row of weight 0 adds nothing, also where it is not finite.
+    A row of weight 0 adds nothing, even if it is not finite.
     """
 
     def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:

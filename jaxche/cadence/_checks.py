@@ -1,4 +1,4 @@
-"""Checks of arguments. Each error names the argument and its value, and says what to write instead."""
+"""Checks of arguments. Each error has the argument, its value and the line to write instead."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from jaxche.cadence._tuners import half_life_ms, middle
 
 # Progress of one update with the gradients of k batches, in steps on one batch: k to this power.
 _JOINED = 0.9
-# Progress of local steps that N replicas of equal speed merge, relative to as many steps one after the other: N to this
-# power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
+# Progress of local steps of N replicas of equal speed, relative to the same number of steps one after the other: N to
+# this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
 _MERGED = -0.12
-# Another choice must promise this much more progress: programs are compiled for it.
+# Another choice must have this much more expected progress, because its programs have to be compiled.
 _BETTER = 1.08
-# Before replicas have moved on their own: batches of the fastest in which local steps lose half of their worth.
+# τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
-# Rounds of local steps before the choice is looked at again, and rounds after which exact sync tries them again.
+# Rounds of local steps before the choice is made again, and rounds of exact sync after which they are tried again.
 _TRIED, _FORGOTTEN = 4, 400
 
 
@@ -57,13 +57,13 @@ class Choice:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Choice:
-        """The choice that ``to_dict`` saved."""
+        """The choice from the result of ``to_dict``."""
         return cls(**{**saved, "policy": ApplyPolicy(saved["policy"]), "active": tuple(saved["active"])})
 
 
 @dataclass(frozen=True)
 class Option:
-    """A way to use the replicas, and the progress it promises.
+    """A way to use the replicas, and its expected progress.
 
     ``progress`` is in steps of the fastest replica alone; ``rate`` is the share of the summed speeds.
     """
@@ -77,16 +77,16 @@ class Option:
 
 
 def options(shares: RowShares, batch_rows: int, sync_ms: float, tau_ms: float, unit: int = 1) -> list[Option]:
-    """Every way to use these replicas, with its progress.
+    """All ways to use these replicas, with their progress.
 
-    sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas do the rows of k batches
+    sync:     k^0.9 / (T_k + C),   T_k the time in which all replicas process the rows of k batches
     cadence:  N^-0.12 · Σ v_i · T / (T + C) / (1 + T / τ),   T = √(C τ),   N = (Σ v)² / Σ v², on the m fastest
 
     Args:
       shares: the measured times.
       batch_rows: rows in a batch.
       sync_ms: time C of a merge.
-      tau_ms: length of a round in which local steps lose half of their worth.
+      tau_ms: round length τ at which local steps make half of their progress.
       unit: rows are shared in multiples of it.
     """
     fixed, slope = shares.fit()
@@ -118,10 +118,10 @@ def alone_batches(sync_ms: float, fast_ms: float) -> int:
 
 
 def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1) -> Choice:
-    """The choice after a round; ``now`` is kept unless another promises clearly more progress.
+    """The choice after a round; ``now`` is kept unless another choice has clearly more expected progress.
 
-    How fast replicas move apart is measured in rounds of local steps only. Exact sync that was chosen long ago forgets
-    it, so that local steps are tried again.
+    Only rounds of local steps measure how fast replicas move apart. After many rounds of exact sync the measurement is
+    discarded, so that local steps are tried again.
 
     Args:
       now: the choice so far.

@@ -76,7 +76,7 @@ class GrowthGuard:
 
 @dataclass(frozen=True, repr=False)
 class DivergenceCorrection:
-    """A ceiling on the anchor: set while the replicas drift apart, raised and removed once they are calm.
+    """A ceiling on the anchor: set while the replicas drift apart, raised and removed when they no longer do.
 
     ============  =============================================================================================
     verdict       anchor
@@ -88,10 +88,10 @@ class DivergenceCorrection:
     ============  =============================================================================================
 
     The correction wraps a cadence and reads only its anchor. The seed tuner does not grow an anchor while the overhead
-    is within its target; where a nudge has left the anchor below its start, calm reports raise it, one batch each.
+    is within its target. If a nudge has left the anchor below its start, calm reports raise it, one batch each.
 
     Attributes:
-      guard: the judge of the drift.
+      guard: the detector of growing drift.
       ceiling: largest anchor for now, or None.
       calm: calm reports in a row.
     """
@@ -101,16 +101,16 @@ class DivergenceCorrection:
     calm: int = 0
 
     def __repr__(self) -> str:
-        """One line: what limits the anchor, and the growth that the guard has seen."""
+        """One line: the ceiling of the anchor, and the growth that the guard has measured."""
         return f"DivergenceCorrection(ceiling={self.ceiling}, calm={self.calm}, growth={self.guard.rate:.4g} a step)"
 
     def apply(self, before: ElChe, after: ElChe, drift: float) -> tuple[DivergenceCorrection, ElChe, Verdict]:
-        """Judge a round and limit the cadence that its timings gave.
+        """Check the drift of a round, and limit the anchor of the next cadence.
 
         Args:
           before: the cadence during the round.
           after: ``before.report_timing(...)`` with the round's timings.
-          drift: how far the replicas drifted apart in the round, at least 0.
+          drift: the drift of the replicas in the round, at least 0.
 
         Returns:
           (next correction, cadence of the next round, verdict).
@@ -139,6 +139,6 @@ class DivergenceCorrection:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> DivergenceCorrection:
-        """The correction that ``dataclasses.asdict`` saved; settings that earlier versions saved are ignored."""
+        """The correction from the result of ``dataclasses.asdict``; settings of earlier versions are ignored."""
         guard = GrowthGuard(**{f.name: saved["guard"][f.name] for f in fields(GrowthGuard)})
         return cls(guard, saved["ceiling"], saved["calm"])

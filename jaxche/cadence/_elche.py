@@ -29,49 +29,52 @@ TUNERS = {"seed": seed.update, "steady": steady, "progress": progress}
 
 @dataclass(frozen=True, repr=False)
 class ElChe(CadenceState):
-    """How many batches each replica runs before the next merge: the slowest sets the time, faster ones do more in it.
+    """How many batches each replica runs before the next merge: faster replicas run more batches in the same time.
 
-    n_i = round(a · t_slow / t_i), with the anchor a tuned so that C / (a · t_slow) stays near the overhead target
+    n_i = round(a · t_slow / t_i)
 
-    Immutable: every method returns the next cadence. All measurements are in its fields, so equal reports give equal
-    plans on every host, ``==`` compares, and ``to_dict`` is a checkpoint.
+    The anchor a is the count of the slowest replica. A tuner sets it from measured times. The value is immutable: every
+    method returns the next cadence. All measurements are in its fields, so equal reports give equal plans on every
+    host, ``==`` compares, and ``to_dict`` is a checkpoint.
 
-    ``tuner="seed"`` is the original, kept number for number. It blends times by their own error; its anchor grows in
-    proportion and shrinks one by one, never below its start; its counts ignore changes of 10 % or less. It does not
-    forget a slow first report. ``tuner="steady"`` finds from any start the smallest anchor whose overhead meets the
-    target: the merge, and the waiting caused by whole counts. It takes the median of the last three reports, so one
-    outlier is ignored and a real slowdown is followed after two reports. A first report may shorten the round, not
-    lengthen it. With it, ``max_batch_diff`` limits the lead itself. ``tuner="progress"`` finds the round length with
-    the most progress a second, where merging costs as much of it as local steps apart from each other:
+    ``tuner="steady"`` finds from any start the smallest anchor whose overhead meets the target. The overhead is the
+    merge, and the waiting because counts are whole numbers. The tuner uses the median of the last three reports, so it
+    ignores one outlier and follows a real change after two reports. A first report may shorten the round, not lengthen
+    it. ``max_batch_diff`` limits the lead itself.
+
+    ``tuner="progress"`` finds the round length with the most progress per second:
 
     T = √(C · τ),  τ = 0.45 · (time in which a replica moves as far as its parameters are long)
 
     with the time C of a merge. The learning rate, the optimizer and the phase of training change how fast replicas
     move, so τ follows them.
 
+    ``tuner="seed"`` is the original, number for number: C / (a · t_slow) stays near the overhead target. It blends each
+    new time into its estimate by the relative error. Its anchor grows in proportion and shrinks one by one, never below
+    its start. Its counts ignore changes of 10 % or less. It does not forget a slow first report.
+
     Args:
       world_size: number of replicas, at least 2.
       anchor: batches of the slowest replica in a round, before anything is measured.
       overhead_target: largest share of a round's compute time that the merge may cost, 0.01 to 0.50.
-      max_anchor: largest anchor (limits how stale a replica gets).
-      max_batch_diff: largest lead in batches of the fastest over the slowest; 0 is lockstep, None is no limit.
+      max_anchor: largest anchor (limits how far replicas move apart).
+      max_batch_diff: largest lead in batches of the fastest over the slowest; 0 for equal counts, None for no limit.
         ``plan_round`` applies it; with the seed tuner it also limits the change of a count in one report.
       tuner: ``"seed"``, ``"steady"`` or ``"progress"``.
-      min_anchor: smallest anchor of the seed tuner; 0 stands for ``anchor``. This and the fields below are measured;
-        leave them out for a new cadence.
+      min_anchor: smallest anchor of the seed tuner; 0 for ``anchor``. Leave out this and the fields below for a new
+        cadence; they are measured.
       batch_counts: batches of each rank in the next round; empty for ``anchor`` each.
       ms_per_batch: smoothed milliseconds a batch of each rank; 0.0 before the first report.
       ms_samples: the steady tuner's last three reports, newest first, in ms a batch.
       sync_samples: its last three known merge times, newest first, in ms.
       travel_samples: the progress tuner's last three reports of ``travel_ms``, newest first.
-      round_ms: the wanted length of a round in ms, with the progress tuner; 0.0 before it is known. It may be shorter
-        than a batch of the slowest rank.
-      overlap: the part of a round that runs while the merge of the last one does; the trainer sets it.
-      half_life: factor on the length of a round in which local steps lose half of their worth, above 1 where groups of
-        replicas merge within rounds; the trainer sets it.
+      round_ms: the best length of a round in ms by the progress tuner; 0.0 before it is known. It may be shorter than
+        a batch of the slowest rank.
+      overlap: the part of a round that runs beside the merge of the round before; the trainer sets it.
+      half_life: factor on τ, above 1 if groups of replicas merge within rounds; the trainer sets it.
 
     Raises:
-      ValueError: for an argument out of range; the message names it, its value and what to write.
+      ValueError: an argument out of range; the message has its value and the line to write.
 
     References:
       flodl 0.4.0, ``el_che.rs``.
@@ -88,7 +91,7 @@ class ElChe(CadenceState):
     def __post_init__(self) -> None:
         target = finite_number("overhead_target", self.overhead_target, "overhead_target=0.10")
         if not 0.01 <= target <= 0.50:
-            raise ValueError(f"overhead_target={target} lies outside [0.01, 0.50]; write e.g. overhead_target=0.10")
+            raise ValueError(f"overhead_target={target} is outside [0.01, 0.50]; write e.g. overhead_target=0.10")
         diff, world = self.max_batch_diff, "ElChe(world_size=2); one replica needs no ElChe"
         if diff is not None:
             diff = whole_number("max_batch_diff", diff, 0, "max_batch_diff=10, or None for no limit")
@@ -119,8 +122,8 @@ class ElChe(CadenceState):
         for name in ("batch_counts", "ms_per_batch"):
             if len(checked[name]) != self.world_size:
                 raise ValueError(
-                    f"{name} has {len(checked[name])} entries but world_size={self.world_size}; start afresh with "
-                    f"ElChe(world_size={self.world_size}) when the number of replicas changes"
+                    f"{name} has {len(checked[name])} entries but world_size={self.world_size}; if the number of "
+                    f"replicas changed, start with a new ElChe(world_size={self.world_size})"
                 )
 
     # The next round.
@@ -151,9 +154,9 @@ class ElChe(CadenceState):
 
     @property
     def limit(self) -> str:
-        """Why the next round is shorter than the measurements ask for, in one line; empty if it is not.
+        """The reason in one line why the next round is shorter than the measurements ask for; empty if it is not.
 
-        The seed tuner does not keep the cost of merges, so it has no such line.
+        The seed tuner does not store the cost of merges, so the line is always empty with it.
 
         Example:
           >>> che = ElChe(2, 2, max_anchor=8, tuner="steady")
@@ -179,8 +182,8 @@ class ElChe(CadenceState):
         """The counts clamped to ``max_total`` batches, in proportion; below ``world_size``, one each to the fastest.
 
         From ``world_size`` up it is exactly the original's rule. That rule gives every rank at least 1, so the sum can
-        exceed ``max_total`` where a fair share is far below 1; the sum of ``clamp_counts``, which plans the rounds of a
-        training run, never does.
+        exceed ``max_total`` if the share of a rank is far below 1. ``clamp_counts``, which plans the rounds of a
+        training run, never exceeds it.
 
         Example:
           >>> ElChe(2, 10).with_speed_ratio(1, 2.3).clamp_total(16), ElChe(3, 10).clamp_total(2)
@@ -219,7 +222,7 @@ class ElChe(CadenceState):
         return replace(self, max_anchor=high, min_anchor=high, anchor=high)
 
     def with_max_batch_diff(self, max_batch_diff: int | None) -> ElChe:
-        """The same cadence with another largest lead in batches: 0 is lockstep, None is no limit."""
+        """The same cadence with another largest lead in batches: 0 for equal counts, None for no limit."""
         return replace(self, max_batch_diff=max_batch_diff)
 
     # Updates.
@@ -236,16 +239,16 @@ class ElChe(CadenceState):
         Args:
           wall_ms: compute time of each rank in ms, [R]; 0 for a rank without a timing, which keeps its estimate.
           actual_batches: batches that each rank ran in that time, [R].
-          sync_ms: what the merge took in ms, hidden or not; 0 if not known; the anchor is then kept.
+          sync_ms: duration of the merge in ms, hidden or not; 0 if not known, which keeps the anchor.
           travel_ms: time in which a replica moves as far as its parameters are long, in ms: the duration of the round
-            over :math:`\sqrt{\sum w_i \|\Delta_i\|^2} / \|\bar x\|`; 0 if not known. For the progress tuner.
+            divided by :math:`\sqrt{\sum w_i \|\Delta_i\|^2} / \|\bar x\|`; 0 if not known. For the progress tuner.
 
         Returns:
           The cadence for the next round.
 
         Raises:
-          ValueError: for a length other than R, a negative or non-finite number, or time without a batch; it names the
-            rank.
+          ValueError: a length other than R, a negative or non-finite number, or time without a batch; the message has
+            the rank.
 
         Example:
           >>> che = ElChe(2, 10).report_timing([100.0, 230.0], [10, 10], sync_ms=45.0)
@@ -260,7 +263,7 @@ class ElChe(CadenceState):
         return self._updated(**progress(self, wall, batches, sync_ms, travel_ms))
 
     def nudge_anchor_down(self, factor: float) -> ElChe:
-        """Shrink the anchor to ⌈a · factor⌉, also below its start: replicas that drift apart must merge sooner.
+        """Shrink the anchor to ⌈a · factor⌉, even below its start, so that replicas that drift apart merge sooner.
 
         The next reports may raise it again; the policy ``"async"`` limits that. Before any timing only the anchor
         changes.
@@ -391,8 +394,8 @@ def timings(
     if idle.any():
         rank = int(idle.argmax())
         raise ValueError(
-            f"rank {rank}: actual_batches=0 but wall_ms={wall[rank]:g}; time without a batch is no measurement of "
-            f"speed, write wall_ms[{rank}]=0.0 for a rank that ran nothing"
+            f"rank {rank}: actual_batches=0 but wall_ms={wall[rank]:g}; time without a batch does not measure a "
+            f"speed; write wall_ms[{rank}]=0.0 for a rank that ran no batch"
         )
     return wall, batches
 

@@ -15,11 +15,11 @@ LEAST_MERGES = 2
 
 
 def half_life_of(groups: Sequence[Sequence[int]], world_size: int) -> float:
-    """How much longer a round may be where replicas merge in groups within it, (N - 1) / (G - 1).
+    """How much longer a round may be if replicas merge in groups within it: (N - 1) / (G - 1).
 
-    The loss of replicas that move apart follows the variance between them. The means of G groups of N / G replicas each
-    have G / N of the variance of a replica. The part 1 - 1 / G of it is between the groups, where N single replicas
-    have 1 - 1 / N of theirs.
+    The progress that replicas lose by moving apart follows the variance between them. The means of G groups of N / G
+    replicas each have G / N of the variance of a replica. Of that the part 1 - 1 / G is between the groups; of N single
+    replicas it is the part 1 - 1 / N.
 
     Example:
       >>> half_life_of([(0, 1), (2, 3)], 4), half_life_of([], 4)

@@ -20,25 +20,25 @@ class ApplyPolicy(StrEnum):
     """When the replicas average.
 
     =========  ==========================================  ===========================================
-    policy     the replicas average                        what else
+    policy     the replicas average                        further differences
     =========  ==========================================  ===========================================
-    SYNC       after every step; each takes the rows that  equals standard synchronous data
-               it can do in the common time                parallelism: gradients are averaged, so
+    SYNC       after every step; each takes rows in        equals standard synchronous data
+               proportion to its speed                     parallelism: gradients are averaged, so
                                                            Adam matches one device on the joined batch
-    CADENCE    when the slow replica has done ``anchor``   all replicas change epoch together
-               batches; fast ones have filled the same
-               wall time with more of them
+    CADENCE    when the slowest replica has done           all replicas change epoch together
+               ``anchor`` batches; faster ones do more
+               batches in the same time
     ASYNC      as CADENCE                                  divergence correction lowers the anchor and
-                                                           lets it recover; fast replicas run into the
-                                                           next epoch on their own
+                                                           raises it again; fast replicas continue into
+                                                           the next epoch
     AUTO       as SYNC or as CADENCE                       from measured speeds, merges and movement;
-                                                           ``Trainer.explain`` says why
+                                                           ``Trainer.explain`` returns the reason
     =========  ==========================================  ===========================================
 
-    Members are strings, so a policy may be written either way.
+    Members are strings, so ``"sync"`` is as good as ``ApplyPolicy.SYNC``.
 
     Raises:
-      ValueError: for any other string; the message lists what to write.
+      ValueError: any other string; the message lists the policies.
 
     References:
       flodl 0.4.0, ``ApplyPolicy``.
@@ -81,8 +81,8 @@ class RoundPlan:
     """The batches of each rank in one round.
 
     Rank r runs the batches [start + Σ_{j<r} n_j, start + Σ_{j≤r} n_j), which may extend into the next epochs. With
-    ``shares`` the round joins its batches, cuts their rows in the proportion of the shares, and rank r runs its part in
-    ``counts[r]`` equal steps.
+    ``shares`` the batches of the round are joined, and their rows are divided in proportion to the shares. Rank r runs
+    its part in ``counts[r]`` equal steps.
 
     Args:
       round: number of the round.
@@ -94,7 +94,7 @@ class RoundPlan:
       joined: batches of a round with ``shares``.
 
     Raises:
-      ValueError: for a negative number, an empty data set or a start past the end of the epoch.
+      ValueError: a negative number, an empty data set or a start past the end of the epoch.
 
     References:
       The global-cursor epoch cut of flodl 0.4.0.
@@ -211,10 +211,10 @@ def limit_lead(counts: Sequence[int], max_batch_diff: int | None) -> tuple[int, 
 
     Args:
       counts: batches of each rank in a round.
-      max_batch_diff: largest lead in batches; 0 is lockstep, None is no limit.
+      max_batch_diff: largest lead in batches; 0 for equal counts, None for no limit.
 
     Returns:
-      The limited counts, one int a rank.
+      The limited counts, one int per rank.
 
     Raises:
       ValueError: if ``max_batch_diff`` is negative or not a whole number.
@@ -246,13 +246,13 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
       max_total: number of batches left, at least 0.
 
     Returns:
-      One int a rank, summing to min(Σ n_i, max_total).
+      One int per rank, with the sum min(Σ n_i, max_total).
 
     Raises:
       ValueError: if ``max_total`` is negative or not a whole number.
 
     References:
-      flodl 0.4.0, ``ElChe::clamp_total``, which gives 1 a rank even past the end of an epoch.
+      flodl 0.4.0, ``ElChe::clamp_total``, which gives every rank 1 even past the end of an epoch.
 
     Example:
       >>> clamp_counts((46, 20), 33), clamp_counts((46, 20), 1), clamp_counts((100, 1, 1), 5)
@@ -335,27 +335,27 @@ def plan_round(
 ) -> RoundPlan:
     """Plan the next round from the end of the last one.
 
-    The wanted counts are limited in their lead, then clamped to the batches that are left. If each round starts at the
-    ``end`` of the one before, every batch of every epoch is read exactly once, at any counts.
+    The lead in the given counts is limited, then the counts are clamped to the batches that are left. If each round
+    starts at the ``end`` of the one before, every batch of every epoch is read exactly once, for any counts.
 
-    The lead limit holds at the end of an epoch too; batches that it leaves over go to one more round. Only when fewer
-    batches than ranks are left can the limit not hold: the ranks with the largest counts get one each.
+    The limit of the lead holds at the end of an epoch too; the batches that remain go to one more round. Only if fewer
+    batches than ranks are left, it cannot hold: the ranks with the largest counts get one batch each.
 
     Args:
-      counts: wanted batches of each rank, at least 1 each: ``ElChe.batch_counts``, or 1 each for policy "sync".
+      counts: desired batches of each rank, at least 1 each: ``ElChe.batch_counts``, or 1 each for policy "sync".
       round: number of the round.
       epoch: epoch of the next batch.
       cursor: index of the next batch in that epoch, below ``epoch_size``.
       epoch_size: batches in an epoch.
-      max_batch_diff: largest lead in batches over the smallest count; 0 is lockstep, None is no limit.
+      max_batch_diff: largest lead in batches over the smallest count; 0 for equal counts, None for no limit.
       crosses_epochs: whether fast ranks continue into the next epoch (policy "async"), or all change epoch together.
       last_epoch: number of epochs of the run; None for no end.
 
     Returns:
-      The plan; it holds at least one batch.
+      The plan, with at least one batch.
 
     Raises:
-      ValueError: for an empty data set, a count below 1, a cursor past the end, or an epoch past the last one.
+      ValueError: an empty data set, a count below 1, a cursor past the end, or an epoch past the last one.
 
     Example:
       >>> plan_round((46, 20), round=0, epoch=0, cursor=0, epoch_size=99).counts
@@ -370,7 +370,7 @@ def plan_round(
         raise ValueError(f"counts={tuple(counts)} must be at least 1 for every rank; write e.g. counts=(23, 10)")
     if last_epoch is not None and epoch >= last_epoch:
         raise ValueError(
-            f"epoch={epoch} is past the last one: last_epoch={last_epoch} epochs are over; stop, or raise it"
+            f"epoch={epoch} is past the last epoch, last_epoch={last_epoch}; stop, or write a larger last_epoch"
         )
     wanted = limit_lead(counts, max_batch_diff)
     if not crosses_epochs:

@@ -13,10 +13,10 @@ import numpy as np
 from jaxche.cadence._tuners import JUMP, MEMORY, middle
 from jaxche.drawing import per_rank
 
-# Sizes of a step that are remembered for each rank.
+# Sizes of a step whose times are stored for each rank.
 _SIZES = 4
-# The shares change if that makes the round shorter by this part of it and by so many ms: other sizes of a step are
-# compiled for. The first time by more, so that equal devices whose times jitter keep whole batches.
+# The shares change if that makes the round shorter by this part of it and by this number of ms, because other sizes of
+# a step need compilation. The first change needs more, so that equal devices whose times jitter keep whole batches.
 _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
 # Reports of each rank before the first change; a first one may include compilation.
 _REPORTS = 3
@@ -93,7 +93,7 @@ class RowShares:
         max_rows: Sequence[float] | None = None,
         local: bool = False,
     ) -> RowShares:
-        """The shares for rounds of so many batches, unchanged if others gain little.
+        """The shares for rounds of ``joined`` batches, unchanged if others gain little.
 
         Args:
           joined: batches in a round.
@@ -131,12 +131,12 @@ class RowShares:
         return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()), joined=joined)
 
     def without(self) -> RowShares:
-        """Whole batches, with the times that were measured."""
+        """Shares of whole batches, with the measured times."""
         return replace(self, rows=(), steps=(), joined=0)
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
-        """The shares that ``dataclasses.asdict`` saved, also after a round trip through JSON."""
+        """The shares from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
         return cls(tuple(saved["rows"]), tuple(saved["steps"]), saved["joined"], samples)
 

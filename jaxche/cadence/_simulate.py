@@ -20,12 +20,12 @@ _ENDLESS = 2**48
 
 @dataclass(frozen=True)
 class Slowdown:
-    """From round ``round`` on, ``rank`` takes ``factor`` times as long a batch.
+    """From round ``round`` on, a batch takes ``factor`` times as long on ``rank``.
 
     Attributes:
       rank: number of the rank.
       round: first slow round.
-      factor: factor on its time a batch; below 1 it becomes faster.
+      factor: factor on the time of a batch; below 1 the rank becomes faster.
 
     Example:
       >>> fleet = VirtualFleet([20.0, 50.0], slowdown=Slowdown(rank=0, round=10, factor=2.0))
@@ -45,24 +45,24 @@ class VirtualFleet:
     wall_i = [n_i · f + b_i · (t_i - f)] · (1 + jitter · z),  sync = C · (1 + jitter · z)
 
     with ``n_i`` steps on the rows of ``b_i`` whole batches, ``f`` the part of a step that does not depend on its rows,
-    and ``z`` standard normal, a draw a rank and round. ``Trainer(fleet=)`` trains on the clock of such a fleet.
+    and ``z`` standard normal, drawn for each rank and round. ``Trainer(fleet=)`` trains on the clock of such a fleet.
 
-    Jitter is drawn for a whole round, not a batch, so that long rounds do not average it out: clock changes and other
-    jobs on a shared node also last longer than a batch.
+    Jitter is drawn for a whole round, not for a batch, so that long rounds do not average it out: clock changes and
+    other jobs on a shared node also last longer than a batch.
 
     Args:
-      ms_per_batch: ms a batch of each rank, [R].
+      ms_per_batch: ms of a batch on each rank, [R].
       jitter: relative standard deviation, 0 to 1.
       sync_ms: cost of a merge in ms.
       fixed_ms: ms of a step that do not depend on its rows; a step on half a batch takes half of the rest.
       slowdown: a rank that changes its speed during the run.
       first_report_ms: ms that compilation adds to the first round of each rank, [R]; None for none.
-      first_sync_ms: ms that it adds to the first merge.
+      first_sync_ms: ms that compilation adds to the first merge.
       group_sync_ms: ms of a merge within a group, for ``Trainer(groups=)``.
       seed: seed of the jitter; the same seed gives the same run under every tuner.
 
     Raises:
-      ValueError: for a speed that is not above 0, a length other than R, or a number out of range.
+      ValueError: a speed that is not above 0, a length other than R, or a number out of range.
 
     References:
       flodl 0.4.0 and the deterministic fleets of discrete-event simulation.
@@ -93,7 +93,7 @@ class VirtualFleet:
             raise ValueError(f"ms_per_batch={self.ms_per_batch} must be above 0 for each rank; write e.g. [10.0, 23.0]")
         if self.first_report_ms is not None and len(self.first_report_ms) != speeds.size:
             raise ValueError(
-                f"first_report_ms has {len(self.first_report_ms)} entries for {speeds.size} ranks; write one a rank"
+                f"first_report_ms has {len(self.first_report_ms)} entries for {speeds.size} ranks; write one per rank"
             )
         if not 0.0 <= self.jitter <= 1.0:
             raise ValueError(f"jitter={self.jitter} lies outside [0, 1]; write e.g. jitter=0.05 for 5 %")
@@ -110,14 +110,14 @@ class VirtualFleet:
             raise ValueError(f"slowdown.rank={self.slowdown.rank} is not one of {speeds.size} ranks")
 
     def __repr__(self) -> str:
-        """One line, without the arguments that have their defaults."""
+        """One line, without arguments that have their defaults."""
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
         rows = {name: short_row(row, "{:.4g}".format) for name, row in shown.items() if isinstance(row, tuple)}
         given = [f.name for f in fields(self) if shown[f.name] != f.default]
         return f"VirtualFleet({', '.join(f'{name}={rows.get(name, shown[name])}' for name in given)})"
 
     def speeds(self, round: int) -> np.ndarray:
-        """True ms a batch of each rank in a round, [R]."""
+        """True ms of a batch on each rank in a round, [R]."""
         ms = np.array(self.ms_per_batch)
         if self.slowdown is not None and round >= self.slowdown.round:
             ms[self.slowdown.rank] *= self.slowdown.factor
@@ -148,7 +148,7 @@ class VirtualFleet:
         """Run the fleet under ``che`` for a number of rounds, planned under its lead limit.
 
         Raises:
-          ValueError: if ``che`` is for another number of ranks, or ``rounds`` is below 1.
+          ValueError: ``che`` is for another number of ranks, or ``rounds`` is below 1.
         """
         rounds = whole_number("rounds", rounds, 1, "run(che, rounds=100)")
         size = len(self.ms_per_batch)
@@ -210,7 +210,7 @@ class FleetRun:
 
     @property
     def round_ms(self) -> np.ndarray:
-        """Length of each round, the slowest rank and the merge, [K]."""
+        """Length of each round in ms: the time of the slowest rank plus the merge, [K]."""
         return self.wall_ms.max(axis=1) + self.sync_ms
 
     @property
@@ -225,7 +225,7 @@ class FleetRun:
 
     @property
     def efficiency(self) -> float:
-        """Batches of the run over those that the ranks would have done in that time without waiting or merging."""
+        """Batches of the run divided by those that the ranks would do in that time without waiting or merging."""
         return float(self.counts.sum() / np.sum(self.round_ms * self.solo_rate))
 
     @property

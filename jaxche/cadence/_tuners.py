@@ -16,18 +16,18 @@ import numpy as np
 
 # NumPy holds counts in 64 bits; a time near 0 must not overflow them.
 LARGEST_COUNT = 2.0**53
-# Reports kept.
+# Number of stored reports.
 MEMORY = 3
 # A relative error of the median above this is a change of speed, not jitter.
 JUMP = 0.5
 # A count is kept while the exact value is this close, a little more than rounding allows.
 HYSTERESIS = 0.6
-# Local steps lose half of their worth in a round that takes this part of the time in which a replica moves as far as
-# its parameters are long.
+# τ, the round length at which local steps make half of their progress, relative to the time in which a replica moves as
+# far as its parameters are long.
 _HALF = 0.45
-# That time lies within these numbers of batches of the fastest rank, whatever a report says.
+# Limits of that time, in batches of the fastest rank.
 _SHORTEST, _LONGEST = 5.0, 2000.0
-# The round length is kept while it is this close to the best one, which is flat: other rows are compiled for.
+# The round length is kept while it is this close to the best one, because other lengths need compilation.
 _KEEP = 1.25
 # Most growth of a round in one report.
 _GROWTH = 8.0
@@ -264,7 +264,7 @@ def best_round_ms(sync_ms: float, tau: float, overlap: float = 0.0) -> float:
 
 
 def half_life_ms(travel_ms: float, fast_ms: float) -> float:
-    """The length of a round in which local steps lose half of their worth."""
+    """τ, the round length at which local steps make half of their progress."""
     return min(max(_HALF * travel_ms, _SHORTEST * fast_ms), _LONGEST * fast_ms)
 
 

@@ -53,8 +53,8 @@ def refuse_other_length(epoch: int, length: int, size: int) -> None:
     """Refuse an epoch whose number of batches is not ``size``."""
     if length != size:
         raise ValueError(
-            f"data.epoch({epoch}) has {length} batches, and len(data) is {size}; every epoch needs that many. Cut or "
-            f"fill epochs to len(data) batches, or train each by itself: trainer.fit(state, data.epoch({epoch}))"
+            f"data.epoch({epoch}) has {length} batches, but len(data) is {size}; every epoch must have len(data) "
+            f"batches. Cut or fill the epochs, or train each in its own fit: trainer.fit(state, data.epoch({epoch}))"
         )
 
 
@@ -79,10 +79,10 @@ def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size
     held = [name for name, value in getattr(data, "__dict__", {}).items() if isinstance(value, Iterator)]
     source = f"its iterator {held[0]}" if held else "an iterator"
     raise ValueError(
-        f"data[{index}] is not the same when it is read again, and no array identifies its examples; batches "
-        f"are read by their index, some of them twice. If it returns the next batch of {source} whatever the "
-        "index, read them all first: data = list(iterator), or give the arrays: jaxche.Batches(arrays, batch_size=32). "
-        "If it augments examples at random, draw from the index: rng = np.random.default_rng((seed, i))"
+        f"data[{index}] is not the same when it is read again, and no array identifies its examples; the trainer reads "
+        f"batches by their index, some of them twice. If data[i] returns the next batch of {source} and ignores i, "
+        "read all first: data = list(iterator), or pass the arrays: jaxche.Batches(arrays, batch_size=32). "
+        "If data[i] augments examples at random, seed it with the index: rng = np.random.default_rng((seed, i))"
     )
 
 
@@ -127,12 +127,12 @@ def _on_host(x: Any) -> np.ndarray:
 class Batches:
     """Arrays in memory as a sequence of shuffled batches.
 
-    ``len(batches)`` batches, ``batches[i]`` a pytree of arrays with a leading batch axis. Epoch ``e`` is the
-    permutation seeded by ``seed + e``, the same on every host and on every run. The last batch of an epoch is
-    smaller when the sizes do not divide; no example is left out.
+    There are ``len(batches)`` batches, and ``batches[i]`` is a pytree of arrays with a leading batch axis. The order of
+    epoch ``e`` is the permutation with seed ``seed + e``, the same on every host and in every run. No example is left
+    out: the last batch of an epoch is smaller if ``batch_size`` does not divide the number of examples.
 
     Args:
-      arrays: pytree of arrays whose leading axes (examples) agree.
+      arrays: pytree of arrays with leading axes (examples) of equal length.
       batch_size: examples per batch.
       seed: seed of the permutation of epoch 0; ``None`` keeps the order of the arrays.
 
@@ -216,7 +216,7 @@ class BatchReader(Protocol):
 class Reader:
     """Prefetches ``depth`` batches per replica on one background thread.
 
-    A device need not wait for NumPy, and user code is not called from two threads at once. ``nondeterministic`` is
+    So devices do not wait for NumPy, and user code is not called from two threads at once. ``nondeterministic`` is
     whether reads of one batch differ; None before the first read.
     """
 

@@ -16,7 +16,7 @@ from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
 from jaxche.sharding import batch_size
 
-# In the place of the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
+# Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
 # keys of different epochs, whose numbers are taken modulo 2**32, are far apart.
 EPOCH_SIZE = 2_654_435_769
 
@@ -42,28 +42,31 @@ class Stream:
     """Batches of a source without a length, in its order: an iterator, an iterable, or a function of the epoch.
 
     A batch is a pytree of arrays with a leading batch axis. Tensors of PyTorch and TensorFlow, and columns of Python
-    numbers as Hugging Face ``datasets`` has them, become NumPy arrays. An epoch ends where the source ends. One thread
-    of each process reads the source, for all its replicas, and every batch is trained on exactly once.
+    numbers (as in Hugging Face ``datasets``), become NumPy arrays. An epoch ends when the source ends. One thread of
+    each process reads the source for all its replicas, and every batch is used exactly once.
 
-    In a run of one process ``trainer.fit(state, source)`` makes a stream of an iterable by itself.
+    In a run of one process ``trainer.fit(state, source)`` makes the stream of an iterable itself.
 
     Args:
-      source: an iterable, e.g. a ``grain.IterDataset``, a torch ``DataLoader``, a ``tf.data.Dataset`` or an iterable
-        Hugging Face dataset, which is iterated again in every epoch, after ``source.set_epoch(epoch)`` if there is such
-        a method (also of ``source.sampler`` and ``source.dataset``); or a function ``source(epoch)`` that returns an
-        iterable; or an iterator, e.g. a generator, which has one epoch. An iterator belongs to the first trainer that
-        reads it: batches that this trainer has read ahead are for its next fit, and no other trainer gets them.
+      source: one of
+
+        - an iterable, e.g. a ``grain.IterDataset``, a torch ``DataLoader``, a ``tf.data.Dataset`` or an iterable
+          Hugging Face dataset. It is iterated again in every epoch. If it, its ``sampler`` or its ``dataset`` has a
+          method ``set_epoch(epoch)``, that is called first.
+        - a function ``source(epoch)`` that returns an iterable.
+        - an iterator, e.g. a generator, which has one epoch. Only the first trainer that reads it can use it: batches
+          that this trainer has prefetched are for its next fit.
       shards: needed in a run of several processes. True: each process reads its own part, see
         :func:`jaxche.process_shard`. False: all processes read the same batches, and each trains on some of them.
-      prefetch: batches to read ahead for each replica of the process; no more are kept.
-      resume: how a run continues in the middle of an epoch if the source cannot restore its position. ``"skip"`` reads
-        the batches up to there again, and skips them, which is exact if the source repeats its order. ``"continue"``
-        continues with the batch that comes next, so that batches are trained on again or lost.
+      prefetch: the largest number of batches to prefetch for each replica of the process.
+      resume: how a run resumes in the middle of an epoch if the source cannot restore its position. ``"skip"`` reads
+        the earlier batches again and skips them, which is exact if the source repeats its order. ``"continue"``
+        continues with the next batch that the source returns, so that batches are repeated or lost.
 
     Notes:
-      A source restores its position if its iterator has ``get_state`` and ``set_state``, as those of Grain, or if it
-      has ``state_dict`` and ``load_state_dict``, as a ``torchdata.StatefulDataLoader`` and iterable Hugging Face
-      datasets. A checkpoint holds the position after the last batch that was trained on, not that of the prefetch.
+      A source restores its position if its iterator has ``get_state`` and ``set_state``, as in Grain, or if it has
+      ``state_dict`` and ``load_state_dict``, as a ``torchdata.StatefulDataLoader`` and iterable Hugging Face datasets.
+      A checkpoint contains the position after the last batch that was used, not that of the prefetch.
 
     Raises:
       ValueError: a source that cannot be iterated, or another invalid argument.
@@ -169,19 +172,19 @@ def check_stream(data: Any, group: Group, spans: bool, epochs: int = 1) -> Strea
         return stream
     if group.elastic:
         raise ValueError(
-            "data is a stream, and an elastic run redistributes batches when processes die, for which it needs a "
-            "sequence with len(data) and data[i]; give e.g. jaxche.Batches(arrays, batch_size=32) or a grain.MapDataset"
+            "data is a stream; an elastic run redistributes batches when processes die, so it needs a sequence with "
+            "len(data) and data[i], e.g. jaxche.Batches(arrays, batch_size=32) or a grain.MapDataset"
         )
     if stream.shards is None:
         raise ValueError(
-            f"data is a {name} in a run of {group.num_processes} processes; say what each process reads. Its own part: "
-            "index, count = jaxche.process_shard(), data = jaxche.Stream(batches(index, count), shards=True). The same "
-            "batches as the others, to train on some of them: data = jaxche.Stream(batches(), shards=False)"
+            f"data is a {name} in a run of {group.num_processes} processes; set shards=. If each process reads its own "
+            "part: index, count = jaxche.process_shard(), data = jaxche.Stream(batches(index, count), shards=True). "
+            "If all read the same batches, and each trains on some: data = jaxche.Stream(batches(), shards=False)"
         )
     if stream.shards and spans:
         raise ValueError(
-            "shards=True gives each process its own batches, and the processes of one replica need the same; write "
-            "jaxche.Stream(source, shards=False)"
+            "shards=True gives each process its own batches, but the processes of one replica need the same ones; "
+            "write jaxche.Stream(source, shards=False)"
         )
     return stream
 

@@ -248,8 +248,8 @@ class StreamQueue:
             self._skip(place)
         else:
             _log.warning(
-                "the stream continues with its next batch as batch %s of epoch %s: its position is not restored, so "
-                "batches may be trained on again or lost",
+                "the position of the stream is not restored; its next batch is used as batch %s of epoch %s, so "
+                "batches may be repeated or lost",
                 place.taken,
                 place.epoch,
             )
@@ -262,8 +262,8 @@ class StreamQueue:
             _log.warning("batches of the stream that were read after batch %s are lost", place.taken)
         else:
             raise ValueError(
-                f"the stream is a {type(iterator).__name__} that has been read, and does not go back to batch "
-                f"{place.taken} of epoch {place.epoch}; give a function that makes a new one: "
+                f"the stream is a {type(iterator).__name__} that was read already and cannot return to batch "
+                f"{place.taken} of epoch {place.epoch}; pass a function that makes a new one: "
                 "jaxche.Stream(lambda epoch: batches(seed=epoch))"
             )
         self._iterator = iterator
@@ -281,8 +281,8 @@ class StreamQueue:
                 self.first = as_batch(batch)
         if skipped < place.taken:
             raise ValueError(
-                f"the stream has {skipped} batches in epoch {place.epoch}, and the state is after {place.taken}; give "
-                "the data that it was trained on"
+                f"the stream has {skipped} batches in epoch {place.epoch}, but the state is after batch "
+                f"{place.taken}; pass the data of the first run"
             )
         _log.warning(
             "%s batches of the stream were read again and skipped, to continue with batch %s of epoch %s",

@@ -73,9 +73,9 @@ class StreamReader:
         if state.stream is None or len(state.stream.taken) != self._count:
             streams = "one sequence" if state.stream is None else f"{len(state.stream.taken)} streams"
             raise ValueError(
-                f"data has {self._count} streams, one of each process, and the state is in the middle of epoch "
-                f"{state.epoch} of {streams}; continue with as many processes and the same shards=, or from a state at "
-                "the start of an epoch"
+                f"data has {self._count} streams, one of each process, but the state is in the middle of epoch "
+                f"{state.epoch} of {streams}; continue with the same number of processes and the same shards=, or from "
+                "a state at the start of an epoch"
             )
         return state.stream
 

@@ -14,7 +14,7 @@ class BatchOutputs(NamedTuple):
     Attributes:
       epoch: epoch of the batch.
       index: index of the batch in the epoch.
-      rows: the rows of the batch that these are of, a slice.
+      rows: the rows of the batch that the replica ran, a slice.
       values: the outputs, NumPy arrays in the tree that the loss function returned.
 
     Example:
@@ -58,8 +58,8 @@ def check_rows(shapes: Any, size: int) -> None:
         if leaf.shape[:1] != (size,):
             name = jax.tree_util.keystr(path)
             raise ValueError(
-                f"outputs{name} has the shape {leaf.shape}, and here a step joins rows of several batches, so that "
-                f"each output needs a leading axis of the {size} rows; write rows='equal', or return one for each row"
+                f"outputs{name} has the shape {leaf.shape}, but a step joins rows of several batches here, so each "
+                f"output needs a leading axis of the {size} rows; write rows='equal', or return one output for each row"
             )
 
 

@@ -1,8 +1,8 @@
 """Overlapped merges: the first steps of a round run while the merge of the round before it does.
 
-A replica ends a round at :math:`y_i` and trains on from there, while the merge makes the common :math:`x'` from the
+A replica ends a round at :math:`y_i` and continues from there, while the merge computes the common :math:`x'` from the
 changes of all replicas. After a number of steps that is fixed before the round begins, each replica waits for
-:math:`x'`, unless it is there, and takes it in:
+:math:`x'`, if it has not arrived, and corrects its parameters:
 
 .. math:: x_i \\leftarrow x_i + (x' - y_i)
 
@@ -70,7 +70,7 @@ class MergeInFlight:
 
 
 class Correction(NamedTuple):
-    """The result of the merge in flight, which a replica takes in after ``after`` steps of a round."""
+    """The correction of a replica by the result of the merge in flight, after ``after`` steps of a round."""
 
     after: int
     merge: MergeInFlight
@@ -89,7 +89,7 @@ class Correction(NamedTuple):
 
 
 def corrected(local: LocalState, carry: Carry, merged: LocalState) -> Carry:
-    """The carry of a round that began at ``local`` with the merged parameters taken in, and the merged statistics."""
+    """The carry of a round that began at ``local``, corrected by the merged parameters, with the merged statistics."""
     params, model_state = _corrected(carry.params, carry.model_state, local.params, merged.params, merged.model_state)
     return carry._replace(params=params, model_state=model_state)
 
@@ -119,7 +119,7 @@ class OverlappedMerge:
     """Exchanges the table of a round, and merges its trees on a thread.
 
     Called like :class:`Merge` it does both, one after the other. One program with collectives is in flight at a time:
-    the replicas take in the result of a merge before they exchange their next table.
+    the replicas are corrected by the result of a merge before they exchange their next table.
     """
 
     def __init__(self, replica_mesh: ReplicaMesh, rules: MergeRules, local: LocalState, in_background: bool):

@@ -313,7 +313,7 @@ def _same(tree: Any) -> Any:
 def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, virtual: int = 0) -> list[Placement]:
     """The placements of all replicas, on different devices; those of this process are of one kind.
 
-    The ``virtual`` replicas of a fleet may share devices; by default they are dealt out over those of the process.
+    The ``virtual`` replicas of a fleet may share devices; by default they are distributed over those of the process.
     """
     if not isinstance(strategy, ShardingStrategy):
         raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
@@ -334,8 +334,8 @@ def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, 
     check_local_devices(devices)
     if any(map(is_private, local_devices())) and not any(map(is_private, devices)):
         _log.warning(
-            "replicas has CPU devices only, which is what jax.devices() lists here; the accelerators are in "
-            "replicas=jaxche.devices()"
+            "replicas has CPU devices only, because jax.devices() lists no accelerators in this run; to train on them "
+            "write replicas=jaxche.devices()"
         )
     if replicas is None and isinstance(strategy, HybridShard | HybridShardGradOp):
         strategy = _within_node(strategy)
@@ -378,15 +378,15 @@ def _sharded_placements(meshes: Sequence[Mesh], strategy: ShardingStrategy) -> l
     for placement in placements:
         if spans_processes(placement) and any(map(is_private, placement.devices.flat)):
             raise ValueError(
-                f"replicas has an island on {list(placement.devices.flat)}, and in this run no program can span the "
-                "accelerators of several processes; give each process islands of its own"
+                f"replicas has an island on {list(placement.devices.flat)}, but in this run no program can span the "
+                "accelerators of several processes; write islands whose devices are of one process"
             )
     shapes = {placement.devices.shape for placement in placements}
     if len(shapes) > 1 and any(spans_processes(placement) for placement in placements):
         raise ValueError(
             f"replicas has islands of {sorted(placement.devices.size for placement in placements)} devices, and one of "
-            "them spans processes; such islands must all be of one shape. Give each process an island of its own, or "
-            "all islands equally many devices"
+            "them spans processes; then all islands must have the same shape. Write one island per process, or islands "
+            "with equal numbers of devices"
         )
     return placements
 
@@ -397,14 +397,14 @@ def merges_on_host(backend: str, placements: Sequence[BatchPlacement]) -> bool:
     shared = len(set(devices)) < len(devices)
     if shared and backend == "device":
         raise ValueError(
-            "backend='device' is one program over all replicas, and some of these share a device; write "
+            "backend='device' runs one program over all replicas, but some of these share a device; write "
             "backend='host', or leave it out"
         )
     private = len(placements) > 1 and any(map(is_private, devices))
     if private and backend == "device":
         raise ValueError(
-            "backend='device' is one program over all replicas, and in this run each accelerator is visible in its own "
-            "process only, because some processes train on the CPU or several on one GPU; write backend='host', or "
+            "backend='device' runs one program over all replicas, but in this run each accelerator is visible in its "
+            "own process only, because some processes train on the CPU or several on one GPU; write backend='host', or "
             "leave it out"
         )
     kinds = {device.device_kind for device in devices}

@@ -13,7 +13,7 @@ from jaxche.scaling._checks import check_positive
 
 
 class ScalingRule(Protocol):
-    """The contract of a scaling rule: any object with this method is one.
+    """The protocol of scaling rules: any object with this method is a scaling rule.
 
     Example:
       >>> import jax.numpy as jnp
@@ -29,15 +29,15 @@ class ScalingRule(Protocol):
         """Factor on the learning rate that was tuned for scale 1.
 
         Args:
-          scale: batch over base batch, a number or an array.
-          noise: a :class:`~jaxche.scaling.noise_scale.NoiseScale`; rules that need none ignore it.
-          progress: effective steps so far; rules that need none ignore it.
+          scale: batch divided by base batch, a number or an array.
+          noise: a :class:`~jaxche.scaling.noise_scale.NoiseScale`; some rules ignore it.
+          progress: effective steps so far; some rules ignore it.
 
         Returns:
           Float32, ``[]``, or ``[G]`` for rules with a factor for each parameter group and noise with named groups.
 
         Raises:
-          ValueError: a scale that is not finite and positive, or without the noise or the progress that the rule needs.
+          ValueError: a scale that is not finite and positive, or noise or progress is missing that the rule needs.
         """
         ...
 
@@ -46,7 +46,7 @@ class ScalingRule(Protocol):
 class LinearScale:
     r"""Learning rate in proportion to the batch: factor :math:`S`.
 
-    It holds while noise dominates; at larger scales training degrades or diverges.
+    Use it while noise dominates; at larger scales training degrades or diverges.
 
     References:
       Goyal et al., *Accurate, large minibatch SGD*, 2017.
@@ -67,7 +67,7 @@ class LinearScale:
 class SqrtScale:
     r"""Learning rate with the square root of the batch: factor :math:`\sqrt S`.
 
-    It keeps the variance of Adam's steps; for SGD it is conservative.
+    The variance of Adam's steps then stays the same. For SGD the rule is conservative.
 
     References:
       Krizhevsky, *One weird trick for parallelizing convolutional neural networks*, 2014. Hoffer et al., *Train
@@ -91,7 +91,7 @@ class AdaScale:
 
     .. math:: \mathrm{factor} = \frac{v + s}{v / S + s}
 
-    for each parameter group: :math:`S` while noise dominates, 1 without noise.
+    for each parameter group. It is near :math:`S` if noise dominates, and 1 without noise.
 
     References:
       Johnson et al., *AdaScale SGD*, ICML 2020; AdaptDL (Qiao et al., *Pollux*, OSDI 2021).
@@ -117,7 +117,7 @@ class AdamScale:
 
     .. math:: \mathrm{factor} = \sqrt{\frac{v + s}{v / S + s}}
 
-    Measure the noise as the optimizer sees it: ``noise_scale.update(..., opt_state=opt_state)``.
+    Measure the noise of preconditioned gradients: ``noise_scale.update(..., opt_state=opt_state)``.
 
     References:
       AdaptDL (Qiao et al., *Pollux*, OSDI 2021).
@@ -181,12 +181,12 @@ class LEGWScale:
 
 
 def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha: float = 1.0) -> float:
-    r"""The scale of a merge of local steps for a scaling rule: the number of replicas that it is worth.
+    r"""The scale of a merge of local steps for a scaling rule: its effective number of replicas.
 
     .. math:: m_{eff} = \frac{\sum_i w_i n_i}{\alpha \sum_i w_i^2 n_i}
 
-    It is the signal-to-noise ratio of the merged progress over that of one replica's steps: R for equal counts and
-    weights, less when some replicas do most of the work.
+    It is the signal-to-noise ratio of the merged progress divided by that of one replica's steps: R for equal counts
+    and weights, less if some replicas do most of the work.
 
     Args:
       weights: merge weights that sum to one, from :func:`~jaxche.merge_weights`.
@@ -194,7 +194,7 @@ def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha:
       alpha: step length of the merge.
 
     Returns:
-      A float, the ``scale`` to give to a rule when parameters are averaged.
+      A float, the ``scale`` for a rule if parameters are averaged.
 
     Raises:
       ValueError: lists of different lengths, or no progress at all.
@@ -220,7 +220,7 @@ def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha:
 
 
 def _scale(scale: Any) -> jax.Array:
-    check_positive("scale", scale, "scale=8 (the batch over the one the learning rate was tuned for)")
+    check_positive("scale", scale, "scale=8 (batch size divided by the one that was tuned)")
     return jnp.asarray(scale).astype(jnp.float32)
 
 

@@ -45,20 +45,20 @@ class _Moments(NamedTuple):
 def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1e-8) -> Preconditioner:
     r"""Factors :math:`1 / (\sqrt{\hat v} + \epsilon)`, :math:`\hat v = \nu / (1 - \beta_2^t)`, from the optax state.
 
-    Every ``opt_state`` argument of this module accepts the result instead; computed once for many gradients, it saves
-    their square roots and divisions. :math:`\hat v` is at least :math:`1 - \beta_2` times the mean of its array, so
-    that, as in Adam itself, no gradient of ordinary size weighs more than :math:`1 / (1 - \beta_2)`. An array without
-    any gradient so far has weight 0.
+    Every ``opt_state`` argument of this module accepts the result instead. If you compute it once for many gradients,
+    you save their square roots and divisions. :math:`\hat v` is at least :math:`1 - \beta_2` times the mean of its
+    array, so that, as in Adam itself, no gradient of ordinary size weighs more than :math:`1 / (1 - \beta_2)`. An array
+    without any gradient so far has weight 0.
 
-    Finds every state with ``mu``, ``nu`` and ``count`` (such as ``ScaleByAdamState``) in chains, ``masked``,
-    ``partition``, ``MultiSteps`` and ``inject_hyperparams``; of the last it also reads ``b2`` and ``eps``. Leaves
-    without second moments have no factor.
+    The function finds every state with ``mu``, ``nu`` and ``count`` (such as ``ScaleByAdamState``) in chains,
+    ``masked``, ``partition``, ``MultiSteps`` and ``inject_hyperparams``; from the last it also reads ``b2`` and
+    ``eps``. Leaves without second moments have no factor.
 
     Args:
       opt_state: state of an Adam-type optimizer; a :class:`Preconditioner` is returned as it is.
       grads: gradients, or parameters: only their structure and shapes are read.
       b2: decay of the second moments, if it is not in an ``inject_hyperparams`` state.
-      eps: epsilon of the optimizer, likewise.
+      eps: epsilon of the optimizer, if it is not in an ``inject_hyperparams`` state.
 
     Returns:
       A :class:`Preconditioner`.
@@ -86,9 +86,9 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
         nodes = filter(_is_state, jax.tree.leaves(opt_state, is_leaf=_is_state))
         kinds = sorted({type(node).__name__ for node in nodes})
         raise ValueError(
-            f"opt_state holds {', '.join(kinds) or 'nothing'}: no second moments of an Adam-type optimizer for these "
-            "gradients; to precondition, use one, e.g. optax.adam(1e-3), and pass its state; for any other optimizer "
-            "leave opt_state out and scale with jaxche.AdaScale()"
+            f"opt_state has {', '.join(kinds) or 'nothing'}, but no second moments of an Adam-type optimizer for these "
+            "gradients. Pass the state of such an optimizer, e.g. of optax.adam(1e-3). With any other optimizer leave "
+            "opt_state out and scale with jaxche.AdaScale()"
         )
     count = jnp.min(jnp.stack([moments.count for _, moments in used]))
     active = count >= _WARMUP_STEPS

@@ -37,19 +37,19 @@ class ScaleLearningRateState(NamedTuple):
 def scale_learning_rate(
     tx: Any, rule: ScalingRule, *, groups: Any | Callable[[Any], Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Multiply an optimizer's learning rate by a scaling rule's factor in every step.
+    r"""Multiply the learning rate of an optimizer by the factor of a scaling rule in every step.
 
     .. math:: u_t \leftarrow \mathrm{factor}(S_t, \mathrm{noise}_t, p_t) \, u_t, \qquad
               p_{t+1} = p_t + \mathrm{gain}(S_t)
 
     It wraps a whole optimizer, including clipping, schedules, ``MultiSteps`` and ``inject_hyperparams``, and multiplies
-    its updates. For every optimizer whose updates are proportional to the learning rate (decoupled weight decay
-    included) that is a change of the learning rate. ``tx.update`` takes three more arguments, all arrays, so that a
-    change of their values never recompiles a step:
+    its updates. If the updates are proportional to the learning rate (decoupled weight decay included), this changes
+    the learning rate. ``tx.update`` takes three more arguments, all arrays, so that a change of their values never
+    recompiles a step:
 
-    * ``scale``: batch over base batch; always needed.
-    * ``noise``: a :class:`~jaxche.scaling.noise_scale.NoiseScale`. Without it a step is worth ``scale`` base
-      steps: progress then counts examples.
+    * ``scale``: batch divided by base batch; always needed.
+    * ``noise``: a :class:`~jaxche.scaling.noise_scale.NoiseScale`. Without it a step counts as ``scale`` base
+      steps, so progress counts examples.
     * ``progress``: effective steps so far, if they are counted elsewhere; by default the state counts them.
 
     The progress before the step reaches the wrapped optimizer as ``progress=``, for
@@ -59,14 +59,14 @@ def scale_learning_rate(
     Args:
       tx: any ``optax.GradientTransformation``, tuned for the base batch; also an ``optax.MultiSteps``.
       rule: a scaling rule, e.g. ``jaxche.AdaScale()``.
-      groups: parameter groups as given to ``noise_scale.init``, for a factor each.
+      groups: parameter groups as given to ``noise_scale.init``; each then has its own factor.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with a :class:`ScaleLearningRateState`.
 
     Raises:
-      ValueError: ``tx`` is no transformation, or ``rule`` no rule; in ``update``: no scale, one that is not positive,
-        or noise of other groups.
+      ValueError: ``tx`` is not a transformation, or ``rule`` is not a rule; in ``update``: no scale, a scale that is
+        not positive, or noise of other groups.
 
     References:
       AdaptDL's ``ScalingRuleBase.step`` (Qiao et al., *Pollux*, OSDI 2021).
@@ -107,7 +107,7 @@ def scale_learning_rate(
     ) -> tuple[Any, ScaleLearningRateState]:
         if scale is None:
             raise ValueError(
-                "scale is missing: the batch over the one the learning rate was tuned for; write "
+                "scale is missing: the batch size divided by that for which the learning rate was tuned; write "
                 "tx.update(grads, state, params, scale=8, noise=noise)"
             )
         check_positive("scale", scale, "tx.update(grads, state, params, scale=8)")
@@ -118,7 +118,7 @@ def scale_learning_rate(
         noise_groups = getattr(noise, "groups", labelled)
         if factor.shape not in ((), state.factor.shape) or (factor.ndim and noise_groups != labelled):
             raise ValueError(
-                f"noise is of the groups {noise_groups.names}, the transform of {labelled.names}; give both the same: "
+                f"noise has the groups {noise_groups.names}, but the transform has {labelled.names}; write the same: "
                 "noise_scale.init(params, groups=labels) and scale_learning_rate(tx, rule, groups=labels)"
             )
         factor = jnp.broadcast_to(factor, state.factor.shape)
@@ -158,7 +158,7 @@ class ProgressSchedule:
         del extra_args
         if not isinstance(state, ProgressScheduleState):
             raise ValueError(
-                "a progress schedule counts no steps, so optax must give it more than a step; write "
+                "a progress schedule needs the progress, and optax passes only a step here; write "
                 "optax.inject_hyperparams(optax.sgd)(learning_rate=progress_schedule(...))"
             )
         return self._schedule(state.progress if progress is None else jnp.asarray(progress).astype(jnp.float32))
@@ -167,9 +167,9 @@ class ProgressSchedule:
 def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
     r"""A schedule over effective steps: :math:`\eta_t = \mathrm{schedule}(\mathrm{progress}_t)`.
 
-    A schedule over raw steps ends too late when a step is worth more than one step of the base batch. Pass the result
+    A schedule over raw steps ends too late if a step has the effect of several steps of the base batch. Pass the result
     to ``optax.inject_hyperparams`` and wrap that in :func:`~jaxche.scaling.scale_learning_rate`, which passes its
-    progress through chains, masks and ``MultiSteps``; the state of ``inject_hyperparams`` has the rate.
+    progress through chains, masks and ``MultiSteps``. The state of ``inject_hyperparams`` contains the rate.
 
     Args:
       schedule: any function of a step, e.g. from ``optax.schedules``; its steps are steps of the base batch.

@@ -67,24 +67,24 @@ _MIN_VAR = 1e-6
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class NoiseScale:
-    r"""How noisy gradients are: running averages from :func:`update`.
+    r"""The noise of gradients: running averages from :func:`update`.
 
-    A batch of ``scale`` times the base batch has a gradient of squared norm :math:`s + v / \mathrm{scale}`: ``sqr``
-    is :math:`s = \|G\|^2` of the true gradient, ``var`` is :math:`v = \operatorname{tr}\Sigma / b_{base}`.
-    Both are scalars, or ``[G]`` when the parameters are in named groups (sorted by name).
+    The gradient of a batch of ``scale`` base batches has the squared norm :math:`s + v / \mathrm{scale}`: ``sqr`` is
+    :math:`s = \|G\|^2` of the true gradient, ``var`` is :math:`v = \operatorname{tr}\Sigma / b_{base}`. Both are
+    scalars, or ``[G]`` if the parameters are in named groups (sorted by name).
 
-    It is a pytree of arrays: carry it through ``jit``, ``scan`` and checkpoints like any state.
+    It is a pytree of arrays, and passes through ``jit``, ``scan`` and checkpoints like any state.
 
     Attributes:
       sqr_sum: ``[G]``, the exponential average of the squared norm before its bias correction.
       var_sum: ``[G]``, the same of the variance.
-      unbias: its bias correction: 0 before the first estimate, then towards 1, or towards the share of the examples
+      unbias: their bias correction: 0 before the first estimate, then towards 1, or towards the share of the examples
         that was measured.
       base_batch_size: examples in a batch of scale 1; 0 until the first update, if it was not given.
       biased: whether the averages are of differences of successive gradients of a single contributor.
       preconditioned: whether they are of gradients divided by an optimizer's second moments.
       previous: the previous gradient of a single contributor, or None without ``differenced=True``.
-      has_previous: whether there is one.
+      has_previous: whether there is a previous gradient.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,12 +121,12 @@ class NoiseScale:
         return self._per_group(self._var)
 
     def gain(self, scale: Any) -> jax.Array:
-        r"""Number of base steps that one step on ``scale`` base batches is worth, all groups together.
+        r"""The number of base steps that have the effect of one step on ``scale`` base batches, all groups together.
 
         .. math:: \mathrm{gain}(S) = \frac{\sum v + \sum s}{\sum v / S + \sum s}
 
         Args:
-          scale: batch over base batch, a number or an array.
+          scale: batch divided by base batch, a number or an array.
 
         Returns:
           Between 1 (no noise) and ``scale`` (all noise), for ``scale`` above 1.
@@ -143,10 +143,10 @@ class NoiseScale:
 
     @property
     def critical_batch_size(self) -> jax.Array:
-        r"""Batch, in examples, at which noise and signal are equal: :math:`\operatorname{tr}\Sigma / \|G\|^2`.
+        r"""Batch size at which noise and signal are equal, in examples: :math:`\operatorname{tr}\Sigma / \|G\|^2`.
 
-        Well below it, twice the batch halves the number of steps; well above it, a larger batch saves none. All groups
-        together; infinite while no signal is measured, NaN before any update.
+        Well below it, twice the batch size halves the number of steps; well above it, a larger batch saves no steps.
+        All groups together; infinite while no signal is measured, NaN before any update.
         """
         ratio = jnp.sum(self._var) * self.base_batch_size / jnp.sum(self._sqr)
         return jnp.where(self.base_batch_size > 0, ratio, jnp.float32(jnp.nan))
@@ -170,8 +170,8 @@ class NoiseScale:
 class Sums(NamedTuple):
     r"""Additive statistics of contributors with gradients :math:`g_i`, batches :math:`b_i` and weights :math:`c_i`.
 
-    The sums of several contributors are the sums of theirs: add them in a loop over micro-batches, over a leading axis,
-    or in any ``psum`` of a program. They are ``G + 5`` numbers.
+    The sums of several contributors are added: in a loop over micro-batches, over a leading axis, or in any ``psum`` of
+    a program. They are ``G + 5`` numbers.
 
     Attributes:
       squares: ``[G]``, :math:`\sum c_i \|g_i\|^2` of each parameter group.
@@ -198,7 +198,7 @@ class Sums(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """One replica's estimates, weighted so that those of several replicas are the sums of theirs.
+    """One replica's estimates, weighted so that those of several replicas can be added.
 
     Attributes:
       sqr: ``[G]``, weight times the squared norm of the true gradient.
@@ -236,13 +236,13 @@ def init(
     r"""The noise scale before any gradient: :math:`s = 1, v = 0`, so that every gain is 1.
 
     Args:
-      params: pytree of the parameters (its structure is read, with ``differenced`` its shapes too).
-      groups: parameter groups that are measured separately, as ``optax.partition`` takes labels: a tree of labels like
+      params: pytree of the parameters (only its structure is read, with ``differenced`` its shapes too).
+      groups: parameter groups that are measured separately, as labels of ``optax.partition``: a tree of labels like
         ``params``, a prefix of it, or a function of ``params`` that returns one. Default: one group.
-      base_batch_size: examples in a batch of scale 1, the one the learning rate was tuned for. Default: the mean
-        batch of a contributor in the first update, so that R replicas are scale R.
-      differenced: also measure with a single contributor, by the difference of successive gradients. It keeps one
-        more gradient in memory, and is biased: the parameters move in between.
+      base_batch_size: examples in a batch of scale 1, for which the learning rate was tuned. Default: the mean batch
+        size of a contributor in the first update, so that R replicas are scale R.
+      differenced: also measure with a single contributor, by the difference of successive gradients. This needs memory
+        for one more gradient, and is biased, because the parameters change in between.
 
     Returns:
       A :class:`NoiseScale`.
@@ -287,8 +287,8 @@ def update(
 ) -> NoiseScale:
     r"""Update from one set of gradients, each a mean over its own batch, of equal or unequal sizes.
 
-    Gradients that are not finite change nothing. It works inside ``jit``; a change of ``batch_sizes`` never recompiles
-    when they are passed in as an array.
+    Gradients that are not finite change nothing. The function works inside ``jit``. A change of ``batch_sizes`` never
+    recompiles if they are an array.
 
     Args:
       noise: from :func:`init` or an earlier update.
@@ -298,11 +298,11 @@ def update(
       axis_name: mapped axis of ``shard_map`` or ``pmap``; the devices then sum ``G + 5`` scalars in one all-reduce.
       mean_grads: with ``axis_name``, the mean over devices weighted by ``batch_sizes``, if the training step computes
         it anyway; default: it is computed here, which costs an all-reduce of the gradients.
-      opt_state: state of an Adam-type optimizer: measure :math:`g / (\sqrt{\hat v} + \epsilon)`, as Adam sees it,
-        once it has taken 5 steps (the averages then restart). Its second moments are found by themselves. Or
-        the result of :func:`preconditioner`.
+      opt_state: state of an Adam-type optimizer, or the result of :func:`preconditioner`. The update then measures
+        :math:`g / (\sqrt{\hat v} + \epsilon)`, as in Adam's steps, after 5 steps of the optimizer (the averages then
+        restart). The second moments are found anywhere in the state.
       b2: decay of these second moments, if it is not in an ``inject_hyperparams`` state.
-      eps: epsilon of the optimizer, likewise.
+      eps: epsilon of the optimizer, if it is not in an ``inject_hyperparams`` state.
 
     Returns:
       The next :class:`NoiseScale`.
@@ -357,9 +357,9 @@ def local_sums(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> Sums:
-    r"""One contributor's part of an update, for programs that already sum something over replicas or micro-batches.
+    r"""One contributor's part of an update, for programs that already compute a sum over replicas or micro-batches.
 
-    Add these numbers to that sum and pass the total to :func:`update_from_sums`; no further collective is needed.
+    Add these numbers to that sum and pass the total to :func:`update_from_sums`. No further collective is needed.
 
     Args:
       noise: the noise scale; only its groups are read.
@@ -509,9 +509,9 @@ def local_estimates(
 ) -> Estimates:
     r"""Estimates from the batches of one replica alone, for replicas that take local steps between two merges.
 
-    Each replica compares only gradients of its own path, so that differences between the replicas' parameters do not
-    count as noise. Differences along its path do: keep rounds short against the time in which the gradient changes. A
-    replica with fewer than two batches contributes nothing.
+    Each replica compares only its own gradients, so differences between the parameters of replicas do not count as
+    noise. Differences between its own steps do, so rounds must be short compared with the time in which the gradient
+    changes. A replica with fewer than two batches contributes nothing.
 
     Args:
       noise: the noise scale; only its groups are read.
@@ -560,8 +560,8 @@ def local_estimates(
 def update_from_estimates(noise: NoiseScale, estimates: Estimates) -> NoiseScale:
     """Update from the summed estimates of several replicas.
 
-    The averages are kept where no replica had two batches, where a number is not finite, and where some replicas
-    preconditioned and others did not yet.
+    The averages do not change if no replica had two batches, if a number is not finite, or if only some of the replicas
+    have preconditioned gradients.
 
     Args:
       noise: from :func:`init` or an earlier update.
@@ -601,14 +601,14 @@ def skip(noise: NoiseScale, examples: Any) -> NoiseScale:
     .. math:: (\bar s, \bar v, u) \leftarrow \theta \, (\bar s, \bar v, u), \qquad
               \theta = 0.999^{B / b_{base}}
 
-    The averages decay as in an update, and so does their bias correction :math:`u`: ``sqr`` and ``var`` stay, and the
-    next estimate weighs more. The averages so cover as many examples of training as if every step had been measured;
-    only their variance is that of fewer estimates. A single contributor's next gradient is not compared with the last
-    measured one: the parameters moved in between, which would count as noise.
+    The averages decay as in an update, and so does their bias correction :math:`u`: ``sqr`` and ``var`` do not change,
+    and the next estimate has more weight. So the averages cover as many examples of training as if every step had been
+    measured, with the variance of fewer estimates. The next gradient of a single contributor is not compared with the
+    last measured one, because the parameters changed in between, which would count as noise.
 
     Args:
       noise: from :func:`init` or an earlier update.
-      examples: examples that all contributors trained on without measuring; 0 (possible inside ``jit`` only) for none.
+      examples: number of examples without measurement, of all contributors; 0 (inside ``jit`` only) for none.
 
     Returns:
       The next :class:`NoiseScale`.
@@ -737,7 +737,7 @@ def _weighted_sum(share: jax.Array, stacked: jax.Array) -> jax.Array:
 def _check_contributors(noise: NoiseScale, contributors: int) -> None:
     if contributors < 2 and noise.previous is None:
         raise ValueError(
-            f"grads come from {contributors} contributor: noise shows in the difference of at least 2; write "
+            f"grads come from {contributors} contributor; noise is measured by the difference of at least 2. Write "
             "noise_scale.init(params, differenced=True) to compare successive gradients instead"
         )
 

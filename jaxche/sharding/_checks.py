@@ -85,8 +85,8 @@ def check_mesh(layout: Layout, tree: Any, name: str) -> None:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and set(sharding.device_set) != own:
             raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} lies on a mesh of {len(sharding.device_set)} devices, "
-                f"{dict(sharding.mesh.shape)}, this step works on one of {len(own)}, {dict(layout.mesh.shape)}; "
+                f"{name}{jax.tree_util.keystr(path)} is on a mesh of {len(sharding.device_set)} devices, "
+                f"{dict(sharding.mesh.shape)}, but this step is on one of {len(own)}, {dict(layout.mesh.shape)}; "
                 f"write step.init(jax.device_get({name}))"
             )
 
@@ -96,9 +96,9 @@ def check_state(layout: Layout, state: Any, expected: Any) -> None:
     have, want = jax.tree.structure(state.opt_state), jax.tree.structure(expected.opt_state)
     if have != want:
         raise ValueError(
-            f"state.opt_state has {have.num_leaves} arrays in the tree {_short(have)}, the state of this step's tx has "
-            f"{want.num_leaves} in {_short(want)}; write state = step.init(params), or build the step with the tx the "
-            "state is of"
+            f"state.opt_state has {have.num_leaves} arrays in the tree {_short(have)}, but the state of this step's tx "
+            f"has {want.num_leaves} in {_short(want)}; write state = step.init(params), or build the step with the tx "
+            "of the state"
         )
     check_mesh(layout, state.params, "state.params")
     pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True)
@@ -106,14 +106,14 @@ def check_state(layout: Layout, state: Any, expected: Any) -> None:
         name = f"state{jax.tree_util.keystr(path)}"
         if leaf.shape != want.shape:
             raise ValueError(
-                f"{name} has the shape {leaf.shape}, for these parameters it is {want.shape}; "
+                f"{name} has the shape {leaf.shape}, but for these parameters it must be {want.shape}; "
                 "write state = step.init(params)"
             )
         sharding = getattr(leaf, "sharding", None)
         if sharding is None or not sharding.is_equivalent_to(want.sharding, leaf.ndim):
             laid = getattr(sharding, "spec", sharding)
             raise ValueError(
-                f"{name} is laid out {laid}, {layout.strategy} keeps it {want.sharding.spec}; write state = "
+                f"{name} is sharded as {laid}, but {layout.strategy} shards it as {want.sharding.spec}; write state = "
                 "jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_state(state.params)))"
             )
 
@@ -128,7 +128,7 @@ def check_batch(layout: Layout, batch: Any, accumulate: int) -> None:
         # Batches keeps a smaller last batch, which would not divide either.
         raise ValueError(
             f"the batch has {rows} rows, which {layout.devices} devices ({shape}){times} do not divide; "
-            f"give batches of {better} rows, all of them, leaving out the examples that do not fill the last, e.g. "
+            f"give all batches {better} rows, and leave out the examples that do not fill the last one, e.g. "
             f"jaxche.Batches(jax.tree.map(lambda x: x[: len(x) // {better} * {better}], arrays), batch_size={better})"
         )
 

@@ -34,7 +34,7 @@ class Comparison:
       explanations: an :class:`Explanation` for each strategy.
       memory: bytes of a device's memory, or None.
       batch_size: examples in the batch, on all devices.
-      note: what the costs leave out, in one line, or nothing.
+      note: the parts that the costs do not include, in one line, or nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -55,8 +55,8 @@ class Comparison:
     def cheapest(self) -> ShardingStrategy | None:
         """The strategy that fits and sends least; None if none fits.
 
-        At equal bytes it is one that cuts nothing (``NoShard``), else the one with the least memory. Bytes are equal
-        within 1 %. Without ``memory`` every strategy fits.
+        If several send equal bytes (within 1 %), it is one that cuts nothing (``NoShard``), or else the one with the
+        least memory. Without ``memory`` every strategy fits.
         """
         fitting = [e for e in self.explanations if self.memory is None or e.peak <= self.memory]
         least = min((e.sent for e in fitting), default=0.0)
@@ -65,7 +65,7 @@ class Comparison:
 
     @property
     def advice(self) -> str:
-        """What to take and why, in one line."""
+        """The strategy to use and the reason, in one line."""
         cheapest, least = self.cheapest, min(self.explanations, key=lambda e: e.peak)
         size = "" if self.memory is None else show_bytes(self.memory)
         if cheapest is None:
@@ -138,7 +138,7 @@ def compare_strategies(
 
     Args:
       loss_fn: as for :func:`sharded_step`.
-      tx: likewise.
+      tx: as for :func:`sharded_step`.
       params: parameters, their ``jax.ShapeDtypeStruct``, or a function that returns them.
       batch: a batch or its shapes.
       strategies: the strategies; default: those without nodes and, if a node has two devices or more, the hybrid ones.
@@ -146,14 +146,14 @@ def compare_strategies(
       devices: the devices; default: all.
       memory: bytes of a device's memory, or text such as ``"16GiB"``.
       model_state: the model state of the loss function, its shapes, or a function that returns it.
-      accumulate: micro-batches a batch.
+      accumulate: number of micro-batches in a batch.
       compute_dtype: dtype in which ``loss_fn`` computes.
 
     Returns:
       A :class:`Comparison`; print it.
 
     Raises:
-      ValueError: as :func:`sharded_step`, no strategies, or a ``memory`` that is no size.
+      ValueError: as for :func:`sharded_step`; no strategies; or a ``memory`` that is not a size.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

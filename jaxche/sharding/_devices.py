@@ -49,10 +49,10 @@ def _local_backends() -> _LocalBackends:
 def devices() -> list[Device]:
     """The devices of all processes that are replicas by default, in the same order everywhere.
 
-    They are ``jax.devices()``, except in runs in which some processes train on accelerators and others on the CPU, or
-    several on one GPU. In these JAX lists accelerators in their own process only, and ``jax.devices()`` has the CPU
-    devices of all processes. This function lists the accelerators of the processes that have some (those of other
-    processes as :class:`~jaxche.sharding.RemoteDevice`) and the CPU devices of the others.
+    They are ``jax.devices()``, with one exception: runs in which some processes train on accelerators and others on the
+    CPU, or several on one GPU. There JAX lists an accelerator in its own process only, and ``jax.devices()`` has the
+    CPU devices of all processes. This function lists the accelerators of the processes that have some (those of other
+    processes as :class:`~jaxche.sharding.RemoteDevice`) and the CPU devices of the other processes.
 
     Returns:
       Devices, e.g. for ``jaxche.Trainer(replicas=)``.

@@ -31,11 +31,11 @@ class Explanation:
       whole: bytes on one device without sharding: ``params``, ``gradients``, ``opt_state``, ``inputs`` (batch and
         model state).
       per_device: bytes of the same on each device, and ``temporaries``: activations, gathered parameters and other
-        arrays that XLA keeps during a step, without the gradients.
-      peak: bytes a device needs in all, by ``memory_analysis()``: arguments, results that take no argument's
-        buffer, and temporaries.
+        arrays that XLA allocates during a step, without the gradients.
+      peak: all bytes that a device needs, by ``memory_analysis()``: arguments, results that do not reuse the buffer of
+        an argument, and temporaries.
       collectives: the collectives of the compiled step.
-      theory: bytes a device sends a step by the strategy's formula, for sliced and whole parameters alike.
+      theory: bytes that a device sends in a step by the formula of the strategy, for sliced and whole parameters.
       leaves: the layout of each parameter.
 
     Example:

@@ -27,11 +27,11 @@ def value_and_grad(
 
     For use inside ``jax.jit(..., compiler_options=layout.compiler_options)``, on global arrays laid out as in
     ``layout``. Sharded parameters are gathered for the forward pass and again for the backward pass; no whole copy is
-    kept in between. Sharded gradients are reduce-scattered over ``shard``, then summed over ``replica``; all others are
-    all-reduced. Sums are in float32 at least. With micro-batches, all-reduces follow the last one.
+    stored in between. Sharded gradients are reduce-scattered over ``shard``, then summed over ``replica``; all others
+    are all-reduced. Sums are in float32 or wider. With micro-batches, the all-reduces come after the last micro-batch.
 
-    A loss or metric may be a :class:`~jaxche.Weighted`: it then is the total over all rows divided by their weight, and
-    so is its gradient.
+    A loss or metric may be a :class:`~jaxche.Weighted`: it is then the total over all rows divided by their weight, and
+    its gradient is that of this quotient.
 
     If the devices (times ``accumulate``) do not divide the rows of the batch, every device computes the whole batch:
     slower, with the same result. ``rng`` is then used unchanged; otherwise the index of the device is folded into it,
@@ -41,13 +41,13 @@ def value_and_grad(
       call: ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``, from :func:`as_loss`; the loss
         is a mean over the batch.
       layout: the layout of parameters and gradients.
-      accumulate: micro-batches a batch is cut into, one after the other.
-      compute_dtype: dtype in which ``call`` sees float parameters and float arrays of the batch; default: their own.
+      accumulate: number of micro-batches into which a batch is cut, computed one after the other.
+      compute_dtype: dtype in which ``call`` gets float parameters and float arrays of the batch; default: their own.
 
     Returns:
-      ``fn(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``: loss and metrics are means
-      over the batch, or a :class:`~jaxche.Weighted` of its sums, float leaves of the model state means over the devices
-      (variances by the law of total variance), ``grads`` are laid out as ``layout.grads``.
+      ``fn(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``. Loss and metrics are means
+      over the batch, or a :class:`~jaxche.Weighted` of its sums. Float leaves of the model state are means over the
+      devices (variances by the law of total variance). ``grads`` are laid out as ``layout.grads``.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -92,9 +92,9 @@ def value_and_grad(
 
 
 def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-    """One update by any optax transformation, each device computing its slice of the optimizer state.
+    """One update by any optax transformation; each device computes its slice of the optimizer state.
 
-    For use inside ``jax.jit``. The transformation sees global arrays, so that its reductions, such as the norm of
+    For use inside ``jax.jit``. The transformation gets global arrays. So its reductions, such as the norm of
     ``optax.clip_by_global_norm``, count every element once under every strategy: XLA adds the all-reduces over
     ``shard``, never over ``replica``.
 
@@ -164,8 +164,8 @@ def _check_output(leaf: Any, rows: int, split: bool) -> None:
     """Refuse an output that cannot be joined over the devices which share a batch."""
     if split and leaf.shape[:1] != (rows,):
         raise ValueError(
-            f"an output has the shape {leaf.shape}, and the devices of a sharded replica share the rows of a batch, "
-            f"{rows} each here; return outputs with a leading axis of the rows"
+            f"an output has the shape {leaf.shape}, but the rows of a batch are divided among the devices of a sharded "
+            f"replica, {rows} each here; return outputs with a leading axis of the rows"
         )
 
 

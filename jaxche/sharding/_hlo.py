@@ -29,8 +29,8 @@ class Collective(NamedTuple):
     Attributes:
       kind: ``"all-gather"``, ``"all-reduce"``, ``"all-to-all"``, ``"collective-permute"`` or ``"reduce-scatter"``.
       nbytes: bytes of its result on one device.
-      groups: groups of devices that take part together, by their index in the mesh.
-      times: number of runs in one call of the program: more than one in a loop.
+      groups: the groups of devices that communicate, by their index in the mesh.
+      times: number of executions in one call of the program: more than one in a loop.
 
     Example:
       >>> Collective("all-gather", nbytes=1024, groups=((0, 1, 2, 3),)).sent

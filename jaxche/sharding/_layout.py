@@ -15,7 +15,7 @@ REPLICA, SHARD = "replica", "shard"
 
 
 class Slicing(Protocol):
-    """The attributes of a :class:`~jaxche.sharding.ShardingStrategy` that decide a layout."""
+    """The attributes of a :class:`~jaxche.sharding.ShardingStrategy` that determine a layout."""
 
     @property
     def min_size(self) -> int: ...
@@ -82,14 +82,14 @@ class Layout:
     def __init__(self, strategy: Slicing, mesh: Mesh, params: Any):
         if mesh.axis_names != strategy.axes:
             raise ValueError(
-                f"the mesh has the axes {mesh.axis_names}, {type(strategy).__name__} needs {strategy.axes}; "
+                f"the mesh has the axes {mesh.axis_names}, but {type(strategy).__name__} needs {strategy.axes}; "
                 "write mesh = strategy.mesh(devices)"
             )
         nodes = getattr(strategy, "intra_node_size", None)
         if nodes is not None and mesh.shape[SHARD] != nodes:
             raise ValueError(
-                f"the mesh has {mesh.shape[SHARD]} devices along {SHARD!r}, {strategy} has intra_node_size={nodes}; "
-                "write mesh = strategy.mesh(devices)"
+                f"the mesh has {mesh.shape[SHARD]} devices along {SHARD!r}, but {strategy} has "
+                f"intra_node_size={nodes}; write mesh = strategy.mesh(devices)"
             )
         # With explicit axes, jax.make_mesh's default, every operation of a loss function would need a sharding.
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -101,12 +101,12 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices of the mesh, over all of which a batch is cut."""
+        """Number of devices of the mesh; a batch is cut over all of them."""
         return self.mesh.size
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh, over all of which a batch is cut."""
+        """The axes of the mesh; a batch is cut over all of them."""
         return self.mesh.axis_names
 
     @property

@@ -34,16 +34,16 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
 
     Args:
       loss_fn: the function.
-      outputs: whether it may return more than scalars in place of ``metrics``: any arrays, or a dict of which the
-        scalars are metrics.
+      outputs: whether it may return arrays of any shape instead of ``metrics``, or a dict in which only the scalars are
+        metrics.
 
     Returns:
-      ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``: without metrics the dict is empty,
+      ``call(params, model_state, batch, rng) -> (loss, (metrics, model_state))``. Without metrics the dict is empty;
       without model state the given one is returned. With ``outputs`` it returns
       ``(loss, (metrics, model_state, outputs))``.
 
     Raises:
-      ValueError: not callable, or it does not take ``(params, batch)``.
+      ValueError: ``loss_fn`` is not callable, or does not take ``(params, batch)``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,8 +91,8 @@ def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str],
     for p in rest:
         if p.name not in known and p.default is p.empty:
             raise ValueError(
-                f"{name} takes ({', '.join(parameters)}), and nothing is known for {p.name!r}; for a random key write "
-                f"def {name}({first}, rng), and bind other values: functools.partial({name}, {p.name}=...)"
+                f"{name} takes ({', '.join(parameters)}), but {p.name!r} has no value; for a random key "
+                f"write def {name}({first}, rng), and bind other values: functools.partial({name}, {p.name}=...)"
             )
     return [p.name for p in rest if p.name in known]
 
@@ -114,7 +114,7 @@ def _normalise(result: Any, wants_state: bool, model_state: Any, keeps: bool) ->
     if wants_state:
         if not isinstance(aux, tuple) or isinstance(aux, Weighted) or len(aux) != 2:
             raise ValueError(
-                "loss_fn names model_state= and so must return (loss, (metrics, new_model_state)); "
+                "loss_fn takes model_state=, so it must return (loss, (metrics, new_model_state)); "
                 "with no metrics write: return loss, ({}, new_model_state)"
             )
         aux, model_state = aux
@@ -171,7 +171,7 @@ def _no_metric(name: Any, value: Any) -> str:
 def _kept(outputs: Any) -> Any:
     if not jax.tree.leaves(outputs):
         raise ValueError(
-            "outputs= has nothing to keep, because loss_fn returns numbers alone; leave outputs= out, or return arrays "
+            "outputs= has nothing to keep, because loss_fn returns only numbers; leave outputs= out, or return arrays "
             'beside the loss: return loss, {"logits": logits, "accuracy": accuracy}'
         )
     for path, leaf in jax.tree.leaves_with_path(outputs):

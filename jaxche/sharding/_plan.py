@@ -45,32 +45,32 @@ def plan(
 ) -> Comparison:
     """Compare the costs of training a model under several strategies, before there is a training loop.
 
-    Only shapes are computed: ``make`` is traced, and each step is compiled and not run. The table tells what a device
-    keeps and sends, and its last line which strategy to take. ``jaxche plan train.py:make`` prints the same.
+    Only shapes are computed: ``make`` is traced, and each step is compiled but not run. The table has the bytes that a
+    device stores and sends; its last line is the strategy to use. ``jaxche plan train.py:make`` prints the same.
 
     Args:
       make: a function without arguments that returns one of
 
         - ``loss_fn, tx, params, batch`` or ``loss_fn, tx, params, batch, model_state``, a step as for
           :func:`sharded_step`;
-        - ``model, x`` with a linen or nnx model and example inputs ``x``, or more of them; the mean square of the
-          outputs takes the place of the loss;
-        - an nnx model, or a tree of parameters: without inputs there are no activations.
+        - ``model, x`` with a linen or nnx model and one or more example inputs ``x``; the loss is then the mean square
+          of the outputs;
+        - an nnx model, or a tree of parameters; without inputs, activations are not counted.
 
         Without ``tx`` the optimizer is Adam.
       batch_size: rows of the batch, on all devices; default: those of the example, rounded up until devices and
         micro-batches divide them.
       strategies: as for :func:`compare_strategies`.
-      devices: likewise.
-      memory: likewise, e.g. ``"16GiB"``.
-      accumulate: likewise.
-      compute_dtype: likewise.
+      devices: as for :func:`compare_strategies`.
+      memory: as for :func:`compare_strategies`, e.g. ``"16GiB"``.
+      accumulate: as for :func:`compare_strategies`.
+      compute_dtype: as for :func:`compare_strategies`.
 
     Returns:
       A :class:`Comparison`; print it.
 
     Raises:
-      ValueError: ``make`` has arguments or returns something else, or as :func:`compare_strategies`.
+      ValueError: ``make`` has arguments or returns something else; and as for :func:`compare_strategies`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -83,15 +83,15 @@ class ShardedStep:
 
         Args:
           params: float parameters, or a function without arguments that returns them, such as
-            ``lambda: model.init(key, x)["params"]``. The function is compiled so that each device computes its own
-            slices, also for a model too large for one device. Arrays are copied; steps do not change them.
+            ``lambda: model.init(key, x)["params"]``. The function is compiled so that each device computes only its own
+            slices, so the model may be too large for one device. Arrays are copied; steps do not change them.
           model_state: model state of the loss function, or a function that returns it.
 
         Returns:
           A :class:`ShardedState` of arrays on the mesh.
 
         Raises:
-          ValueError: no parameters, some that are not float, or some laid out on another mesh.
+          ValueError: no parameters, parameters that are not float, or parameters on another mesh.
         """
         if is_maker(params):
             return self.lower_init(params, model_state).compile()()
@@ -116,13 +116,13 @@ class ShardedStep:
         return self._programs_for(params).lower_init(params, make_model_state)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> ShardedState:
-        """The state as shapes, dtypes and shardings, the target for restoring a checkpoint.
+        """The state as shapes, dtypes and shardings: the target of ``restore`` of a checkpoint.
 
-        A checkpoint holds whole arrays: saved under one strategy and number of devices, it is restored under another.
+        A checkpoint contains whole arrays, so it can be restored under another strategy or number of devices.
 
         Args:
           params: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
-          model_state: likewise.
+          model_state: as for :meth:`init`, or ``jax.ShapeDtypeStruct``.
 
         Returns:
           A :class:`ShardedState` of ``jax.ShapeDtypeStruct``.
@@ -153,7 +153,7 @@ class ShardedStep:
 
     @short_traceback
     def explain(self, params: Any, batch: Any, model_state: Any = None) -> Explanation:
-        """The cost of a step for each device: bytes kept, bytes sent, and which parameters stay whole and why.
+        """The cost of a step for each device: bytes stored, bytes sent, and the parameters that stay whole and why.
 
         The step is compiled, not run, so nothing is allocated. Temporaries of XLA differ between kinds of devices;
         those of fake CPU devices are an estimate for others.
@@ -167,7 +167,7 @@ class ShardedStep:
           An :class:`Explanation`; print it.
 
         Raises:
-          ValueError: a batch that does not divide.
+          ValueError: a batch whose rows the devices do not divide.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax
@@ -196,7 +196,7 @@ class ShardedStep:
         """Dispatch one step, without waiting for it.
 
         Args:
-          state: from :meth:`init` or the step before; its buffers are donated.
+          state: from :meth:`init` or the previous step; its buffers are donated.
           batch: pytree of arrays with a common leading axis that the devices (times ``accumulate``) divide: NumPy
             arrays of the whole batch, or global arrays as ``jax.make_array_from_process_local_data`` makes them.
 
@@ -204,7 +204,7 @@ class ShardedStep:
           ``(state, metrics)``; ``metrics["loss"]`` and the loss function's metrics are means over the batch.
 
         Raises:
-          ValueError: a batch that does not divide, or a state of another optimizer, mesh or layout.
+          ValueError: a batch whose rows the devices do not divide, or a state of another optimizer, mesh or layout.
         """
         programs = self._latest
         if programs is None or not programs.is_checked(state):
@@ -245,23 +245,24 @@ def sharded_step(
     Under every strategy the result is that of one device on the whole batch.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)`` returning the mean loss over the batch, or ``(loss, metrics)``; gets ``rng=``
-        (a key of its own on every device and micro-batch) and ``model_state=`` if it names them, and with the latter
-        returns ``(loss, (metrics, new_model_state))``. A loss or metric over tokens is a :class:`~jaxche.Weighted`.
+      loss_fn: ``loss_fn(params, batch)`` returns the mean loss over the batch, or ``(loss, metrics)``. If it has an
+        argument ``rng``, it gets a key, different on every device and micro-batch. If it has an argument
+        ``model_state``, it returns ``(loss, (metrics, new_model_state))``. A loss or metric over tokens is a
+        :class:`~jaxche.Weighted`.
       tx: any ``optax.GradientTransformation``. Global norms are correct: clip with
         ``optax.chain(optax.clip_by_global_norm(1.0), ...)``.
       strategy: ``FullShard()``, ``ShardGradOp()``, ``NoShard()``, ``HybridShard(n)`` or ``HybridShardGradOp(n)``.
-      mesh: from ``strategy.mesh(devices)``; default: of all devices.
+      mesh: from ``strategy.mesh(devices)``; default: a mesh of all devices.
       accumulate: number of micro-batches of a batch, computed one after the other; gradients are averaged.
       compute_dtype: dtype in which ``loss_fn`` gets float parameters and float arrays of the batch, e.g.
-        ``jnp.bfloat16``; parameters, sums of gradients and the optimizer keep theirs.
-      seed: of ``rng=``.
+        ``jnp.bfloat16``; parameters, sums of gradients and the optimizer state keep their own.
+      seed: seed of ``rng=``.
 
     Returns:
       A :class:`ShardedStep`.
 
     Raises:
-      ValueError: an invalid argument, named with its value.
+      ValueError: an invalid argument; the message has its value.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax

@@ -26,8 +26,8 @@ _EMPTY = "#e8e8e8"
 class ShardingStrategy:
     """Base of the strategies: a mesh, and a sharding on it for each leaf of a tree of parameters.
 
-    A leaf is cut along its largest axis that the number of devices divides, the first of equal ones, whose slices are
-    contiguous in memory. A leaf without such an axis stays whole on every device.
+    A leaf is cut along its largest axis that the number of devices divides. Of several equal axes it is the first,
+    whose slices are contiguous in memory. A leaf without such an axis stays whole on every device.
 
     Args:
       min_size: leaves of fewer elements stay whole on every device: gathering them costs more than it saves.
@@ -36,7 +36,7 @@ class ShardingStrategy:
         would have to gather all layers for each.
 
     Raises:
-      ValueError: ``min_size`` below 0, or ``scanned`` that is not a tuple of names.
+      ValueError: ``min_size`` is below 0, or ``scanned`` is not a tuple of names.
 
     Example:
       >>> from jaxche.sharding import FullShard
@@ -68,7 +68,7 @@ class ShardingStrategy:
         return self.draw()
 
     def draw(self, mesh: Mesh | None = None) -> str:
-        """A picture of the slices that each device keeps; notebooks show it as the value of a cell.
+        """A picture of the slices on each device; notebooks show it as the value of a cell.
 
         Args:
           mesh: from :meth:`mesh`; default: a few example devices.
@@ -92,10 +92,10 @@ class ShardingStrategy:
           devices: the devices in order, those of a node next to each other. Default: ``jax.devices()``.
 
         Returns:
-          A mesh with the axis ``shard``, of the hybrid strategies ``replica`` and ``shard``; automatic axes.
+          A mesh with the automatic axis ``shard``; for the hybrid strategies ``replica`` and ``shard``.
 
         Raises:
-          ValueError: no devices, or a number of them that nodes of ``intra_node_size`` do not divide.
+          ValueError: no devices, or a number of devices that ``intra_node_size`` does not divide.
         """
         flat = np.array(jax.devices() if devices is None else devices, dtype=object).ravel()
         if flat.size == 0:
@@ -126,8 +126,8 @@ class ShardingStrategy:
 class FullShard(ShardingStrategy):
     """Every device keeps a slice of parameters, gradients and optimizer state (ZeRO-3, PyTorch's ``FULL_SHARD``).
 
-    Parameters are gathered for the forward pass and again for the backward pass, gradients reduce-scattered: of
-    ``P`` bytes a device sends :math:`3 (W - 1) / W \\cdot P` a step.
+    Parameters are gathered for the forward pass and again for the backward pass, and gradients are reduce-scattered.
+    For parameters of ``P`` bytes on ``W`` devices, a device sends :math:`3 (W - 1) / W \\cdot P` bytes a step.
 
     Args:
       min_size: leaves of fewer elements stay whole on every device.
@@ -221,8 +221,8 @@ class HybridShard(_Hybrid):
     """:class:`FullShard` inside a node, copies of it across nodes (PyTorch's ``HYBRID_SHARD``).
 
     Gathers and reduce-scatters stay on the fast links of a node; across nodes only slices of gradients are
-    all-reduced: of ``P`` bytes on ``R`` nodes of ``n`` devices
-    :math:`3 (n - 1) / n \\cdot P + 2 (R - 1) / R \\cdot P / n` a step.
+    all-reduced. For parameters of ``P`` bytes on ``R`` nodes of ``n`` devices, a device sends
+    :math:`3 (n - 1) / n \\cdot P + 2 (R - 1) / R \\cdot P / n` bytes a step.
 
     Args:
       intra_node_size: devices in a node; must divide the devices of the mesh.

@@ -221,7 +221,7 @@ def test_bad_sync(sync_ms):
 def test_refused_arguments(knobs, said):
     with pytest.raises(ValueError, match=said) as refused:
         ElChe(**knobs)
-    assert "write" in str(refused.value) or "start afresh" in str(refused.value)
+    assert "write" in str(refused.value) or "start with a new" in str(refused.value)
 
 
 @pytest.mark.parametrize(

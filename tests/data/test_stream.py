@@ -126,7 +126,7 @@ class Processes(Group):
         (iter([1]), Processes(1), 2, "can be read once, and epochs=2; .*jaxche.Stream\\(lambda epoch"),
         (jaxche.Stream(iter([1])), Processes(1), 2, "data is a list_iterator"),
         (iter([1]), Processes(2), 1, "jaxche.process_shard.*shards=True.*shards=False"),
-        (jaxche.Stream([1]), Processes(2), 1, "in a run of 2 processes; say what each process reads"),
+        (jaxche.Stream([1]), Processes(2), 1, "in a run of 2 processes; set shards="),
         (jaxche.Stream([1], shards=True), Processes(2, elastic=True), 1, "an elastic run redistributes batches"),
         (jaxche.Stream([1], shards=True), Processes(3), 1, "the processes of one replica need the same"),
     ],

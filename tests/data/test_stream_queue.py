@@ -263,7 +263,7 @@ def test_without_a_state_batches_are_read_again_and_skipped(queue, caplog):
     assert caplog.messages == [
         "6 batches of the stream were read again and skipped, to continue with batch 6 of epoch 2"
     ]
-    with pytest.raises(ValueError, match="the stream has 30 batches in epoch 0, and the state is after 31"):
+    with pytest.raises(ValueError, match="the stream has 30 batches in epoch 0, but the state is after batch 31"):
         take(queue(source), 31, 1)
 
 
@@ -273,8 +273,8 @@ def test_an_iterator_continues_where_it_stands_if_asked_to(queue, caplog):
     one = queue(source, resume="continue")
     assert take(one, 6, 3) == [6, 7, 8]
     assert caplog.messages == [
-        "the stream continues with its next batch as batch 6 of epoch 0: its position is not restored, so batches may "
-        "be trained on again or lost"
+        "the position of the stream is not restored; its next batch is used as batch 6 of epoch 0, so batches may "
+        "be repeated or lost"
     ]
     assert one.length(9) is None
     one.stop()
@@ -290,7 +290,7 @@ def test_an_iterator_that_was_read_is_refused(queue):
         assert take(one, 0, 4) == [0, 1, 2, 3]
         assert one.length(4) == 4
         with pytest.raises(
-            ValueError, match="a generator that has been read, and does not go back to batch 0 of epoch 1"
+            ValueError, match="a generator that was read already and cannot return to batch 0 of epoch 1"
         ):
             take(one, 0, 1, epoch=1)
 

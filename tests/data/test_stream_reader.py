@@ -162,7 +162,7 @@ def test_streams_of_different_lengths_are_refused_where_they_should_be_equal():
         (
             state(cursor=3, stream=StreamPosition((1, 1, 1), (False,) * 3)),
             [9, 9],
-            "of 3 streams; continue with as many",
+            "of 3 streams; continue with the same number",
         ),
         (state(cursor=3, stream=StreamPosition((1, 2), (False,) * 2)), [9], "1 streams, .*of 2 streams"),
     ],

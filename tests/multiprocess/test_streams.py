@@ -53,7 +53,7 @@ def test_equal_streams_are_divided(results):
 def test_the_processes_of_one_replica_read_the_same_stream(results):
     for result in results:
         assert result["island"] == equal_ids()
-        assert "the processes of one replica need the same; write" in result["own island"][1]
+        assert "the processes of one replica need the same ones; write" in result["own island"][1]
 
 
 @pytest.mark.parametrize(("name", "place"), [("own", [8, 5]), ("own, before", [4, 4]), ("equal", [8])])
@@ -86,7 +86,7 @@ def test_iterators_with_a_state_are_restored_on_each_process(results):
 def test_what_processes_cannot_train_on_is_an_error_on_all(results):
     one, other = (result["refused"] for result in results)
     for name, named in {
-        "iterator": "in a run of 2 processes; say what each process reads",
+        "iterator": "in a run of 2 processes; set shards=",
         "auto": "policy='auto' deals out rows by speed",
         "lengths": "in epoch 0 they ended after {0: 5, 1: 6} batches",
         "batches": "begin with different batches, and shards=False means that all read the same",

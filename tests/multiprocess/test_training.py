@@ -143,7 +143,7 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp
     assert zero["plan"][0] == one["plan"][0] == "PlanMismatchError"
     assert "ranks [1]" in zero["plan"][1]
     assert zero["after"] == one["after"] == [0, True]
-    refused = "data.epoch(1) has 14 batches, and len(data) is 13"
+    refused = "data.epoch(1) has 14 batches, but len(data) is 13"
     assert zero["epochs"][0] == one["epochs"][0] == one["own epochs"][0] == "ValueError"
     assert zero["own epochs"][0] == "RankError"
     for name in ("epochs", "own epochs"):

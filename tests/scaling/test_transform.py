@@ -215,5 +215,5 @@ def test_refused():
             tx.update(GRADS, state, PARAMS, scale=bad, noise=noisy())
     with pytest.raises(ValueError, match="AdaScale needs the noise scale"):
         tx.update(GRADS, state, PARAMS, scale=2)
-    with pytest.raises(ValueError, match=r"give both the same: noise_scale\.init"):
+    with pytest.raises(ValueError, match=r"write the same: noise_scale\.init"):
         tx.update(GRADS, state, PARAMS, scale=2, noise=noisy(groups={"w": "a", "b": "b"}))

@@ -59,9 +59,9 @@ def test_a_mesh_without_the_axes(strategy, axes, devices):
 @pytest.mark.parametrize(
     ("rows", "knobs", "named"),
     [
-        (6, {}, r"6 rows, which 4 devices \(4 shard\) do not divide; give batches of 4 rows"),
-        (3, {}, "3 rows, which 4 devices .* give batches of 4 rows"),
-        (12, {"accumulate": 2}, r"12 rows, which 4 devices \(4 shard\) times accumulate=2 .* batches of 8 rows"),
+        (6, {}, r"6 rows, which 4 devices \(4 shard\) do not divide; give all batches 4 rows"),
+        (3, {}, "3 rows, which 4 devices .* give all batches 4 rows"),
+        (12, {"accumulate": 2}, r"12 rows, which 4 devices \(4 shard\) times accumulate=2 .* batches 8 rows"),
         (6, {"strategy": HybridShard(2)}, r"6 rows, which 4 devices \(2 replica x 2 shard\)"),
     ],
 )
@@ -92,7 +92,7 @@ def test_the_line_that_is_told_makes_batches_that_divide(size, examples, devices
 
 def test_parameters_on_another_mesh(devices):
     elsewhere = make(devices[4:]).init(PARAMS).params
-    with pytest.raises(ValueError, match=r"\['w'\] lies on a mesh of 4 .*one of 2.*init\(jax.device_get\(params\)\)"):
+    with pytest.raises(ValueError, match=r"\['w'\] is on a mesh of 4 .*one of 2.*init\(jax.device_get\(params\)\)"):
         make(devices[:2]).init(elsewhere)
 
 
@@ -123,19 +123,19 @@ def test_a_state_of_another_optimizer(devices):
 def test_a_state_of_other_parameters(devices):
     step = make(devices[:4], optax.adam(0.1))
     state, other = step.init(PARAMS), step.init({"w": np.ones((8, 8), np.float32)})
-    with pytest.raises(ValueError, match=r"opt_state.*has the shape \(8, 8\), .* it is \(8, 4\); write state = step"):
+    with pytest.raises(ValueError, match=r"opt_state.*has the shape \(8, 8\), .* it must be \(8, 4\); write state"):
         step(state._replace(opt_state=other.opt_state), np.ones((4, 8), np.float32))
 
 
 def test_a_state_of_another_mesh_and_of_another_layout(devices):
     batch = np.ones((4, 8), np.float32)
-    with pytest.raises(ValueError, match=r"state.params\['w'\] lies on a mesh of 2 devices.* one of 4"):
+    with pytest.raises(ValueError, match=r"state.params\['w'\] is on a mesh of 2 devices.* one of 4"):
         make(devices[:4])(make(devices[:2]).init(PARAMS), batch)
-    with pytest.raises(ValueError, match=r"laid out .*FullShard\(\) keeps it .*'shard'.*write state = jax.device_put"):
+    with pytest.raises(ValueError, match=r"sharded as .*FullShard\(\) shards .*'shard'.*write state = jax.device_put"):
         make(devices[:4])(make(devices[:4], strategy=ShardGradOp()).init(PARAMS), batch)
     step = make(devices[:4])
     jax.block_until_ready(step(step.init(PARAMS), batch))
-    with pytest.raises(ValueError, match=r"laid out .*write state = jax.device_put"):  # also after one that was right
+    with pytest.raises(ValueError, match=r"sharded as .*write state = jax.device_put"):  # also after one that was right
         step(make(devices[:4], strategy=ShardGradOp()).init(PARAMS), batch)
 
 

@@ -59,7 +59,7 @@ PLACES = {
 def test_an_epoch_of_another_length_is_refused_before_its_first_step(problem, devices, placement, lengths):
     data = Growing(problem.data, lengths)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **PLACES[placement](devices))
-    with pytest.raises(ValueError, match=rf"data\.epoch\(1\) has {lengths[1]} batches, and len\(data\) is 8") as caught:
+    with pytest.raises(ValueError, match=rf"data\.epoch\(1\) has {lengths[1]} batches, but len\(data\) is 8") as caught:
         trainer.fit(trainer.init(problem.params), data, epochs=3, progress=False)
     assert "trainer.fit(state, data.epoch(1))" in str(caught.value)
     assert 1 not in {e for e, _ in data.reads}
@@ -75,7 +75,7 @@ def test_an_epoch_of_another_length_is_refused_before_its_first_step(problem, de
 @pytest.mark.parametrize("saves", [False, True])
 def test_the_first_epoch_is_refused_before_anything_is_compiled(problem, devices, tmp_path, saves):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
-    with pytest.raises(ValueError, match=r"data\.epoch\(0\) has 4 batches, and len\(data\) is 8") as caught:
+    with pytest.raises(ValueError, match=r"data\.epoch\(0\) has 4 batches, but len\(data\) is 8") as caught:
         trainer.fit(trainer.init(problem.params), Growing(problem.data, (4,)), checkpoints=tmp_path if saves else None)
     assert any(note.startswith("raised on rank 0 in") for note in caught.value.__notes__)
     assert trainer.compilations == 0
@@ -180,7 +180,7 @@ def test_augmented_examples_may_be_sorted_by_class(labels):
 
 def test_where_nothing_stays_the_line_for_augmentation_is_given_too(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
-    with pytest.raises(ValueError, match=r"of an iterator whatever.*np\.random\.default_rng\(\(seed, i\)\)"):
+    with pytest.raises(ValueError, match=r"of an iterator and ignores i.*np\.random\.default_rng\(\(seed, i\)\)"):
         trainer.fit(trainer.init(problem.params), Augmented(problem.data, keeps=()), progress=False)
 
 

@@ -76,7 +76,7 @@ def test_replicas_share_devices(problem, devices, replicas, close):
     (params, rounds), (alone, others) = runs
     close(params, alone, rtol=1e-6)
     assert rounds == others
-    with pytest.raises(ValueError, match="backend='device' is one program over all replicas, and some of these share"):
+    with pytest.raises(ValueError, match="backend='device' runs one program over all replicas, but some of these"):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=[devices[0]] * 3, fleet=fleet, backend="device")
 
 

@@ -221,7 +221,7 @@ def test_a_generator_is_at_its_end_in_the_next_fit(devices):
     trainer, state = make(devices, 2)
     data = batches()
     state, _ = trainer.fit(state, data, progress=False)
-    with pytest.raises(ValueError, match="a generator that has been read"):
+    with pytest.raises(ValueError, match="a generator that was read already"):
         trainer.fit(state, data, progress=False)
     state, _ = trainer.fit(state, batches(), progress=False)
     assert state.epoch == 2
