@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flax import linen as nn
     from flax import nnx
 
-    from jaxche.reports import History
+    from jaxche.reports import History, RoundInfo
     from jaxche.training._rounds import Rounds
     from jaxche.training._state import TrainerState
 
@@ -211,9 +211,16 @@ class NNXLoss:
                     "take the model alone: model = loss.rebuild(trainer.params(state), trainer.model_state(state))"
                 )
             nnx.update(self._optimizer.opt_state, nnx.state(jax.tree.unflatten(form, own)))
-            rank = trainer.local_ranks[0]
-            steps = sum(info.counts[rank] if info.average == "parameters" else 1 for info in history)
-            self._optimizer.step[...] += steps
+            rank, replicas = trainer.local_ranks[0], trainer.world_size
+
+            def steps(info: RoundInfo) -> int:
+                if info.average == "gradients":
+                    return 1
+                # A replica of a run that went on with another number of them started from the mean of their states.
+                own = len(info.counts) == replicas
+                return info.counts[rank] if own else round(sum(info.counts) / len(info.counts))
+
+            self._optimizer.step[...] += sum(map(steps, history))
         nnx.update(self._model, nnx.state(trained))
 
     def rebuild(self, params: Any, model_state: Any) -> nnx.Module:

@@ -263,6 +263,23 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
     assert int(optimizer.step[...]) == int(own.step[...]) == len(batches)
 
 
+def test_an_nnx_optimizer_counts_the_steps_of_a_run_that_goes_on_with_more_replicas(problem, devices, tmp_path):
+    batches = [problem.data[i] for i in range(len(problem.data))]
+
+    def fit(replicas, epochs):
+        _, optimizer = parts = nnx_parts()
+        loss = jaxche.NNXLoss(parts[0], nnx_mse, optimizer)
+        trainer = jaxche.Trainer(loss, loss.tx, replicas=devices[:replicas])
+        state = trainer.init(loss.params, loss.model_state, loss.opt_state)
+        state, history = trainer.fit(state, batches, epochs, progress=False, checkpoints=tmp_path)
+        loss.update(trainer, state, history)
+        return int(optimizer.step[...]), [info.counts for info in history]
+
+    assert fit(1, 1) == (len(batches), [(len(batches),)])
+    steps, counts = fit(2, 2)
+    assert steps == len(batches) + sum(n for n, *_ in counts[1:])
+
+
 def test_an_optimizer_of_a_part_of_the_model_is_refused():
     model, _ = nnx_parts()
     with pytest.raises(ValueError, match=r"wrt=nnx\.Param"):
