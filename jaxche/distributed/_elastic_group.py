@@ -21,7 +21,7 @@ from jax._src import distributed as _jax_distributed
 
 from jaxche.distributed._cpu_client import make_cpu_client
 from jaxche.distributed._environment import LIVENESS
-from jaxche.distributed._group import Group, PeerLostError, unless_late
+from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
 from jaxche.distributed._thread_barrier import ThreadBarrier
@@ -166,7 +166,7 @@ class ElasticGroup(Group):
         """Count the fits of the script. A standby process joins the fit with its own number."""
         self._fit += 1
         if self._topology is None:
-            with unless_late():
+            with suppress_timeout():
                 self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
 
     def end_fit(self) -> None:
@@ -284,7 +284,7 @@ class ElasticGroup(Group):
         process, incarnation = self.process_index, self.incarnation
         while True:
             answer = {}
-            with unless_late():
+            with suppress_timeout():
                 key = f"{_ANSWERS}/{process}/{incarnation}"
                 answer = json.loads(self.client.blocking_key_value_get(key, _POLL_MS))
             if "refused" in answer:
@@ -376,7 +376,7 @@ class ElasticGroup(Group):
 
     def _restore_topology(self) -> None:
         """Write what XLA knows of all devices, if process 0 died after it removed this and before it wrote it again."""
-        with unless_late():
+        with suppress_timeout():
             self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
             return
         if self._topology is not None:
@@ -412,7 +412,7 @@ def _liveness_address(store: Any) -> list[Any]:
     if LIVENESS in os.environ:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
             store.key_value_set(_LIVENESS, os.environ[LIVENESS])
-    with unless_late():
+    with suppress_timeout():
         return json.loads(store.blocking_key_value_get(_LIVENESS, _ADDRESS_MS))
     raise RuntimeError(
         "jax_enable_recoverability is set, and this run has no coordinator that detects deaths. Write: "
