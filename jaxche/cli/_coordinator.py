@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if missing := [name for name in _VARIABLES if not os.environ.get(name)]:
         raise ValueError(f"{' and '.join(missing)} must be set. Write: {_EXPORT} jaxche coordinator")
-    found = detect(None, None, None, {**os.environ, "JAXCHE_PROCESS_ID": "0"})  # refuses invalid values
+    found = detect({**os.environ, "JAXCHE_PROCESS_ID": "0"})  # refuses invalid values
     if found.address is None:
         raise ValueError("JAXCHE_NUM_PROCESSES=1: a single process needs no coordinator. Start it alone")
     bind, liveness = coordinator_bind(found.address, os.environ), os.environ["JAXCHE_LIVENESS"]

@@ -142,11 +142,11 @@ def _of_task(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
 
 
 def _of_function(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
-    from jaxche.cli._target import load_function, users_errors
+    from jaxche.cli._target import load_function, user_errors
     from jaxche.sharding import plan
 
     make = load_function(args.model)
-    with users_errors(args.model):
+    with user_errors(args.model):
         return plan(make, batch_size=args.batch_size, **options)
 
 

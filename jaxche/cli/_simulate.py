@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxche.cli._command import Command, add_out, integer, number, numbers
+from jaxche.cli._command import Command, add_out, integer, number, numbers, writing
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
@@ -188,11 +188,12 @@ def _describe(fleet: VirtualFleet) -> str:
 
 
 def _draw(done: FleetRun, path: Path) -> None:
-    try:
-        done.plot().savefig(path, dpi=110)
-    except ValueError as error:  # matplotlib does not support the format
-        raise ValueError(f"--out {path}: {error}") from None
-    print(f"drawn to {path}")
+    figure = done.plot()
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ValueError(f"--out {path}: the ending is none of {', '.join(formats)}; write e.g. --out fleet.png")
+    with writing(path):
+        figure.savefig(path, dpi=110)
 
 
 def _slowdown(text: str) -> Slowdown:
@@ -210,6 +211,5 @@ COMMAND = Command(
     _EPILOG,
     _add_arguments,
     _run,
-    usage_errors=(ValueError, ImportError, OSError),
     about=_ABOUT,
 )

@@ -362,7 +362,7 @@ def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
     if args.ratios and args.pace not in (None, "auto"):
         raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
     if not args.dry_run and not args.replay:
-        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts), args.dry_run)
+        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts))
     cadence(args, processes)
     for policy in policies(args):
         trainer_options(args, policy)
@@ -383,6 +383,5 @@ COMMAND = Command(
     _EPILOG,
     _add_arguments,
     _run,
-    usage_errors=(ValueError, ImportError, TimeoutError, ConnectionError),
     about=_ABOUT,
 )
