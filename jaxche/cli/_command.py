@@ -53,7 +53,7 @@ class Command:
     # Returns the exit code.
     action: Callable[[argparse.Namespace], int]
     usage: str = "%(prog)s [options]"
-    # Lines of ``--help`` after the summary, for a reader who does not know the words of the options.
+    # Lines of ``--help`` after the summary that explain the words of the options.
     about: str = ""
 
     def register(self, subparsers: argparse._SubParsersAction[Parser]) -> None:

@@ -1,4 +1,4 @@
-"""`jaxche coordinator`: keeps an elastic run together whose processes a scheduler starts."""
+"""`jaxche coordinator`: the coordinator of an elastic run whose processes a scheduler starts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _is_liveness(text: str) -> bool:
 
 COMMAND = Command(
     "coordinator",
-    "keep an elastic run together whose processes a scheduler starts",
+    "coordinate an elastic run whose processes a scheduler starts",
     _EPILOG,
     lambda parser: None,
     _run,

@@ -41,13 +41,17 @@ exit codes:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "-n", "--processes", type=integer("-n 2"), metavar="N", help="start so many, and measure the links between them"
+        "-n",
+        "--processes",
+        type=integer("-n 2"),
+        metavar="N",
+        help="number of processes to start, between which links are measured",
     )
     add(
         "--store",
         type=directory_path,
         metavar="URL",
-        help="also check that this can be written: a folder, s3://..., gs://...",
+        help="also check that a store can be written: a folder, s3://... or gs://...",
     )
     add(
         "--timeout",

@@ -48,7 +48,6 @@ class Runtime(NamedTuple):
     ``error`` names a library that cannot be loaded.
     """
 
-    major: int
     cuda: int = 0
     cudnn: int = 0
     built_cuda: int = 0
@@ -239,7 +238,7 @@ def read_runtime(major: int) -> Runtime:
     try:
         versions: Any = importlib.import_module(f"jax_cuda{major}_plugin._versions")
     except ImportError as error:
-        return Runtime(major, error=f"its own library ({error})")
+        return Runtime(error=f"its own library ({error})")
     found = {}
     for name, function in (("cuda", "cuda_runtime"), ("cudnn", "cudnn")):
         try:
@@ -247,8 +246,8 @@ def read_runtime(major: int) -> Runtime:
             found[f"built_{name}"] = int(getattr(versions, f"{function}_build_version")())
         except Exception as error:  # a version function of jaxlib raises whatever the missing library makes it raise
             label = {"cuda": "the CUDA runtime", "cudnn": "cuDNN"}[name]
-            return Runtime(major, **found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
-    return Runtime(major, **found)
+            return Runtime(**found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
+    return Runtime(**found)
 
 
 def show_cuda(version: int) -> str:
