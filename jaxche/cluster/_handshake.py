@@ -93,13 +93,13 @@ def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
         )
     columns = {name: [process.versions.get(name, "none") for process in processes] for name in processes[0].versions}
     odd = odd_ones(columns, range(len(processes)), {"host": [process.host for process in processes]}, _ROWS)
-    if not odd.who:
+    if not odd.processes:
         return
-    fix = " ".join(f"{name}=={value}" for name, value in odd.usual.items() if name != "python")
+    fix = " ".join(f"{name}=={value}" for name, value in odd.majority.items() if name != "python")
     raise RuntimeError(
-        f"{len(odd.who)} of {len(processes)} processes run other versions of {', '.join(odd.usual)}:\n{odd.table}\n"
-        "Different versions compile different programs, whose ranks hang or diverge. "
-        + (f"There write: pip install {fix}" if fix else f"There start them with Python {odd.usual['python']}.")
+        f"{len(odd.processes)} of {len(processes)} processes run other versions of {', '.join(odd.majority)}:\n"
+        f"{odd.table}\nDifferent versions compile different programs, whose ranks hang or diverge. "
+        + (f"There write: pip install {fix}" if fix else f"There start them with Python {odd.majority['python']}.")
     )
 
 

@@ -29,9 +29,9 @@ from jaxche.distributed._transfer import receive_state, send_state
 
 _log = logging.getLogger("jaxche")
 
-# Where XLA's clients keep the addresses of Gloo's sockets, and what they know of all devices.
+# Keys of XLA's clients: the addresses of Gloo's sockets, and the topology of all devices.
 _ADDRESSES, _TOPOLOGY = "cpu:gloo/", "cpu:global_topology/cpu"
-# How long others wait for that, and how often process 0 tries to write it.
+# How long other processes wait for the topology, and how often process 0 tries to write it.
 _TOPOLOGY_MS, _ATTEMPTS = 2000, 20
 # The memberships, the address of the liveness server, requests of standby processes, the answers to them, and the fits
 # that have ended.
@@ -91,7 +91,7 @@ class ElasticGroup(Group):
         self._liveness = Liveness(self._state, _liveness_address(self.client), self.watchdog)
         self._incarnations = dict.fromkeys(range(self.num_processes), 1)
         self._devices: dict[int, Any] | None = None
-        # What XLA's clients know of all devices, as one of them wrote it.
+        # The topology of all devices, as a client of XLA wrote it.
         self._topology: bytes | None = None
         # A script makes its fits in the same order in all its processes.
         self._fit = 0
@@ -375,7 +375,7 @@ class ElasticGroup(Group):
         self._devices = {device.id: device for device in client.devices()}
 
     def _restore_topology(self) -> None:
-        """Write what XLA knows of all devices, if process 0 died after it removed this and before it wrote it again."""
+        """Write the topology again, if process 0 died after it had removed it and before it wrote the new one."""
         with suppress_timeout():
             self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
             return
@@ -394,7 +394,7 @@ class ElasticGroup(Group):
 def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:
     """Start a client of CPU devices on process 0, where one was started before.
 
-    XLA's clients on process 0 write what all of them know of all devices, and fail if it is there.
+    XLA's clients on process 0 write the topology of all devices, and fail if the key exists.
     """
     for _ in range(_ATTEMPTS - 1):
         store.key_value_delete(_TOPOLOGY)

@@ -89,7 +89,7 @@ class Liveness:
                     break
 
     def _exchange(self, sock: socket.socket) -> None:
-        """Send heartbeats and read who has ended, until the connection breaks."""
+        """Send heartbeats and read which incarnations have ended, until the connection breaks."""
         sock.settimeout(INTERVAL_S)
         received = b""
         while not self._closed.is_set():

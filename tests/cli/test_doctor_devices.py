@@ -13,7 +13,7 @@ from jaxche.cli._doctor_devices import Driver, Gpu, Runtime
 QUERY = "NVIDIA H100 80GB HBM3, 580.159.04, 81559, 522, Default\n"
 BANNER = "| NVIDIA-SMI 580.159.04    Driver Version: 580.159.04    CUDA Version: 13.0     |\n"
 H100 = Driver("580.159.04", "13.0", (Gpu("NVIDIA H100 80GB HBM3", 81559, 522, "Default"),))
-FITTING = Runtime(13, 13000, 91200, 13000, 91200)
+FITTING = Runtime(13000, 91200, 13000, 91200)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def smi(monkeypatch):
 
 
 def cuda(driver=H100, plugins=(13,), runtime=FITTING, environ=(), errors=()):
-    read = lambda major: runtime._replace(major=major)  # noqa: E731
+    read = lambda major: runtime  # noqa: E731
     return checks.cuda_finding(driver, list(plugins), read, dict(environ), errors)
 
 
@@ -155,13 +155,13 @@ def test_the_versions_are_read_from_the_plugin(monkeypatch):
         setattr(versions, f"{name}_version", lambda number=number: number)
     monkeypatch.setitem(sys.modules, "jax_cuda13_plugin", types.ModuleType("jax_cuda13_plugin"))
     monkeypatch.setitem(sys.modules, "jax_cuda13_plugin._versions", versions)
-    assert checks.read_runtime(13) == Runtime(13, 13000, 91200, 13010, 91301)
+    assert checks.read_runtime(13) == Runtime(13000, 91200, 13010, 91301)
 
     def missing():
         raise RuntimeError("libcudnn.so.9 not found\nat address 0")
 
     versions.cudnn_get_version = missing
-    assert checks.read_runtime(13) == Runtime(13, 13000, 0, 13010, 0, "cuDNN (libcudnn.so.9 not found)")
+    assert checks.read_runtime(13) == Runtime(13000, 0, 13010, 0, "cuDNN (libcudnn.so.9 not found)")
 
 
 def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
