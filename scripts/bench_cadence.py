@@ -426,7 +426,7 @@ def measure_target(args: argparse.Namespace) -> dict[str, Any]:
                 start = time.perf_counter()
                 done += system.run(25)
                 clock += time.perf_counter() - start  # looking at the test set is not training
-                curve.append((clock, task.evaluate(jax.device_get(system.merged()), None)["accuracy"]))
+                curve.append((clock, task.evaluate(jax.device_get(system.merged()))["accuracy"]))
             reached = next((seconds for seconds, accuracy in curve if accuracy >= args.target), None)
             results[name].append({"seconds": reached, "final": curve[-1][1], "total_s": clock, "curve": curve})
     return results

@@ -131,7 +131,7 @@ def make_task(folder: Path, args: argparse.Namespace) -> None:
     x = np.concatenate([np.roll(images, shift, (1, 2)) for shift in SHIFTS]).reshape(-1, 784)
     whole = len(x) // args.batch * args.batch  # every batch has the same size
     arrays = {"x": x[:whole], "y": np.tile(labels, len(SHIFTS))[:whole]}
-    arrays |= {"test_x": mnist.test["x"].reshape(-1, 784), "test_y": mnist.test["y"]}
+    arrays |= {"test_x": mnist.test.arrays["x"].reshape(-1, 784), "test_y": mnist.test.arrays["y"]}
     for seed in (*range(args.seeds), TUNING_SEED):
         arrays |= {f"start{seed}_{i}": leaf for i, leaf in enumerate(jax_systems.start(seed))}
     write(folder / "task.npz", arrays)

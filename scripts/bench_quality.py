@@ -111,7 +111,7 @@ def load(name: str, cache: Path) -> Task:
     found = _tasks.load("text" if name == "late" else name)
 
     def evaluate(params: Any) -> dict[str, float]:
-        return {metric: round(value, 5) for metric, value in found.evaluate(params, None).items()}
+        return {metric: round(value, 5) for metric, value in found.evaluate(params).items()}
 
     task = Task(found.loss_fn, found.data.arrays, found.data.batch_size, lambda seed: found.init(seed)[0], evaluate)
     if name == "late":

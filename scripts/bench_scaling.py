@@ -101,7 +101,7 @@ class Digits:
             # Half a base step of tolerance: sums of gains are rounded.
             state = advance(state, self.examples, learning_rate, seed, self.goal * mark / MARKS - 0.5)
             step, progress = int(state["step"]), float(state["tx"].progress)
-            accuracy = self.task.evaluate(jax.device_get(state["params"]), None)["accuracy"]
+            accuracy = self.task.evaluate(jax.device_get(state["params"]))["accuracy"]
             run.steps.append(step)
             run.accuracy.append(accuracy)
             run.progress.append(progress)

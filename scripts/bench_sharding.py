@@ -80,7 +80,7 @@ class Problem:
 
         # The data of the text task, the model at the given size.
         task = text(args.batch_size, None, 0)
-        vocabulary = int(task.test.max()) + 1
+        vocabulary = int(task.test.arrays.max()) + 1
         net = Transformer(max(128, vocabulary), width=args.width, blocks=args.blocks)
         self.batches = [task.data[i] for i in range(8)]
         self.params = jax.jit(net.init)(jax.random.key(0), self.batches[0][:1, :-1])["params"]

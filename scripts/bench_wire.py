@@ -70,7 +70,7 @@ def main() -> None:
             data = jaxche.Batches(task.data.arrays, task.data.batch_size, 1000 * seed)
             state = trainer.init(task.init(seed)[0])
             state, history = trainer.fit(state, data, max_steps=args.batches, progress=False)
-            losses.append(task.evaluate(trainer.params(state), None)["loss"])
+            losses.append(task.evaluate(trainer.params(state))["loss"])
             rounds.append(len(history))
             sent = history[-1].merge_bytes
         baseline, baseline_bytes = baseline or losses, baseline_bytes or sent

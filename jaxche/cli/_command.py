@@ -6,11 +6,12 @@ Every ``jaxche --help`` imports the modules of all commands, so they import JAX 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         """Raises the error of words that no option takes, with the options that are spelt alike."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
         known = [option for action in shown for option in action.option_strings]
-        alike = [found for word in words for found in difflib.get_close_matches(word.partition("=")[0], known, 1)]
+        alike = [found for word in words for found in difflib.get_close_matches(word.partition("=")[0], known, 1, 0.7)]
         meant = f"; did you mean {' or '.join(dict.fromkeys(alike))}?" if alike else ""
         self.error(f"unrecognized arguments: {' '.join(words)}{meant}")
 
@@ -52,10 +53,8 @@ class Command:
     # Returns the exit code.
     action: Callable[[argparse.Namespace], int]
     usage: str = "%(prog)s [options]"
-    # Lines of ``--help`` after the summary, for a reader who does not know the words of the options.
+    # Lines of ``--help`` after the summary that explain the words of the options.
     about: str = ""
-    # Exceptions for invalid arguments: one line on standard error, and exit code 2.
-    usage_errors: tuple[type[Exception], ...] = (ValueError, ImportError)
 
     def register(self, subparsers: argparse._SubParsersAction[Parser]) -> None:
         """Adds a parser of this command; it sets ``args.command_object`` to this object."""
@@ -71,10 +70,10 @@ class Command:
         parser.set_defaults(command_object=self)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Runs the action and returns the exit code."""
+        """Runs the action and returns the exit code; an invalid argument is one line on standard error, and code 2."""
         try:
             return self.action(args)
-        except self.usage_errors as error:
+        except (ValueError, ImportError, OSError) as error:
             print_error(self.name, error)
             return 2
 
@@ -172,13 +171,20 @@ def print_error(command: str, error: object) -> None:
     sys.stderr.flush()
 
 
-def write_text(path: str, text: str) -> None:
-    """Writes what ``--out`` asks for, and prints where it is."""
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A context that writes the file of ``--out``, and prints its path."""
     try:
-        Path(path).write_text(text, encoding="utf8")
+        yield
     except OSError as error:
-        raise ValueError(f"--out {path}: {error.strerror}; write e.g. --out {Path(path).name or 'plan.txt'}") from None
+        raise ValueError(f"--out {path}: {error.strerror}; write e.g. --out {path.name}") from None
     print(f"written to {path}")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes the text that ``--out`` asks for, and prints its path."""
+    with writing(Path(path)):
+        Path(path).write_text(text, encoding="utf8")
 
 
 def launcher() -> str:
@@ -188,7 +194,7 @@ def launcher() -> str:
     """
     from jaxche.cluster import detect
 
-    return detect(None, None, None, os.environ).launcher
+    return detect(os.environ).launcher
 
 
 def join(timeout_s: float = 300.0) -> ClusterInfo:

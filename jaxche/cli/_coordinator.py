@@ -1,4 +1,4 @@
-"""`jaxche coordinator`: keeps an elastic run together whose processes a scheduler starts."""
+"""`jaxche coordinator`: the coordinator of an elastic run whose processes a scheduler starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if missing := [name for name in _VARIABLES if not os.environ.get(name)]:
         raise ValueError(f"{' and '.join(missing)} must be set. Write: {_EXPORT} jaxche coordinator")
-    found = detect(None, None, None, {**os.environ, "JAXCHE_PROCESS_ID": "0"})  # refuses invalid values
+    found = detect({**os.environ, "JAXCHE_PROCESS_ID": "0"})  # refuses invalid values
     if found.address is None:
         raise ValueError("JAXCHE_NUM_PROCESSES=1: a single process needs no coordinator. Start it alone")
     bind, liveness = coordinator_bind(found.address, os.environ), os.environ["JAXCHE_LIVENESS"]
@@ -65,7 +65,7 @@ def _is_liveness(text: str) -> bool:
 
 COMMAND = Command(
     "coordinator",
-    "keep an elastic run together whose processes a scheduler starts",
+    "coordinate an elastic run whose processes a scheduler starts",
     _EPILOG,
     lambda parser: None,
     _run,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxche.cli import _doctor_checks as checks
-from jaxche.cli import _doctor_gpu as gpu
+from jaxche.cli import _doctor_devices as device_checks
 from jaxche.cli._command import Command, directory_path, integer, join, launcher, number, paint
-from jaxche.cli._doctor_finding import Finding
+from jaxche.cli._doctor_checks import Finding
 
 if TYPE_CHECKING:
     from jaxche.cluster import ClusterInfo
@@ -41,13 +41,17 @@ exit codes:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "-n", "--processes", type=integer("-n 2"), metavar="N", help="start so many, and measure the links between them"
+        "-n",
+        "--processes",
+        type=integer("-n 2"),
+        metavar="N",
+        help="number of processes to start, between which links are measured",
     )
     add(
         "--store",
         type=directory_path,
         metavar="URL",
-        help="also check that this can be written: a folder, s3://..., gs://...",
+        help="also check that a store can be written: a folder, s3://... or gs://...",
     )
     add(
         "--timeout",
@@ -75,12 +79,13 @@ def _run(args: argparse.Namespace) -> int:
     if info.launcher == "none" and (args.processes or 1) > 1:
         command = [sys.executable, "-m", "jaxche", *args.words]
         return launch(command, args.processes, prefix=False, only_rank0=True)
-    with gpu.plugin_errors() as errors:
-        started = checks.start_devices(args.timeout)
+    with device_checks.plugin_errors() as errors:
+        started = device_checks.start_devices(args.timeout)
     if not started:
         # Without the CUDA line: its libraries may hang like the devices.
-        drivers = [gpu.driver_finding(driver)] if (driver := gpu.read_driver()) != gpu.Driver() else []
-        _print([checks.versions(), checks.machine(), *drivers, checks.not_started(args.timeout)])
+        driver = device_checks.read_driver()
+        drivers = [] if driver == device_checks.Driver() else [device_checks.driver_finding(driver)]
+        _print([checks.versions(), checks.machine(), *drivers, device_checks.not_started(args.timeout)])
         sys.stdout.flush()
         os._exit(1)  # the exit handlers of Python may wait for the devices
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher, errors)
@@ -99,8 +104,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Finding]:
-    devices = checks.devices()
-    findings = [checks.versions(), checks.machine(), *gpu.findings(os.environ, errors), devices]
+    devices = device_checks.device_finding()
+    findings = [checks.versions(), checks.machine(), *device_checks.gpu_findings(os.environ, errors), devices]
     text = {"none": "none: a single process", "jaxche": "jaxche launch, or JAXCHE_* variables"}
     findings.append(Finding("launcher", text.get(launcher, launcher)))
     findings += [checks.variables(os.environ), checks.proxies(os.environ), checks.ports()]
@@ -115,7 +120,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
     """Compares the processes; all call this, process 0 prints and returns the exit code."""
     import jax
 
-    from jaxche.cluster import clocks, measure_all_reduce, share
+    from jaxche.cluster import all_gather_text, clocks, measure_all_reduce
     from jaxche.drawing import aligned
     from jaxche.sharding import devices, is_private, local_devices
 
@@ -126,8 +131,7 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
         "free": checks.free_memory_gib(),
         "problems": [finding for finding in findings if finding.fix],
     }
-    gathered = share("doctor", info.process_id, info.num_processes, json.dumps(mine), timeout_s)
-    reports = [json.loads(text) for text in gathered]
+    reports = [json.loads(text) for text in all_gather_text("doctor", json.dumps(mine), timeout_s)]
     offsets = clocks(info.process_id, info.num_processes, timeout_s)
     # Replicas on devices of several kinds merge on their hosts.
     mixed = len({one["kind"] for one in reports}) > 1 or any(map(is_private, devices()))
@@ -193,5 +197,4 @@ COMMAND = Command(
     _EPILOG,
     _add_arguments,
     _run,
-    usage_errors=(ValueError,),
 )

@@ -1,4 +1,4 @@
-"""The checks of `jaxche doctor` for one process."""
+"""The checks of `jaxche doctor` for one process, but not its devices."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import contextlib
 import os
 import platform
 import socket
-import threading
 import time
 from collections.abc import Mapping
-from typing import Any
-
-from jaxche.cli._doctor_finding import Finding
-from jaxche.cli._doctor_gpu import install_line, wants_gpu
+from typing import Any, NamedTuple
 
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
 _STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
+
+
+class Finding(NamedTuple):
+    """The result of one check; a problem if it has a ``fix``, the line to write."""
+
+    name: str
+    text: str
+    fix: str = ""
 
 
 def versions() -> Finding:
@@ -53,54 +57,6 @@ def free_memory_gib() -> float | None:
         return int(lines["MemAvailable"].split()[0]) / 2**20
     except (OSError, KeyError):
         return None
-
-
-def start_devices(timeout_s: float) -> bool:
-    """Whether JAX's devices start, or fail to start, before the timeout; a driver may hang."""
-    thread = threading.Thread(target=_start, name="jaxche-devices", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()
-
-
-def _start() -> None:
-    from jaxche.sharding import local_devices
-
-    with contextlib.suppress(RuntimeError):  # devices() reports it
-        local_devices()
-
-
-def not_started(timeout_s: float) -> Finding:
-    """The finding for devices that did not start."""
-    return Finding(
-        "devices",
-        f"JAX has not started them in {timeout_s:g} s; the driver hangs, or another process uses them",
-        "JAX_PLATFORMS=cpu jaxche doctor, and look at nvidia-smi",
-    )
-
-
-def devices() -> Finding:
-    """The devices of JAX, compared with those of the driver."""
-    from jaxche.cluster import count_gpus, has_cuda
-    from jaxche.sharding import local_devices
-
-    try:
-        local = local_devices()
-    except RuntimeError as error:
-        return Finding(
-            "devices", f"JAX does not start: {str(error).splitlines()[0]}", "JAX_PLATFORMS=cpu jaxche doctor"
-        )
-    kinds = [device.device_kind for device in local]
-    text = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
-    if all(limits):
-        text += f", {min(limits) / 2**30:.1f} GiB each"
-    gpus = count_gpus() if wants_gpu(os.environ) else 0
-    if gpus and local[0].platform != "gpu":
-        what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
-        fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
-        return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
-    return Finding("devices", text)
 
 
 def variables(environ: Mapping[str, str]) -> Finding:

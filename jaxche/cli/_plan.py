@@ -59,8 +59,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("devices")
     add = group.add_argument
-    add("--devices", type=integer("--devices 8"), default=8, metavar="N", help="how many (default: %(default)s)")
-    add("--memory", metavar="SIZE", help="of one device, e.g. 16GiB: the plan then says what fits")
+    add(
+        "--devices",
+        type=integer("--devices 8"),
+        default=8,
+        metavar="N",
+        help="number of devices (default: %(default)s)",
+    )
+    add("--memory", metavar="SIZE", help="memory of one device, e.g. 16GiB; the plan then says what fits")
     add(
         "--intra-node-size",
         type=integer("--intra-node-size 4", 2),
@@ -70,7 +76,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("model and step")
     add = group.add_argument
-    add("--task", choices=tuple(TASKS), default="text", help="without FILE.py: the model of (default: %(default)s)")
+    add(
+        "--task",
+        choices=tuple(TASKS),
+        default="text",
+        help="plan the model of this task, without FILE.py (default: %(default)s)",
+    )
     add(
         "--batch-size",
         type=integer("--batch-size 64"),
@@ -82,13 +93,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=integer("--accumulate 1"),
         default=1,
         metavar="N",
-        help="compute a step in so many parts, one after the other, which needs less memory (default: %(default)s)",
+        help="micro-batches of a step, computed one after the other, which needs less memory (default: %(default)s)",
     )
     add(
         "--compute-dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="of the model's arithmetic; parameters keep theirs (default: %(default)s)",
+        help="dtype of computations; parameters keep theirs (default: %(default)s)",
     )
     group = parser.add_argument_group("output")
     group.add_argument(
@@ -142,11 +153,11 @@ def _of_task(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
 
 
 def _of_function(args: argparse.Namespace, options: dict[str, Any]) -> Comparison:
-    from jaxche.cli._target import load_function, users_errors
+    from jaxche.cli._target import load_function, user_errors
     from jaxche.sharding import plan
 
     make = load_function(args.model)
-    with users_errors(args.model):
+    with user_errors(args.model):
         return plan(make, batch_size=args.batch_size, **options)
 
 

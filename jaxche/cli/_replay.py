@@ -14,11 +14,11 @@ import numpy as np
 
 from jaxche.averaging import path_names
 from jaxche.cli._command import print_error
-from jaxche.cli._progress import barrier, print_once
+from jaxche.cli._progress import print_once
 from jaxche.cli._result import read_params
 from jaxche.cli._settings import cadence, policies, trainer_options
 from jaxche.cli._tasks import load
-from jaxche.distributed import PACE_MS
+from jaxche.distributed import PACE_MS, process_group
 from jaxche.reports import History
 from jaxche.sharding import devices
 from jaxche.training import Trainer
@@ -76,7 +76,7 @@ def replay(args: argparse.Namespace) -> None:
     if jax.process_index() == 0:
         saved = read_params(folder / "params")
         difference = _first_difference(saved, trainer.params(state))
-    barrier("replayed")
+    process_group().barrier()
     if difference:
         print_error(
             "train",

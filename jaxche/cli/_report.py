@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxche.cli._command import Command, add_out, directory_path
+from jaxche.cli._command import Command, add_out, directory_path, write_text
 from jaxche.cli._result import Result, read_json, result_rows
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     folder = Path(args.folder)
     path = Path(args.out) if args.out else folder / "report.html"
-    path.write_text(page(folder), encoding="utf8")
-    print(f"written to {path}")
+    write_text(path, page(folder))
     if args.open:
         import webbrowser
 
@@ -169,5 +168,4 @@ COMMAND = Command(
     _add_arguments,
     _run,
     usage="%(prog)s RUN [options]",
-    usage_errors=(ValueError, ImportError, OSError),
 )

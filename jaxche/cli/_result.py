@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,9 @@ class Result:
     """The result of one policy."""
 
     policy: str
-    # Metrics on the test set at the end, and at the end of each epoch since the last start.
+    # Metrics on the test set at the end.
     test: dict[str, float]
-    curve: tuple[dict[str, float], ...]
-    # Training time, without evaluation and compilation.
+    # Duration of the rounds: without compilation, evaluation and checkpoints.
     seconds: float
     examples: int
     batches: int
@@ -72,25 +71,16 @@ class Result:
         return cls(**{field.name: saved[field.name] for field in fields(cls)})
 
 
-def result_from_history(
-    policy: str,
-    history: History,
-    rates: Sequence[float],
-    seconds: Mapping[int, float],
-    test: dict[str, float],
-    curve: Sequence[dict[str, float]] = (),
-) -> Result:
+def result_from_history(policy: str, history: History, rates: Sequence[float]) -> Result:
     """The result of a run over all its starts.
 
-    Only rounds with the final number of ranks count, because ``rates`` are of these ranks. A round that is missing in
-    ``seconds`` (round number: training time) counts with its own period.
+    Only rounds with the final number of ranks count, because ``rates`` are of these ranks.
     """
     counted = history.last_ranks
     return Result(
         policy=policy,
-        test=test,
-        curve=tuple(curve),
-        seconds=sum(seconds.get(info.round, info.period_ms / 1e3) for info in counted),
+        test=counted[-1].validation,
+        seconds=counted.seconds,
         examples=sum(info.examples for info in counted),
         batches=sum(info.batches for info in counted),
         rates=tuple(rates),
@@ -156,13 +146,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def refuse_directory(directory: Path, out: str, resumable: bool, dry_run: bool) -> None:
+def refuse_directory(directory: Path, out: str, resumable: bool) -> None:
     """Refuses a directory with a finished run, one with a run that cannot resume, and one that is not writable."""
     finished = read_json(directory / "result.json") is not None
     if os.path.exists(directory) and (finished or not resumable):
-        raise ValueError(f"{directory} is there already; choose another --name")
-    if dry_run:
-        return
+        raise ValueError(f"{directory} exists; choose another --name")
     # Do not create the directory here: a directory that exists belongs to a run.
     existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     try:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxche.cli._command import Command, add_out, integer, number, numbers
+from jaxche.cli._command import Command, add_out, integer, number, numbers, writing
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
@@ -51,14 +51,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=integer("--ranks 64", 2),
         metavar="N",
-        help="this many devices of random speeds instead, the fastest with 20 ms a step; a rank is the number of a "
-        "device, from 0",
+        help="number of devices of random speeds, in place of --ms; the fastest takes 20 ms a step",
     )
     add(
         "--spread",
         type=number("--spread 4", 1.0),
         metavar="X",
-        help="with --ranks: how many times as long the slowest takes as the fastest (default: 4)",
+        help="with --ranks: time of a step of the slowest device, relative to the fastest (default: 4)",
     )
     add(
         "--jitter",
@@ -71,21 +70,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slowdown",
         type=_slowdown,
         metavar="RANK@ROUNDxFACTOR",
-        help="a device that becomes slower: 0@50x2 is device 0, which takes twice as long from round 50 on",
+        help="a device that becomes slower: with 0@50x2 device 0, the first, takes twice as long from round 50 on",
     )
     add(
         "--first-report-ms",
         type=number("--first-report-ms 3000"),
         default=0.0,
         metavar="MS",
-        help="time that round 0 takes longer on each device, as compilation does (default: 0)",
+        help="additional time of round 0 on each device, such as compilation (default: 0)",
     )
     add(
         "--seed",
         type=integer("--seed 0", 0),
         default=0,
         metavar="N",
-        help="of random speeds and times; the same seed gives the same run (default: 0)",
+        help="seed of the random speeds and times; the same seed gives the same run (default: 0)",
     )
 
     group = parser.add_argument_group("rounds")
@@ -102,7 +101,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=integer("--rounds 100"),
         default=100,
         metavar="N",
-        help="how many to simulate (default: %(default)s)",
+        help="number of rounds (default: %(default)s)",
     )
 
     group = parser.add_argument_group("controller (ElChe)")
@@ -188,11 +187,12 @@ def _describe(fleet: VirtualFleet) -> str:
 
 
 def _draw(done: FleetRun, path: Path) -> None:
-    try:
-        done.plot().savefig(path, dpi=110)
-    except ValueError as error:  # matplotlib does not support the format
-        raise ValueError(f"--out {path}: {error}") from None
-    print(f"drawn to {path}")
+    figure = done.plot()
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ValueError(f"--out {path}: the ending is none of {', '.join(formats)}; write e.g. --out fleet.png")
+    with writing(path):
+        figure.savefig(path, dpi=110)
 
 
 def _slowdown(text: str) -> Slowdown:
@@ -210,6 +210,5 @@ COMMAND = Command(
     _EPILOG,
     _add_arguments,
     _run,
-    usage_errors=(ValueError, ImportError, OSError),
     about=_ABOUT,
 )

@@ -47,7 +47,7 @@ def run_stages(args: argparse.Namespace, platform: str | None) -> int:
 
     n_stages = args.stages or _STAGES
     if args.protocol == "store":
-        found = detect(None, None, None, os.environ)
+        found = detect(os.environ)
         if found.launcher == "none":
             command = [sys.executable, "-m", "jaxche", *args.words]
             return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)

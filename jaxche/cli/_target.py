@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxche.drawing import users_part
+
 
 def load_function(target: str) -> Callable[..., Any]:
     """The function that ``FILE.py:FUNCTION`` or ``package.module:FUNCTION`` names; the file is imported."""
@@ -38,44 +40,27 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def users_errors(what: str) -> Iterator[None]:
-    """Prints the traceback of an error in the user's code, from its first frame there, and raises ``UserCodeError``."""
+def user_errors(target: str) -> Iterator[None]:
+    """Prints the traceback of an error in the user's code without the frames of jaxche, and raises ``ValueError``."""
     try:
         yield
     except SystemExit as error:
         raise ValueError(
-            f"{what} ended with code {error.code}; put what it runs as a script under if __name__ == '__main__':"
+            f"{target} ended with code {error.code}; put what it runs as a script under if __name__ == '__main__':"
         ) from None
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        skipped = next((i for i, frame in enumerate(frames) if _is_users(frame.filename, own)), None)
-        if isinstance(error, SyntaxError) and skipped is None:
-            skipped = len(frames)
-        if skipped is None:
+        trace = users_part(error.__traceback__)
+        if trace is None and not isinstance(error, SyntaxError):
             raise
-        tb = error.__traceback__
-        for _ in range(skipped):
-            tb = tb.tb_next if tb is not None else None
-        traceback.print_exception(type(error), error, tb)
-        raise UserCodeError(f"{what} raised {type(error).__name__}; its traceback is above") from None
-
-
-class UserCodeError(ValueError):
-    """An error in the user's code, which has been printed."""
-
-
-def _is_users(filename: str, own: str) -> bool:
-    path = os.path.abspath(filename)
-    inside = path.startswith(own + os.sep) or "site-packages" in path or filename.startswith("<frozen")
-    return not inside and not path.startswith(os.path.dirname(os.__file__) + os.sep)
+        traceback.print_exception(type(error), error, trace)
+        raise ValueError(f"{target} raised {type(error).__name__}; its traceback is above") from None
 
 
 def _import(where: str) -> ModuleType:
     sys.path.insert(0, str(Path(where).resolve().parent) if where.endswith(".py") else os.getcwd())
     if not where.endswith(".py"):
         try:
-            with users_errors(where):
+            with user_errors(where):
                 return importlib.import_module(where)
         except ModuleNotFoundError as error:
             raise ValueError(
@@ -91,6 +76,6 @@ def _import(where: str) -> ModuleType:
     sys.argv = [where]
     # Where pickles and dataclasses look for it.
     sys.modules[path.stem] = module
-    with users_errors(where):
+    with user_errors(where):
         spec.loader.exec_module(module)
     return module

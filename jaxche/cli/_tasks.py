@@ -20,8 +20,7 @@ from jaxche.stages import balance_stages
 BATCH_SIZE, LEARNING_RATE, EPOCHS = 16, 2e-3, 4
 _CONTEXT = 48
 _HELD_OUT = 0.1
-# Examples in a test batch.
-_IMAGE_CHUNK, _TEXT_CHUNK = 250, 64
+_TEST_BATCH_SIZE = 125
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,16 +29,23 @@ class Task:
 
     name: str
     data: Batches
-    test: Any
+    test: Batches
     # init(seed) -> (params, model_state)
     init: Callable[[int], tuple[Any, Any]]
     loss_fn: Callable[..., Any]
-    # evaluate(params, model_state) -> {metric: value} on the test arrays
-    evaluate: Callable[[Any, Any], dict[str, float]]
+    # metric_fn(params, batch) -> means over a batch of test data
+    metric_fn: Callable[[Any, Any], dict[str, jax.Array]]
     tx: optax.GradientTransformation
     epochs: int
-    # The main metric of ``evaluate``.
+    # The main metric of ``metric_fn``.
     metric: str
+
+    def evaluate(self, params: Any) -> dict[str, float]:
+        """The metrics on the test data, computed on one device."""
+        batches, metric_fn = [self.test[i] for i in range(len(self.test))], jax.jit(self.metric_fn)
+        means = [metric_fn(params, batch) for batch in batches]
+        sizes = [len(jax.tree.leaves(batch)[0]) for batch in batches]
+        return {name: float(np.average([mean[name] for mean in means], weights=sizes)) for name in means[0]}
 
 
 def load(name: str, batch_size: int | None = None, learning_rate: float | None = None, seed: int = 0) -> Task:
@@ -99,44 +105,41 @@ def split(labels: np.ndarray, test: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _image_data(
     x: np.ndarray, labels: np.ndarray, held_out: int, batch_size: int | None, seed: int
-) -> tuple[Batches, dict[str, np.ndarray]]:
+) -> tuple[Batches, Batches]:
     train, test = split(labels, held_out)
     y = labels.astype(np.int32)
-    return Batches({"x": x[train], "y": y[train]}, batch_size or 32, seed), {"x": x[test], "y": y[test]}
+    data = Batches({"x": x[train], "y": y[train]}, batch_size or 32, seed)
+    return data, Batches({"x": x[test], "y": y[test]}, _TEST_BATCH_SIZE, seed=None)
 
 
 def _image_task(
     name: str,
     net: ConvNet,
     data: Batches,
-    test: dict[str, np.ndarray],
+    test: Batches,
     learning_rate: float | None,
     shift: int,
     epochs: int,
 ) -> Task:
+    def loss_and_accuracy(logits: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, (logits.argmax(-1) == labels).mean()
+
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> Any:
         moved = _shifted(batch["x"], shift, jax.random.fold_in(rng, 0)) if shift else batch["x"]
-        logits: Any = net.apply({"params": params}, moved, train=True, rngs={"dropout": jax.random.fold_in(rng, 1)})
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-        return loss, {"accuracy": (logits.argmax(-1) == batch["y"]).mean()}
+        logits = net.apply({"params": params}, moved, train=True, rngs={"dropout": jax.random.fold_in(rng, 1)})
+        loss, accuracy = loss_and_accuracy(logits, batch["y"])
+        return loss, {"accuracy": accuracy}
+
+    def metric_fn(params: Any, batch: Any) -> dict[str, jax.Array]:
+        loss, accuracy = loss_and_accuracy(net.apply({"params": params}, batch["x"], train=False), batch["y"])
+        return {"accuracy": accuracy, "loss": loss}
 
     # Without jit this takes seconds.
     start = jax.jit(lambda key, x: net.init(key, x, train=False))
 
     def init(seed: int) -> tuple[Any, Any]:
-        return start(jax.random.key(seed), test["x"][:1])["params"], None
-
-    @jax.jit
-    def chunk(params: Any, x: jax.Array, y: jax.Array) -> Any:
-        logits: Any = net.apply({"params": params}, x, train=False)
-        return (logits.argmax(-1) == y).sum(), optax.softmax_cross_entropy_with_integer_labels(logits, y).sum()
-
-    def evaluate(params: Any, model_state: Any) -> dict[str, float]:
-        count = len(test["y"])
-        parts = [slice(i, i + _IMAGE_CHUNK) for i in range(0, count, _IMAGE_CHUNK)]
-        sums = [chunk(params, test["x"][part], test["y"][part]) for part in parts]
-        right, loss = np.sum(np.array(sums, np.float64), axis=0)
-        return {"accuracy": float(right) / count, "loss": float(loss) / count}
+        return start(jax.random.key(seed), test.arrays["x"][:1])["params"], None
 
     return Task(
         name=name,
@@ -144,7 +147,7 @@ def _image_task(
         test=test,
         init=init,
         loss_fn=loss_fn,
-        evaluate=evaluate,
+        metric_fn=metric_fn,
         tx=optax.adam(2e-3 if learning_rate is None else learning_rate),
         epochs=epochs,
         metric="accuracy",
@@ -189,11 +192,8 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
     train, test, vocabulary = _split_text()
     net = Transformer(vocabulary)
 
-    def losses(params: Any, window: Any) -> jax.Array:
-        return _losses(net.apply({"params": params}, window[:, :-1]), window)
-
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return losses(params, batch).mean()
+    def loss_fn(params: Any, window: Any) -> jax.Array:
+        return _text_loss(net.apply({"params": params}, window[:, :-1]), window)
 
     # Without jit this takes seconds.
     start = jax.jit(net.init)
@@ -201,20 +201,13 @@ def text(batch_size: int | None, learning_rate: float | None, seed: int) -> Task
     def init(seed: int) -> tuple[Any, Any]:
         return start(jax.random.key(seed), train[:1, :-1])["params"], None
 
-    chunk = jax.jit(lambda params, window: losses(params, window).sum())
-
-    def evaluate(params: Any, model_state: Any) -> dict[str, float]:
-        total = sum(float(chunk(params, test[i : i + _TEXT_CHUNK])) for i in range(0, len(test), _TEXT_CHUNK))
-        loss = total / (len(test) * _CONTEXT)
-        return {"loss": loss, "perplexity": float(np.exp(loss))}
-
     return Task(
         name="text",
         data=Batches(train, batch_size or BATCH_SIZE, seed),
-        test=test,
+        test=Batches(test, _TEST_BATCH_SIZE, seed=None),
         init=init,
         loss_fn=loss_fn,
-        evaluate=evaluate,
+        metric_fn=lambda params, window: {"loss": loss_fn(params, window)},
         tx=optax.adam(LEARNING_RATE if learning_rate is None else learning_rate),
         epochs=EPOCHS,
         metric="loss",
@@ -233,7 +226,7 @@ class TextStages:
     @staticmethod
     def loss(logits: Any, window: Any) -> jax.Array:
         """Nats a character."""
-        return _losses(logits, window).mean()
+        return _text_loss(logits, window)
 
 
 def text_stages(n_stages: int, batch_size: int | None, seed: int) -> TextStages:
@@ -255,22 +248,20 @@ def text_stages(n_stages: int, batch_size: int | None, seed: int) -> TextStages:
     return TextStages(stages, params, Batches(train, batch_size or BATCH_SIZE, seed), test)
 
 
-def _losses(logits: Any, window: Any) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:].astype(jnp.int32))
+def _text_loss(logits: Any, window: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, 1:].astype(jnp.int32)).mean()
 
 
 def _split_text() -> tuple[np.ndarray, np.ndarray, int]:
-    windows, vocabulary = _windows()
-    held_out = int(_HELD_OUT * len(windows))
-    return windows[:-held_out], windows[-held_out:], vocabulary
+    """Windows [N, context + 1] of character numbers to train on and to test on, and the number of characters.
 
-
-def _windows() -> tuple[np.ndarray, int]:
-    """Windows [N, context + 1] of character numbers; each begins with the last character of the one before."""
+    Each window begins with the last character of the one before.
+    """
     from pydoc_data.topics import topics
 
     whole = "\n".join(topics[name] for name in sorted(topics))
     characters, numbers = np.unique(np.array(list(whole)), return_inverse=True)
-    count = (len(numbers) - 1) // _CONTEXT
-    starts = np.arange(count)[:, None] * _CONTEXT
-    return numbers.astype(np.uint8)[starts + np.arange(_CONTEXT + 1)], len(characters)
+    starts = np.arange((len(numbers) - 1) // _CONTEXT)[:, None] * _CONTEXT
+    windows = numbers.astype(np.uint8)[starts + np.arange(_CONTEXT + 1)]
+    held_out = int(_HELD_OUT * len(windows))
+    return windows[:-held_out], windows[-held_out:], len(characters)

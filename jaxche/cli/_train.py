@@ -81,8 +81,13 @@ Under Slurm or mpirun the launcher restarts a failed run; see jaxche launch --he
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--task", choices=tuple(TASKS), default="mnist", help="what to train, see below (default: %(default)s)")
-    add("--replay", type=directory_path, metavar="RUN", help="repeat a recorded run, e.g. runs/first, and compare")
-    add("--dry-run", action="store_true", help="only try: one batch on every replica and one merge; writes nothing")
+    add(
+        "--replay",
+        type=directory_path,
+        metavar="RUN",
+        help="repeat a recorded run, e.g. runs/first, and compare the parameters",
+    )
+    add("--dry-run", action="store_true", help="try one batch on every replica and one merge; writes nothing")
 
     group = parser.add_argument_group("replicas and their speeds")
     add = group.add_argument
@@ -164,36 +169,36 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch-diff",
         type=integer("--max-batch-diff 8", 0),
         metavar="N",
-        help="most steps in a round that a replica may take more than the slowest (default: no limit)",
+        help="how many more steps than the slowest replica any replica may take in a round (default: no limit)",
     )
 
     group = parser.add_argument_group("optimizer and data")
     add = group.add_argument
-    add("--epochs", type=integer("--epochs 3"), metavar="N", help="passes over the data (default: the task's own)")
+    add("--epochs", type=integer("--epochs 3"), metavar="N", help="passes over the data (default: those of the task)")
     add(
         "--batch-size",
         type=integer("--batch-size 32"),
         metavar="N",
-        help="examples in a step of one replica (default: the task's own)",
+        help="examples in a step of one replica (default: those of the task)",
     )
     add(
         "--learning-rate",
         type=number("--learning-rate 1e-3", above=True),
         metavar="RATE",
-        help="of Adam (default: the task's own)",
+        help="learning rate of Adam (default: that of the task)",
     )
     add(
         "--scaling",
         choices=tuple(SCALING_RULES),
         help="raise the learning rate, because several replicas together train on a larger batch: linear and sqrt by "
-        "its size, adascale (for SGD) and adamscale (for Adam) by the measured noise of gradients (default: not)",
+        "its size, adascale (for SGD) and adamscale (for Adam) by the measured gradient noise (default: no scaling)",
     )
     add(
         "--seed",
         type=integer("--seed 0", 0),
         default=0,
         metavar="N",
-        help="of first parameters, order of the data and dropout (default: 0)",
+        help="seed of the initial parameters, the order of the data and dropout (default: 0)",
     )
 
     group = parser.add_argument_group("files and failures")
@@ -203,21 +208,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--name",
-        help="of the run and its folder (default: task-policy-date-time); required for checkpoints under srun, mpirun",
+        help="name of the run and its folder (default: task-policy-date-time); required for checkpoints under srun or "
+        "mpirun",
     )
     add(
         "--checkpoint-every",
         type=integer("--checkpoint-every 10"),
         metavar="ROUNDS",
-        help="save all that a run needs to continue, so often; the same command with the same --name resumes (default: "
-        "no checkpoints)",
+        help="save a checkpoint after so many rounds; the same command with the same --name resumes from it (default: "
+        "no checkpoints, with --max-restarts every round)",
     )
     add(
         "--max-restarts",
         type=integer("--max-restarts 3", 0),
         default=0,
         metavar="N",
-        help="start again so often after a failure, from the last checkpoint (default: 0)",
+        help="restarts after failures, from the last checkpoint (default: 0)",
     )
     add(
         "--hang-timeout",
@@ -362,7 +368,7 @@ def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
     if args.ratios and args.pace not in (None, "auto"):
         raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
     if not args.dry_run and not args.replay:
-        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts), args.dry_run)
+        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts))
     cadence(args, processes)
     for policy in policies(args):
         trainer_options(args, policy)
@@ -383,6 +389,5 @@ COMMAND = Command(
     _EPILOG,
     _add_arguments,
     _run,
-    usage_errors=(ValueError, ImportError, TimeoutError, ConnectionError),
     about=_ABOUT,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import logging
 import math
 import os
 import shlex
@@ -18,7 +18,7 @@ import jax
 
 import jaxche
 from jaxche.cli._command import print_error
-from jaxche.cli._progress import Progress, barrier, print_once, round_header
+from jaxche.cli._progress import Progress, print_once, round_header
 from jaxche.cli._replay import replay
 from jaxche.cli._result import (
     Result,
@@ -32,8 +32,7 @@ from jaxche.cli._result import (
 )
 from jaxche.cli._settings import TASKS, auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
 from jaxche.cli._tasks import Task, load
-from jaxche.cluster import share
-from jaxche.distributed import PACE_MS
+from jaxche.distributed import PACE_MS, process_group
 from jaxche.drawing import per_rank
 from jaxche.reports import Advice, History
 from jaxche.sharding import devices
@@ -42,7 +41,6 @@ from jaxche.training import Checkpoints, Trainer, TrainerState
 _PROBE_S, _MEASURE_S = 0.7, 2.0
 # The result of a policy in a comparison, written after its other files.
 _DONE = "done.json"
-_SHARE_TIMEOUT_S = 300.0
 # The launcher names the first process that exits: this one should be the rank that prints the error.
 _GRACE_S = 1.0
 
@@ -56,6 +54,7 @@ def work(args: argparse.Namespace, name: str) -> int:
 
     In a run of several processes a failure exits here: the exit handlers of Python would wait for the other processes.
     """
+    logging.basicConfig(format="%(message)s")  # before Orbax does it, with another format
     info = jaxche.initialize()
     try:
         if args.processes not in (None, info.num_processes):
@@ -80,8 +79,8 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     if args.replay:
         replay(args)
         return
-    if jax.process_index() == 0:
-        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts), args.dry_run)
+    if jax.process_index() == 0 and not args.dry_run:
+        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts))
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     start = task.init(args.seed)
     world = len(devices())
@@ -106,7 +105,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
             print_once(f"dry run: one batch on every replica and one merge went well; loss {history[0].loss:.4f}")
             continue
         part = folder / chosen["policy"] if args.compare else folder
-        result = _earlier_result(part, chosen["policy"]) if args.compare and every else None
+        result = _earlier_result(part) if args.compare and every else None
         if result is not None:
             print_once(f"done by an earlier start, in {result.seconds:.1f} s")
             path = part / "history.jsonl"
@@ -118,7 +117,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
                 write_policy(part, history, trainer.params(state))
                 if args.compare and every:
                     write_atomic(part / _DONE, json.dumps(result.to_dict()))
-            barrier("written")
+            process_group().barrier()
         results.append(result)
         if history and math.isfinite(history[-1].noise):
             advice.append((result.policy, history.advice()))
@@ -128,11 +127,9 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         _finish(args, task, folder, results, advice, paces, step_ms)
 
 
-def _earlier_result(folder: Path, policy: str) -> Result | None:
+def _earlier_result(folder: Path) -> Result | None:
     """The result of a policy that an earlier start of this comparison finished, the same on every process."""
-    found = json.dumps(read_json(folder / _DONE)) if jax.process_index() == 0 else ""
-    found = share(f"done {policy}", jax.process_index(), jax.process_count(), found, _SHARE_TIMEOUT_S)[0]
-    saved = json.loads(found)
+    saved = process_group().broadcast(read_json(folder / _DONE) if jax.process_index() == 0 else None)
     return None if saved is None else Result.from_dict(saved)
 
 
@@ -179,27 +176,20 @@ def _fit(
     trainer: Trainer, task: Task, state: TrainerState, epochs: int, checkpoints: Checkpoints | None, folder: Path
 ) -> tuple[TrainerState, Result, History]:
     rates = trainer.measure_rates(state, task.data, seconds=_MEASURE_S)
-    _compile_last_batch(trainer, task, state)
     print_once(round_header(trainer.world_size))
-    progress = Progress(trainer, task, epochs, folder, resumable=checkpoints is not None)
     state, history = trainer.fit(
-        state, task.data, epochs, callbacks=[progress], progress=False, checkpoints=checkpoints
+        state,
+        task.data,
+        epochs,
+        callbacks=[Progress(trainer, task, epochs, folder)],
+        progress=False,
+        checkpoints=checkpoints,
+        validation=task.test,
+        metric_fn=task.metric_fn,
     )
     if state.epoch < epochs or state.pending_batches:  # after Ctrl-C `fit` returns the state that it reached
         raise KeyboardInterrupt
-    progress.finish(state)
-    result = result_from_history(trainer.policy.value, history, rates, progress.seconds, progress.test, progress.curve)
-    return state, result, history
-
-
-def _compile_last_batch(trainer: Trainer, task: Task, state: TrainerState) -> None:
-    """Compiles the program of a smaller last batch, so that the training time does not include it."""
-    last = len(task.data) - 1
-    if jax.tree.map(len, task.data[last]) == jax.tree.map(len, task.data[0]):
-        return
-    at_last = dataclasses.replace(state, cursor=last)
-    for rank in range(trainer.world_size):
-        trainer.round(at_last, task.data, counts=[int(r == rank) for r in range(trainer.world_size)])
+    return state, result_from_history(trainer.policy.value, history, rates), history
 
 
 def _finish(

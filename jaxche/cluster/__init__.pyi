@@ -1,6 +1,6 @@
 """The names of the package, each of which is imported when it is first used."""
 
-from ._all_gather import share as share
+from ._all_gather import all_gather_text as all_gather_text
 from ._connect import PROXIES as PROXIES
 from ._detect import detect as detect
 from ._fake_devices import fake_devices

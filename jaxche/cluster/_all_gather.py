@@ -10,23 +10,14 @@ from jax._src import distributed as _jax_distributed
 from jaxche.cluster._output import format_ranks
 
 
-def share(
-    name: str,
-    process_id: int,
-    num_processes: int,
-    text: str,
-    timeout_s: float,
-    client: Any = None,
-    replacement: bool = False,
-) -> list[str]:
+def all_gather_text(name: str, text: str, timeout_s: float, replacement: bool = False, state: Any = None) -> list[str]:
     """Gathers one text of each process on all processes, in their order; each process calls it once per name.
 
-    A ``replacement`` of a dead process reads the texts of the others and does not wait. Outside of a run the only text
-    is ``text``.
+    A ``replacement`` of a dead process reads the texts of the others and does not wait. ``state`` is that of
+    ``jax.distributed``; default: that of this process.
     """
-    client = client or _jax_distributed.global_state.client
-    if client is None:
-        return [text]
+    state = state or _jax_distributed.global_state
+    client, process_id = state.client, state.process_id
     key, wait_ms = f"jaxche/share/{name}", max(1, int(1e3 * timeout_s))
     deadline = time.monotonic() + timeout_s
     if replacement:
@@ -39,7 +30,7 @@ def share(
     except Exception as error:  # jaxlib's errors have no common class
         failed = error
     values = _values(client, key)
-    missing = [rank for rank in range(num_processes) if rank not in values]
+    missing = [rank for rank in range(state.num_processes) if rank not in values]
     if failed is not None and missing and time.monotonic() >= deadline - 1:
         raise TimeoutError(
             f"process {format_ranks(missing)} joined, but sent nothing for {name!r} within {timeout_s:.0f} s"

@@ -39,10 +39,10 @@ class Detected:
 
 
 def detect(
-    coordinator_address: str | None,
-    num_processes: int | None,
-    process_id: int | None,
     environ: Mapping[str, str],
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
 ) -> Detected:
     """Detects the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes."""
     arguments = (coordinator_address, num_processes, process_id)

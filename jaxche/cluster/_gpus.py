@@ -31,15 +31,12 @@ def gpu_ids(environ: Mapping[str, str]) -> list[str]:
     return [uuid for uuid, _ in parse_listing(_nvidia_smi())] if visible is None else visible
 
 
-def visible_gpus(environ: Mapping[str, str], listing: str | None = None) -> list[tuple[str, str]]:
-    """UUID and kind of each GPU that these variables make visible; ("", "GPU") if the driver does not list it.
-
-    ``listing`` is the output of ``nvidia-smi -L``; default: run it, else read ``/proc/driver/nvidia``.
-    """
+def visible_gpus(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """UUID and kind of each GPU that these variables make visible; ("", "GPU") if the driver does not list it."""
     visible = _visible(environ)
     if visible == []:
         return []
-    there = parse_listing(_nvidia_smi() if listing is None else listing) or _driver_files()
+    there = parse_listing(_nvidia_smi()) or _driver_files()
     return there if visible is None else [_gpu(word, there) for word in visible]
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxche.cluster._all_gather import share
+from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._gpus import has_cuda, visible_gpus
 from jaxche.cluster._output import format_ranks
 from jaxche.drawing import odd_ones
@@ -67,13 +67,11 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
     return gpus or [("", "cpu")]
 
 
-def handshake(
-    client: Any, process_id: int, mine: ProcessInfo, timeout_s: float, replacement: bool = False
-) -> list[ProcessInfo]:
-    """Gathers the values of all processes; ``replacement`` as in :func:`share`."""
+def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False, state: Any = None) -> list[ProcessInfo]:
+    """Gathers the values of all processes; ``replacement`` and ``state`` as in :func:`all_gather_text`."""
     text = json.dumps(dataclasses.asdict(mine))
     try:
-        texts = share("handshake", process_id, mine.num_processes, text, timeout_s, client, replacement)
+        texts = all_gather_text("handshake", text, timeout_s, replacement, state)
     except TimeoutError as error:
         raise TimeoutError(
             f"{error}. Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"
@@ -95,13 +93,13 @@ def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
         )
     columns = {name: [process.versions.get(name, "none") for process in processes] for name in processes[0].versions}
     odd = odd_ones(columns, range(len(processes)), {"host": [process.host for process in processes]}, _ROWS)
-    if not odd.who:
+    if not odd.processes:
         return
-    fix = " ".join(f"{name}=={value}" for name, value in odd.usual.items() if name != "python")
+    fix = " ".join(f"{name}=={value}" for name, value in odd.majority.items() if name != "python")
     raise RuntimeError(
-        f"{len(odd.who)} of {len(processes)} processes run other versions of {', '.join(odd.usual)}:\n{odd.table}\n"
-        "Different versions compile different programs, whose ranks hang or diverge. "
-        + (f"There write: pip install {fix}" if fix else f"There start them with Python {odd.usual['python']}.")
+        f"{len(odd.processes)} of {len(processes)} processes run other versions of {', '.join(odd.majority)}:\n"
+        f"{odd.table}\nDifferent versions compile different programs, whose ranks hang or diverge. "
+        + (f"There write: pip install {fix}" if fix else f"There start them with Python {odd.majority['python']}.")
     )
 
 

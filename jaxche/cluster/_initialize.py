@@ -20,7 +20,7 @@ import jax
 from jax._src import distributed as _jax_distributed
 from jax._src import xla_bridge as _xla_bridge
 
-from jaxche.cluster._all_gather import share
+from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
 from jaxche.cluster._detect import ELASTIC, detect
 from jaxche.cluster._handshake import cache_folder, handshake, local_process_info, refuse_mismatch, visible_devices
@@ -136,7 +136,7 @@ def initialize(
         _refuse_change(joined, num_processes, process_id)
         return joined
 
-    found = detect(coordinator_address, num_processes, process_id, os.environ)
+    found = detect(os.environ, coordinator_address, num_processes, process_id)
     if found.num_processes == 1:
         if not _xla_bridge.backends_are_initialized():
             _single_kind(visible_devices(_environ()))
@@ -179,7 +179,7 @@ def initialize(
     assert state.client is not None
     left_s = max(_MIN_HANDSHAKE_S, deadline - time.monotonic())
     mine = local_process_info(state.num_processes, kind, [uuid for uuid, _ in seen])
-    processes = handshake(state.client, state.process_id, mine, left_s, replacement=replacement)
+    processes = handshake(mine, left_s, replacement)
     try:
         refuse_mismatch(processes)
     except RuntimeError:
@@ -197,7 +197,7 @@ def initialize(
         start_cpu_client(state.client, _xla_bridge.backends)
     if why is not None:
         text = describe_accelerators(platform)
-        texts = share("devices", state.process_id, state.num_processes, text, timeout_s, replacement=replacement)
+        texts = all_gather_text("devices", text, timeout_s, replacement)
         register_devices(texts, state.process_id, platform)
     group.launcher = found.launcher
     joined = _cluster_info(state.process_id, state.num_processes, found.launcher)

@@ -12,7 +12,7 @@ import numpy as np
 from jax._src import distributed as _jax_distributed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-_PINGS = 8
+_PINGS, _REPEATS = 8, 7
 
 
 class AllReduce(NamedTuple):
@@ -29,7 +29,7 @@ class Clock(NamedTuple):
     error_ms: float
 
 
-def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any], repeats: int = 7) -> list[AllReduce]:
+def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any]) -> list[AllReduce]:
     """Times all-reduces over devices of all processes; every process must call it."""
     mesh = jax.make_mesh((len(devices),), ("replica",), axis_types=(AxisType.Auto,), devices=tuple(devices))
     split = NamedSharding(mesh, PartitionSpec("replica"))
@@ -42,17 +42,17 @@ def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any], repeats: in
         )
     )
     here = [device for device in devices if device.process_index == jax.process_index()]
-    return [AllReduce(size, _median_ms(add, size, split, here, repeats)) for size in sizes]
+    return [AllReduce(size, _median_ms(add, size, split, here)) for size in sizes]
 
 
-def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any], repeats: int) -> float:
+def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any]) -> float:
     local = np.ones((1, max(1, size // 4)), np.float32)
     shards = [jax.device_put(local, device) for device in here]
     x = jax.make_array_from_single_device_arrays((split.mesh.size, local.shape[1]), split, shards)
     for _ in range(2):
         add(x).block_until_ready()
     taken = []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         began = time.perf_counter()
         add(x).block_until_ready()
         taken.append(1e3 * (time.perf_counter() - began))

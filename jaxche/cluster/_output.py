@@ -42,12 +42,12 @@ class LinePrinter:
 class OutputReader(threading.Thread):
     """A thread that reads the pipe of a rank and prints its lines to ``stream`` (None: drops them).
 
-    ``last`` has the last ``keep`` lines.
+    ``last`` has the last 20 lines.
     """
 
-    def __init__(self, pipe: IO[bytes], rank: int, printer: LinePrinter, stream: TextIO | None, keep: int = 20) -> None:
+    def __init__(self, pipe: IO[bytes], rank: int, printer: LinePrinter, stream: TextIO | None) -> None:
         super().__init__(daemon=True)
-        self.last: collections.deque[str] = collections.deque(maxlen=keep)
+        self.last: collections.deque[str] = collections.deque(maxlen=20)
         self._pipe, self._rank, self._printer, self._stream = pipe, rank, printer, stream
         self.start()
 

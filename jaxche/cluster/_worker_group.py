@@ -69,9 +69,13 @@ class WorkerGroup:
             context.reaper.add(coordinator.process.pid)
         self._starts: list[tuple[Sequence[str], Mapping[str, str], Placement]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._running: set[int] = set()
         # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
         self._expendable: set[int] = set()
         self.replaced = 0
+        # The time to stop the ranks that still run after one of an elastic run has succeeded.
+        self._end_deadline = math.inf
+        self._heartbeats: Heartbeats | None = None
         # The last signal to the launcher while it stops the ranks.
         self._stop_signal: int | None = None
         self._readers: list[tuple[OutputReader, OutputReader]] = []
@@ -84,6 +88,7 @@ class WorkerGroup:
         child, readers = self._spawn(rank, self._restart)
         self._ranks.append(child)
         self._readers.append(readers)
+        self._running.add(rank)
 
     def _spawn(self, rank: int, restart: int) -> tuple[subprocess.Popen[bytes], tuple[OutputReader, OutputReader]]:
         command, env, placement = self._starts[rank]
@@ -123,72 +128,95 @@ class WorkerGroup:
         self._expendable.add(rank)
         self._context.log.write("replace", restart=self._restart + self.replaced, rank=rank)
         self._ranks[rank], self._readers[rank] = self._spawn(rank, self._restart + self.replaced)
+        self._running.add(rank)
+        if self._heartbeats is not None:
+            self._heartbeats.forget(rank)
 
     def wait(self, heartbeats: Heartbeats | None = None) -> GroupResult:
         """Waits until all ranks succeed, one fails, all hang, or a signal stops the launcher."""
-        context, running = self._context, set(range(len(self._ranks)))
-        # The time to stop the remaining ranks after one has succeeded, and ranks whose failure is then ignored.
-        end_deadline, expendable = math.inf, self._expendable
-        while running:
-            joined = {rank for rank in running if heartbeats is not None and heartbeats.has(rank)}
-            if time.monotonic() > end_deadline and running <= expendable - joined:
-                # Replacements that started after the end of the run have no run to join.
-                self._stop(signal.SIGTERM, context.grace_s)
-                break
-            with contextlib.suppress(queue.Empty):
-                number = context.signals.get_nowait()
-                context.print(f"{signal.Signals(number).name}: stopping {len(running)} process(es)")
-                self._stop(number, context.term_grace_s if number == signal.SIGTERM else context.grace_s)
-                return GroupResult(128 + number, by_signal=True)
-            if self._coordinator is not None and self._coordinator.process.poll() is not None:
-                context.print("the coordinator of the run has ended; stopping all")
-                self._stop(signal.SIGTERM, context.grace_s)
-                return GroupResult(1)
-            silence = heartbeats.silence() if heartbeats is not None and end_deadline == math.inf else None
-            if silence is not None:
-                context.print(f"no heartbeat; the last ones: {silence}; stopping all")
-                context.log.write("hang", restart=self._restart, heard=silence)
-                # A process that is stopped or blocked in a collective cannot handle SIGTERM.
-                self._stop(signal.SIGKILL, 0.0)
-                return GroupResult(HUNG)
-            for rank in heartbeats.hung(end_deadline < math.inf) if heartbeats is not None else []:
-                assert heartbeats is not None
-                if rank not in running:
-                    continue
-                context.print(f"rank {rank} has no heartbeat, while others have: SIGKILL")
-                context.log.write("hang", restart=self._restart, rank=rank)
-                heartbeats.forget(rank)
-                expendable.add(rank)
-                _signal_group(self._ranks[rank], signal.SIGKILL)
-            try:
-                # With a timeout, because a signal to another thread does not interrupt this wait.
-                rank, code = self._exits.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            self._log_exit(rank, code)
-            running.discard(rank)
-            has_ended = end_deadline < math.inf
-            if code == 0 and context.elastic and not has_ended:
-                end_deadline = time.monotonic() + context.grace_s
-            # After SIGTERM to one rank all save after the same round, and exit with this code.
-            is_preempted = code == PREEMPTED_CODE
-            if code != 0 and not is_preempted and context.elastic and (running or (has_ended and rank in expendable)):
-                context.print(f"rank {rank} {describe(code)}; the others continue")
-                if self._replacements and not has_ended:
-                    self._replace(rank)
-                    running.add(rank)
-                    if heartbeats is not None:
-                        heartbeats.forget(rank)
-                continue
-            if code != 0:
-                context.print(f"rank {rank} {describe(code)}; stopping the others")
-                self._all_end(context.term_grace_s if is_preempted else min(_ERROR_OUTPUT_S, context.grace_s))
-                self._stop(signal.SIGTERM, context.grace_s)
-                self._report(rank, code)
-                if self._stop_signal is not None:
-                    return GroupResult(128 + self._stop_signal, by_signal=True)
-                return GroupResult(128 - code if code < 0 else code, rank)
+        self._heartbeats = heartbeats
+        while self._running and not self._is_over():
+            result = self._stop_all_if_needed()
+            if result is None:
+                self._kill_hung()
+                result = self._next_exit()
+            if result is not None:
+                return result
+        if self._running:
+            self._stop(signal.SIGTERM, self._context.grace_s)
         return GroupResult(0)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether a rank of an elastic run has succeeded."""
+        return self._end_deadline < math.inf
+
+    def _is_over(self) -> bool:
+        """Whether all ranks that run are replacements that started after the end of the run, so that none can join."""
+        joined = {rank for rank in self._running if self._heartbeats is not None and self._heartbeats.has(rank)}
+        return time.monotonic() > self._end_deadline and self._running <= self._expendable - joined
+
+    def _stop_all_if_needed(self) -> GroupResult | None:
+        """Stops all ranks on a signal, if the coordinator has ended, or if all hang; returns the result then."""
+        context = self._context
+        with contextlib.suppress(queue.Empty):
+            number = context.signals.get_nowait()
+            context.print(f"{signal.Signals(number).name}: stopping {len(self._running)} process(es)")
+            self._stop(number, context.term_grace_s if number == signal.SIGTERM else context.grace_s)
+            return GroupResult(128 + number, by_signal=True)
+        if self._coordinator is not None and self._coordinator.process.poll() is not None:
+            context.print("the coordinator of the run has ended; stopping all")
+            self._stop(signal.SIGTERM, context.grace_s)
+            return GroupResult(1)
+        silence = None if self._heartbeats is None or self._has_ended else self._heartbeats.silence()
+        if silence is not None:
+            context.print(f"no heartbeat; the last ones: {silence}; stopping all")
+            context.log.write("hang", restart=self._restart, last_heartbeats=silence)
+            # A process that is stopped or blocked in a collective cannot handle SIGTERM.
+            self._stop(signal.SIGKILL, 0.0)
+            return GroupResult(HUNG)
+        return None
+
+    def _kill_hung(self) -> None:
+        """Kills ranks without a heartbeat while others have one."""
+        if self._heartbeats is None:
+            return
+        for rank in self._running.intersection(self._heartbeats.hung(run_over=self._has_ended)):
+            self._context.print(f"rank {rank} has no heartbeat, while others have: SIGKILL")
+            self._context.log.write("hang", restart=self._restart, rank=rank)
+            self._heartbeats.forget(rank)
+            self._expendable.add(rank)
+            _signal_group(self._ranks[rank], signal.SIGKILL)
+
+    def _next_exit(self) -> GroupResult | None:
+        """Waits a moment for the exit of a rank; the result of the group if that ends it."""
+        context, has_ended = self._context, self._has_ended
+        try:
+            # With a timeout, because a signal to another thread does not interrupt this wait.
+            rank, code = self._exits.get(timeout=0.1)
+        except queue.Empty:
+            return None
+        self._log_exit(rank, code)
+        self._running.discard(rank)
+        if code == 0:
+            if context.elastic and not has_ended:
+                self._end_deadline = time.monotonic() + context.grace_s
+            return None
+        # After SIGTERM to one rank all save after the same round, and exit with this code.
+        is_preempted = code == PREEMPTED_CODE
+        others_continue = self._running or (has_ended and rank in self._expendable)
+        if context.elastic and not is_preempted and others_continue:
+            context.print(f"rank {rank} {describe(code)}; the others continue")
+            if self._replacements and not has_ended:
+                self._replace(rank)
+            return None
+        context.print(f"rank {rank} {describe(code)}; stopping the others")
+        self._all_end(context.term_grace_s if is_preempted else min(_ERROR_OUTPUT_S, context.grace_s))
+        self._stop(signal.SIGTERM, context.grace_s)
+        self._report(rank, code)
+        if self._stop_signal is not None:
+            return GroupResult(128 + self._stop_signal, by_signal=True)
+        return GroupResult(128 - code if code < 0 else code, rank)
 
     def end(self) -> None:
         """Kills the remaining processes with their children, and reads their output to the end."""

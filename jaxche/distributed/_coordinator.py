@@ -1,9 +1,9 @@
-"""The process that keeps an elastic run together: JAX's coordination service, and who is alive.
+"""The coordinator of an elastic run: a process with JAX's coordination service and the liveness server.
 
-By default JAX starts its coordination service in process 0, with which it would die. This process does nothing else,
-and it imports no JAX. It ends some seconds after the last process of its run, but not before the launcher has closed
-its standard input, as the system does when the launcher is killed. It ends at once, with code 1, if a process comes to
-replace another when all have died: the run can only be started again.
+By default JAX starts its coordination service in process 0, and the service dies with it. The coordinator imports no
+JAX. It ends some seconds after the last process of its run, but not before the launcher has closed its standard input,
+as the system does when the launcher is killed. It ends at once, with code 1, if a process comes to replace another when
+all have died: the run can only be started again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jaxche.distributed._environment import HEARTBEAT_TIMEOUT
 from jaxche.distributed._listener import is_loopback, own_address
 from jaxche.distributed._liveness_server import INTERVAL_S, LEAST_TIMEOUT_S, TIMEOUT_S, LivenessServer
 
-# Seconds without a heartbeat after which jaxlib takes a process for dead; the liveness is faster.
+# Seconds without a heartbeat until jaxlib counts a process as dead; the liveness server detects it earlier.
 HEARTBEAT_TIMEOUT_S = 100
-# Seconds that it stays after the last process, which may be about to be replaced.
+# Seconds for a replacement of the last process to connect.
 _EMPTY_S = 5.0
 
 
@@ -56,13 +56,12 @@ def start_coordinator(
       env: its environment variables.
 
     Raises:
-      ValueError: ``JAXCHE_HEARTBEAT_TIMEOUT`` is not seconds of several heartbeats.
-      RuntimeError: it ended, because it cannot listen there; the message has its last words.
+      RuntimeError: it cannot listen there; the message has the end of its standard error.
     """
     heartbeat_timeout_s(env)
-    words = [address, bind or address, str(num_processes), str(start_s)]
+    arguments = [address, bind or address, str(num_processes), str(start_s)]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, *words],
+        [sys.executable, "-P", "-m", __name__, *arguments],
         # jaxlib logs what it does, and jaxche may be a checkout that is not installed.
         env={"TF_CPP_MIN_LOG_LEVEL": "2", **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE if is_launcher else subprocess.DEVNULL,
@@ -75,13 +74,13 @@ def start_coordinator(
     with process.stdout, process.stderr:
         line = process.stdout.readline()
         if not line:
-            words = process.stderr.read().decode(errors="replace").strip()[-500:]
-            raise RuntimeError(f"the coordinator of the run cannot serve at {address}: {words}")
+            errors = process.stderr.read().decode(errors="replace").strip()[-500:]
+            raise RuntimeError(f"the coordinator of the run cannot serve at {address}: {errors}")
     return Coordinator(process, json.loads(line))
 
 
 def heartbeat_timeout_s(env: Mapping[str, str]) -> float:
-    """The seconds without a heartbeat until a process counts as dead, as ``JAXCHE_HEARTBEAT_TIMEOUT`` has them."""
+    """The seconds without a heartbeat until a process counts as dead: ``JAXCHE_HEARTBEAT_TIMEOUT``, or the default."""
     text = env.get(HEARTBEAT_TIMEOUT) or str(TIMEOUT_S)
     with contextlib.suppress(ValueError):
         if LEAST_TIMEOUT_S <= float(text) < math.inf:
@@ -115,12 +114,10 @@ def coordinator_bind(address: str, env: Mapping[str, str]) -> str:
 
 
 def serve_coordinator(address: str, bind: str, num_processes: str, start_s: str, liveness: str = "") -> NoReturn:
-    """Serve until the run has ended.
+    """Serve until the run has ended; the arguments are those of :func:`start_coordinator` as text.
 
-    Args:
-      address: as of :func:`start_coordinator`, with ``bind``, ``num_processes`` and ``start_s``.
-      liveness: the address of the :class:`LivenessServer`, in JSON, which the processes already have; else it gets a
-        free port, and its address is printed.
+    ``liveness`` is the address of the :class:`LivenessServer` in JSON, if the processes already have it; otherwise the
+    server gets a free port, and its address is printed.
     """
     from jaxlib import _jax  # type: ignore[attr-defined]
 
@@ -143,18 +140,15 @@ def serve_coordinator(address: str, bind: str, num_processes: str, start_s: str,
         server = LivenessServer(host, timeout_s, port, token)
     else:
         server = LivenessServer(own_address(address), timeout_s)
-    if sys.platform == "linux":  # where local sockets have names that are not files
+    if sys.platform == "linux":  # only there a name of a local socket needs no file
         name = socket.socket(socket.AF_UNIX)
         name.bind(_name(int(address.rpartition(":")[2])))
         name.listen()
     if not liveness:
         print(json.dumps(server.address), flush=True)
         null = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in (
-            sys.stdout.fileno(),
-            sys.stderr.fileno(),
-        ):  # a reader of the pipe does not wait for this process
-            os.dup2(null, descriptor)
+        for stream in (sys.stdout, sys.stderr):  # readers of the pipes do not wait for the end of this process
+            os.dup2(null, stream.fileno())
     server.serve(_EMPTY_S, float(start_s), _is_input_open)
     assert services  # they end with their last reference
     os._exit(int(server.is_run_lost))  # without waiting for clients

@@ -21,7 +21,7 @@ from jax._src import distributed as _jax_distributed
 
 from jaxche.distributed._cpu_client import make_cpu_client
 from jaxche.distributed._environment import LIVENESS
-from jaxche.distributed._group import Group, PeerLostError, unless_late
+from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
 from jaxche.distributed._thread_barrier import ThreadBarrier
@@ -29,9 +29,9 @@ from jaxche.distributed._transfer import receive_state, send_state
 
 _log = logging.getLogger("jaxche")
 
-# Where XLA's clients keep the addresses of Gloo's sockets, and what they know of all devices.
+# Keys of XLA's clients: the addresses of Gloo's sockets, and the topology of all devices.
 _ADDRESSES, _TOPOLOGY = "cpu:gloo/", "cpu:global_topology/cpu"
-# How long others wait for that, and how often process 0 tries to write it.
+# How long other processes wait for the topology, and how often process 0 tries to write it.
 _TOPOLOGY_MS, _ATTEMPTS = 2000, 20
 # The memberships, the address of the liveness server, requests of standby processes, the answers to them, and the fits
 # that have ended.
@@ -91,7 +91,7 @@ class ElasticGroup(Group):
         self._liveness = Liveness(self._state, _liveness_address(self.client), self.watchdog)
         self._incarnations = dict.fromkeys(range(self.num_processes), 1)
         self._devices: dict[int, Any] | None = None
-        # What XLA's clients know of all devices, as one of them wrote it.
+        # The topology of all devices, as a client of XLA wrote it.
         self._topology: bytes | None = None
         # A script makes its fits in the same order in all its processes.
         self._fit = 0
@@ -166,7 +166,7 @@ class ElasticGroup(Group):
         """Count the fits of the script. A standby process joins the fit with its own number."""
         self._fit += 1
         if self._topology is None:
-            with unless_late():
+            with suppress_timeout():
                 self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
 
     def end_fit(self) -> None:
@@ -284,7 +284,7 @@ class ElasticGroup(Group):
         process, incarnation = self.process_index, self.incarnation
         while True:
             answer = {}
-            with unless_late():
+            with suppress_timeout():
                 key = f"{_ANSWERS}/{process}/{incarnation}"
                 answer = json.loads(self.client.blocking_key_value_get(key, _POLL_MS))
             if "refused" in answer:
@@ -375,8 +375,8 @@ class ElasticGroup(Group):
         self._devices = {device.id: device for device in client.devices()}
 
     def _restore_topology(self) -> None:
-        """Write what XLA knows of all devices, if process 0 died after it removed this and before it wrote it again."""
-        with unless_late():
+        """Write the topology again, if process 0 died after it had removed it and before it wrote the new one."""
+        with suppress_timeout():
             self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
             return
         if self._topology is not None:
@@ -394,7 +394,7 @@ class ElasticGroup(Group):
 def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:
     """Start a client of CPU devices on process 0, where one was started before.
 
-    XLA's clients on process 0 write what all of them know of all devices, and fail if it is there.
+    XLA's clients on process 0 write the topology of all devices, and fail if the key exists.
     """
     for _ in range(_ATTEMPTS - 1):
         store.key_value_delete(_TOPOLOGY)
@@ -412,7 +412,7 @@ def _liveness_address(store: Any) -> list[Any]:
     if LIVENESS in os.environ:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is there
             store.key_value_set(_LIVENESS, os.environ[LIVENESS])
-    with unless_late():
+    with suppress_timeout():
         return json.loads(store.blocking_key_value_get(_LIVENESS, _ADDRESS_MS))
     raise RuntimeError(
         "jax_enable_recoverability is set, and this run has no coordinator that detects deaths. Write: "

@@ -23,8 +23,8 @@ _TIMEOUT_MS = 3_600_000
 
 
 @contextlib.contextmanager
-def unless_late() -> Iterator[None]:
-    """A context that ends early if a key of the store is not set in time."""
+def suppress_timeout() -> Iterator[None]:
+    """A context that ends without an error if a key of the store is not set in time."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -154,9 +154,7 @@ class Group:
     def relay(self, processes: Sequence[int], add: Callable[[Any], Any]) -> Any:
         """Hand a small JSON value from one of these processes to the next; all members get that of the last.
 
-        Args:
-          processes: in this order.
-          add: makes the value of a process from that of the one before it, None in the first.
+        ``add`` makes the value of a process from that of the one before it, or from None in the first.
         """
         if self.num_processes == 1:
             return add(None)
@@ -182,7 +180,7 @@ class Group:
         """A barrier for threads of the present members; each has another name."""
 
         def receive(key: str, process: int, timeout_ms: float) -> str:
-            with unless_late():
+            with suppress_timeout():
                 return self.client.blocking_key_value_get(key, int(timeout_ms))
             raise TimeoutError(f"no process set {key}")
 
@@ -193,14 +191,9 @@ class Group:
         return ThreadBarrier(self.client, place, self.process_index, self.members, receive)
 
     def flag_broadcast(self, processes: Sequence[int], name: str) -> Callable[[bool], bool]:
-        """Repeated broadcasts of a flag among some of the processes.
+        """A function that returns the flag of the first of these processes on all of them, as often as it is called.
 
-        Args:
-          processes: the sender first, in the same order on all of them.
-          name: of the broadcasts; all these processes make the same calls with it.
-
-        Returns:
-          A function that returns the flag of the first process on all of them.
+        All of them give the same ``processes`` and ``name``, and make the same calls.
         """
         sender = processes[0]
         place = f"jaxche/broadcast/{self.quorum_id}/{'-'.join(map(str, processes))}/{name}"

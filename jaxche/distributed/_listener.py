@@ -54,22 +54,8 @@ class Listener:
       token: 32 characters that its clients already have; None for a random one.
 
     Attributes:
-      address: what :func:`connect` takes, as a JSON value: host, port, name of the local socket or None, and the
+      address: the argument of :func:`connect`, as a JSON value: host, port, name of the local socket or None, and the
         token. Any process that can read it can connect.
-
-    Raises:
-      OSError: it cannot listen at the address.
-
-    Example:
-      >>> import queue
-      >>> accepted = queue.Queue()
-      >>> listener = Listener("127.0.0.1", lambda sock, text: accepted.put((sock, text)))
-      >>> sock = connect(listener.address, "stage 1", timeout_s=10)
-      >>> other, text = accepted.get()
-      >>> text
-      'stage 1'
-      >>> sock.close(), other.close(), listener.close()
-      (None, None, None)
     """
 
     def __init__(
@@ -204,26 +190,13 @@ def _missing(received: bytearray) -> int:
 
 
 def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
-    """Connect to a :class:`Listener`, by a local socket if possible.
+    """A blocking socket to the :class:`Listener` at ``address``, a local one if possible.
 
-    Args:
-      address: of the listener.
-      text: of the greeting, at most 255 bytes.
-      timeout_s: seconds to wait until it has accepted.
-
-    Returns:
-      A socket that blocks.
+    ``text`` is that of the greeting, at most 255 bytes.
 
     Raises:
       TimeoutError: it did not accept in time.
       OSError: nothing listens there.
-
-    Example:
-      >>> listener = Listener("127.0.0.1", lambda sock, text: sock.close())
-      >>> with connect(listener.address, "hello", timeout_s=10) as sock:
-      ...     sock.recv(1)  # closed by the other end
-      b''
-      >>> listener.close()
     """
     host, port, name, token = address
     greeting = text.encode()
@@ -264,22 +237,9 @@ def _open(host: str, port: int, name: str | None, timeout_s: float) -> socket.so
 
 
 def own_address(coordinator: str) -> str:
-    """The address of this machine for the other processes of a run: the one from which it reaches process 0.
+    """The IP address of this machine for the other processes of a run: the one from which it reaches process 0.
 
-    Args:
-      coordinator: ``host:port`` of process 0, which listens.
-
-    Returns:
-      An IP address; a loopback address if the coordinator has one.
-
-    Raises:
-      OSError: the coordinator cannot be reached.
-
-    Example:
-      >>> import socket
-      >>> with socket.create_server(("127.0.0.1", 0)) as server:
-      ...     own_address(f"127.0.0.1:{server.getsockname()[1]}")
-      '127.0.0.1'
+    The ``coordinator``, ``host:port`` of process 0, must listen. If its address is a loopback address, so is this one.
     """
     host, _, port = coordinator.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=10.0) as probe:
@@ -294,18 +254,7 @@ def own_address(coordinator: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only its own machine can reach a host.
-
-    Args:
-      host: a name or an address; an IPv6 one may be in brackets.
-
-    Returns:
-      True for ``localhost`` and loopback addresses.
-
-    Example:
-      >>> [is_loopback(host) for host in ("localhost", "127.0.0.1", "[::1]", "node1", "0.0.0.0")]
-      [True, True, True, False, False]
-    """
+    """Whether a host is ``localhost`` or a loopback address; an IPv6 address may be in brackets."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxche.distributed._group import PeerLostError, unless_late
+from jaxche.distributed._group import PeerLostError, suppress_timeout
 from jaxche.distributed._listener import connect
 from jaxche.distributed._liveness_server import INTERVAL_S, RUN_LOST, Incarnation
 from jaxche.distributed._watchdog import Watchdog
@@ -89,7 +89,7 @@ class Liveness:
                     break
 
     def _exchange(self, sock: socket.socket) -> None:
-        """Send heartbeats and read who has ended, until the connection breaks."""
+        """Send heartbeats and read which incarnations have ended, until the connection breaks."""
         sock.settimeout(INTERVAL_S)
         received = b""
         while not self._closed.is_set():
@@ -140,11 +140,11 @@ class Liveness:
         client = self._state.client
         deadline = time.monotonic() + timeout_ms / 1e3
         while True:
-            with unless_late():
+            with suppress_timeout():
                 return client.blocking_key_value_get(key, _SLICE_MS)
             if lost := self.lost(expected):
                 # A value set before the death counts for all that wait.
-                with unless_late():
+                with suppress_timeout():
                     return client.blocking_key_value_get(key, 1)
                 raise PeerLostError(f"process {', '.join(map(str, lost))} died while others waited for it")
             if unless is not None and client.key_value_dir_get(unless):

@@ -48,8 +48,8 @@ class LivenessServer:
     Args:
       host: the address of this machine to listen at.
       timeout_s: seconds without a heartbeat until a process counts as dead.
-      port: where to listen, as of :class:`Listener`.
-      token: likewise.
+      port: of the :class:`Listener`.
+      token: of the listener.
 
     Attributes:
       address: for :func:`jaxche.distributed.connect`.
@@ -75,23 +75,25 @@ class LivenessServer:
         """The incarnations that have connected and have not ended."""
         return self._heartbeats.keys() - self.ended
 
-    def serve(self, empty_s: float, start_s: float = math.inf, is_held: Callable[[], bool] = lambda: False) -> None:
+    def serve(
+        self, empty_s: float, start_s: float = math.inf, has_launcher: Callable[[], bool] = lambda: False
+    ) -> None:
         """Serve until no process has been alive for ``empty_s`` seconds, or none has connected within ``start_s``.
 
-        And as long as ``is_held`` returns true; who held it has died then, and replaces no process. It ends at once if
-        the run is lost.
+        While ``has_launcher`` returns true, it serves on. After the death of the launcher, which would have replaced
+        processes, it ends with the last process; if the run is lost, at once.
         """
         empty_since, has_started = time.monotonic() + start_s - empty_s, False
         while not self.is_run_lost and time.monotonic() - empty_since < empty_s:
             self.step()
-            held = is_held()
-            if self.alive or held:
-                empty_since, has_started, empty_s = math.inf, True, 0.0 if held else empty_s
+            launched = has_launcher()
+            if self.alive or launched:
+                empty_since, has_started, empty_s = math.inf, True, 0.0 if launched else empty_s
             elif self._heartbeats or has_started:
                 empty_since = min(empty_since, time.monotonic())
 
     def step(self) -> None:
-        """Read what has arrived, wait a moment if nothing has, and send who has ended."""
+        """Read heartbeats, or wait a moment for them, and send the incarnations that have ended."""
         for key, _ in self._selector.select(_POLL_S):
             self._read(key.fileobj)
         self._register_accepted()

@@ -18,7 +18,6 @@ from jaxche.distributed._group import PeerLostError
 
 # The lengths of the text and of the arrays in bytes, and their checksum: a wrong length would reserve any memory.
 _LENGTHS, _CHECKSUM = struct.Struct(">QQ"), struct.Struct(">I")
-HEAD_BYTES = _LENGTHS.size + _CHECKSUM.size
 # A piece that was read for the checksum is still in the cache of the core when it is sent.
 _PIECE_BYTES = 1 << 18
 # The CPU devices of JAX take memory in without a copy if it begins at a multiple of so many bytes.

@@ -15,6 +15,7 @@ from jaxche.drawing._text import odd_ones as odd_ones
 from jaxche.drawing._text import per_rank as per_rank
 from jaxche.drawing._tracebacks import TRACEBACK as TRACEBACK
 from jaxche.drawing._tracebacks import short_traceback as short_traceback
+from jaxche.drawing._tracebacks import users_part as users_part
 from jaxche.drawing._tracebacks import without_library as without_library
 
 # For users, on a page of the reference; what is imported "as" itself is for the other packages.

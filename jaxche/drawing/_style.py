@@ -30,6 +30,7 @@ _STYLE: Any = {
 }
 _WIDTH, _DPI = 8.6, 110
 _DECADES = 60.0
+_RANKS = 8
 
 
 @contextlib.contextmanager
@@ -111,12 +112,12 @@ def label_outside(axes: Any) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.05), frameon=False, fontsize=8.5, borderaxespad=0.2)
 
 
-def ranks_to_show(ms_per_step: Sequence[float], most: int = 8) -> list[int]:
-    """At most ``most`` ranks to plot, evenly spaced from the fastest to the slowest; all in order if they fit."""
-    if len(ms_per_step) <= most:
+def ranks_to_show(ms_per_step: Sequence[float]) -> list[int]:
+    """At most 8 ranks to plot, evenly spaced from the fastest to the slowest; all in order if they fit."""
+    if len(ms_per_step) <= _RANKS:
         return list(range(len(ms_per_step)))
     order = np.argsort(ms_per_step, kind="stable")
-    return order[np.linspace(0, len(order) - 1, most).round().astype(int)].tolist()
+    return order[np.linspace(0, len(order) - 1, _RANKS).round().astype(int)].tolist()
 
 
 def text_on(colour: str) -> str:

@@ -60,20 +60,20 @@ def per_rank(values: Sequence[float], form: str = "{:.0f}", most: int = 8) -> st
 
 
 class OddOnes(NamedTuple):
-    """The processes that differ from the majority, the majority's values, and a table."""
+    """The processes that differ from the majority, the values of the majority, and a table."""
 
-    who: tuple[int, ...]
-    usual: dict[str, str]
+    processes: tuple[int, ...]
+    majority: dict[str, str]
     table: str
 
 
 def odd_ones(
     columns: Mapping[str, Sequence[str]],
-    who: Sequence[int],
+    processes: Sequence[int],
     beside: Mapping[str, Sequence[str]] | None = None,
     most: int = 8,
 ) -> OddOnes:
-    """Find the processes ``who`` that differ from the majority in a column.
+    """Find the ``processes`` that differ from the majority in a column.
 
     The table also has the columns ``beside``, which are not compared, and at most ``most`` rows.
     """
@@ -81,10 +81,11 @@ def odd_ones(
     if not columns:
         return OddOnes((), {}, "")
     # In a tie the first value counts as the majority.
-    usual = {name: max(dict.fromkeys(values), key=values.count) for name, values in columns.items()}
-    differ = [i for i in range(len(who)) if any(columns[name][i] != usual[name] for name in columns)]
+    majority = {name: max(dict.fromkeys(values), key=values.count) for name, values in columns.items()}
+    differ = [i for i in range(len(processes)) if any(columns[name][i] != majority[name] for name in columns)]
     shown = [*beside.values(), *columns.values()]
-    rows = [["process", *beside, *columns], ["most", *[""] * len(beside), *usual.values()]]
-    rows += [[str(who[i]), *(values[i] for values in shown)] for i in differ[:most]]
+    rows = [["process", *beside, *columns], ["most", *[""] * len(beside), *majority.values()]]
+    rows += [[str(processes[i]), *(values[i] for values in shown)] for i in differ[:most]]
     more = f"\n  and {len(differ) - most} more" if len(differ) > most else ""
-    return OddOnes(tuple(who[i] for i in differ), usual, aligned(rows, left=len(rows[0]), indent=2) + more)
+    table = aligned(rows, left=len(rows[0]), indent=2) + more
+    return OddOnes(tuple(processes[i] for i in differ), majority, table)

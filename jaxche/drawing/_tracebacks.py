@@ -42,7 +42,8 @@ def short_traceback(call: Callable[P, R]) -> Callable[P, R]:
 
 def _shorten(error: BaseException | None) -> None:
     while error is not None:
-        error.__traceback__ = _users_part(error, error.__traceback__)
+        if _is_expected(error):
+            error.__traceback__ = users_part(error.__traceback__)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
@@ -54,12 +55,10 @@ def without_library(trace: TracebackType | None) -> TracebackType | None:
     return _chain(entries)
 
 
-def _users_part(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """The entries of the user's functions, and of what they call; all entries of an unexpected error."""
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The entries of the user's functions, and of what they call outside of this package; None without any."""
     entries = _entries(trace)
     kinds = [_kind(entry) for entry in entries]
-    if not entries or (not _is_ours(error) if kinds[-1] == "own" else "user" not in kinds):
-        return trace
     # Before the first function of the user are those of JAX, of threads and of context managers.
     return _chain(
         entry
@@ -83,9 +82,12 @@ def _chain(entries: Iterable[TracebackType]) -> TracebackType | None:
     return rest
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether this package raises such errors on purpose, about something that the user gave."""
-    return isinstance(error, ValueError | ImportError) or type(error).__module__.startswith(f"{_PACKAGE}.")
+def _is_expected(error: BaseException) -> bool:
+    """Whether the functions of the user raised it, or this package did, about something that the user gave."""
+    kinds = [_kind(entry) for entry in _entries(error.__traceback__)]
+    if kinds and kinds[-1] == "own":
+        return isinstance(error, ValueError | ImportError) or type(error).__module__.startswith(f"{_PACKAGE}.")
+    return "user" in kinds
 
 
 def _kind(entry: TracebackType) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,22 +17,9 @@ from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, roun
 
 _log = logging.getLogger("jaxche")
 
-# Fields that earlier versions did not write.
-_LATER = frozenset(
-    {
-        "clock_ms",
-        "steps_done",
-        "examples_done",
-        "validation",
-        "overlapped",
-        "hidden_ms",
-        "wire",
-        "overlap",
-        "group_merges",
-        "group_ms",
-        "groups",
-    }
-)
+_TYPES = {field.name: str(field.type) for field in fields(RoundInfo)}
+# Earlier versions did not write all fields that have a default.
+_REQUIRED = {field.name for field in fields(RoundInfo) if field.default is MISSING and field.default_factory is MISSING}
 
 
 class History(list[RoundInfo]):
@@ -204,12 +191,11 @@ class ReadRecord(NamedTuple):
 
 def read_record(data: bytes) -> ReadRecord:
     """Reads the lines of :meth:`History.to_json`; a damaged line does not affect the others."""
-    types = {f.name: str(f.type) for f in fields(RoundInfo)}
     *lines, rest = data.split(b"\n")
     found = ReadRecord([], [], [])
     for number, line in enumerate([*lines, *filter(None, [rest])], 1):
         try:
-            found.rounds.append(_round_info(json.loads(line.decode()), types))
+            found.rounds.append(_round_info(json.loads(line.decode())))
         except (ValueError, TypeError):
             begun = number > len(lines) and line.startswith(b"{") and b"\0" not in line and line.isascii()
             (found.unfinished if begun else found.damaged).append(number)
@@ -241,11 +227,13 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def _round_info(values: Any, types: dict[str, str]) -> RoundInfo:
+def _round_info(values: Any) -> RoundInfo:
     """A round from the JSON object of its line."""
-    if not isinstance(values, dict) or set(values) | _LATER != set(types) or not isinstance(values["round"], int):
+    if not isinstance(values, dict) or not _REQUIRED <= values.keys() <= _TYPES.keys():
         raise ValueError("not a round")
-    return RoundInfo(**{name: _read(types[name], value) for name, value in values.items()})
+    if not isinstance(values["round"], int):
+        raise ValueError("not the number of a round")
+    return RoundInfo(**{name: _read(_TYPES[name], value) for name, value in values.items()})
 
 
 def _read(kind: str, value: Any) -> Any:

@@ -102,7 +102,7 @@ def refuse_differences(group: Group, fingerprint: Mapping[str, str]) -> None:
     columns = {name: [str(other.get(name, "none")) for other in fingerprints] for name in names}
     columns = {name: values for name, values in columns.items() if NONDETERMINISTIC not in values}
     odd = odd_ones(columns, group.members)
-    if odd.who:
+    if odd.processes:
         raise ValueError(f"processes differ; run the same script and data everywhere:\n{odd.table}")
 
 

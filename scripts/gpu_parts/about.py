@@ -9,15 +9,15 @@ import platform
 import jax
 
 from jaxche.cli import _doctor_checks as checks
-from jaxche.cli import _doctor_gpu as gpu
+from jaxche.cli import _doctor_devices as device_checks
 from jaxche.cluster import versions
 
 
 def main() -> None:
     """Device, memory, cores, versions, and what `jaxche doctor` finds about driver and CUDA."""
-    with gpu.plugin_errors() as errors:
+    with device_checks.plugin_errors() as errors:
         devices = jax.devices()
-    findings = [checks.versions(), *gpu.findings(os.environ, errors), checks.devices()]
+    findings = [checks.versions(), *device_checks.gpu_findings(os.environ, errors), device_checks.device_finding()]
     memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     found = {
         "platform": devices[0].platform,

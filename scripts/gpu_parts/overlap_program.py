@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -16,7 +15,7 @@ import optax
 import jaxche
 from gpu_parts import workloads
 from gpu_parts.processes import write
-from jaxche.cluster import share
+from jaxche.distributed import process_group
 
 # The first half of a round, beside which a merge runs, lasts somewhat longer than the merge.
 _MERGES_A_ROUND, _FEWEST, _MOST = 2.5, 4, 1000
@@ -67,7 +66,7 @@ def agreed_steps(infos: list[Any]) -> int:
     merge_ms = statistics.median(info.sync_ms for info in infos)
     step_ms = statistics.median(max(info.wall_ms) / _FEWEST for info in infos)
     own = steps_for(merge_ms, step_ms)
-    return max(map(int, share("steps", jax.process_index(), jax.process_count(), json.dumps(own), 300.0)))
+    return max(process_group().all_gather(own))
 
 
 def steps_for(merge_ms: float, step_ms: float) -> int:

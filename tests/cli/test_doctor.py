@@ -8,8 +8,8 @@ import sys
 import jax
 import pytest
 
-from jaxche.cli import _doctor, _doctor_checks, main
-from jaxche.cli._doctor_finding import Finding
+from jaxche.cli import _doctor, _doctor_checks, _doctor_devices, main
+from jaxche.cli._doctor_checks import Finding
 
 
 def test_a_healthy_machine(capsys, tmp_path):
@@ -65,13 +65,13 @@ def test_unused_gpus(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 4)
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: False)
-    found = _doctor_checks.devices()
+    found = _doctor_devices.device_finding()
     assert "the driver shows 4 GPU(s), but JAX is installed without CUDA" in found.text
     assert found.fix.startswith("pip install 'jaxche[cuda13]'")  # the driver is not known here
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: True)
-    assert _doctor_checks.devices().fix.startswith("JAX_PLATFORMS=cuda jaxche doctor")
+    assert _doctor_devices.device_finding().fix.startswith("JAX_PLATFORMS=cuda jaxche doctor")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not _doctor_checks.devices().fix
+    assert not _doctor_devices.device_finding().fix
 
 
 def test_plugin_version(monkeypatch):

@@ -1,4 +1,4 @@
-"""History and training time of a run over several starts, and the result of these."""
+"""The history of a run over several starts, and its result."""
 
 import dataclasses
 import json
@@ -40,25 +40,13 @@ def infos(*numbers, **changes):
 class Start:
     """One start of a run whose epochs have two rounds."""
 
-    def __init__(self, folder, resumable=True):
-        self.judged = []
-        task = SimpleNamespace(metric="accuracy", evaluate=self.evaluate)
-        trainer = SimpleNamespace(
-            policy="cadence", world_size=2, params=lambda state: state, model_state=lambda _: None
-        )
-        self.progress = Progress(trainer, task, 3, folder, resumable)
+    def __init__(self, folder):
+        trainer = SimpleNamespace(policy="cadence", world_size=2)
+        self.progress = Progress(trainer, SimpleNamespace(metric="accuracy"), 3, folder)
 
-    def evaluate(self, params, _):
-        self.judged.append(params.round)
-        return {"accuracy": 0.1 * params.round}
-
-    @staticmethod
-    def state(rounds):
-        return SimpleNamespace(round=rounds, epoch=rounds // 2)
-
-    def rounds(self, *numbers):
-        for info in infos(*numbers):
-            self.progress(self.state(info.round + 1), info)
+    def rounds(self, *numbers, **changes):
+        for info in infos(*numbers, **changes):
+            self.progress(None, info)
 
 
 def record(folder):
@@ -66,7 +54,7 @@ def record(folder):
 
 
 def test_each_round_is_saved_and_can_be_reported(tmp_path):
-    Start(tmp_path, resumable=False).rounds(0, 1, 2)
+    Start(tmp_path).rounds(0, 1, 2)
     assert record(tmp_path) == [0, 1, 2]
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"round": 3, "ep')  # cut off
@@ -76,48 +64,33 @@ def test_each_round_is_saved_and_can_be_reported(tmp_path):
 
 
 def test_repeated_rounds_are_saved_once(tmp_path):
-    first = Start(tmp_path)
-    first.rounds(0, 1, 2, 3)
+    Start(tmp_path).rounds(0, 1, 2, 3)
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"round": 4, "ep')
     second = Start(tmp_path)
     second.rounds(3, 4)
     assert record(tmp_path) == [0, 1, 2, 3, 4]
-    assert [second.progress.seconds[i] for i in range(3)] == [first.progress.seconds[i] for i in range(3)]
-    # Before the first of them a checkpoint was read.
-    assert second.progress.seconds[3] == pytest.approx(0.21)
-    assert list(Start(tmp_path).progress.seconds.values()) == [second.progress.seconds[i] for i in range(5)]
     second.rounds(2, 3)  # back, after the death of a process
     assert record(tmp_path) == [0, 1, 2, 3]
     Start(tmp_path).rounds(0)  # no checkpoint could be read
     assert record(tmp_path) == [0]
 
 
-def test_the_final_state_is_evaluated_once(tmp_path):
-    start = Start(tmp_path)
-    start.rounds(0, 1, 2, 3)
-    start.progress.finish(start.state(4))
-    assert start.judged == [2, 4]
-    later = Start(tmp_path)  # goes on within epoch 1: not its end
-    later.rounds(3)
-    assert later.judged == [4]
-    later = Start(tmp_path)  # all was done
-    later.progress.finish(later.state(4))
-    assert later.judged == [4]
-    assert later.progress.test == {"accuracy": 0.4}
-    assert later.progress.curve[0]["seconds"] == sum(later.progress.seconds.values()) > 0
+def test_an_evaluation_is_printed_with_the_time_of_all_starts(tmp_path, capsys):
+    Start(tmp_path).rounds(0, 1)
+    Start(tmp_path).rounds(2, 3, validation={"accuracy": 0.5})
+    assert capsys.readouterr().out.splitlines()[-1] == "epoch 2 of 3: test accuracy 50.0 % after 0.8 s"
 
 
-def test_result_covers_all_starts():
-    history = History(infos(0, 1, 2, 3))
-    result = result_from_history("cadence", history, (50.0, 20.0), {0: 0.3, 1: 0.3, 2: 0.2, 3: 0.2}, {"accuracy": 0.9})
-    assert result.seconds == pytest.approx(1.0)
-    assert result.examples_per_second == pytest.approx(400)
-    assert result.efficiency == pytest.approx(56 / 70)
-    assert result.wait_share == pytest.approx((0.0, 0.04))
-    assert result.sync_share == pytest.approx(0.04)
-    # Without a clock rounds count with their own time.
-    assert result_from_history("cadence", history, (50.0, 20.0), {3: 0.2}, {}).seconds == pytest.approx(3 * 0.21 + 0.2)
+def test_result_covers_all_rounds():
+    history = History([*infos(0, 1, 2), *infos(3, validation={"accuracy": 0.9})])
+    result = result_from_history("cadence", history, (50.0, 20.0))
+    assert result.test == {"accuracy": 0.9}
+    assert result.seconds == pytest.approx(4 * 0.21)
+    assert result.examples_per_second == pytest.approx(400 / 0.84)
+    assert result.efficiency == pytest.approx(56 / 70 / 0.84)
+    assert result.wait_share == pytest.approx((0.0, 0.04 / 0.84))
+    assert result.sync_share == pytest.approx(0.04 / 0.84)
 
 
 def test_result_covers_rounds_with_the_final_ranks(tmp_path):
@@ -126,7 +99,7 @@ def test_result_covers_rounds_with_the_final_ranks(tmp_path):
     assert [info.round for info in history.last_ranks] == [3, 4]
     assert history[:2].last_ranks == history[:2]
     assert History().last_ranks == History()
-    result = result_from_history("cadence", history, (50.0, 20.0), {}, {})
+    result = result_from_history("cadence", history, (50.0, 20.0))
     assert (result.rounds, result.batches, len(result.wait_ms)) == (2, 28, 2)
     history.to_json(tmp_path / "history.jsonl")
     assert main(["report", str(tmp_path)]) == 0
@@ -139,50 +112,41 @@ def test_a_later_start_overwrites_files(tmp_path):
 
 
 def test_done_file_marks_a_finished_policy(tmp_path):
-    assert _earlier_result(tmp_path, "sync") is None
-    result = result_from_history("sync", History(infos(0)), (50.0, 20.0), {0: 0.3}, {"accuracy": 0.9})
+    assert _earlier_result(tmp_path) is None
+    result = result_from_history("sync", History(infos(0, validation={"accuracy": 0.9})), (50.0, 20.0))
     write_atomic(tmp_path / _DONE, json.dumps(result.to_dict()))
-    assert json.dumps(_earlier_result(tmp_path, "sync").to_dict()) == json.dumps(result.to_dict())
+    assert json.dumps(_earlier_result(tmp_path).to_dict()) == json.dumps(result.to_dict())
     assert [path.name for path in tmp_path.iterdir()] == [_DONE]
 
 
 def test_damaged_lines_are_skipped(tmp_path, caplog):
-    first = Start(tmp_path)
-    first.rounds(0, 1, 2, 3)
-    for name in ("history.jsonl", "seconds.txt"):
-        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
-        (tmp_path / name).write_bytes(lines[0] + b"\0\xff\n" + b"".join(lines[2:]))
-    second = Start(tmp_path)
-    assert list(second.progress.seconds) == [0]
-    second.rounds(3, 4)
+    Start(tmp_path).rounds(0, 1, 2, 3)
+    lines = (tmp_path / "history.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "history.jsonl").write_bytes(lines[0] + b"\0\xff\n" + b"".join(lines[2:]))
+    Start(tmp_path).rounds(3, 4)
     assert record(tmp_path) == [0, 2, 3, 4]
-    assert list(Start(tmp_path).progress.seconds.items()) == [(i, second.progress.seconds[i]) for i in (0, 3, 4)]
-    assert second.progress.seconds[0] == first.progress.seconds[0]
     assert caplog.text.count("history.jsonl: 1 damaged line is left out") == 1
-    assert caplog.text.count("seconds.txt: line 2 is damaged") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [b"", b"\0" * 40, b'{"results": ', b"7", b"\xff{}"])
 def test_a_damaged_result_is_ignored(tmp_path, caplog, text):
-    Start(tmp_path, resumable=False).rounds(0, 1)
+    Start(tmp_path).rounds(0, 1)
     for name in ("result.json", _DONE):
         (tmp_path / name).write_bytes(text)
     assert main(["report", str(tmp_path)]) == 0
     assert "2 rounds" in (tmp_path / "report.html").read_text()
     assert caplog.text.count("result.json cannot be read and is ignored") == 1
-    assert _earlier_result(tmp_path, "sync") is None
+    assert _earlier_result(tmp_path) is None
     out = str(tmp_path)
-    refuse_directory(
-        tmp_path, out, resumable=True, dry_run=False
-    )  # the run continues from its checkpoints, and writes them again
+    refuse_directory(tmp_path, out, resumable=True)  # the run continues from its checkpoints, and writes them again
     (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(ValueError, match="is there already"):
-        refuse_directory(tmp_path, out, resumable=True, dry_run=False)
+    with pytest.raises(ValueError, match="exists; choose another --name"):
+        refuse_directory(tmp_path, out, resumable=True)
 
 
 def test_a_damaged_record_is_reported_but_not_replayed(tmp_path, caplog):
-    Start(tmp_path, resumable=False).rounds(0, 1)
+    Start(tmp_path).rounds(0, 1)
     file = tmp_path / "history.jsonl"
     file.write_bytes(file.read_bytes() + b"\0\n")
     assert main(["report", str(tmp_path)]) == 0

@@ -19,11 +19,11 @@ def task(request):
 def test_task_attributes(task):
     assert task.name in TASKS
     assert task.epochs >= 1
-    assert task.metric in task.evaluate(*task.init(0))
+    assert task.metric in task.evaluate(task.init(0)[0])
 
 
 def test_batches_and_held_out_arrays_have_the_same_shapes(task):
-    for batch, held in zip(jax.tree.leaves(task.data[0]), jax.tree.leaves(task.test), strict=True):
+    for batch, held in zip(jax.tree.leaves(task.data[0]), jax.tree.leaves(task.test.arrays), strict=True):
         assert len(batch) == 16
         assert batch.shape[1:] == held.shape[1:]
         assert batch.dtype == held.dtype
@@ -39,9 +39,9 @@ def test_the_same_seed_gives_the_same_start(task):
 def test_a_few_steps_lower_the_loss(task):
     trainer = jaxche.Trainer(task.loss_fn, task.tx, replicas=jax.devices()[:1])
     state = trainer.init(*task.init(0))
-    before = task.evaluate(trainer.params(state), None)
+    before = task.evaluate(trainer.params(state))
     state, info = trainer.round(state, task.data, counts=[30])
-    after = task.evaluate(trainer.params(state), None)
+    after = task.evaluate(trainer.params(state))
     assert np.isfinite(info.loss)
     assert after["loss"] < 0.9 * before["loss"]
 
@@ -49,14 +49,14 @@ def test_a_few_steps_lower_the_loss(task):
 def test_mnist_is_4000_and_1000_with_every_class():
     task = load("mnist")
     assert len(task.data) == 125
-    assert np.bincount(task.test["y"]).tolist() == [100] * 10
-    assert task.test["x"].min() == 0.0
-    assert task.test["x"].max() == 1.0
+    assert np.bincount(task.test.arrays["y"]).tolist() == [100] * 10
+    assert task.test.arrays["x"].min() == 0.0
+    assert task.test.arrays["x"].max() == 1.0
 
 
 def test_the_text_is_long_enough_and_windows_share_one_character():
     task = load("text")
-    assert len(task.data.arrays) + len(task.test) > 9000
+    assert len(task.data.arrays) + len(task.test.arrays) > 9000
     assert np.array_equal(task.data.arrays[:-1, -1], task.data.arrays[1:, 0])
 
 

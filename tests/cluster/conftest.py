@@ -1,18 +1,21 @@
-"""A coordination service in one process."""
+"""A coordination service of one process."""
 
 import pytest
 
 
 class Service:
-    """Holds what the other processes say under a name; no barrier ever waits, or all are broken.
+    """The state of ``jax.distributed`` and its client, which has the texts of the others; no barrier waits.
 
     Args:
-      name: under which the others speak.
-      texts: what each of them says, by number.
+      process_id: the number of this process.
+      num_processes: the number of processes.
+      name: of the all-gather.
+      texts: of the other processes, by number.
       broken: the error of every barrier.
     """
 
-    def __init__(self, name, texts, broken=None):
+    def __init__(self, process_id, num_processes, name, texts, broken=None):
+        self.client, self.process_id, self.num_processes = self, process_id, num_processes
         self.keys = {f"jaxche/share/{name}/{rank}": text for rank, text in texts.items()}
         self.broken, self.waits = broken, []
 

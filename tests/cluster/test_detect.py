@@ -18,13 +18,13 @@ KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"
 
 def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     everything = LAUNCHED | SLURM | OPEN_MPI
-    assert detect("h:2", 3, 2, everything) == Detected("arguments", "h:2", 3, 2)
-    assert detect(None, None, None, everything) == Detected("jaxche", "127.0.0.1:1", 2, 1)
+    assert detect(everything, "h:2", 3, 2) == Detected("arguments", "h:2", 3, 2)
+    assert detect(everything) == Detected("jaxche", "127.0.0.1:1", 2, 1)
     # mpirun inside a Slurm job: Slurm's numbers are of the machines, not of the processes.
-    assert detect(None, None, None, SLURM | OPEN_MPI) == Detected("ompi")
-    assert detect(None, None, None, SLURM) == Detected("slurm")
-    assert detect(None, None, None, OPEN_MPI) == Detected("ompi")
-    assert detect(None, None, None, {}) == Detected("none", None, 1, 0)
+    assert detect(SLURM | OPEN_MPI) == Detected("ompi")
+    assert detect(SLURM) == Detected("slurm")
+    assert detect(OPEN_MPI) == Detected("ompi")
+    assert detect({}) == Detected("none", None, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -37,22 +37,22 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     ],
 )
 def test_one_process_under_a_scheduler(environ):
-    assert detect(None, None, None, environ) == Detected("none", None, 1, 0)
+    assert detect(environ) == Detected("none", None, 1, 0)
 
 
 def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install kubernetes.*JAXCHE_COORDINATOR="):
-        detect(None, None, None, KUBERNETES)
-    assert detect(None, None, None, KUBERNETES | LAUNCHED).launcher == "jaxche"
-    assert detect(None, None, None, KUBERNETES | {"JAXCHE_NUM_PROCESSES": "1"}).num_processes == 1
+        detect(KUBERNETES)
+    assert detect(KUBERNETES | LAUNCHED).launcher == "jaxche"
+    assert detect(KUBERNETES | {"JAXCHE_NUM_PROCESSES": "1"}).num_processes == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert detect(None, None, None, KUBERNETES) == Detected("k8s")
+    assert detect(KUBERNETES) == Detected("k8s")
 
 
 def test_open_mpi_without_an_address():
     with pytest.raises(ValueError, match=r"mpirun -n 2 -x JAXCHE_COORDINATOR="):
-        detect(None, None, None, {"OMPI_COMM_WORLD_SIZE": "2"})
+        detect({"OMPI_COMM_WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_open_mpi_without_an_address():
 )
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        detect(*arguments, {})
+        detect({}, *arguments)
 
 
 def test_wrong_variables_are_named():
     with pytest.raises(ValueError, match="JAXCHE_NUM_PROCESSES='two'"):
-        detect(None, None, None, LAUNCHED | {"JAXCHE_NUM_PROCESSES": "two"})
+        detect(LAUNCHED | {"JAXCHE_NUM_PROCESSES": "two"})
     with pytest.raises(ValueError, match="without JAXCHE_NUM_PROCESSES and JAXCHE_PROCESS_ID"):
-        detect(None, None, None, {"JAXCHE_COORDINATOR": "h:1"})
+        detect({"JAXCHE_COORDINATOR": "h:1"})
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,6 @@ def test_wrong_variables_are_named():
 )
 def test_process_numbers_from_the_scheduler(scheduler, local_id):
     told = {"JAXCHE_COORDINATOR": "h:1", "JAXCHE_NUM_PROCESSES": "2"}
-    assert detect(None, None, None, told | scheduler) == Detected("jaxche", "h:1", 2, 1, local_id)
+    assert detect(told | scheduler) == Detected("jaxche", "h:1", 2, 1, local_id)
     # The number of `jaxche launch` counts, also inside a job of one task.
-    assert detect(None, None, None, LAUNCHED | scheduler | {"SLURM_PROCID": "0"}) == Detected(
-        "jaxche", "127.0.0.1:1", 2, 1
-    )
+    assert detect(LAUNCHED | scheduler | {"SLURM_PROCID": "0"}) == Detected("jaxche", "127.0.0.1:1", 2, 1)

@@ -48,21 +48,21 @@ def test_missing_package_is_a_mismatch():
 def test_handshake_keeps_the_order(service):
     mine = local_process_info(11, "cpu")
     texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10)) if i != 3}
-    heard = handshake(service("handshake", texts), 3, mine, 1.0)
+    heard = handshake(mine, 1.0, state=service(3, 11, "handshake", texts))
     assert [member.host for member in heard] == ["n0", "n1", "n2", mine.host, *(f"n{i}" for i in range(4, 11))]
 
 
 def test_handshake_timeout_names_processes(service):
-    silent = service("handshake", {}, RuntimeError("DEADLINE_EXCEEDED"))
+    silent = service(1, 3, "handshake", {}, RuntimeError("DEADLINE_EXCEEDED"))
     with pytest.raises(
         TimeoutError, match=r"process 0, 2 joined, but sent nothing for 'handshake' within 0 s.*jaxche.initialize\(\)"
     ):
-        handshake(silent, 1, local_process_info(3, "cpu"), 0.01)
+        handshake(local_process_info(3, "cpu"), 0.01, state=silent)
 
 
 def test_other_errors_are_no_timeout(service):
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        handshake(service("handshake", {}, RuntimeError("UNAVAILABLE")), 1, local_process_info(3, "cpu"), 60.0)
+        handshake(local_process_info(3, "cpu"), 60.0, state=service(1, 3, "handshake", {}, RuntimeError("UNAVAILABLE")))
 
 
 def test_visible_devices(monkeypatch):

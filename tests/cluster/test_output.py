@@ -17,6 +17,7 @@ FULL = "/dev/full"
     ("chunks", "lines"),
     [
         ([b"a\nb", b"c\n"], ["a", "bc"]),
+        ([b"a\n" * 21, b"b\n"], [*"a" * 21, "b"]),
         ([b"no end"], ["no end"]),
         ([b"a\r", b"\nb\n"], ["a", "b"]),
         ([b"a\n\nb\n"], ["a", "", "b"]),
@@ -28,13 +29,13 @@ FULL = "/dev/full"
 def test_lines(chunks, lines):
     out = io.StringIO()
     read, write = os.pipe()
-    reader = OutputReader(os.fdopen(read, "rb"), 3, LinePrinter(prefix=True), out, keep=2)
+    reader = OutputReader(os.fdopen(read, "rb"), 3, LinePrinter(prefix=True), out)
     for chunk in chunks:
         os.write(write, chunk)
     os.close(write)
     reader.join(timeout=5)
     assert out.getvalue() == "".join(f"[3] {line}\n" for line in lines)
-    assert list(reader.last) == lines[-2:]
+    assert list(reader.last) == lines[-20:]
 
 
 def test_a_narrow_or_closed_terminal_does_not_stop_the_reader():

@@ -30,14 +30,15 @@ def test_gpus_from_variable_or_nvidia_smi(monkeypatch):
     assert count_gpus() == 0
 
 
-def test_visible_gpus():
+def test_visible_gpus(monkeypatch):
     plain = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA L4 (UUID: GPU-bb)\n"
+    monkeypatch.setattr("jaxche.cluster._gpus._nvidia_smi", lambda: plain)
     h100, l4 = ("GPU-aa", "NVIDIA H100"), ("GPU-bb", "NVIDIA L4")
-    assert visible_gpus({}, plain) == [h100, l4]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, plain) == [l4]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-aa"}, plain) == [l4, h100]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "5"}, plain) == [("", "GPU")]
-    assert visible_gpus(NO_GPU, plain) == []
+    assert visible_gpus({}) == [h100, l4]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}) == [l4]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-aa"}) == [l4, h100]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "5"}) == [("", "GPU")]
+    assert visible_gpus(NO_GPU) == []
 
 
 def test_each_rank_gets_a_gpu_and_too_few_are_refused():

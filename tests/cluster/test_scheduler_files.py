@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml  # comes with jupytext
+import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from jaxche.cli import main
@@ -462,7 +462,7 @@ def test_a_volume_is_a_claim_and_a_path(volume):
 
 @pytest.mark.parametrize(
     ("scheduler", "line"),
-    [("slurm", "-le {} ] && again=yes"), ("mpirun", "JAXCHE_RESTART <= {};"), ("jobset", "maxRestarts: {}}}")],
+    [("slurm", "-le {} ] && again=yes"), ("mpirun", "JAXCHE_RESTART <= {};"), ("jobset", "maxRestarts: {}\n")],
 )
 def test_default_and_explicit_restarts(scheduler, line, capsys):
     words = ["launch", "--emit", scheduler, "--nodes", "2", *(["--image", "me/train"] if scheduler == "jobset" else [])]

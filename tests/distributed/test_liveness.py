@@ -91,9 +91,9 @@ def test_without_the_launcher_that_held_it_the_server_ends_with_the_last_process
             server.ended.add(last)
 
     monkeypatch.setattr(server, "step", step)
-    server.serve(empty_s=5.0, is_held=lambda: now[0] < 30.0)  # the launcher dies first: no process is replaced
+    server.serve(empty_s=5.0, has_launcher=lambda: now[0] < 30.0)  # the launcher dies first: no process is replaced
     assert now == [50.0]
-    server.serve(empty_s=5.0, is_held=lambda: now[0] < 60.0)  # the last process dies first, and may be replaced
+    server.serve(empty_s=5.0, has_launcher=lambda: now[0] < 60.0)  # the last process dies first, and may be replaced
     assert now == [60.0]
     server.close()
 

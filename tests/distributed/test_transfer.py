@@ -78,9 +78,10 @@ def test_what_is_sent_arrives_and_arrays_begin_where_jax_needs_no_copy():
 def test_one_wrong_bit_is_found(part, bit):
     """A wrong length would otherwise reserve 2 ** 63 bytes: MemoryError, which ends the process."""
     text = len(module.json.dumps(MESSAGE).encode())
-    first = module.HEAD_BYTES + text
+    head = module._LENGTHS.size + module._CHECKSUM.size
+    first = head + text
     size = sum(module.padded(array.nbytes) for array in ARRAYS)
-    at = {"lengths": 0, "checksum of lengths": 17, "text": module.HEAD_BYTES + 3, "array": first + 600_000}
+    at = {"lengths": 0, "checksum of lengths": 17, "text": head + 3, "array": first + 600_000}
     at |= {"padding": first + ARRAYS[0].nbytes + 1, "checksum": first + size + 2}
     with pytest.raises(PeerLostError, match="wrong checksum"):
         transfer(flip=(at[part], bit))

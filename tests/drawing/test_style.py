@@ -30,4 +30,3 @@ def test_ranks_shown_hold_the_fastest_and_the_slowest():
     assert len(set(shown)) == 8
     assert (ms[shown[0]], ms[shown[-1]]) == (min(ms), max(ms))
     assert ranks_to_show([20.0, 50.0]) == [0, 1]
-    assert ranks_to_show([5, 1, 4, 2, 3], most=3) == [1, 4, 0]

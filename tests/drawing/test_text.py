@@ -47,8 +47,8 @@ def test_many_ranks_are_a_range():
 
 def test_who_differs_is_named_beside_what_most_have():
     columns = {"jax": list("aaba"), "flax": list("cccc"), "seed": list("0001")}
-    odd = odd_ones(columns, who=[0, 2, 5, 7], beside={"host": ["n0", "n2", "n5", "n7"]})
-    assert (odd.who, odd.usual) == ((5, 7), {"jax": "a", "seed": "0"})
+    odd = odd_ones(columns, processes=[0, 2, 5, 7], beside={"host": ["n0", "n2", "n5", "n7"]})
+    assert (odd.processes, odd.majority) == ((5, 7), {"jax": "a", "seed": "0"})
     rows = [line.split() for line in odd.table.splitlines()]
     assert rows == [
         ["process", "host", "jax", "seed"],
@@ -60,7 +60,7 @@ def test_who_differs_is_named_beside_what_most_have():
 
 def test_the_first_wins_a_tie_and_many_are_counted():
     odd = odd_ones({"seed": ["1"] * 10 + ["0"] * 10}, range(20), most=3)
-    assert (odd.who, odd.usual) == (tuple(range(10, 20)), {"seed": "1"})
+    assert (odd.processes, odd.majority) == (tuple(range(10, 20)), {"seed": "1"})
     assert odd.table.splitlines()[-2:] == ["  12       0", "  and 7 more"]
 
 

@@ -1,4 +1,4 @@
-"""The checks of `jaxche doctor` for NVIDIA GPUs: driver, CUDA and cuDNN, and the extra that fits them."""
+"""The checks of `jaxche doctor` for devices; for NVIDIA GPUs driver, CUDA and cuDNN, and the extra that fits them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxche.cli._doctor_finding import Finding
+from jaxche.cli._doctor_checks import Finding
 
 # The oldest driver of each CUDA, newest first; scripts/environment.sh has the same numbers.
 _OLDEST_DRIVER = {13: 580, 12: 525}
@@ -46,7 +48,6 @@ class Runtime(NamedTuple):
     ``error`` names a library that cannot be loaded.
     """
 
-    major: int
     cuda: int = 0
     cudnn: int = 0
     built_cuda: int = 0
@@ -79,7 +80,55 @@ def plugin_errors() -> Iterator[list[str]]:
         log.removeFilter(collect)
 
 
-def findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list[Finding]:
+def start_devices(timeout_s: float) -> bool:
+    """Whether JAX's devices start, or fail to start, before the timeout; a driver may hang."""
+    thread = threading.Thread(target=_start, name="jaxche-devices", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def _start() -> None:
+    from jaxche.sharding import local_devices
+
+    with contextlib.suppress(RuntimeError):  # device_finding() reports it
+        local_devices()
+
+
+def not_started(timeout_s: float) -> Finding:
+    """The finding for devices that did not start."""
+    return Finding(
+        "devices",
+        f"JAX has not started them in {timeout_s:g} s; the driver hangs, or another process uses them",
+        "JAX_PLATFORMS=cpu jaxche doctor, and look at nvidia-smi",
+    )
+
+
+def device_finding() -> Finding:
+    """The devices of JAX, compared with those of the driver."""
+    from jaxche.cluster import count_gpus, has_cuda
+    from jaxche.sharding import local_devices
+
+    try:
+        local = local_devices()
+    except RuntimeError as error:
+        return Finding(
+            "devices", f"JAX does not start: {str(error).splitlines()[0]}", "JAX_PLATFORMS=cpu jaxche doctor"
+        )
+    kinds = [device.device_kind for device in local]
+    text = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
+    if all(limits):
+        text += f", {min(limits) / 2**30:.1f} GiB each"
+    gpus = count_gpus() if wants_gpu(os.environ) else 0
+    if gpus and local[0].platform != "gpu":
+        what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
+        fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
+        return Finding("devices", f"{text}; the driver shows {gpus} GPU(s), {what}", fix)
+    return Finding("devices", text)
+
+
+def gpu_findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list[Finding]:
     """The lines ``driver`` and ``cuda``; empty on a machine without GPU, driver and plugin.
 
     ``errors`` are the :func:`plugin_errors` of starting the devices.
@@ -146,7 +195,7 @@ def cuda_finding(
         return Finding("cuda", text, fix or f"install driver {_OLDEST_DRIVER[major]} or newer")
     own = "LD_LIBRARY_PATH" in environ
     elsewhere = "unset LD_LIBRARY_PATH, which comes before the libraries of pip"
-    again = f"pip install --force-reinstall 'jax[cuda{major}]=={_version('jax')}'"
+    again = f"pip install --force-reinstall 'jax[cuda{major}]=={importlib.metadata.version('jax')}'"
     if runtime.error:
         return Finding("cuda", f"{name} cannot load {runtime.error}", elsewhere if own else again)
     text = f"CUDA {show_cuda(runtime.cuda)}, cuDNN {show_cudnn(runtime.cudnn)} ({name} was built for "
@@ -189,7 +238,7 @@ def read_runtime(major: int) -> Runtime:
     try:
         versions: Any = importlib.import_module(f"jax_cuda{major}_plugin._versions")
     except ImportError as error:
-        return Runtime(major, error=f"its own library ({error})")
+        return Runtime(error=f"its own library ({error})")
     found = {}
     for name, function in (("cuda", "cuda_runtime"), ("cudnn", "cudnn")):
         try:
@@ -197,8 +246,8 @@ def read_runtime(major: int) -> Runtime:
             found[f"built_{name}"] = int(getattr(versions, f"{function}_build_version")())
         except Exception as error:  # a version function of jaxlib raises whatever the missing library makes it raise
             label = {"cuda": "the CUDA runtime", "cudnn": "cuDNN"}[name]
-            return Runtime(major, **found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
-    return Runtime(major, **found)
+            return Runtime(**found, error=f"{label} ({(str(error).splitlines() or ['no reason given'])[0]})")
+    return Runtime(**found)
 
 
 def show_cuda(version: int) -> str:
@@ -239,7 +288,3 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:  # "[N/A]" on devices that share the memory of the machine
         return 0.0
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)

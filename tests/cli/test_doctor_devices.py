@@ -6,14 +6,14 @@ import types
 
 import pytest
 
-from jaxche.cli import _doctor_gpu as gpu
+from jaxche.cli import _doctor_devices as checks
 from jaxche.cli import main
-from jaxche.cli._doctor_gpu import Driver, Gpu, Runtime
+from jaxche.cli._doctor_devices import Driver, Gpu, Runtime
 
 QUERY = "NVIDIA H100 80GB HBM3, 580.159.04, 81559, 522, Default\n"
 BANNER = "| NVIDIA-SMI 580.159.04    Driver Version: 580.159.04    CUDA Version: 13.0     |\n"
 H100 = Driver("580.159.04", "13.0", (Gpu("NVIDIA H100 80GB HBM3", 81559, 522, "Default"),))
-FITTING = Runtime(13, 13000, 91200, 13000, 91200)
+FITTING = Runtime(13000, 91200, 13000, 91200)
 
 
 @pytest.fixture
@@ -21,49 +21,49 @@ def smi(monkeypatch):
     """Answers for ``nvidia-smi``."""
 
     def answers(query, banner=(0, BANNER)):
-        monkeypatch.setattr(gpu, "_nvidia_smi", lambda *options: query if options else banner)
+        monkeypatch.setattr(checks, "_nvidia_smi", lambda *options: query if options else banner)
 
     return answers
 
 
 def cuda(driver=H100, plugins=(13,), runtime=FITTING, environ=(), errors=()):
-    read = lambda major: runtime._replace(major=major)  # noqa: E731
-    return gpu.cuda_finding(driver, list(plugins), read, dict(environ), errors)
+    read = lambda major: runtime  # noqa: E731
+    return checks.cuda_finding(driver, list(plugins), read, dict(environ), errors)
 
 
 def test_the_driver_is_read_from_nvidia_smi(smi):
     smi((0, QUERY))
-    assert gpu.read_driver() == H100
+    assert checks.read_driver() == H100
     smi((0, QUERY), (0, BANNER.replace("CUDA Version", "CUDA UMD Version")))  # as later drivers write it
-    assert gpu.read_driver().cuda == "13.0"
+    assert checks.read_driver().cuda == "13.0"
     smi((0, "NVIDIA GH200, 580.1, [N/A], [N/A], [N/A]\nA name, with a comma, 580.1, 1024, 0, Default\n"))
-    assert [one.name for one in gpu.read_driver().gpus] == ["NVIDIA GH200", "A name, with a comma"]
-    assert gpu.read_driver().gpus[0].memory == 0
+    assert [one.name for one in checks.read_driver().gpus] == ["NVIDIA GH200", "A name, with a comma"]
+    assert checks.read_driver().gpus[0].memory == 0
 
 
 def test_without_nvidia_smi_the_driver_is_read_from_its_file(smi, tmp_path, monkeypatch):
     smi((None, ""))
-    monkeypatch.setattr(gpu, "_DRIVER_FILE", tmp_path / "version")
-    assert gpu.read_driver() == Driver()
+    monkeypatch.setattr(checks, "_DRIVER_FILE", tmp_path / "version")
+    assert checks.read_driver() == Driver()
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.2.0\n"
     (tmp_path / "version").write_text(line)
-    assert gpu.read_driver() == Driver("570.86.15")
+    assert checks.read_driver() == Driver("570.86.15")
 
 
 @pytest.mark.parametrize(
     ("version", "extra"), [("610.1", "cuda13"), ("580.65", "cuda13"), ("579.9", "cuda12"), ("525.1", "cuda12")]
 )
 def test_the_extra_follows_the_driver(version, extra):
-    assert gpu.extra_for(version) == extra
+    assert checks.extra_for(version) == extra
 
 
 @pytest.mark.parametrize("version", ["524.99", "470.1", "", "n/a"])
 def test_no_extra_for_an_old_or_unknown_driver(version):
-    assert gpu.extra_for(version) == ""
+    assert checks.extra_for(version) == ""
 
 
 def test_a_healthy_gpu():
-    found = gpu.driver_finding(H100)
+    found = checks.driver_finding(H100)
     assert not found.fix
     assert found.text == "NVIDIA 580.159.04, for CUDA up to 13.0; NVIDIA H100 80GB HBM3, 79.6 GiB, 0.5 GiB of it in use"
     found = cuda()
@@ -73,15 +73,15 @@ def test_a_healthy_gpu():
 
 def test_what_is_wrong_with_a_driver(smi):
     smi((9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\nMake sure\n"))
-    found = gpu.driver_finding(gpu.read_driver())
+    found = checks.driver_finding(checks.read_driver())
     assert "couldn't communicate" in found.text
     assert "Make sure" not in found.text
     assert "modprobe nvidia" in found.fix
     smi((124, ""))
-    assert "exit code 124" in gpu.driver_finding(gpu.read_driver()).text
-    assert gpu.driver_finding(H100._replace(version="470.1")).fix == "install driver 525 or newer"
+    assert "exit code 124" in checks.driver_finding(checks.read_driver()).text
+    assert checks.driver_finding(H100._replace(version="470.1")).fix == "install driver 525 or newer"
     exclusive = H100.gpus[0]._replace(mode="Exclusive_Process")
-    assert "compute mode Exclusive_Process" in gpu.driver_finding(H100._replace(gpus=(exclusive,))).text
+    assert "compute mode Exclusive_Process" in checks.driver_finding(H100._replace(gpus=(exclusive,))).text
 
 
 def test_jax_without_cuda_names_the_extra_that_the_driver_runs():
@@ -137,7 +137,7 @@ def test_errors_of_plugins_are_collected_in_place_of_their_tracebacks(caplog):
         except RuntimeError:
             log.exception(message)
 
-    with gpu.plugin_errors() as errors:
+    with checks.plugin_errors() as errors:
         fail("Jax plugin configuration error: Exception when calling jax_plugins.xla_cuda13.initialize()")
         fail("Something else")
         log.warning("a plugin is old")
@@ -148,26 +148,26 @@ def test_errors_of_plugins_are_collected_in_place_of_their_tracebacks(caplog):
 
 
 def test_the_versions_are_read_from_the_plugin(monkeypatch):
-    assert gpu.read_runtime(14).error.startswith("its own library")
+    assert checks.read_runtime(14).error.startswith("its own library")
     versions = types.ModuleType("_versions")
     numbers = {"cuda_runtime_get": 13000, "cuda_runtime_build": 13010, "cudnn_get": 91200, "cudnn_build": 91301}
     for name, number in numbers.items():
         setattr(versions, f"{name}_version", lambda number=number: number)
     monkeypatch.setitem(sys.modules, "jax_cuda13_plugin", types.ModuleType("jax_cuda13_plugin"))
     monkeypatch.setitem(sys.modules, "jax_cuda13_plugin._versions", versions)
-    assert gpu.read_runtime(13) == Runtime(13, 13000, 91200, 13010, 91301)
+    assert checks.read_runtime(13) == Runtime(13000, 91200, 13010, 91301)
 
     def missing():
         raise RuntimeError("libcudnn.so.9 not found\nat address 0")
 
     versions.cudnn_get_version = missing
-    assert gpu.read_runtime(13) == Runtime(13, 13000, 0, 13010, 0, "cuDNN (libcudnn.so.9 not found)")
+    assert checks.read_runtime(13) == Runtime(13000, 0, 13010, 0, "cuDNN (libcudnn.so.9 not found)")
 
 
 def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(gpu, "read_driver", lambda: H100)
-    monkeypatch.setattr(gpu, "installed_plugins", list)
+    monkeypatch.setattr(checks, "read_driver", lambda: H100)
+    monkeypatch.setattr(checks, "installed_plugins", list)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "ok  driver     NVIDIA 580.159.04" in out
@@ -179,10 +179,10 @@ def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
 
 
 def test_a_plugin_on_a_machine_without_gpu_is_no_problem(monkeypatch):
-    monkeypatch.setattr(gpu, "read_driver", Driver)
-    monkeypatch.setattr(gpu, "installed_plugins", list)
-    assert gpu.findings({}) == []
-    monkeypatch.setattr(gpu, "installed_plugins", lambda: [13])
-    (found,) = gpu.findings({})
+    monkeypatch.setattr(checks, "read_driver", Driver)
+    monkeypatch.setattr(checks, "installed_plugins", list)
+    assert checks.gpu_findings({}) == []
+    monkeypatch.setattr(checks, "installed_plugins", lambda: [13])
+    (found,) = checks.gpu_findings({})
     assert not found.fix
     assert "no GPU" in found.text
