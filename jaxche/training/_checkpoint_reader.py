@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxche.training._checksums import checksum_of_json, checksums
+from jaxche.training._checksums import checksum_of_metadata, checksums
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import TrainerState
@@ -194,11 +194,6 @@ class CheckpointReader:
             wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
         )
         return rows if same else {name: count for name, count in rows.items() if name != "residual"}
-
-
-def checksum_of_metadata(meta: dict[str, Any]) -> int:
-    """The checksum of metadata, without the fields that are refused by name if they are wrong."""
-    return checksum_of_json({name: value for name, value in meta.items() if name not in ("format", "jaxche")})
 
 
 def _is_residual(path: str) -> bool:

@@ -15,8 +15,7 @@ import jax
 from jaxche.data import as_stream, is_stream
 from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import Every, History, RoundInfo, as_every
-from jaxche.training._checkpoint_manager import CheckpointManager
-from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._checkpoints import CheckpointManager, Checkpoints
 from jaxche.training._checks import check_callbacks
 from jaxche.training._evaluate import MetricProgram, batches_of, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
