@@ -347,7 +347,7 @@ def check_callbacks(callbacks: Any) -> None:
                 ) from None
 
 
-def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
+def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
     """Refuse invalid scaling of the learning rate."""
     if rule is None:
         if base_batch_size is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,45 +21,42 @@ from jaxche.cadence import (
     whole_number,
 )
 from jaxche.replicas import BatchPlacement
-from jaxche.training._round import RoundStatistics
 from jaxche.training._state import TrainerState
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a trainer, by ranks of the start of the run; ``merges`` in a round if it is given.
+    """Ranks that merge among themselves within a round, none without ``groups=``.
 
-    ``order`` are the ranks of the start that are present, in their present order.
+    ``merges`` are those of a round, the last one of all replicas included, if their number is given.
     """
 
     ranks: tuple[tuple[int, ...], ...] = ()
     merges: int | None = None
 
-    def present(self, order: Sequence[int]) -> list[list[int]]:
-        """The present ranks of each group of two or more, unless these are all that are left."""
-        groups = [[rank for rank, one in enumerate(order) if one in group] for group in self.ranks]
-        return [group for group in groups if 1 < len(group) < len(order)]
+    def present(self, order: Sequence[int]) -> Groups:
+        """The groups with two or more of these ranks, but not all of them, renumbered in this order."""
+        groups = (tuple(rank for rank, one in enumerate(order) if one in group) for group in self.ranks)
+        return replace(self, ranks=tuple(group for group in groups if 1 < len(group) < len(order)))
 
-    def numbers(self, order: Sequence[int]) -> tuple[int, ...]:
-        """The number of the group of each present rank, -1 for one in none; empty without groups."""
-        numbers = {rank: number for number, group in enumerate(self.present(order)) for rank in group}
-        return tuple(numbers.get(rank, -1) for rank in range(len(order))) if numbers else ()
+    def numbers(self, world_size: int) -> tuple[int, ...]:
+        """The number of the group of each rank, -1 for one in none; empty without groups."""
+        numbers = {rank: number for number, group in enumerate(self.ranks) for rank in group}
+        return tuple(numbers.get(rank, -1) for rank in range(world_size)) if numbers else ()
 
-    def half_life(self, order: Sequence[int]) -> float:
-        """How much longer rounds of these ranks may be, because groups merge within them."""
-        return 1.0 if self.merges == 1 else half_life_of(self.present(order), len(order))
+    def half_life(self, world_size: int) -> float:
+        """How much longer rounds may be, because groups merge within them."""
+        return 1.0 if self.merges == 1 else half_life_of(self.ranks, world_size)
 
-    def merges_of(self, state: TrainerState, plan: RoundPlan, groups: Sequence[Sequence[int]]) -> int:
-        """The merges of a round with these groups present, the last one of all replicas included."""
+    def merges_of(self, state: TrainerState, plan: RoundPlan) -> int:
+        """The merges of a round, the last one of all replicas included."""
         if plan.shares:
             return 1
-        return min(self.merges or max(state.group_merges, LEAST_MERGES), most_group_merges(groups, plan.counts))
+        return min(self.merges or max(state.group_merges, LEAST_MERGES), most_group_merges(self.ranks, plan.counts))
 
-    def next_merges(
-        self, state: TrainerState, table: RoundStatistics, merges: int, groups: Sequence[Sequence[int]]
-    ) -> int:
+    def next_merges(self, state: TrainerState, group_ms: Sequence[float], merges: int) -> int:
         """The merges of the next round, from the times of those of this round; unchanged if it had none in groups."""
-        cost_ms = group_cost_ms(groups, table.group_ms, merges)
+        cost_ms = group_cost_ms(self.ranks, group_ms, merges)
         if self.merges or not cost_ms or state.che is None:
             return self.merges or state.group_merges
         return best_group_merges(state.che, cost_ms)
