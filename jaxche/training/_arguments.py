@@ -20,6 +20,7 @@ from jaxche.scaling import ScalingRule
 from jaxche.sharding import Device, NoShard, ShardingStrategy
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
+    Averaging,
     check_auto,
     check_auto_wire,
     check_fleet,
@@ -90,15 +91,17 @@ class Arguments:
         elastic = isinstance(group, ElasticGroup)
         auto = self.policy is ApplyPolicy.AUTO
         if auto:
-            check_auto(average, staged, outer, scaling, che, elastic, joined_batches)
+            given = {"average": average, "outer": outer, "scaling": scaling, "che": che}
+            check_auto(given | {"joined_batches": joined_batches}, staged, elastic)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
         self.overlap = overlap = checked_overlap(overlap)
         if opt_state == "auto":
             opt_state = "average" if average == "parameters" and not overlap else "local"
-        check_rules(tx, average, merge, opt_state, outer, backend)
+        averaging = Averaging(self.policy, average, merge, opt_state, outer, scaling, backend, staged)
+        check_rules(tx, averaging)
         check_line_search(tx)
         check_scaling(scaling, base_batch_size, tx, opt_state)
-        check_wire(wire, average, self.policy, staged)
+        check_wire(wire, averaging)
         check_auto_wire(wire, che, elastic, fleet is not None)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
@@ -109,12 +112,13 @@ class Arguments:
         che = _checked_cadence(che, world_size, average)
         if world_size == 1:
             average = "parameters"  # a plain training loop: one update per batch
+            averaging = averaging._replace(average=average)
         self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
         self._tx, self._opt_state = tx, opt_state
         check_fleet(fleet, world_size, group.num_processes, pace_ms)
         self._fleet = fleet
-        check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
-        self._groups = checked_groups(groups, group_merges, placements, self.policy, average, merge, scaling, staged)
+        check_overlap(overlap, averaging, placements, fleet is not None)
+        self._groups = checked_groups(groups, group_merges, averaging, placements)
         if che is not None:
             che = replace(che, overlap=overlap, half_life=self._groups.half_life(world_size))
         self._che = che

@@ -305,8 +305,8 @@ class CheckpointManager(Hook):
             while not wait([ended], _POLL_S).done:
                 if self._group.lost():
                     _end_threads(cancels=True)
-                # Threads may wait for folders that the first process was to make. There Orbax would take the save for
-                # written, and delete older ones.
+                # Threads may wait for folders that the first process was to make. The first process does not cancel:
+                # there Orbax would count the save as written, and delete older ones.
                 if self._barrier.is_broken and not self._group.is_first:
                     self._manager._checkpointer.cancel()
         try:
@@ -412,7 +412,7 @@ class CheckpointManager(Hook):
 
 @contextlib.contextmanager
 def _barriers(wait: Callable[..., None]) -> Iterator[None]:
-    """Orbax's barriers of some of the processes call ``wait``; its own do not detect deaths, and wait for minutes."""
+    """Orbax calls ``wait`` at barriers of some of the processes; its own wait for minutes for those that have died."""
     from orbax.checkpoint._src.multihost import multihost
 
     own = multihost.get_barrier_sync_fn
@@ -483,9 +483,9 @@ def _handlers(multiprocessing: Any) -> Any:
 
 
 def _spanning(array: jax.Array) -> jax.Array:
-    """An array of this process as one replica of an array on two processes; the other process need not live.
+    """An array of this process as one replica of an array on two processes, of which the other may be dead.
 
-    Orbax saves only arrays that span processes where there are several, even if all others are dead.
+    In a run of several processes Orbax saves only arrays that span processes, even if all others are dead.
     """
     assert isinstance(array.sharding, jax.sharding.NamedSharding)
     mesh, spec = array.sharding.mesh, array.sharding.spec

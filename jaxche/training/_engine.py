@@ -234,10 +234,10 @@ class Engine:
             )
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
-            self._check_opt_state(local_states[0])
+            self._check_trees(local_states[0])
             self._form = form
 
-    def _check_opt_state(self, local: LocalState) -> None:
+    def _check_trees(self, local: LocalState) -> None:
         if (local.noise is None) != (self._settings.scaling is None):
             raise ValueError(
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "

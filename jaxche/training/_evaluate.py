@@ -224,7 +224,7 @@ def evaluate(
         size = number_of_batches(data, group)
         speeds = state.che.ms_per_batch if state.che else ()
         speeds = [1 / ms for ms in speeds] if speeds and all(speeds) else [1.0] * trainer.world_size
-        parts = parts_of(engine.processes_of_present_ranks, speeds, size) if size else [_all_of_this(trainer)]
+        parts = parts_of(engine.processes_of_present_ranks, speeds, size) if size else [_stream_part(trainer)]
         sources = _sources(group, data, size, parts)
         for rank, placement, local in engine.here(state.local_states):
             if rank in sources:
@@ -270,7 +270,8 @@ def batches_of(data: Any) -> Iterator[Any]:
     return map(data.__getitem__, range(len(data)))
 
 
-def _all_of_this(trainer: Rounds) -> Part:
+def _stream_part(trainer: Rounds) -> Part:
+    """The batches of a stream, which only one process reads, for all its ranks."""
     return Part((trainer._group.process_index,), tuple(range(trainer.world_size)), range(1))
 
 

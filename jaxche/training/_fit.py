@@ -203,7 +203,7 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
             except PeerLostError as error:
                 if membership is None:
                     raise
-                # The others end once more, without it: it may have written only a part of what is written at the end.
+                # The remaining processes end the fit again: the lost one may have written only a part of what it wrote.
                 membership.recover(run, error)
     except KeyboardInterrupt:
         if group.num_processes > 1:

@@ -21,6 +21,7 @@ from jaxche.cadence import (
     whole_number,
 )
 from jaxche.replicas import BatchPlacement
+from jaxche.training._checks import Averaging
 from jaxche.training._state import TrainerState
 
 
@@ -62,16 +63,7 @@ class Groups:
         return best_group_merges(state.che, cost_ms)
 
 
-def checked_groups(
-    groups: Any,
-    merges: Any,
-    placements: Sequence[BatchPlacement],
-    policy: ApplyPolicy,
-    average: str,
-    merge: str,
-    scaling: Any,
-    staged: bool,
-) -> Groups:
+def checked_groups(groups: Any, merges: Any, averaging: Averaging, placements: Sequence[BatchPlacement]) -> Groups:
     """The groups of two replicas or more; none where all replicas would be one group."""
     if groups is None:
         if merges is not None:
@@ -79,15 +71,15 @@ def checked_groups(
         return Groups()
     if merges is not None:
         merges = whole_number("group_merges", merges, 1, "group_merges=8, or leave it out")
-    line = "leave groups= out"
+    line, policy, average, merge = "leave groups= out", averaging.policy, averaging.average, averaging.merge
     if policy not in (ApplyPolicy.CADENCE, ApplyPolicy.ASYNC) or average != "parameters" or merge != "steps":
         raise ValueError(
             f"groups={groups!r} averages parameters by steps within rounds, and this trainer has "
             f"policy={policy.value!r}, average={average!r}, merge={merge!r}; write policy='cadence' and merge='steps', "
             f"or {line}"
         )
-    if scaling is not None or staged:
-        what = "stages of a jaxche.Partitioned" if staged else "scaling="
+    if averaging.scaling is not None or averaging.staged:
+        what = "stages of a jaxche.Partitioned" if averaging.staged else "scaling="
         raise ValueError(f"groups={groups!r} has no programs for {what}; {line}")
     processes = [{device.process_index for device in placement.devices.flat} for placement in placements]
     if isinstance(groups, str) and groups == "process":
@@ -124,7 +116,7 @@ def _checked_ranks(groups: Any, world_size: int) -> list[tuple[int, ...]]:
     return found
 
 
-def check_moments(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
+def check_multi_steps(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
     """Refuse to average what ``optax.MultiSteps`` has accumulated: its replicas are at different steps of theirs."""
     if not groups.ranks or opt_state != "average":
         return

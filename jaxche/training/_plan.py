@@ -144,7 +144,7 @@ class PlannedRound(NamedTuple):
       policy: when its replicas average.
       rule: the weights of averaged parameters, or None if gradients are averaged.
       wire: how its merge sends the change of the parameters.
-      scale: what its merge is worth, for the scaling of learning rates.
+      scale: of its merge, for the rule of the learning rate.
       time_limit_ms: after it a replica begins no further step; None for no limit.
       overlap: the part of the next round that runs beside its merge.
       overlapped: with a merge in flight, the steps of each replica before it takes in the result.

@@ -268,7 +268,7 @@ class RoundTimes(NamedTuple):
     clock_ms: float = 0.0
     clock_merge_ms: float = 0.0
 
-    def at(self, state: TrainerState, table: RoundStatistics, is_shared: bool) -> RoundTimes:
+    def with_clock(self, state: TrainerState, table: RoundStatistics, is_shared: bool) -> RoundTimes:
         """These times with the clock after a round that began at ``state``.
 
         If several processes share the clock, the cost of the last merge stands for that of this one, because all have
@@ -326,14 +326,14 @@ def _report(
         return None, correction, Verdict.CALM
     # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
     is_whole = planned.policy is ApplyPolicy.SYNC or counts == limit_lead(before.batch_counts, before.max_batch_diff)
-    last_merge_ms = table.last_sync_ms + table.last_hidden_ms
-    wall_ms, last_sync_ms, reported = table.wall_ms, last_merge_ms if is_whole else 0.0, counts
+    wall_ms, reported = table.wall_ms, counts
     if plan.shares:
         # A cadence counts whole batches: report the time that one would have taken.
         wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
-        last_sync_ms, reported = last_merge_ms, [min(n, 1) for n in counts]
+        is_whole, reported = True, [min(n, 1) for n in counts]
+    last_merge_ms = table.last_sync_ms + table.last_hidden_ms if is_whole else 0.0
     moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms
-    che = before.report_timing(wall_ms, reported, last_sync_ms, travel_ms(moved_ms, merged.squares))
+    che = before.report_timing(wall_ms, reported, last_merge_ms, travel_ms(moved_ms, merged.squares))
     late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
     if any(late) and not plan.shares:
         # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.

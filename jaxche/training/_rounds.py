@@ -41,7 +41,7 @@ from jaxche.training._checks import (
     check_unscaled,
     check_update,
 )
-from jaxche.training._groups import check_moments
+from jaxche.training._groups import check_multi_steps
 from jaxche.training._plan import (
     ENDLESS,
     SOLO_ROUND,
@@ -98,7 +98,7 @@ class Rounds(Arguments):
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         check_update(self._tx, shapes, staged)
-        check_moments(self._groups, self._opt_state, self._tx, shapes)
+        check_multi_steps(self._groups, self._opt_state, self._tx, shapes)
         if model_state is not None and staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:
@@ -315,7 +315,7 @@ class Rounds(Arguments):
         return next_plan(state, size, self._rules, end, self._engine.batch_size)
 
     def _merge_scale(self, plan: RoundPlan) -> MergeScale:
-        """The worth of a merge of the planned steps for the rule of the learning rate."""
+        """The scale of a merge of the planned steps, for the rule of the learning rate."""
         if self.scaling is None:
             return MergeScale()
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
@@ -355,7 +355,7 @@ class Rounds(Arguments):
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
         hidden_ms = max(0.0, duration_ms - sync_ms) if in_flight else 0.0
         times = RoundTimes(sync_ms, hidden_ms, merge_ms, group_ms=max(table.busy_ms) - max(table.wall_ms))
-        return table, times.at(planned.state, table, is_shared=self._has_peers)
+        return table, times.with_clock(planned.state, table, is_shared=self._has_peers)
 
     def _fleet_times(
         self, fleet: VirtualFleet, planned: PlannedRound, table: RoundStatistics

@@ -398,7 +398,7 @@ class StagedEngine(PreparedEngine):
         self._set_merge(self._make_merge(local))
         return code.consts
 
-    def _check_opt_state(self, local: LocalState) -> None:
+    def _check_trees(self, local: LocalState) -> None:
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
             check_state_of_tx(self._tx, params, opt_state)
 

@@ -356,13 +356,13 @@ class Trainer(Rounds):
             )
         if state.wire is not None and state.wire.reason:
             policy += f"; {state.wire.reason}"
-        elif advice := self._advice(state):
+        elif advice := self._cheaper_merges(state):
             policy += f"; {advice}"
         if state.che is not None and state.che.limit and self.policy is not ApplyPolicy.SYNC:
             policy += f"; {state.che.limit}"
         return policy
 
-    def _advice(self, state: TrainerState) -> str:
+    def _cheaper_merges(self, state: TrainerState) -> str:
         """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""
         if self.average != "parameters" or isinstance(self._engine, StagedEngine) or state.che is None:
             return ""
