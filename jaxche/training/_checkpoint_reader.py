@@ -129,17 +129,13 @@ class CheckpointReader:
         ]
         if not errors:
             return False
-        failed = None
-        if self._group.is_first:
-            names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
-            aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
-            _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
-            try:
-                (self._folder / str(step)).rename(aside)
-            except OSError as e:
-                failed = e
         # All wait for the rename before a save uses the name.
-        self._group.raise_everywhere(failed, self._group.process_index, f"checkpoint {step}")
+        with self._group.errors_everywhere(self._group.process_index, f"checkpoint {step}"):
+            if self._group.is_first:
+                names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
+                aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
+                _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
+                (self._folder / str(step)).rename(aside)
         return True
 
     def _refuse_other(self, meta: Any, state: TrainerState) -> None:

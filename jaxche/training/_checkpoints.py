@@ -22,7 +22,6 @@ from jaxche.distributed import PeerLostError, on_sigterm, shared_folder
 from jaxche.reports import Every, RoundInfo
 from jaxche.training._checkpoint_reader import CheckpointReader
 from jaxche.training._checksums import checksum_of_metadata, checksums
-from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._metrics_log import MetricsLog, no_space
 from jaxche.training._rounds import Rounds
@@ -132,12 +131,8 @@ class CheckpointManager(Hook):
         self._every = every  # in place of that of the config
         self._logged: RoundInfo | None = None
         self._folder = shared_folder(self._group, config.folder)
-        error, self._data = None, NONDETERMINISTIC
-        try:
+        with self._group.errors_everywhere(self._group.process_index, "the reading of the data"):
             self._data = trainer._engine.data_digest(data)
-        except Exception as e:
-            error = e
-        self._group.raise_everywhere(error, self._group.process_index, "the reading of the data")
         self._log = MetricsLog(self._group, self._folder)
         self._manager: Any = None
         # The step of the last save that was started, and of the last one that a lost process did not finish.

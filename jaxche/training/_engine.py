@@ -166,6 +166,7 @@ class Engine:
             self._replica_mesh = self._make_mesh(shapes)
 
     def _make_mesh(self, shapes: Any) -> Any:
+        """The mesh of all replicas, for parameters of these shapes."""
         self._placements = [placement.with_layout(shapes) for placement in self._placements]
         return ReplicaMesh(self._group, self._placements, self._settings.host)
 
@@ -372,8 +373,8 @@ class Engine:
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 
-    def pause(self, local_states: Sequence[LocalState]) -> None:
-        """Wait for batches that are being read, so that other code may read, and lay out these states."""
+    def prepare_evaluation(self, local_states: Sequence[LocalState]) -> None:
+        """Lay out these states, and wait for batches that are being read, because the data may be evaluated too."""
         self._set_layout(without_replica_axis(local_states[0].params))
         self._settings.readers.wait()
 

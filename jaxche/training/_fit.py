@@ -137,12 +137,7 @@ def fit(
             hooks.append(manager)
             stack.enter_context(manager.active())
         if dry_run:
-            after, info = trainer._round(state, data, given=GivenRound((1,) * trainer.world_size, keeps=True))
-            after.merged()
-            if agreed.program is not None:
-                batches = [next(batches_of(validation))] * trainer.world_size
-                info = replace(info, validation=evaluate(trainer, state, batches, agreed.program, metrics))
-            return state, History([info], trainer.memory)
+            return state, History([_dry_round(trainer, state, arguments, agreed.program)], trainer.memory)
         log_every = agreed.every["log_every"]
         bar = ProgressHook(trainer, progress, log_every)
         stack.callback(bar.close)
@@ -158,6 +153,18 @@ def fit(
             stacklevel=4,
         )
     return run.state, run.history
+
+
+def _dry_round(trainer: Rounds, state: TrainerState, arguments: _Arguments, program: MetricProgram | None) -> RoundInfo:
+    """The record of one batch on every replica, one merge, and one batch of validation data."""
+    given = GivenRound((1,) * trainer.world_size, keeps=True)
+    after, info = trainer._round(state, arguments.data, given=given)
+    after.merged()
+    if program is None:
+        return info
+    evaluation = arguments.evaluation
+    batches = [next(batches_of(evaluation.data))] * trainer.world_size
+    return replace(info, validation=evaluate(trainer, state, batches, program, evaluation.metrics))
 
 
 def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
