@@ -12,6 +12,9 @@ import numpy as np
 
 from jaxche.cadence._checks import whole_number
 
+# A prime near 2**32 over the golden ratio: modulo 2**32, a million of its multiples are at least 1,600 apart.
+_FAR_APART = 2654435761
+
 
 class ApplyPolicy(StrEnum):
     """When the replicas average.
@@ -145,10 +148,11 @@ class RoundPlan:
         return self.epoch + epochs, cursor
 
     def number(self, rank: int) -> int:
-        """The number of the first batch of ``rank`` for random keys, different for each rank and round."""
+        """The number of the first step of ``rank`` for random keys; its other steps have the numbers that follow."""
         if self.shares:
-            # Ranks may share their first batch, but not their random keys.
-            return (self.epoch * self.epoch_size + self.start) * len(self.counts) + rank
+            # Ranks may share their first batch, but not their random keys: each begins far from all others.
+            place = (self.epoch * self.epoch_size + self.start) * len(self.counts) + rank
+            return place * _FAR_APART % 2**32
         epoch, index = self._key(self.start + sum(self.counts[:rank]))
         return epoch * self.epoch_size + index
 

@@ -21,6 +21,7 @@ from jaxche.replicas._overlap import Correction as Correction
 from jaxche.replicas._overlap import MergeInFlight as MergeInFlight
 from jaxche.replicas._overlap import OverlappedMerge as OverlappedMerge
 from jaxche.replicas._overlap import exposed_ms as exposed_ms
+from jaxche.replicas._packing import packings as packings
 from jaxche.replicas._placement import BatchPlacement as BatchPlacement
 from jaxche.replicas._placement import Begin as Begin
 from jaxche.replicas._placement import DevicePlacement as DevicePlacement
@@ -52,6 +53,7 @@ from jaxche.replicas._scaling import MergeScale as MergeScale
 from jaxche.replicas._scaling import Scaling as Scaling
 from jaxche.replicas._scaling import with_previous_gradient as with_previous_gradient
 from jaxche.replicas._schedule_counts import advance_counts as advance_counts
+from jaxche.replicas._schedule_counts import are_accumulators as are_accumulators
 from jaxche.replicas._schedule_counts import are_schedules as are_schedules
 from jaxche.replicas._schedule_counts import counts_of as counts_of
 from jaxche.replicas._schedule_counts import with_run_counts as with_run_counts

@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxche.distributed import Group
 from jaxche.replicas._coded_merge import sent_bytes
 from jaxche.replicas._merge_program import HOST_COLUMNS, MergeProgram, MergeRules, Report
-from jaxche.replicas._packing import packings
+from jaxche.replicas._packing import Deferred, Packed, packings
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis, spans_processes
 from jaxche.replicas._programs import Carry, LocalState, Views
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
-from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
+from jaxche.replicas._schedule_counts import are_accumulators, are_schedules, counts_of, with_counts
 
 # Replaces the two halves of the plan's digest if the processes of one replica planned differently.
 DIFFERS = (-1.0, -1.0)
@@ -80,11 +80,11 @@ class Merge:
             self._common = (*self._common, "noise", "progress", *preconditioner)
             made = (*made, "noise", "progress")
         trees = local._asdict() | {"grads": local.params, "counts": counts_of(local.opt_state)}
-        # A mean is that of any arrays. Other rules need the arrays as they are, and to cut them out of vectors within
-        # the merge program takes long to compile. Arrays of a sharded replica have several layouts.
-        is_mean = rules.wire == "float32" and rules.outer is None and scaling is None and opt_state != "reset"
-        packs = not replica_mesh.inner and (is_mean or average == "gradients")
-        self._packings = packings({name: trees[name] for name in self._sent if packs and name != "model_state"})
+        # Arrays of a sharded replica have several layouts.
+        packed = () if replica_mesh.inner else rules.packed(local.opt_state)
+        self._packings = packings({name: trees[name] for name in packed})
+        # The leaves of the optimizer state that a reset leaves to the replica.
+        self._kept = are_accumulators(local.opt_state) if opt_state == "reset" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
             program.parameters if average == "parameters" else program.gradients,
@@ -123,8 +123,8 @@ class Merge:
                 "way, or their machines compute differently. The round was not merged, and the state before it is "
                 "intact. Continue from it, or from a checkpoint; if it happens again, write wire='float32'"
             )
-        parts = [self._unpacked(part) for part in self._replica_mesh.unstack(merged)]
-        local_states = tuple(map(_next, starts, carries, parts))
+        made = zip(starts, carries, self._parts(merged), strict=True)
+        local_states = tuple(self._next(*one) for one in made)
         if self._replica_mesh.keeps_buffers:
             names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
             views = Views(self._replica_mesh, {name: merged[name] for name in names})
@@ -143,29 +143,54 @@ class Merge:
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """The arguments of the program."""
-        stack, pack = self._replica_mesh.stack, self._packed
+        stack = self._replica_mesh.stack
         # Not donated, because no result has these shapes.
         measured = [_present(carry, "sums", "not_finite", "tracked", "scaled") for carry in carries]
         known = self._views_of(starts)
-        common = [{name: getattr(local, name) for name in self._common if name not in known} for local in starts]
+        names = [name for name in self._common if name not in known]
+        packed = {name: packing for name, packing in self._packings.items() if name in names}
+        common = [{name: getattr(start, name) for name in names if name not in packed} for start in starts]
+        common = [trees | start.packed(packed) for trees, start in zip(common, starts, strict=True)]
         if self._merges_counts:
-            common = [tree | {"counts": counts_of(start.opt_state)} for tree, start in zip(common, starts, strict=True)]
+            common = [tree | {"counts": start.counts} for tree, start in zip(common, starts, strict=True)]
             if "opt_state" not in self._sent:  # a donated buffer must not be passed twice
                 measured = [m | {"counts": counts_of(c.opt_state)} for m, c in zip(measured, carries, strict=True)]
         return (
-            stack([pack(trees) for trees in common]) | {name: known[name] for name in self._common if name in known},
-            stack([pack({name: getattr(carry, name) for name in self._sent}) for carry in carries]),
+            stack(common) | {name: known[name] for name in self._common if name in known},
+            stack([self._packed({name: getattr(carry, name) for name in self._sent}) for carry in carries]),
             stack(measured),
             self._replica_mesh.rows(rows),
         )
 
     def _packed(self, named: dict[str, Any]) -> dict[str, Any]:
         known = self._packings
-        return {name: known[name].pack(tree) if name in known else tree for name, tree in named.items()}
+        return {
+            name: known[name].pack(tree) if name in known and not isinstance(tree, Packed) else tree
+            for name, tree in named.items()
+        }
 
-    def _unpacked(self, named: dict[str, Any]) -> dict[str, Any]:
+    def _parts(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
+        """The merged trees of each replica of this process; an optimizer state that no step reads is deferred."""
+        unstack = self._replica_mesh.unstack
+        # With averaged gradients only the merge reads the optimizer's state, and it takes the view of all replicas.
+        later = {"opt_state"} & merged.keys() if self._replica_mesh.keeps_buffers and "grads" in self._sent else set()
+        parts = unstack({name: tree for name, tree in merged.items() if name not in later})
+        rows = functools.cache(lambda: unstack({name: merged[name] for name in later}))
+        for i, part in enumerate(parts):
+            part |= {name: Deferred(lambda name=name, i=i: rows()[i][name]) for name in later}
+        return parts
+
+    def _next(self, start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
+        """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged."""
+        trees = {"opt_state": carry.opt_state, "residual": start.residual} | merged
+        if (counts := trees.pop("counts", None)) is not None:
+            trees["opt_state"] = with_counts(trees["opt_state"], counts)
+        if any(self._kept):
+            fresh, structure = jax.tree.flatten(trees["opt_state"])
+            pairs = zip(self._kept, jax.tree.leaves(carry.opt_state), fresh, strict=True)
+            trees["opt_state"] = structure.unflatten(own if keep else new for keep, own, new in pairs)
         known = self._packings
-        return {name: known[name].unpack_now(tree) if name in known else tree for name, tree in named.items()}
+        return LocalState(**trees | {n: Deferred.of(known[n], trees[n]) for n in known.keys() & trees.keys()})
 
     def _views_of(self, rows: Sequence[LocalState]) -> dict[str, Any]:
         """The views that have these rows; none if a row was changed since their merge."""
@@ -178,17 +203,6 @@ class Merge:
 def _present(carry: Carry, *names: str) -> dict[str, Any]:
     found = {name: getattr(carry, name) for name in names}
     return {name: tree for name, tree in found.items() if tree is not None}
-
-
-def _next(start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:
-    """The next local state: the merged trees, and the replica's own optimizer state and residual unless merged."""
-    trees = {"opt_state": carry.opt_state, "residual": start.residual} | merged
-    counts = trees.pop("counts", None)
-    return (
-        LocalState(**trees)
-        if counts is None
-        else LocalState(**trees | {"opt_state": with_counts(trees["opt_state"], counts)})
-    )
 
 
 def reduce_rows(table: np.ndarray) -> np.ndarray:

@@ -28,7 +28,13 @@ from jaxche.replicas._placement import add_replica_axis, drop_replica_axis
 from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._scaling import Scaled, Scaling
-from jaxche.replicas._schedule_counts import advance_by_batches, are_schedules, counts_of
+from jaxche.replicas._schedule_counts import (
+    advance_by_batches,
+    are_accumulators,
+    are_schedules,
+    counts_of,
+    select_counts,
+)
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
@@ -65,6 +71,19 @@ class MergeRules(NamedTuple):
     # The column of the sums with the weights of the loss: the examples, or those of a jaxche.Weighted.
     loss_weight: int = 0
     wire: str = "float32"
+
+    def packed(self, opt_state: Any) -> tuple[str, ...]:
+        """The trees that are sent packed, where replicas are single devices.
+
+        A mean is that of any arrays. Other rules need the arrays as they are, and to cut them out of vectors within the
+        merge program takes long to compile.
+        """
+        if self.average == "gradients":
+            return ("grads",)
+        if self.wire != "float32" or self.outer is not None or self.scaling is not None or self.opt_state == "reset":
+            return ()
+        all_averaged = self.opt_state == "average" and not any(are_accumulators(opt_state))
+        return ("params", "opt_state") if all_averaged else ("params",)
 
 
 class Report(NamedTuple):
@@ -109,6 +128,8 @@ class MergeProgram:
         self._wire = rules.wire
         self._tx: Any = optax.with_extra_args_support(rules.tx)
         self._schedules = are_schedules(local.opt_state)
+        self._accumulates = are_accumulators(local.opt_state)
+        self._keeps_count = select_counts(local.opt_state, self._accumulates)
         # Gradients are sharded at least as finely as parameters, so sums are sharded like gradients.
         self._specs = {
             "delta": replica_mesh.specs("grads", local.params),
@@ -202,15 +223,13 @@ class MergeProgram:
         }
         if "counts" in start:
             old_counts = drop_replica_axis(start["counts"])
-            new_counts = drop_replica_axis(
-                measured["counts"] if "counts" in measured else self._counts(end["opt_state"])
-            )
+            new_counts = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
             steps = jnp.stack([new - old for old, new in zip(old_counts, new_counts, strict=True)]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
         if self._opt_mode == "average":
             opt_leaves, opt_def = jax.tree.flatten(drop_replica_axis(end["opt_state"]))
-            floats = [i for i, leaf in enumerate(opt_leaves) if is_float(leaf)]
-            moments = {i: opt_leaves[i] for i in floats}
+            kept = self._accumulates
+            moments = {i: leaf for i, leaf in enumerate(opt_leaves) if is_float(leaf) and not kept[i]}
         if self._scaling is not None:
             noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
             opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
@@ -278,15 +297,11 @@ class MergeProgram:
                 host = total["table"][:, 0]
                 part = host[:, _BATCHES].sum() / host[:, _COUNT].sum()
                 count = old + jnp.round(total["counts"][0, i] * part).astype(old.dtype)
-            elif self._opt_mode == "average":
+            elif self._opt_mode == "average" and not self._keeps_count[i]:
                 mean = total["counts"][1, i] / total["weight"]
                 count = old + jnp.round(mean).astype(old.dtype)
             merged.append(count)
         return merged
-
-    def _counts(self, opt_state: Any) -> Any:
-        packing = self._packings.get("opt_state")
-        return counts_of(packing.unpack(opt_state) if packing else opt_state)
 
     def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
         """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""

@@ -164,7 +164,7 @@ class OverlappedMerge:
         measured = [{"sums": carry.sums, "not_finite": carry.not_finite} for carry in carries]
         before: list[dict[str, Any]] = [{} for _ in starts]
         if self._has_schedules:
-            before = [{"counts": counts_of(start.opt_state)} for start in starts]
+            before = [{"counts": start.counts} for start in starts]
             own = [{"counts": counts_of(carry.opt_state)} for carry in carries]
             measured = [one | counts for one, counts in zip(measured, own, strict=True)]
         arguments = (stack(before), stack(measured), self._replica_mesh.rows(rows))

@@ -1,16 +1,22 @@
-"""Small arrays of a tree in one vector for each dtype: an array takes Python as long as copying 64 KiB does."""
+"""Small arrays of a tree in one vector for each dtype: an array takes Python as long as copying 64 KiB does.
+
+Counts stay arrays, so that the counts of a packed optimizer state are those of the state, in their order.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxche.replicas._schedule_counts import is_count
 
 # An array of at most so many bytes is small.
 _SMALL_BYTES = 64 * 1024
@@ -50,21 +56,25 @@ class Packing:
         leaves = self._treedef.flatten_up_to(tree)
         return Packed(_join([[leaves[i] for i in group] for group in self._groups]), [leaves[i] for i in self._others])
 
-    def unpack(self, packed: Packed) -> Any:
-        """The tree inside a program; its arrays have the leading axes of the vectors."""
-        return self._tree(packed, _cut(packed.vectors, self._starts, self._shapes))
+    def unpack(self, packed: Packed, places: Any = None) -> Any:
+        """The tree inside a program; its arrays have the leading axes of the vectors.
+
+        With :meth:`places` as an input of the program, arrays of one shape share a compiled loop.
+        """
+        return self._tree(packed, _cut(packed.vectors, self._starts if places is None else places, self._shapes))
 
     def unpack_now(self, packed: Packed) -> Any:
-        """The tree outside of programs, from vectors on one device.
+        """The tree outside of programs, from vectors on one device."""
+        return self._tree(packed, _cut_now(packed.vectors, self.places(packed), self._shapes))
 
-        The places of arrays are inputs of its program, so that arrays of one shape share a compiled loop.
-        """
+    def places(self, packed: Packed) -> Any:
+        """The places of the arrays in these vectors, on their device."""
         if not packed.vectors:
-            return self._tree(packed, [])
+            return []
         (device,) = packed.vectors[0].devices()
         if device not in self._starts_on:
             self._starts_on[device] = jax.device_put(jax.tree.map(np.int32, self._starts), device)
-        return self._tree(packed, _cut_now(packed.vectors, self._starts_on[device], self._shapes))
+        return self._starts_on[device]
 
     def _tree(self, packed: Packed, pieces: Sequence[Sequence[Any]]) -> Any:
         leaves: list[Any] = [None] * self._treedef.num_leaves
@@ -82,9 +92,29 @@ def packings(named: Mapping[str, Any]) -> dict[str, Packing]:
     return {name: packing for name, packing in made.items() if packing.is_worth_it}
 
 
+class Deferred:
+    """A tree that is made when it is first read, from its packed form if it has one.
+
+    Most rounds need only the packed form, and making hundreds of arrays takes as long as the rest of a merge.
+    """
+
+    def __init__(self, make: Callable[[], Any], packed: Packed | None = None):
+        self.packed, self._make = packed, make
+
+    @functools.cached_property
+    def tree(self) -> Any:
+        """The tree."""
+        return self._make()
+
+    @classmethod
+    def of(cls, packing: Packing, packed: Packed) -> Deferred:
+        """The tree of this packed form."""
+        return cls(functools.partial(packing.unpack_now, packed), packed)
+
+
 def _is_small(leaf: Any) -> bool:
     # A key cannot be joined, and a weakly typed array would lose that.
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or getattr(leaf, "weak_type", False):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or getattr(leaf, "weak_type", False) or is_count(leaf):
         return False
     return math.prod(leaf.shape[1:]) * leaf.dtype.itemsize <= _SMALL_BYTES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxche.averaging import Weighted, add_weighted, is_float, zero_sums
 from jaxche.replicas._frozen import FrozenArrays
-from jaxche.replicas._packing import Packing
+from jaxche.replicas._packing import Deferred, Packed, Packing, packings
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
@@ -112,10 +112,46 @@ class LocalState(_Trees):
     """The state of one replica between rounds; each leaf has a leading axis of 1, its row of the ``[R, ...]`` view.
 
     ``noise`` and ``progress`` are None unless learning rates are scaled, and ``residual`` unless a merge sends codes.
-    After a merge it has the views whose row it is; a state that is made from it has none.
+    After a merge it has the views whose row it is; a state that is made from it has none. ``params`` and ``opt_state``
+    may be given as :class:`Deferred` trees.
     """
 
     views: Views | None = None
+
+    @property
+    def params(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self[0].tree if isinstance(self[0], Deferred) else self[0]
+
+    @property
+    def opt_state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self[1].tree if isinstance(self[1], Deferred) else self[1]
+
+    @property
+    def counts(self) -> list[Any]:
+        """The counts in the optimizer's state."""
+        packed = self[1].packed if isinstance(self[1], Deferred) else None
+        return counts_of(self.opt_state if packed is None else packed)
+
+    def _asdict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
+
+    def packed(self, packings: Mapping[str, Packing]) -> dict[str, Packed]:
+        """The trees that have a packing, packed."""
+        given = dict(zip(self._fields, self, strict=True))
+        return {
+            name: tree.packed
+            if isinstance(tree := given[name], Deferred) and tree.packed is not None
+            else packing.pack(getattr(self, name))
+            for name, packing in packings.items()
+        }
+
+
+# A node of its own: in a tuple, a deferred tree would be a leaf.
+jax.tree_util.register_pytree_with_keys(
+    LocalState,
+    lambda local: ([(jax.tree_util.GetAttrKey(name), tree) for name, tree in local._asdict().items()], None),
+    lambda _, trees: LocalState(*trees),
+)
 
 
 class Constants(NamedTuple):
@@ -180,7 +216,7 @@ class Programs(Protocol):
         """The carry at the end of a round from ``local``, with ``not_finite`` unless the merge computes it."""
         ...
 
-    def idle(self, carry: Carry) -> Carry:
+    def idle(self, local: LocalState, carry: Carry) -> Carry:
         """The carry at the end of a round without steps; not a collective, so one process may call it alone."""
         ...
 
@@ -190,7 +226,8 @@ class LocalPrograms:
 
     ``begin`` copies the state, so that steps can donate their buffers and the last good state stays valid after an
     error. With ``average="gradients"`` a step adds its gradient, weighted by examples or by the weight of the loss, to
-    an accumulator; else it updates the replica's parameters. With ``scaling``, ``tx`` is already wrapped.
+    an accumulator; else it updates the replica's parameters. With ``scaling``, ``tx`` is already wrapped. Trees with a
+    packing are packed between rounds: ``begin`` takes and ``finish`` returns their packed form.
     """
 
     def __init__(
@@ -203,8 +240,10 @@ class LocalPrograms:
         columns: Columns,
         scaling: Scaling | None = None,
         solo: bool = False,
+        packed: Mapping[str, Packing] | None = None,
     ):
         self._placement, self._loss, self._seed, self._solo = placement, loss, seed, solo
+        self._packings = packed or {}
         self._objective = placement.value_and_grad(loss.with_arrays)
         self._frozen = loss.put(placement)
         self._tx: Any = optax.with_extra_args_support(tx)
@@ -212,8 +251,8 @@ class LocalPrograms:
         step = self._local_step if average == "parameters" else self._accumulate
         self._average = average
         # keep_unused: the arguments also determine the device of the zeros.
-        self.begin = jax.jit(self._begin, keep_unused=True)
-        self._not_finite, self._finite = jax.jit(self._non_finite), jax.jit(self._zero_flag, keep_unused=True)
+        self._begin_program = jax.jit(self._begin, keep_unused=True)
+        self._finish_program, self._finite = jax.jit(self._finish), jax.jit(self._zero_flag, keep_unused=True)
         self._step = jax.jit(
             step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
@@ -224,12 +263,22 @@ class LocalPrograms:
         other._frozen = self._loss.put(placement)
         return other
 
+    def begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
+        """The constants and the carry of a round from ``local``."""
+        packed = local.packed(self._packings)
+        places = {name: self._packings[name].places(one) for name, one in packed.items()}
+        # Without arrays that no step needs: each takes time to dispatch.
+        needed = local._replace(outer_state=(), residual=None, **packed)
+        if self._average == "gradients" and self._scaling is None:
+            needed = needed._replace(opt_state=())
+        return self._begin_program(needed, places, index, merge_scale)
+
     def constants(self, local: LocalState, made: Constants) -> Constants:
         made = made._replace(frozen=self._frozen)
         if self._average == "gradients":
             made = made._replace(params=local.params)
         if made.stride is not None:
-            made = made._replace(counts=counts_of(local.opt_state))
+            made = made._replace(counts=local.counts)
         if self._scaling is not None:
             made = made._replace(progress=local.progress, noise=None if self._scaling.solo else local.noise)
         return made
@@ -248,24 +297,38 @@ class LocalPrograms:
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry  # the merge checks the gradients
-        before, after = ((x.params, x.opt_state, x.model_state) for x in (local, carry))
-        return carry._replace(not_finite=self._not_finite(before, after))
+        names, packed = ("params", "opt_state", "model_state"), local.packed(self._packings)
+        before = {name: packed[name] if name in packed else getattr(local, name) for name in names}
+        return carry._replace(**self._finish_program(before, {name: getattr(carry, name) for name in names}))
 
-    def idle(self, carry: Carry) -> Carry:
-        return carry if self._average == "gradients" else carry._replace(not_finite=self._finite(carry.sums))
+    def idle(self, local: LocalState, carry: Carry) -> Carry:
+        if self._average == "gradients":
+            return carry
+        if self._packings:  # of one device, so this program is no collective
+            return self.finish(local, carry)
+        return carry._replace(not_finite=self._finite(carry.sums))
 
     def _zero_flag(self, sums: Any) -> Any:
         return self._placement.constrain({"not_finite": jnp.zeros_like(sums[:, :1])})["not_finite"]
 
-    def _non_finite(self, before: Any, after: Any) -> Any:
+    def _finish(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a carry at the end of a round that packing and checking change."""
+        packed = {name: packing.pack(after[name]) for name, packing in self._packings.items()}
+        others = [{name: tree for name, tree in trees.items() if name not in packed} for trees in (before, after)]
         if not self._placement.makes_pieces:  # a few long vectors are compiled sooner than many arrays
-            packing = Packing(after)
-            before, after = packing.pack(before), packing.pack(after)
-        return self._placement.constrain({"not_finite": non_finite_flag(stayed_finite(before, after))})["not_finite"]
+            packing = Packing(others[1])
+            others = [packing.pack(tree) for tree in others]
+        flag = non_finite_flag(stayed_finite((others[0], {name: before[name] for name in packed}), (others[1], packed)))
+        return packed | self._placement.constrain({"not_finite": flag})
 
-    def _begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
+    def _begin(
+        self, local: LocalState, places: dict[str, Any], index: Any, merge_scale: MergeScale
+    ) -> tuple[Constants, Carry]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local)
+        unpacked = {name: self._packings[name].unpack(getattr(copied, name), at) for name, at in places.items()}
+        copied = copied._replace(**unpacked)
+        local = local._replace(**unpacked)
         made = Constants()
         carry = Carry(copied.model_state, index, jnp.zeros((1, self._columns.count), jnp.float32))
         if self._scaling is not None:
@@ -278,8 +341,13 @@ class LocalPrograms:
             if not self._solo and any(are_schedules(local.opt_state)):
                 made = made._replace(stride=merge_scale.stride)
         else:
-            carry = carry._replace(grads=zero_sums(local.params))
+            carry = carry._replace(grads=self._packed_grads(local.params, zero_sums(local.params)))
         return self._constrained(made), self._constrained(carry)
+
+    def _packed_grads(self, params: Any, grads: Any) -> Any:
+        """Gradients packed as a merge packs them."""
+        known = {} if self._placement.makes_pieces else packings({"grads": params})
+        return known["grads"].pack(grads) if known else grads
 
     def _constrained(self, trees: Any) -> Any:
         """A carry or constants with the shardings of the placement."""
@@ -344,7 +412,8 @@ class LocalPrograms:
             preconditioner = drop_replica_axis(start.preconditioner)
             tracked = self._scaling.accumulate(tracked, noise, grads, row[0], preconditioner)
             carry = carry._replace(tracked=add_replica_axis(tracked))
-        summed = add_weighted(carry.grads, add_replica_axis(grads), row[self._columns.weight_of(0)])
+        grads = self._packed_grads(start.params, add_replica_axis(grads))
+        summed = add_weighted(carry.grads, grads, row[self._columns.weight_of(0)])
         return self._constrained(carry._replace(grads=summed)), loss, *outputs
 
 

@@ -265,7 +265,7 @@ class Replica:
 
     def idle(self, local: LocalState) -> LocalResult:
         """The result of a round without steps."""
-        return LocalResult(self._programs.idle(self.begin(local, 0)), 0, 0.0)
+        return LocalResult(self._programs.idle(local, self.begin(local, 0)), 0, 0.0)
 
     def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed, padded after a failed read if several processes drive the replica.

@@ -30,21 +30,51 @@ _SCHEDULES = {
     "WrappedScheduleState": ("count",),
 }
 
+# What accumulates gradients, by the class of the state: each replica has gathered its own number of them.
+_ACCUMULATORS = {"ApplyEvery": ("count", "grad_acc"), "MultiStepsState": ("mini_step", "acc_grads")}
+
 
 def counts_of(opt_state: Any) -> list[Any]:
     """The counts in an optimizer's state: its signed integer scalars, with or without a replica axis."""
-    return [leaf for leaf in jax.tree.leaves(opt_state) if _is_count(leaf)]
+    return [leaf for leaf in jax.tree.leaves(opt_state) if is_count(leaf)]
+
+
+def select_counts(opt_state: Any, of_leaves: Sequence[Any]) -> list[Any]:
+    """Those of the values for each leaf of the state that are for :func:`counts_of`."""
+    return [one for one, leaf in zip(of_leaves, jax.tree.leaves(opt_state), strict=True) if is_count(leaf)]
 
 
 def with_counts(opt_state: Any, counts: Sequence[Any]) -> Any:
     """The state with other counts, in the order of :func:`counts_of`."""
     left = iter(counts)
-    return jax.tree.map(lambda leaf: next(left) if _is_count(leaf) else leaf, opt_state)
+    return jax.tree.map(lambda leaf: next(left) if is_count(leaf) else leaf, opt_state)
 
 
 def are_schedules(opt_state: Any) -> list[bool]:
     """Whether a schedule depends on each of :func:`counts_of`."""
     return [bool(kind) for kind in _kinds(opt_state)]
+
+
+def are_accumulators(opt_state: Any) -> list[bool]:
+    """Whether each leaf is of gradients that an optimizer accumulates; they stay with their replica at a merge.
+
+    The mean with a replica that has just applied its own would lose them.
+    """
+
+    def found(node: Any) -> bool:
+        return type(node).__name__ in _ACCUMULATORS
+
+    def mark(node: Any) -> Any:
+        if not found(node):
+            return False
+        own = _ACCUMULATORS[type(node).__name__]
+        kinds = {
+            name: jax.tree.map(lambda _: True, part) if name in own else jax.tree.map(mark, part, is_leaf=found)
+            for name, part in node._asdict().items()
+        }
+        return node._replace(**kinds)
+
+    return jax.tree.leaves(jax.tree.map(mark, opt_state, is_leaf=found))
 
 
 def with_run_counts(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
@@ -85,7 +115,8 @@ def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) 
     return with_counts(after, counts), accumulated
 
 
-def _is_count(leaf: Any) -> bool:
+def is_count(leaf: Any) -> bool:
+    """Whether an array in an optimizer's state is a count."""
     # The size first: it rules out most arrays, and sooner.
     return getattr(leaf, "size", 0) == 1 and jnp.issubdtype(getattr(leaf, "dtype", object), jnp.signedinteger)
 
@@ -105,8 +136,7 @@ def _accumulation(opt_state: Any) -> Any:
 
 def _kinds(opt_state: Any) -> list[str]:
     """The unit of each of :func:`counts_of`: "update", "accumulated", or "" without a schedule."""
-    marks = jax.tree.leaves(_schedule_kinds(opt_state, "update"))
-    return [mark for mark, leaf in zip(marks, jax.tree.leaves(opt_state), strict=True) if _is_count(leaf)]
+    return select_counts(opt_state, jax.tree.leaves(_schedule_kinds(opt_state, "update")))
 
 
 def _schedule_kinds(tree: Any, kind: str) -> Any:

@@ -83,7 +83,8 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
         per_leaf.append((hits[0].by_path[path], hits[0]) if hits else None)
     used = [hit for hit in per_leaf if hit is not None]
     if not used:
-        kinds = sorted({type(node).__name__ for node in jax.tree.leaves(opt_state, is_leaf=_is_state)})
+        nodes = filter(_is_state, jax.tree.leaves(opt_state, is_leaf=_is_state))
+        kinds = sorted({type(node).__name__ for node in nodes})
         raise ValueError(
             f"opt_state holds {', '.join(kinds) or 'nothing'}: no second moments of an Adam-type optimizer for these "
             "gradients; to precondition, use one, e.g. optax.adam(1e-3), and pass its state; for any other optimizer "
@@ -107,7 +108,7 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
 
 
 def _is_state(node: Any) -> bool:
-    return _has_moments(node) or (isinstance(node, tuple) and hasattr(node, "_fields") and not jax.tree.leaves(node))
+    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def _has_moments(node: Any) -> bool:

@@ -29,6 +29,7 @@ from jaxche.replicas import (
     Replica,
     ReplicaMesh,
     Scaling,
+    are_accumulators,
     drop_replica_axis,
     fitted,
     free_rates,
@@ -101,8 +102,11 @@ class Settings:
     max_rows: Sequence[float] | None = None  # of a step of each replica; None for what its memory allows
 
     def coded_moments(self, local: LocalState) -> Any:
-        """The optimizer's state if a merge averages it."""
-        return local.opt_state if self.opt_state == "average" else ()
+        """The arrays of the optimizer's state that a merge averages."""
+        if self.opt_state != "average":
+            return ()
+        leaves = zip(jax.tree.leaves(local.opt_state), are_accumulators(local.opt_state), strict=True)
+        return [leaf for leaf, kept in leaves if not kept]
 
     def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
         """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
@@ -192,9 +196,10 @@ class Engine:
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        # The rounding errors of coded moments stay with their replica.
-        coded = self._settings.wire != "float32" and self._settings.opt_state == "average"
-        alike = self._settings.average == "gradients" or (self._settings.opt_state != "local" and not coded)
+        # The rounding errors of coded moments stay with their replica, and so does what it has accumulated.
+        differs = self._settings.wire != "float32" and self._settings.opt_state == "average"
+        differs = differs or any(are_accumulators(local_states[0].opt_state))
+        alike = self._settings.average == "gradients" or (self._settings.opt_state != "local" and not differs)
         own = ("model_state", "residual") if alike else ("model_state", "opt_state", "residual")
         return StateDict(self._replica_mesh, own, self.world_size, self._fitted(local_states))
 
@@ -233,6 +238,8 @@ class Engine:
                 f"state has {len(local_states)} replicas in this process, and the trainer {len(self.ranks)}; write "
                 "state = trainer.init(params), with the parameters of the other trainer: other.params(state)"
             )
+        if (views := local_states[0].views) and views.replica_mesh is self._replica_mesh:
+            return  # from a merge of this engine
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
             self._check_trees(local_states[0])

@@ -29,6 +29,7 @@ from jaxche.replicas import (
     add_replica_axis,
     check_rows,
     merge_carries,
+    packings,
     row_limit,
     without_replica_axis,
     zero_residual,
@@ -131,7 +132,7 @@ class PreparedEngine(Engine):
         if self.world_size > 1:
             self._warm_up_merge(local_states)
         for group in self._local_groups:  # compile before any clock starts
-            carries = [self._replicas[place].idle(local_states[place]).carry for place in group]
+            carries = [self._replicas[place].begin(local_states[place], 0) for place in group]
             merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
 
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
@@ -159,6 +160,12 @@ class PreparedEngine(Engine):
                 "the mean over the batch, loss.total / loss.weight, or leave scaling= out"
             )
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
+        self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
+        solo, packed = len(self._all_placements) == 1, {}
+        if not (solo or self._replica_mesh.inner or self._settings.overlaps or self._settings.wire != "float32"):
+            packed = packings(
+                {name: getattr(local, name) for name in self._rules.packed(local.opt_state) if name != "grads"}
+            )
 
         made: list[LocalPrograms] = []
 
@@ -177,11 +184,11 @@ class PreparedEngine(Engine):
                 seed=self._settings.seed,
                 columns=self.columns,
                 scaling=scaling,
-                solo=len(self._all_placements) == 1,
+                solo=solo,
+                packed=packed,
             )
 
         self._set_replicas(programs)
-        self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
         self._set_merge(self._make_merge(local))
         return code.consts
 

@@ -121,7 +121,7 @@ class StagedPrograms:
         flags = [self._stayed_finite((p, o), (params, opt_state)) for p, o, params, opt_state in stages]
         return carry._replace(not_finite=np.array([[not all(map(bool, flags))]], np.float32))
 
-    def idle(self, carry: Carry) -> Carry:
+    def idle(self, local: LocalState, carry: Carry) -> Carry:
         return carry if self._average == "gradients" else carry._replace(not_finite=np.zeros((1, 1), np.float32))
 
     def _params(self, start: Constants, carry: Carry) -> Any:

@@ -109,6 +109,12 @@ def test_ranks_and_rounds_have_different_numbers(shares):
         assert numbers == [epoch * 15 + start + first for epoch, start in rounds for first in (0, 3)]
 
 
+def test_steps_on_parts_of_batches_have_numbers_of_their_own():
+    plans = [RoundPlan(i, 3 * i // 40, 3 * i % 40, (7, 2, 5), 40, (4, 1, 3), 3) for i in range(1000)]
+    numbers = [plan.number(rank) + step for plan in plans for rank in range(3) for step in range(plan.counts[rank])]
+    assert len(set(numbers)) == len(numbers)
+
+
 def test_a_cut_plan_has_steps_of_as_many_rows():
     plan = RoundPlan(0, 0, 0, (4, 1, 0), 100, (6, 2, 0), 8)
     assert plan.cut(9) == plan

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxche
-from jaxche.replicas import _packing
-from jaxche.replicas._packing import Packed, Packing, packings
+from jaxche.replicas import LocalState, _packing
+from jaxche.replicas._packing import Deferred, Packed, Packing, packings
+from jaxche.replicas._schedule_counts import counts_of, is_count, with_counts
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "int32", "uint8", "bool", "complex64"])
@@ -31,7 +32,9 @@ def test_a_tree_is_unpacked_as_it_was(kinds):
     tree = {f"{i}": (array(shape, dtype, i), None) for i, (shape, dtype) in enumerate(kinds)}
     packing = Packing(tree)
     packed = packing.pack(tree)
-    assert len(packed.vectors) == len({dtype for _, dtype in kinds})
+    counts = sum(dtype == "int32" and np.prod(shape) == 1 for shape, dtype in kinds)
+    assert len(packed.others) == counts
+    assert len(packed.vectors) == len({x.dtype for x, _ in tree.values() if not is_count(x)})
     jax.tree.map(np.testing.assert_array_equal, packing.unpack(packed), tree)
     again = packing.unpack_now(packed)
     assert jax.tree.structure(again) == jax.tree.structure(tree)
@@ -64,6 +67,63 @@ def test_rows_of_all_replicas_are_unpacked_as_one_is(same):
 def test_trees_of_few_arrays_are_not_packed():
     few, many = ([jnp.ones((1, 2))] * n for n in (15, 16))
     assert list(packings({"few": few, "many": many, "large": [jnp.ones((1, 1 << 15))] * 20})) == ["many"]
+
+
+def test_counts_of_a_packed_state_are_those_of_the_state(same):
+    tx = optax.chain(optax.adam(optax.linear_schedule(0.1, 0.0, 5)), optax.ema(0.9))
+    state = jax.tree.map(lambda x: x[None], tx.init({f"w{i}": jnp.ones(2) for i in range(20)}))
+    packing = Packing(state)
+    packed = packing.pack(state)
+    assert len(counts_of(packed)) == len(counts_of(state)) == 3
+    new = [jnp.full((1,), i, jnp.int32) for i in (7, 8, 9)]
+    same(packing.unpack_now(with_counts(packed, new)), with_counts(state, new))
+
+
+def test_a_deferred_tree_of_a_local_state_is_made_once_and_is_no_leaf(same):
+    tree, made = [jnp.full((1, 2), i) for i in range(3)], []
+    deferred = Deferred(lambda: made.append(1) or tree)
+    local = LocalState(tree, deferred, None, ())
+    assert local.packed({}) == {}
+    assert made == []
+    assert jax.tree.structure(local) == jax.tree.structure(LocalState(tree, tree, None, ()))
+    same(jax.tree.leaves(local), [*tree, *tree])
+    assert [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(local)][3] == ".opt_state[0]"
+    assert local._asdict()["opt_state"] is local._replace(model_state={}).opt_state is tree
+    assert made == [1]
+    packing = Packing(tree)
+    packed = packing.pack(tree)
+    local = LocalState(Deferred.of(packing, packed), tree, None, ())
+    assert local.packed({"params": packing})["params"] is packed
+    same(local.params, tree)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"policy": "sync"}], ids=["cadence", "sync"])
+def test_arrays_that_no_round_reads_are_not_made(devices, arguments):
+    data = [{"x": np.ones((4, 1), "f"), "y": np.ones((4, 1), "f")}] * 8
+    trainer = jaxche.Trainer(loss, optax.adam(0.1), replicas=devices[:2], **arguments)
+    state = trainer.init(initial("float32"), model_state={"m": jnp.zeros(2)})
+    compiled = []
+    for _ in range(3):
+        before, (state, _) = state, trainer.round(state, data, counts=(1, 1))
+        programs = trainer._engine._replicas[0]._programs
+        compiled.append([one._cache_size() for one in (programs._begin_program, programs._finish_program)])
+    assert compiled[1:] == compiled[:-1]
+    deferred = [tree for local in before.local_states for tree in local if isinstance(tree, Deferred)]
+    assert len(deferred) == (2 if arguments else 4)
+    assert not any("tree" in vars(one) for one in deferred)
+    assert state.opt_state[0].mu["w00"].shape == (2, 1, 1)
+
+
+def test_a_packed_number_that_is_not_finite_is_found(devices):
+    data = [{"x": np.ones((4, 1), "f"), "y": np.ones((4, 1), "f")}] * 4
+    trainer = jaxche.Trainer(
+        lambda params, batch: loss(params, batch, {})[0] + jnp.sqrt(params["w03"]).sum(),  # no gradient at 0
+        optax.sgd(0.1),
+        replicas=devices[:2],
+    )
+    state = trainer.init(initial("float32") | {"w03": jnp.zeros(1)})
+    with pytest.raises(jaxche.NonFiniteLossError, match="a gradient, a parameter or a state of rank 0"):
+        trainer.round(state, data, counts=(1, 1))
 
 
 def initial(dtype):
@@ -112,7 +172,7 @@ def test_merges_give_the_same_numbers(devices, monkeypatch, close, case):
         for _ in range(2):
             state, _ = trainer.round(state, data, counts=(1, 3))
         assert set(trainer._engine._merge._packings) == (names if fewest < 10**6 else set())
-        found.append([[local[:] for local in state.local_states], trainer.params(state)])
+        found.append([[local._asdict() for local in state.local_states], trainer.params(state)])
     wide = jax.tree.map(lambda x: np.asarray(x, "f") if x.dtype == jnp.bfloat16 else x, found)
     # Compilers join the arithmetic of other programs in another way.
     close(*wide, rtol=1e-5 if dtype == "float32" else 1e-2)

@@ -221,7 +221,7 @@ def test_changing_counts_never_recompiles(problem, devices, average):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), **arguments)
     state, _ = run(problem, trainer, [(1, 1)])
     compiled, engine = trainer.compilations, trainer._engine
-    programs = (engine._merge._program, engine._replicas[0]._programs.begin)
+    programs = (engine._merge._program, engine._replicas[0]._programs._begin_program)
     before = [program._cache_size() for program in programs]
     for counts in [(1, 4), (5, 1), (0, 3), (2, 2)]:
         state, _ = trainer.round(state, problem.data, counts=counts)

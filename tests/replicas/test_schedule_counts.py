@@ -10,6 +10,7 @@ import jaxche
 from jaxche.replicas._schedule_counts import (
     advance_by_batches,
     advance_counts,
+    are_accumulators,
     are_schedules,
     counts_of,
     with_counts,
@@ -292,3 +293,47 @@ def test_counts_by_hand():
     after, accumulated = advance_by_batches(5, state, with_counts(state, list(map(jnp.int32, (8, 21)))), 0)
     assert ([int(n) for n in counts_of(after)], int(accumulated)) == ([8, 25], 0)
     assert counts_of({"key": jax.random.key(0), "n": jnp.uint32(3), "x": jnp.zeros(()), "i": jnp.arange(2)}) == []
+
+
+ACCUMULATE = {
+    "MultiSteps": every(5, optax.sgd(5.0)),  # applies the mean of five gradients
+    "apply_every": optax.chain(optax.apply_every(5), optax.sgd(1.0)),  # and their sum
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"opt_state": "local"}, {"opt_state": "reset"}, {"wire": "int8"}], ids=str)
+@pytest.mark.parametrize("kind", ACCUMULATE)
+def test_no_merge_loses_gradients_that_a_replica_has_accumulated(devices, kind, options):
+    trainer = jaxche.Trainer(slope, ACCUMULATE[kind], replicas=devices[:3], **options)
+    state = start(trainer)
+    for _ in range(10):
+        state, _ = trainer.round(state, DATA * 5, counts=(3, 1, 2))
+    # Updates of five gradients each, with the weight of their replica in the merge of their round.
+    moved = 5 * (6 * 3 + 2 * 1 + 4 * 2) / 6
+    np.testing.assert_allclose(trainer.params(state), -moved, rtol=1e-2 if "wire" in options else 1e-6)
+
+
+def test_a_resumed_run_has_the_gradients_that_each_replica_had_accumulated(devices, tmp_path):
+    def run(stop, **checkpoints):
+        options = {"policy": "sync", "average": "parameters", "rows": "equal", "replicas": devices[:2]}
+        trainer = jaxche.Trainer(lambda w, batch: w * batch["x"].mean(), ACCUMULATE["MultiSteps"], **options)
+        ends = {"callbacks": [lambda state, info: info.round == stop]} if stop else {}
+        return trainer.fit(start(trainer), data, progress=False, **ends, **checkpoints)[0]
+
+    data = [{"x": np.full(2, i, np.float32)} for i in range(12)]
+    whole = run(None)
+    run(2, checkpoints=tmp_path)
+    resumed = run(None, checkpoints=tmp_path)
+    for one, other in zip(jax.tree.leaves(whole.opt_state), jax.tree.leaves(resumed.opt_state), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(whole.params, resumed.params)
+
+
+def test_what_accumulates_is_found_at_any_depth():
+    tx = optax.chain(optax.adam(0.1), optax.masked(every(3, optax.chain(optax.apply_every(2), optax.adam(0.1))), True))
+    adam, masked = tx.init(jnp.zeros(2))
+    inner = masked.inner_state
+    marks = iter(are_accumulators((adam, masked)))
+    found = [leaf for leaf in jax.tree.leaves((adam, masked)) if next(marks)]
+    applied = inner.inner_opt_state[0]
+    assert list(map(id, found)) == list(map(id, [inner.mini_step, applied.count, applied.grad_acc, inner.acc_grads]))

@@ -102,6 +102,12 @@ def test_an_optimizer_without_them_is_refused(tx):
         noise_scale.update(noise, grads, [8, 8], opt_state=tx.init(PARAMS))
 
 
+def test_the_refusal_names_the_states_also_while_they_are_traced():
+    opt_state = optax.sgd(optax.constant_schedule(0.1)).init(PARAMS)
+    with pytest.raises(ValueError, match="opt_state holds EmptyState, ScaleByScheduleState: no second moments"):
+        jax.jit(preconditioner)(opt_state, PARAMS)
+
+
 def test_moments_of_another_shape_are_those_of_another_model():
     state = optax.ScaleByAdamState(jnp.int32(9), {"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="no second moments"):
