@@ -227,6 +227,16 @@ class Group:
             message = f"the merge with the other processes failed; did one of them die? {error}"
             raise PeerLostError(message) from error
 
+    @contextlib.contextmanager
+    def errors_everywhere(self, rank: int, place: str) -> Iterator[None]:
+        """A context of all members, at whose end an error within it is raised as by :meth:`raise_everywhere`."""
+        error = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        self.raise_everywhere(error, rank, place)
+
     def raise_everywhere(self, error: Exception | None, rank: int, place: str) -> None:
         """Raise on all members if any has an error: its own where it happened, a :class:`RankError` elsewhere.
 

@@ -20,12 +20,9 @@ def shared_folder(group: Group, path: str | os.PathLike[str]) -> Path:
     Raises:
       ValueError: it cannot be written, or other processes have another folder under its name.
     """
-    folder, error = Path(path).expanduser().resolve(), None
-    try:
+    folder = Path(path).expanduser().resolve()
+    with group.errors_everywhere(group.process_index, _PLACE):
         _refuse_unwritable(folder)
-    except ValueError as e:
-        error = e
-    group.raise_everywhere(error, group.process_index, _PLACE)
     if len(group.members) > 1:
         _refuse_not_shared(group, folder)
     return folder

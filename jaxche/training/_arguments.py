@@ -10,26 +10,17 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from jaxche.cadence import (
-    ApplyPolicy,
-    ElChe,
-    VirtualFleet,
-)
+from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet
 from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.distributed import ElasticGroup, process_group
 from jaxche.drawing import short_traceback
-from jaxche.replicas import (
-    BatchOutputs,
-    FrozenArrays,
-    Scaling,
-    make_placements,
-    merges_on_host,
-)
+from jaxche.replicas import BatchOutputs, FrozenArrays, Scaling, make_placements, merges_on_host
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScalingRule
 from jaxche.sharding import Device, NoShard, ShardingStrategy
 from jaxche.stages import Partitioned
 from jaxche.training._checks import (
+    Averaging,
     check_auto,
     check_auto_wire,
     check_fleet,
@@ -38,22 +29,19 @@ from jaxche.training._checks import (
     check_outputs,
     check_overlap,
     check_rules,
+    check_scaling,
     check_whole_batches,
     check_wire,
     checked_max_rows,
     checked_overlap,
     checked_paces,
     checked_rows,
-    checked_scaling,
     replicas_text,
     rule_text,
 )
 from jaxche.training._engine import Readers, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._groups import checked_groups
-from jaxche.training._plan import (
-    RowRules,
-)
 from jaxche.training._preparation import PreparedEngine
 from jaxche.training._stages import StagedEngine, checked_stages
 
@@ -98,60 +86,54 @@ class Arguments:
         check_joined()
         self._group = group = process_group()
         self._has_peers = group.num_processes > 1
-        self.policy = ApplyPolicy(policy)
-        if auto := self.policy is ApplyPolicy.AUTO:
-            elastic = isinstance(group, ElasticGroup)
-            check_auto(average, isinstance(loss_fn, Partitioned), outer, scaling, che, elastic, joined_batches)
+        self.policy, self.seed = ApplyPolicy(policy), seed
+        staged = isinstance(loss_fn, Partitioned)
+        elastic = isinstance(group, ElasticGroup)
+        auto = self.policy is ApplyPolicy.AUTO
+        if auto:
+            given = {"average": average, "outer": outer, "scaling": scaling, "che": che}
+            check_auto(given | {"joined_batches": joined_batches}, staged, elastic)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
         self.overlap = overlap = checked_overlap(overlap)
         if opt_state == "auto":
             opt_state = "average" if average == "parameters" and not overlap else "local"
-        check_rules(tx, average, merge, opt_state, outer, backend)
+        averaging = Averaging(self.policy, average, merge, opt_state, outer, scaling, backend, staged)
+        check_rules(tx, averaging)
         check_line_search(tx)
-        checked_scaling(scaling, base_batch_size, tx, opt_state)
-        staged = isinstance(loss_fn, Partitioned)
-        check_wire(wire, average, self.policy, staged)
-        check_auto_wire(wire, che, isinstance(group, ElasticGroup), fleet is not None)
+        check_scaling(scaling, base_batch_size, tx, opt_state)
+        check_wire(wire, averaging)
+        check_auto_wire(wire, che, elastic, fleet is not None)
         if staged:
             placements = checked_stages(loss_fn, replicas, strategy, scaling)
         else:
             virtual = len(fleet.ms_per_batch) if isinstance(fleet, VirtualFleet) else 0
             placements = make_placements(replicas, strategy or NoShard(), virtual)
-        self.world_size = len(placements)
-        if che is not None and che.world_size != self.world_size:
-            raise ValueError(
-                f"che is for world_size={che.world_size}, but there are {self.world_size} replicas; "
-                f"write che=jaxche.ElChe(world_size={self.world_size}, ...)"
-            )
-        if self.world_size > 1:
-            # Averaged gradients make one update a round, however long it is: no replica moves on its own.
-            moves = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
-            che = che or ElChe(world_size=self.world_size, **(DEFAULT_CADENCE | moves))
-        else:
+        world_size = len(placements)
+        che = _checked_cadence(che, world_size, average)
+        if world_size == 1:
             average = "parameters"  # a plain training loop: one update per batch
+            averaging = averaging._replace(average=average)
         self.average, self.merge, self.scaling, self.wire = average, merge, scaling, wire
         self._tx, self._opt_state = tx, opt_state
-        check_fleet(fleet, self.world_size, group.num_processes, pace_ms)
+        check_fleet(fleet, world_size, group.num_processes, pace_ms)
         self._fleet = fleet
-        check_overlap(overlap, self.policy, average, opt_state, backend, scaling, placements, fleet is not None)
-        self._groups = checked_groups(groups, group_merges, placements, self.policy, average, merge, scaling, staged)
+        check_overlap(overlap, averaging, placements, fleet is not None)
+        self._groups = checked_groups(groups, group_merges, averaging, placements)
         if che is not None:
-            che = replace(che, overlap=overlap, half_life=self._groups.half_life(range(self.world_size)))
+            che = replace(che, overlap=overlap, half_life=self._groups.half_life(world_size))
         self._che = che
         self._given_rows = rows
-        self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, self.world_size, staged)
-        self._max_rows = checked_max_rows(max_rows, self.rows, self.world_size)
+        self.rows, self._joined = checked_rows(rows, joined_batches, self.policy, world_size, staged)
         # Each device of a sharded replica takes as many rows.
-        unit = math.lcm(*(placement.devices.size for placement in placements))
-        self._row_rules = RowRules(self._joined, unit)
-        paces = checked_paces(pace_ms, self.world_size) if fleet is None else [None] * self.world_size
+        self._unit = math.lcm(*(placement.devices.size for placement in placements))
+        paces = checked_paces(pace_ms, world_size) if fleet is None else [None] * world_size
         scaled = None
         if scaling is not None:
             scaled = Scaling(
                 scaling,
                 base_batch_size,
                 average,
-                solo=self.world_size == 1,
+                solo=world_size == 1,
                 sync=self.policy is ApplyPolicy.SYNC,
                 joined=not any(placement.makes_pieces for placement in placements),
             )
@@ -173,14 +155,15 @@ class Arguments:
             scaling=scaled,
             host=host,
             readers=Readers(group, self._epoch_size),
-            joins_rows=self.rows == "speed" or self._joined != self.world_size,
-            wire=wire if self.world_size > 1 else "float32",
+            joins_rows=self.rows == "speed" or self._joined != world_size,
+            wire=wire if world_size > 1 else "float32",
             overlaps=overlap > 0,
             virtual=fleet is not None,
             groups=self._groups,
+            max_rows=checked_max_rows(max_rows, self.rows, world_size),
         )
         self._engine = self._local_engine = (StagedEngine if staged else PreparedEngine)(settings)
-        self._chooses = auto and self.world_size > 1
+        self._chooses = auto and world_size > 1
         if self._chooses:  # the programs of exact sync beside those of local steps
             self._sync_engine = PreparedEngine(replace(settings, average="gradients", merge="steps", opt_state="local"))
         self._fingerprint = {
@@ -199,17 +182,15 @@ class Arguments:
             "base_batch_size": str(base_batch_size),
             **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
         }
-        self.seed = seed
         self._loss_fn = loss_fn
         self._metric_programs: list[Any] = []  # of the last evaluations
         self._strategy = "" if staged or strategy is None or strategy == NoShard() else str(strategy)
-        self._membership = (
-            self._membership_type(self, group) if self._membership_type and isinstance(group, ElasticGroup) else None
-        )
+        self._membership = self._membership_type(self, group) if self._membership_type and elastic else None
 
     def __repr__(self) -> str:
         """One line: the replicas, and the arguments by which they train."""
-        if self.world_size == 1:
+        world_size = self._engine.world_size
+        if world_size == 1:
             rules = ["a plain training loop"]
         else:
             rules = [f"policy={self.policy.value!r}"]
@@ -220,7 +201,7 @@ class Arguments:
             rules += [f"overlap={self.overlap:g}"] if self.overlap else []
             rules += [f"groups={self._groups.ranks}"] if self._groups.ranks else []
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
-        rules += [f"rows={self.rows!r}"] if self.world_size > 1 and (self.rows == "speed") != by_speed else []
+        rules += [f"rows={self.rows!r}"] if world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
         rules += [f"scaling={rule_text(self.scaling)}"] if self.scaling else []
         return f"Trainer({', '.join([replicas_text(self._engine.devices, self._fleet), *rules])})"
@@ -236,5 +217,19 @@ class Arguments:
                 )
             stream = check_stream(data, self._group, spans, epochs)
             if stream.shards and self._has_peers:
-                check_whole_batches(self.policy, self._given_rows, self._joined, self.world_size)
+                check_whole_batches(self.policy, self._given_rows, self._joined, self._engine.world_size)
         return epoch_size(data)
+
+
+def _checked_cadence(che: ElChe | None, world_size: int, average: str) -> ElChe | None:
+    """The cadence of several replicas, by default one for what they average."""
+    if che is not None and che.world_size != world_size:
+        raise ValueError(
+            f"che is for world_size={che.world_size}, but there are {world_size} replicas; "
+            f"write che=jaxche.ElChe(world_size={world_size}, ...)"
+        )
+    if che is not None or world_size == 1:
+        return che
+    # Averaged gradients make one update a round, however long it is: no replica moves on its own.
+    own = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
+    return ElChe(world_size=world_size, **(DEFAULT_CADENCE | own))

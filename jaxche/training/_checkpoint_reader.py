@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxche.training._checksums import checksum_of_json, checksums
+from jaxche.training._checksums import checksum_of_metadata, checksums
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import TrainerState
@@ -129,17 +129,13 @@ class CheckpointReader:
         ]
         if not errors:
             return False
-        failed = None
-        if self._group.is_first:
-            names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
-            aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
-            _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
-            try:
-                (self._folder / str(step)).rename(aside)
-            except OSError as e:
-                failed = e
         # All wait for the rename before a save uses the name.
-        self._group.raise_everywhere(failed, self._group.process_index, f"checkpoint {step}")
+        with self._group.errors_everywhere(self._group.process_index, f"checkpoint {step}"):
+            if self._group.is_first:
+                names = (f"unreadable-{step}{f'-{number}' if number else ''}" for number in itertools.count())
+                aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
+                _log.warning("checkpoint %s cannot be read and is set aside as %s: %s", step, aside, errors[0][:300])
+                (self._folder / str(step)).rename(aside)
         return True
 
     def _refuse_other(self, meta: Any, state: TrainerState) -> None:
@@ -194,11 +190,6 @@ class CheckpointReader:
             wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
         )
         return rows if same else {name: count for name, count in rows.items() if name != "residual"}
-
-
-def checksum_of_metadata(meta: dict[str, Any]) -> int:
-    """The checksum of metadata, without the fields that are refused by name if they are wrong."""
-    return checksum_of_json({name: value for name, value in meta.items() if name not in ("format", "jaxche")})
 
 
 def _is_residual(path: str) -> bool:

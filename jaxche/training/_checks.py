@@ -8,8 +8,8 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,10 @@ from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
-from jaxche.replicas import (
-    BatchPlacement,
-    DevicePlacement,
-    spans_processes,
-)
+from jaxche.replicas import BatchPlacement, DevicePlacement, spans_processes
 from jaxche.reports import RoundInfo
 from jaxche.scaling import AdamScale, ScaleLearningRateState
-from jaxche.sharding import (
-    check_transform,
-)
+from jaxche.sharding import check_transform
 
 _log = logging.getLogger("jaxche")
 
@@ -40,33 +34,47 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, allowed))}")
 
 
-def check_rules(tx: Any, average: str, merge: str, opt_state: str, outer: Any, backend: str) -> None:
+class Averaging(NamedTuple):
+    """The arguments that say what replicas average, when, how and where; they depend on each other."""
+
+    policy: ApplyPolicy
+    average: str
+    merge: str
+    opt_state: str
+    outer: Any
+    scaling: Any
+    backend: str
+    staged: bool  # replicas are in stages
+
+
+def check_rules(tx: Any, averaging: Averaging) -> None:
     """Refuse unknown values, arguments that are no optimizers, and rules without effect."""
-    one_of("average", average, ("parameters", "gradients"))
-    one_of("merge", merge, MERGE_RULES)
-    one_of("opt_state", opt_state, ("auto", "local", "average", "reset"))
-    one_of("backend", backend, ("auto", "device", "host"))
+    one_of("average", averaging.average, ("parameters", "gradients"))
+    one_of("merge", averaging.merge, MERGE_RULES)
+    one_of("opt_state", averaging.opt_state, ("auto", "local", "average", "reset"))
+    one_of("backend", averaging.backend, ("auto", "device", "host"))
     check_transform("tx", tx)
-    if outer is not None:
-        check_transform("outer", outer)
-    if average == "gradients" and (opt_state != "local" or outer is not None or merge != "steps"):
+    if averaging.outer is not None:
+        check_transform("outer", averaging.outer)
+    has_rules = averaging.opt_state != "local" or averaging.outer is not None or averaging.merge != "steps"
+    if averaging.average == "gradients" and has_rules:
         raise ValueError(
             "average='gradients' makes one identical update everywhere: merge=, opt_state= and outer= have "
             "nothing to act on; leave them out or write average='parameters'"
         )
 
 
-def check_wire(wire: str, average: str, policy: ApplyPolicy, staged: bool) -> None:
+def check_wire(wire: str, averaging: Averaging) -> None:
     """Refuse an unknown wire, and one for merges that send no change of the parameters."""
     one_of("wire", wire, (*WIRES, "auto"))
     if wire == "float32":
         return
     reason = ""
-    if staged:
+    if averaging.staged:
         reason = "the stages of a jaxche.Partitioned merge one after the other in float32"
-    elif policy is ApplyPolicy.AUTO:
+    elif averaging.policy is ApplyPolicy.AUTO:
         reason = "policy='auto' also makes rounds of exact sync, which send gradients in float32"
-    elif average == "gradients":
+    elif averaging.average == "gradients":
         reason = "average='gradients' sums gradients in float32, for the exact update of the joined batch"
     if reason:
         raise ValueError(
@@ -155,9 +163,8 @@ def check_fleet(fleet: Any, world_size: int, num_processes: int, pace_ms: Any) -
         raise ValueError(f"pace_ms={pace_ms!r} pads real time, and fleet= replaces it; leave one of them out")
 
 
-def check_auto(average: Any, staged: bool, outer: Any, scaling: Any, che: Any, elastic: bool, joined: Any) -> None:
+def check_auto(given: Mapping[str, Any], staged: bool, elastic: bool) -> None:
     """Refuse arguments of one policy where ``policy="auto"`` changes between two."""
-    given = {"average": average, "outer": outer, "scaling": scaling, "che": che, "joined_batches": joined}
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -179,36 +186,28 @@ def checked_overlap(overlap: Any) -> float:
     return float(overlap)
 
 
-def check_overlap(
-    overlap: float,
-    policy: ApplyPolicy,
-    average: str,
-    opt_state: str,
-    backend: str,
-    scaling: Any,
-    placements: Sequence[BatchPlacement],
-    virtual: bool,
-) -> None:
+def check_overlap(overlap: float, averaging: Averaging, placements: Sequence[BatchPlacement], virtual: bool) -> None:
     """Refuse merges in flight beside steps with collectives, and rounds without parameters to correct later."""
     if not overlap:
         return
+    policy, average = averaging.policy, averaging.average
     if policy is not ApplyPolicy.CADENCE or average != "parameters":
         raise ValueError(
             f"overlap={overlap} corrects parameters that replicas have trained on; policy={policy.value!r} with "
             f"average={average!r} needs the result of each merge at once; write policy='cadence', "
             "average='parameters', or leave overlap= out"
         )
-    if opt_state != "local":
+    if averaging.opt_state != "local":
         raise ValueError(
             f"overlap={overlap} leaves each replica its moments, because a late correction makes them noisier, and "
-            f"opt_state={opt_state!r} changes them at each merge; write opt_state='local', or leave it out"
+            f"opt_state={averaging.opt_state!r} changes them at each merge; write opt_state='local', or leave it out"
         )
-    if backend == "device":
+    if averaging.backend == "device":
         raise ValueError(
             f"overlap={overlap} merges on CPU devices, where no step waits for a merge, and backend='device' on those "
             "of the replicas; leave backend= out"
         )
-    if scaling is not None:
+    if averaging.scaling is not None:
         raise ValueError(f"overlap={overlap}: scaling= needs the noise of each merge at once; leave one of them out")
     if not all(type(placement) is DevicePlacement for placement in placements):
         raise ValueError(
@@ -347,7 +346,7 @@ def check_callbacks(callbacks: Any) -> None:
                 ) from None
 
 
-def checked_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
+def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:
     """Refuse invalid scaling of the learning rate."""
     if rule is None:
         if base_batch_size is not None:

@@ -1,4 +1,4 @@
-"""Checksums of the arrays of a checkpoint, which do not depend on how arrays are cut into shards."""
+"""Checksums of a checkpoint: of its metadata, and of its arrays, however they are cut into shards."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def _partial(host: np.ndarray, starts: list[int], shape: tuple[int, ...]) -> int
     return total
 
 
-def checksum_of_json(value: Any) -> int:
-    """The checksum of a value as JSON."""
+def checksum_of_metadata(meta: Mapping[str, Any]) -> int:
+    """The checksum of metadata as JSON, without the fields that are refused by name if they are wrong."""
+    value = {name: value for name, value in meta.items() if name not in ("format", "jaxche")}
     return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())

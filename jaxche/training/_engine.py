@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.cadence import AUTO_WIRES, RoundPlan
-from jaxche.data import Feed, Key, Reader, StreamReader, as_stream, is_same, is_stream, non_finite_leaves
+from jaxche.cadence import AUTO_WIRES
+from jaxche.data import Feed, Reader, StreamReader, as_stream, is_same, is_stream
 from jaxche.distributed import Group
 from jaxche.replicas import (
     Columns,
@@ -25,7 +25,6 @@ from jaxche.replicas import (
     Merged,
     MergeInFlight,
     MergeRules,
-    MergeScale,
     Placement,
     Replica,
     ReplicaMesh,
@@ -43,7 +42,7 @@ from jaxche.replicas import (
 from jaxche.sharding import nbytes
 from jaxche.training._checks import check_state_of_tx
 from jaxche.training._groups import Groups
-from jaxche.training._state import TrainerState
+from jaxche.training._plan import PlannedRound
 from jaxche.training._state_dict import StateDict
 
 
@@ -100,6 +99,7 @@ class Settings:
     overlaps: bool = False  # a merge runs while the next round begins
     virtual: bool = False  # on the clock of a virtual fleet
     groups: Groups = field(default_factory=Groups)  # that merge within a round
+    max_rows: Sequence[float] | None = None  # of a step of each replica; None for what its memory allows
 
     def coded_moments(self, local: LocalState) -> Any:
         """The arrays of the optimizer's state that a merge averages."""
@@ -113,8 +113,6 @@ class Settings:
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
-# The most batches in which the cause of a number that is not finite is searched.
-_LOOKED_AT = 200
 # No limit; unlike infinity it is valid JSON.
 MOST_ROWS = 2.0**40
 
@@ -157,9 +155,9 @@ class Engine:
         self.order, self.world_size = list(order), len(order)
         self._placements = [self._all_placements[rank] for rank in order]
         self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
-        # The present ranks of each group, and the local replicas of each by their place in this process.
+        # The groups of present ranks, and the local replicas of each by their place in this process.
         self.groups = self._settings.groups.present(self.order)
-        local = [[self.ranks.index(rank) for rank in group if rank in self.ranks] for group in self.groups]
+        local = [[self.ranks.index(rank) for rank in group if rank in self.ranks] for group in self.groups.ranks]
         self._local_groups = [group for group in local if group]
         # Whether a merge runs while the next round begins.
         self.overlaps = self._settings.overlaps and self.world_size > 1
@@ -169,8 +167,12 @@ class Engine:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params)
         if self._shapes != shapes:
             self._shapes, self._replicas = shapes, []
-            self._placements = [placement.with_layout(shapes) for placement in self._placements]
-            self._replica_mesh = ReplicaMesh(self._group, self._placements, self._settings.host)
+            self._replica_mesh = self._make_mesh(shapes)
+
+    def _make_mesh(self, shapes: Any) -> Any:
+        """The mesh of all replicas, for parameters of these shapes."""
+        self._placements = [placement.with_layout(shapes) for placement in self._placements]
+        return ReplicaMesh(self._group, self._placements, self._settings.host)
 
     @property
     def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
@@ -240,10 +242,10 @@ class Engine:
             return  # from a merge of this engine
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
-            self._check_opt_state(local_states[0])
+            self._check_trees(local_states[0])
             self._form = form
 
-    def _check_opt_state(self, local: LocalState) -> None:
+    def _check_trees(self, local: LocalState) -> None:
         if (local.noise is None) != (self._settings.scaling is None):
             raise ValueError(
                 f"state is of a trainer {'without' if local.noise is None else 'with'} scaling=; start from this "
@@ -262,38 +264,26 @@ class Engine:
         """The reader of this data."""
         return self._settings.readers.of(data, self.processes_of_ranks)
 
-    def non_finite(self, data: Any, keys: Sequence[Key]) -> str | None:
-        """The batches and leaves with values that are NaN or infinite, as text; empty if there are none.
+    def start(self, planned: PlannedRound) -> list[Feed]:
+        """Start to read a round, and compile its programs before any clock starts; one feed per local replica."""
+        plan, given = planned.plan, planned.given
+        feeds = planned.reader.begin(plan, planned.state, self.ranks, given.done or plan.counts, given.keeps)
+        self._compile_other_sizes(planned, feeds)
+        return feeds
 
-        None for a stream, whose batches cannot be read again.
+    def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> None:
+        """Compile for the last batch of an epoch, which may be smaller, and for new shares of rows.
+
+        An error here occurs again in the run, and becomes part of the result.
         """
-        found, reader = [], self.reader(data)
-        if isinstance(reader, StreamReader):
-            return None
-        for key in keys[:_LOOKED_AT]:
-            with contextlib.suppress(Exception):  # the data may not be read again
-                found += non_finite_leaves(key, reader.take(key))
-        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-
-    def start(
-        self, state: TrainerState, reader: Any, plan: RoundPlan, done: Sequence[int] | None = None, keeps: bool = False
-    ) -> list[Feed]:
-        """Start to read a round, and compile its programs before any clock starts; one feed per local replica.
-
-        In a replay ``done`` is the recorded number of steps of each rank. With ``keeps`` the batches of a stream stay
-        ready, to be trained on again.
-        """
-        local_states = state.local_states
-        feeds = reader.begin(plan, state, self.ranks, done or plan.counts, keeps)
+        plan, local_states = planned.plan, planned.state.local_states
         cut = (plan.joined, plan.shares, plan.counts)
-        new_cut, self._cut = bool(plan.shares) and cut != self._cut, cut
-        # The last batch of an epoch may be smaller, and new shares have other sizes. An error here occurs again in the
-        # run, and becomes part of the result.
+        is_new, self._cut = bool(plan.shares) and cut != self._cut, cut
         for position in range(max((len(feed.steps) for feed in feeds), default=0)):
             batches = []
             for replica, local, feed in zip(self._replicas, local_states, feeds, strict=True):
                 step = feed.steps[position] if position < len(feed.steps) else ()
-                if step and (new_cut or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
+                if step and (is_new or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
                     with contextlib.suppress(Exception):
                         batches.append((replica, local, feed.peek(position)))
             compiled: list[tuple[Replica, LocalState, Any]] = []
@@ -303,7 +293,6 @@ class Engine:
                 if not spans_processes(replica.placement):
                     with contextlib.suppress(Exception):
                         replica.warm_up(local, batch)
-        return feeds
 
     def compile(self, batches: Sequence[tuple[Replica, LocalState, Any]]) -> list[tuple[Replica, LocalState, Any]]:
         """Compile steps for these batches of different replicas, all at once; returns those that were not compiled yet.
@@ -314,34 +303,17 @@ class Engine:
         list(self._pool.map(lambda found: found[1](), lowered))
         return [one for one, _ in lowered]
 
-    def run(
-        self,
-        local_states: Sequence[LocalState],
-        feeds: Sequence[Feed],
-        plan: RoundPlan,
-        merge_scale: MergeScale,
-        time_limit_ms: float | None = None,
-        corrections: Sequence[Correction | None] | None = None,
-        group_merges: int = 1,
-    ) -> list[LocalResult]:
-        """Run the local steps of a plan on all local replicas at once; results hold the errors of failed replicas.
+    def run(self, planned: PlannedRound, feeds: Sequence[Feed]) -> list[LocalResult]:
+        """Run the local steps of a round on all local replicas at once; results hold the errors of failed replicas.
 
-        After ``time_limit_ms`` a replica begins no further step. With a merge in flight there is a correction for each.
-        Of ``group_merges`` merges all but the last are within the groups.
+        Raises:
+          PeerLostError: the merge in flight failed, which ends the round.
         """
+        plan, limit_ms = planned.plan, planned.time_limit_ms
         measured = self._settings.scaling.measured_steps(plan) if self._settings.scaling is not None else plan.counts
-        corrections = corrections or [None] * len(self._replicas)
-        pauses: list[list[Correction | GroupPause]] = [[one] if one else [] for one in corrections]
-        if group_merges > 1:
-            counts = [plan.counts[rank] for rank in self.ranks]
-            averages = self._settings.opt_state == "average"
-            pauses = group_pauses(self._local_groups, counts, group_merges, averages, corrections)
 
         def run_one(
-            replica: Replica,
-            local: LocalState,
-            feed: Feed,
-            pauses: list[Correction | GroupPause],
+            replica: Replica, local: LocalState, feed: Feed, pauses: Sequence[Correction | GroupPause]
         ) -> LocalResult:
             groups, is_done = [pause for pause in pauses if isinstance(pause, GroupPause)], False
             if not (feed.steps or groups):
@@ -349,10 +321,10 @@ class Engine:
                 for pause in pauses:
                     result = result._replace(carry=pause.apply(local, result.carry, 0)[0])
                 return result
-            own = merge_scale._replace(stride=plan.total / plan.counts[replica.rank])
+            scale = planned.scale._replace(stride=plan.total / plan.counts[replica.rank])
             number = plan.number(replica.rank)
             try:
-                result = replica.run(local, feed, number, own, time_limit_ms, measured[replica.rank], pauses)
+                result = replica.run(local, feed, number, scale, limit_ms, measured[replica.rank], pauses)
                 is_done = result.error is None
             finally:
                 if groups and not is_done:
@@ -363,26 +335,44 @@ class Engine:
                 result = result._replace(group_ms=1e3 * groups[0].merge.waited_s[groups[0].member])
             return result
 
-        return list(self._pool.map(run_one, self._replicas, local_states, feeds, pauses))
+        results = list(
+            self._pool.map(run_one, self._replicas, planned.state.local_states, feeds, self._pauses(planned))
+        )
+        if planned.state.in_flight is not None:
+            planned.state.in_flight.result()
+        return results
 
-    def merge(self, local_states: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
-        """Merge the local replicas with those of all processes."""
-        return self._merge(self._fitted(local_states), [result.carry for result in results], rows)
+    def _pauses(self, planned: PlannedRound) -> list[list[Correction | GroupPause]]:
+        """Where each local replica pauses in a round: for the merge in flight, and to merge with its group."""
+        corrections: list[Correction | None] = [None] * len(self.ranks)
+        if planned.state.in_flight is not None:
+            corrections = [
+                Correction(planned.overlapped[rank], planned.state.in_flight, i) for i, rank in enumerate(self.ranks)
+            ]
+        if planned.group_merges == 1:
+            return [[one] if one else [] for one in corrections]
+        counts = [planned.plan.counts[rank] for rank in self.ranks]
+        averages = self._settings.opt_state == "average"
+        return group_pauses(self._local_groups, counts, planned.group_merges, averages, corrections)
 
-    def exchange(self, starts: Sequence[LocalState], results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
-        """The table of a round whose merge begins with :meth:`start_merge`; ``starts`` are from the last merge."""
-        return self._merge.exchange(starts, [result.carry for result in results], rows)
+    def merge(self, planned: PlannedRound, results: Sequence[LocalResult], rows: np.ndarray) -> Merged:
+        """Merge the local replicas with those of all processes.
+
+        With ``overlap=`` only their table is exchanged, with the numbers of the merge that was in flight;
+        :meth:`start_merge` begins the merge itself.
+        """
+        carries, in_flight = [result.carry for result in results], planned.state.in_flight
+        if not self.overlaps:
+            return self._merge(self._fitted(planned.starts), carries, rows)
+        exchanged = self._merge.exchange(planned.starts, carries, rows)
+        return exchanged if in_flight is None else in_flight.seen_by(exchanged)
 
     def start_merge(
-        self,
-        starts: Sequence[LocalState],
-        results: Sequence[LocalResult],
-        rows: np.ndarray,
-        wall_ms: float,
-        cost_ms: float,
+        self, planned: PlannedRound, results: Sequence[LocalResult], rows: np.ndarray, wall_ms: float, cost_ms: float
     ) -> MergeInFlight:
-        """Begin to merge the local replicas with those of all processes."""
-        return self._merge.start(self._fitted(starts), [result.carry for result in results], rows, wall_ms, cost_ms)
+        """Begin to merge the local replicas with those of all processes; see :class:`MergeInFlight` for the times."""
+        carries = [result.carry for result in results]
+        return self._merge.start(self._fitted(planned.starts), carries, rows, wall_ms, cost_ms)
 
     def free_run(self, local_states: Sequence[LocalState], data: Any, seconds: float) -> list[float]:
         """Batches per second of each replica, all running at once without merges."""
@@ -390,8 +380,8 @@ class Engine:
         rates = free_rates(self._group, self._replicas, local_states, batches, seconds, self._pool)
         return [rates[rank] for rank in range(self.world_size)]
 
-    def pause(self, local_states: Sequence[LocalState]) -> None:
-        """Wait for batches that are being read, so that other code may read, and lay out these states."""
+    def prepare_evaluation(self, local_states: Sequence[LocalState]) -> None:
+        """Lay out these states, and wait for batches that are being read, because the data may be evaluated too."""
         self._set_layout(without_replica_axis(local_states[0].params))
         self._settings.readers.wait()
 
@@ -407,10 +397,11 @@ class Engine:
         """The tree of one replica without its leading axis."""
         return _unreplicate(tree)
 
-    def max_rows(self, given: Sequence[float] | None) -> Sequence[float]:
+    @property
+    def max_rows(self) -> Sequence[float]:
         """The largest step of each rank in rows: as given, or as the memory of its devices allows."""
-        if given is not None:
-            return [given[one] for one in self.order]
+        if self._settings.max_rows is not None:
+            return [self._settings.max_rows[one] for one in self.order]
         return [self._row_limits.get(one, MOST_ROWS) for one in self.order]
 
     @property

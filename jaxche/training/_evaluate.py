@@ -216,22 +216,18 @@ def evaluate(
 ) -> dict[str, float]:
     """The results of a metric function over ``data``, each batch taken once; all processes call it together."""
     engine, group, state = trainer._engine, trainer._group, state.merged()
-    engine.pause(state.local_states)
+    engine.prepare_evaluation(state.local_states)
     form = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0].params)]
     program.begin((group.quorum_id, form))
-    error, parts, sources = None, [], {}
-    try:
+    with group.errors_everywhere(engine.ranks[0], "the start of an evaluation"):
         size = number_of_batches(data, group)
         speeds = state.che.ms_per_batch if state.che else ()
         speeds = [1 / ms for ms in speeds] if speeds and all(speeds) else [1.0] * trainer.world_size
-        parts = parts_of(engine.processes_of_present_ranks, speeds, size) if size else [_all_of_this(trainer)]
+        parts = parts_of(engine.processes_of_present_ranks, speeds, size) if size else [_stream_part(trainer)]
         sources = _sources(group, data, size, parts)
         for rank, placement, local in engine.here(state.local_states):
             if rank in sources:
                 program.compiled(placement, local, sources[rank].first)
-    except Exception as e:
-        error, size = e, None
-    group.raise_everywhere(error, engine.ranks[0], "the start of an evaluation")
     if len(set(sizes := group.all_gather(size))) > 1:
         raise ValueError(f"processes evaluate different numbers of batches ({sizes}); give the same data to all")
     found: dict[int, Result] = {}
@@ -239,14 +235,13 @@ def evaluate(
     def run_one(rank: int, placement: Any, local: LocalState) -> list[Result]:
         return _run(program, group, sources[rank], placement, local) if rank in sources else []
 
-    try:
+    with group.errors_everywhere(engine.ranks[0], "an evaluation"):
         for rank, results in zip(engine.ranks, engine.map(run_one, state.local_states), strict=True):
             if rank in sources and sources[rank].owned:
                 found |= {result.index: result for result in results}
-        error = next((source.error for source in sources.values() if source.error), None)
-    except Exception as e:
-        error = e
-    group.raise_everywhere(error, engine.ranks[0], "an evaluation")
+        for source in sources.values():
+            if source.error:
+                raise source.error
     return _combined(group, metrics, parts, [found[index] for index in sorted(found)])
 
 
@@ -270,7 +265,8 @@ def batches_of(data: Any) -> Iterator[Any]:
     return map(data.__getitem__, range(len(data)))
 
 
-def _all_of_this(trainer: Rounds) -> Part:
+def _stream_part(trainer: Rounds) -> Part:
+    """The batches of a stream, which only one process reads, for all its ranks."""
     return Part((trainer._group.process_index,), tuple(range(trainer.world_size)), range(1))
 
 

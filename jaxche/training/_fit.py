@@ -15,8 +15,7 @@ import jax
 from jaxche.data import as_stream, is_stream
 from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import Every, History, RoundInfo, as_every
-from jaxche.training._checkpoint_manager import CheckpointManager
-from jaxche.training._checkpoints import Checkpoints
+from jaxche.training._checkpoints import CheckpointManager, Checkpoints
 from jaxche.training._checks import check_callbacks
 from jaxche.training._evaluate import MetricProgram, batches_of, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
@@ -124,7 +123,8 @@ def fit(
     limits = {"epochs": epochs, "max_steps": max_steps, "max_examples": max_examples, "max_time": max_time}
     frequencies = {"eval_every": eval_every, "log_every": log_every, "checkpoint_every": checkpoint_every}
     evaluation = _Evaluation(validation, metric_fn, metrics)
-    agreed = _agree(trainer, state, data, limits, frequencies, evaluation, callbacks, dry_run, checkpoints)
+    arguments = _Arguments(data, limits, frequencies, evaluation, callbacks, dry_run, checkpoints)
+    agreed = _agree(trainer, state, arguments)
     with contextlib.ExitStack() as stack:
         # Requests that come too late must not reach the next fit.
         stack.callback(trainer.reset_requests)
@@ -137,12 +137,7 @@ def fit(
             hooks.append(manager)
             stack.enter_context(manager.active())
         if dry_run:
-            after, info = trainer._round(state, data, given=GivenRound((1,) * trainer.world_size), keeps=True)
-            after.merged()
-            if agreed.program is not None:
-                batches = [next(batches_of(validation))] * trainer.world_size
-                info = replace(info, validation=evaluate(trainer, state, batches, agreed.program, metrics))
-            return state, History([info], trainer.memory)
+            return state, History([_dry_round(trainer, state, arguments, agreed.program)], trainer.memory)
         log_every = agreed.every["log_every"]
         bar = ProgressHook(trainer, progress, log_every)
         stack.callback(bar.close)
@@ -160,6 +155,18 @@ def fit(
     return run.state, run.history
 
 
+def _dry_round(trainer: Rounds, state: TrainerState, arguments: _Arguments, program: MetricProgram | None) -> RoundInfo:
+    """The record of one batch on every replica, one merge, and one batch of validation data."""
+    given = GivenRound((1,) * trainer.world_size, keeps=True)
+    after, info = trainer._round(state, arguments.data, given=given)
+    after.merged()
+    if program is None:
+        return info
+    evaluation = arguments.evaluation
+    batches = [next(batches_of(evaluation.data))] * trainer.world_size
+    return replace(info, validation=evaluate(trainer, state, batches, program, evaluation.metrics))
+
+
 def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
     """Run rounds until the end; in an elastic run processes may be lost and admitted between them."""
     membership = trainer._membership
@@ -167,7 +174,7 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
         try:
             if membership:
                 membership.admit(run)
-            state, info = trainer._round(run.state, run.data, end=run.end, prefetch=True)
+            state, info = trainer._round(run.state, run.data, end=run.end)
             if info.stop or run.end.is_reached(state):
                 state = state.merged()
         except PeerLostError as error:
@@ -203,7 +210,7 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
             except PeerLostError as error:
                 if membership is None:
                     raise
-                # The others end once more, without it: it may have written only a part of what is written at the end.
+                # The remaining processes end the fit again: the lost one may have written only a part of what it wrote.
                 membership.recover(run, error)
     except KeyboardInterrupt:
         if group.num_processes > 1:
@@ -260,62 +267,71 @@ class _Evaluation(NamedTuple):
         return metric_program(trainer, self.metric_fn, self.metrics)
 
 
-class _Agreed(NamedTuple):
-    """The checked arguments of a fit, equal in all processes."""
+class _Checked(NamedTuple):
+    """The checked arguments of a fit."""
 
     end: End
     size: int  # batches in an epoch
     every: dict[str, Every | None]
     program: MetricProgram | None
     checkpoints: Checkpoints | None
+    texts: dict[str, str]  # equal in all processes
 
 
-def _agree(
-    trainer: Rounds,
-    state: TrainerState,
-    data: Any,
-    limits: dict[str, Any],
-    frequencies: dict[str, Any],
-    evaluation: _Evaluation,
-    callbacks: Any,
-    dry_run: bool,
-    checkpoints: Any,
-) -> _Agreed:
-    """The arguments of a fit, checked to be equal in all processes."""
-    group, error, wanted, agreed = trainer._group, None, {}, None
-    try:
-        check_callbacks(callbacks)
+class _Arguments(NamedTuple):
+    """The arguments of a fit, as given."""
+
+    data: Any
+    limits: dict[str, Any]
+    frequencies: dict[str, Any]
+    evaluation: _Evaluation
+    callbacks: Any
+    dry_run: bool
+    checkpoints: Any
+
+    def checked(self, trainer: Rounds, state: TrainerState) -> _Checked:
+        """The checked arguments of a fit that starts from this state."""
+        check_callbacks(self.callbacks)
         trainer.check_state(state, "trainer.fit")
-        if limits["epochs"] is None and is_stream(data) and as_stream(data).has_one_epoch:
+        limits = self.limits
+        if limits["epochs"] is None and is_stream(self.data) and as_stream(self.data).has_one_epoch:
             limits = limits | {"epochs": 1}
         end = End.of_fit(state, **limits)
-        size = trainer._epoch_size(data, 1 if end.epochs is None else end.epochs - state.epoch)
-        every = {name: as_every(name, value) for name, value in frequencies.items()}
-        without = {
-            "eval_every": ("validation", evaluation.data),
-            "metric_fn": ("validation", evaluation.data),
-            "metrics": ("validation", evaluation.data),
-            "checkpoint_every": ("checkpoints", checkpoints),
-        }
-        given = every | {"metric_fn": evaluation.metric_fn, "metrics": evaluation.metrics}
-        for name, (other, value) in without.items():
-            if given[name] is not None and value is None:
-                raise ValueError(f"{name}= is given without {other}=; give both, or none")
-        config = None
-        if checkpoints is not None:
-            config = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-        agreed = _Agreed(end, size, every, evaluation.program(trainer), config)
+        size = trainer._epoch_size(self.data, 1 if end.epochs is None else end.epochs - state.epoch)
+        every = {name: as_every(name, value) for name, value in self.frequencies.items()}
+        self._refuse_unused(every)
+        config = self.checkpoints
+        if config is not None and not isinstance(config, Checkpoints):
+            config = Checkpoints(config)
         # The folder may have another name on another machine.
         how = str(config and {"every": config.every, "keep": config.keep, "durable": config.durable})
-        wanted = {name: str(value) for name, value in (limits | every).items()}
-        wanted |= {"dry_run": str(dry_run), "checkpoints": how, "state": f"round {state.round}"}
-        wanted["validation"] = str(evaluation.data is not None)
+        texts = {name: str(value) for name, value in (limits | every).items()}
+        texts |= {"dry_run": str(self.dry_run), "checkpoints": how, "state": f"round {state.round}"}
+        texts["validation"] = str(self.evaluation.data is not None)
+        return _Checked(end, size, every, self.evaluation.program(trainer), config, texts)
+
+    def _refuse_unused(self, every: dict[str, Every | None]) -> None:
+        """Refuse arguments without the one that they are about."""
+        given = every | {"metric_fn": self.evaluation.metric_fn, "metrics": self.evaluation.metrics}
+        others = {"validation": self.evaluation.data, "checkpoints": self.checkpoints}
+        about = {"eval_every": "validation", "metric_fn": "validation", "metrics": "validation"}
+        for name, other in (about | {"checkpoint_every": "checkpoints"}).items():
+            if given[name] is not None and others[other] is None:
+                raise ValueError(f"{name}= is given without {other}=; give both, or none")
+
+
+def _agree(trainer: Rounds, state: TrainerState, arguments: _Arguments) -> _Checked:
+    """The arguments of a fit, checked to be equal in all processes."""
+    group, error, checked = trainer._group, None, None
+    try:
+        checked = arguments.checked(trainer, state)
     except Exception as e:
         error = e
     if not group.standby:
         group.raise_everywhere(error, group.process_index, "the start of fit")
-        refuse_differences(group, wanted)
     elif error is not None:
         raise error
-    assert agreed is not None, "an error was raised"
-    return agreed
+    assert checked is not None, "an error was raised"
+    if not group.standby:
+        refuse_differences(group, checked.texts)
+    return checked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,60 +21,49 @@ from jaxche.cadence import (
     whole_number,
 )
 from jaxche.replicas import BatchPlacement
-from jaxche.training._round import RoundStatistics
+from jaxche.training._checks import Averaging
 from jaxche.training._state import TrainerState
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a trainer, by ranks of the start of the run; ``merges`` in a round if it is given.
+    """Ranks that merge among themselves within a round, none without ``groups=``.
 
-    ``order`` are the ranks of the start that are present, in their present order.
+    ``merges`` are those of a round, the last one of all replicas included, if their number is given.
     """
 
     ranks: tuple[tuple[int, ...], ...] = ()
     merges: int | None = None
 
-    def present(self, order: Sequence[int]) -> list[list[int]]:
-        """The present ranks of each group of two or more, unless these are all that are left."""
-        groups = [[rank for rank, one in enumerate(order) if one in group] for group in self.ranks]
-        return [group for group in groups if 1 < len(group) < len(order)]
+    def present(self, order: Sequence[int]) -> Groups:
+        """The groups with two or more of these ranks, but not all of them, renumbered in this order."""
+        groups = (tuple(rank for rank, one in enumerate(order) if one in group) for group in self.ranks)
+        return replace(self, ranks=tuple(group for group in groups if 1 < len(group) < len(order)))
 
-    def numbers(self, order: Sequence[int]) -> tuple[int, ...]:
-        """The number of the group of each present rank, -1 for one in none; empty without groups."""
-        numbers = {rank: number for number, group in enumerate(self.present(order)) for rank in group}
-        return tuple(numbers.get(rank, -1) for rank in range(len(order))) if numbers else ()
+    def numbers(self, world_size: int) -> tuple[int, ...]:
+        """The number of the group of each rank, -1 for one in none; empty without groups."""
+        numbers = {rank: number for number, group in enumerate(self.ranks) for rank in group}
+        return tuple(numbers.get(rank, -1) for rank in range(world_size)) if numbers else ()
 
-    def half_life(self, order: Sequence[int]) -> float:
-        """How much longer rounds of these ranks may be, because groups merge within them."""
-        return 1.0 if self.merges == 1 else half_life_of(self.present(order), len(order))
+    def half_life(self, world_size: int) -> float:
+        """How much longer rounds may be, because groups merge within them."""
+        return 1.0 if self.merges == 1 else half_life_of(self.ranks, world_size)
 
-    def merges_of(self, state: TrainerState, plan: RoundPlan, groups: Sequence[Sequence[int]]) -> int:
-        """The merges of a round with these groups present, the last one of all replicas included."""
+    def merges_of(self, state: TrainerState, plan: RoundPlan) -> int:
+        """The merges of a round, the last one of all replicas included."""
         if plan.shares:
             return 1
-        return min(self.merges or max(state.group_merges, LEAST_MERGES), most_group_merges(groups, plan.counts))
+        return min(self.merges or max(state.group_merges, LEAST_MERGES), most_group_merges(self.ranks, plan.counts))
 
-    def next_merges(
-        self, state: TrainerState, table: RoundStatistics, merges: int, groups: Sequence[Sequence[int]]
-    ) -> int:
+    def next_merges(self, state: TrainerState, group_ms: Sequence[float], merges: int) -> int:
         """The merges of the next round, from the times of those of this round; unchanged if it had none in groups."""
-        cost_ms = group_cost_ms(groups, table.group_ms, merges)
+        cost_ms = group_cost_ms(self.ranks, group_ms, merges)
         if self.merges or not cost_ms or state.che is None:
             return self.merges or state.group_merges
         return best_group_merges(state.che, cost_ms)
 
 
-def checked_groups(
-    groups: Any,
-    merges: Any,
-    placements: Sequence[BatchPlacement],
-    policy: ApplyPolicy,
-    average: str,
-    merge: str,
-    scaling: Any,
-    staged: bool,
-) -> Groups:
+def checked_groups(groups: Any, merges: Any, averaging: Averaging, placements: Sequence[BatchPlacement]) -> Groups:
     """The groups of two replicas or more; none where all replicas would be one group."""
     if groups is None:
         if merges is not None:
@@ -82,15 +71,15 @@ def checked_groups(
         return Groups()
     if merges is not None:
         merges = whole_number("group_merges", merges, 1, "group_merges=8, or leave it out")
-    line = "leave groups= out"
+    line, policy, average, merge = "leave groups= out", averaging.policy, averaging.average, averaging.merge
     if policy not in (ApplyPolicy.CADENCE, ApplyPolicy.ASYNC) or average != "parameters" or merge != "steps":
         raise ValueError(
             f"groups={groups!r} averages parameters by steps within rounds, and this trainer has "
             f"policy={policy.value!r}, average={average!r}, merge={merge!r}; write policy='cadence' and merge='steps', "
             f"or {line}"
         )
-    if scaling is not None or staged:
-        what = "stages of a jaxche.Partitioned" if staged else "scaling="
+    if averaging.scaling is not None or averaging.staged:
+        what = "stages of a jaxche.Partitioned" if averaging.staged else "scaling="
         raise ValueError(f"groups={groups!r} has no programs for {what}; {line}")
     processes = [{device.process_index for device in placement.devices.flat} for placement in placements]
     if isinstance(groups, str) and groups == "process":
@@ -127,7 +116,7 @@ def _checked_ranks(groups: Any, world_size: int) -> list[tuple[int, ...]]:
     return found
 
 
-def check_moments(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
+def check_multi_steps(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
     """Refuse to average what ``optax.MultiSteps`` has accumulated: its replicas are at different steps of theirs."""
     if not groups.ranks or opt_state != "average":
         return

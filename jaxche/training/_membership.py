@@ -83,7 +83,7 @@ class Membership:
         """Admit the processes that :meth:`poll` found; all members call it together."""
         if self._pending is None:
             return
-        trainer, engine, (admitted, order) = self._trainer, self._trainer._engine, self._pending
+        engine, (admitted, order) = self._trainer._engine, self._pending
         run.state = run.state.merged()
         with self._group.collective():
             given = jax.block_until_ready(engine.state_dict(run.state.local_states).pooled())
@@ -98,7 +98,7 @@ class Membership:
             arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
         self._group.admit(admitted, message, arrays)
         engine.arrange(order, state.local_states)
-        trainer.world_size, self._pending = len(order), None
+        self._pending = None
         run.state, run.previous = state, None
         processes = ", ".join(map(str, admitted))
         _log.warning("process %s joined: continuing from round %s with %s", processes, state.round, len(order))
@@ -114,9 +114,8 @@ class Membership:
         trainer, engine, group, state = self._trainer, self._trainer._engine, self._group, run.state
         own = [engine.order[rank] for rank in engine.ranks]
         engine.arrange(own, state.local_states)
-        trainer.world_size = len(own)
         plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)
-        engine.prepare(state.local_states, run.data, plan, trainer._settings(state, plan))
+        engine.prepare(state.local_states, run.data, plan, trainer._fingerprint_of(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"
         _log.warning(text, group.process_index)
         while True:
@@ -133,7 +132,6 @@ class Membership:
                 group.restart()
         self._measured = {rank: (steps, ms) for rank, (steps, ms) in message["measured"]}
         engine.arrange(message["order"], local_states)
-        trainer.world_size = len(message["order"])
         che = trainer._che and replace(
             trainer._che, world_size=trainer.world_size, batch_counts=(), ms_per_batch=(), ms_samples=()
         )
@@ -179,7 +177,6 @@ class Membership:
         while True:
             try:
                 (state, order, lost), before = self._common_state(state, before, error), None
-                self._trainer.world_size = len(order)
                 self._trainer._engine.arrange(order, state.local_states)
             except PeerLostError as another:  # another process died meanwhile
                 if another is error or isinstance(another, TakenForDeadError):
@@ -245,7 +242,7 @@ class Membership:
         if len(order) == 1 or like is None:
             return None
         saved: dict[str, Any] = like.to_dict() | {"world_size": len(order), "ms_samples": (), "sync_samples": ()}
-        saved["half_life"] = self._trainer._groups.half_life(order)
+        saved["half_life"] = self._trainer._groups.present(order).half_life(len(order))
         if che is not None and set(order) <= set(present):
             places = [present.index(rank) for rank in order]
             samples = tuple(tuple(row[place] for place in places) for row in che.ms_samples)

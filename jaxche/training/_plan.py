@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,10 @@ from jaxche.cadence import (
     limit_lead,
     split_by_ratio,
 )
+from jaxche.data import Key, Reader, StreamReader
+from jaxche.replicas import LocalState, MergeScale
 from jaxche.reports import RoundInfo, positive
+from jaxche.training._groups import Groups
 from jaxche.training._state import TrainerState
 
 # Steps in a round of a single replica. Nothing is merged there; a round only reports.
@@ -89,16 +92,18 @@ class GivenRound(NamedTuple):
       counts: planned steps of each replica, without a time limit; None if the cadence plans them.
       done: steps that each takes of these, because it was out of time when the round was recorded.
       shares: rows of each replica, if batches are split, and ``joined``, the number of batches that are.
-      after: steps of each before it takes in the merge in flight.
+      overlapped: steps of each before it takes in the merge in flight.
       group_merges: the merges of the round, those within groups included; None for those that the state plans.
+      keeps: whether its batches stay ready, for another round on them.
     """
 
     counts: Sequence[int] | None = None
     done: Sequence[int] | None = None
     shares: tuple[int, ...] = ()
     joined: int = 0
-    after: Sequence[int] = ()
+    overlapped: Sequence[int] = ()
     group_merges: int | None = None
+    keeps: bool = False
 
     @classmethod
     def of(cls, info: RoundInfo) -> GivenRound:
@@ -106,47 +111,124 @@ class GivenRound(NamedTuple):
         return cls(info.planned, info.counts, info.shares, info.joined, info.overlapped, info.group_merges)
 
 
-def next_plan(
-    state: TrainerState,
-    size: int,
-    policy: ApplyPolicy,
-    world_size: int,
-    last_epoch: int | None = None,
-    solo_steps: int = SOLO_ROUND,
-    joined: int | None = None,
-    most: int | None = None,
-) -> RoundPlan:
+class PlanRules(NamedTuple):
+    """The rules by which the rounds of a trainer are planned.
+
+    Attributes:
+      policy: as given; under ``"auto"`` the state has the present one.
+      world_size: the number of replicas.
+      joined: batches in an update under ``sync``, unless ``"auto"`` has chosen a number.
+      unit: shares of rows are multiples of it, because each device of a sharded replica takes as many rows.
+      solo_steps: steps in a round of a single replica.
+    """
+
+    policy: ApplyPolicy
+    world_size: int
+    joined: int
+    unit: int = 1
+    solo_steps: int = SOLO_ROUND
+
+    def policy_of(self, state: TrainerState) -> ApplyPolicy:
+        """The policy of the next round."""
+        return self.policy if state.choice is None else state.choice.policy
+
+
+class PlannedRound(NamedTuple):
+    """A round as planned, before it runs.
+
+    Attributes:
+      state: the state before it.
+      plan: the batches of each replica.
+      reader: reads them.
+      given: what was given for it.
+      policy: when its replicas average.
+      rule: the weights of averaged parameters, or None if gradients are averaged.
+      wire: how its merge sends the change of the parameters.
+      scale: of its merge, for the rule of the learning rate.
+      time_limit_ms: after it a replica begins no further step; None for no limit.
+      overlap: the part of the next round that runs beside its merge.
+      overlapped: with a merge in flight, the steps of each replica before it takes in the result.
+      groups: the replicas that merge among themselves within it.
+      group_merges: its merges, the last one of all replicas included.
+    """
+
+    state: TrainerState
+    plan: RoundPlan
+    reader: Reader | StreamReader
+    given: GivenRound = GivenRound()
+    policy: ApplyPolicy = ApplyPolicy.CADENCE
+    rule: str | None = "steps"
+    wire: str = "float32"
+    scale: MergeScale = MergeScale()
+    time_limit_ms: float | None = None
+    overlap: float = 0.0
+    overlapped: tuple[int, ...] = ()
+    groups: Groups = Groups()
+    group_merges: int = 1
+
+    @property
+    def starts(self) -> tuple[LocalState, ...]:
+        """The local states after the last merge, for which it waits if that is in flight; raises its error."""
+        in_flight = self.state.in_flight
+        return self.state.local_states if in_flight is None else in_flight.result().local_states
+
+    def batches(self, rank: int) -> tuple[Key, ...]:
+        """The batches of a rank."""
+        return self.reader.share(self.plan, self.state, rank)
+
+    def group_of(self, rank: int) -> Sequence[int]:
+        """The ranks that merge with this one within the round, itself included."""
+        groups = self.groups.ranks if self.group_merges > 1 else ()
+        return next((group for group in groups if rank in group), (rank,))
+
+
+ENDLESS = End()
+
+
+def next_plan(state: TrainerState, size: int, rules: PlanRules, end: End = ENDLESS, batch_size: int = 0) -> RoundPlan:
     """The plan of the next round, the same on every host; pending batches of earlier rounds come first.
 
-    ``size`` is the number of batches in an epoch, ``solo_steps`` the number of steps of a single replica,
-    ``joined`` the number of batches in an update under ``sync``, by default one a replica, and ``most`` the number of
-    batches to the end of the run, if it is limited. At the end of an epoch and of the run the last rounds are of about
-    equal length: the loss of a round of one batch, on one replica, would be noise.
+    ``size`` is the number of batches in an epoch, and ``batch_size`` that of examples in a whole batch, 0 if not known
+    yet. At the end of an epoch and of the run the last rounds are of about equal length: the loss of a round of one
+    batch, on one replica, would be noise.
     """
-    pending, che = bool(state.pending_batches), state.che
     epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
+    most = end.batches_left(state, batch_size)
     left = stop - start if most is None else min(stop - start, most)
-    plan = RoundPlan(state.round, epoch, start, (0,) * world_size, size)
-    shares = RowShares() if pending else state.row_shares
-    if policy is ApplyPolicy.SYNC and not (pending or shares.rows or joined in (None, world_size)):
-        # Before times are known, equal parts in steps of at most a batch.
-        shares = RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
+    plan = RoundPlan(state.round, epoch, start, (0,) * rules.world_size, size)
+    shares = _shares(state, rules)
     if shares.rows:
         plan = replace(plan, counts=shares.steps, shares=shares.rows, joined=shares.joined)
         return plan.cut(_even_total(shares.joined, left))
-    if che is None:
-        counts = (1,) * world_size if pending else (solo_steps,)
-    elif pending or policy is not ApplyPolicy.SYNC:
-        counts = che.batch_counts
-    else:
-        counts = (1,) * world_size
-    if che is not None and state.choice is not None and state.choice.active and not pending:
-        counts = active_counts(che, state.choice, left)
-    elif policy is ApplyPolicy.ASYNC and not pending:
-        ends = None if last_epoch is None else (last_epoch - epoch) * size - start
-        left = min((end for end in (ends, most) if end is not None), default=None)
-    lead = che.max_batch_diff if che else None
+    policy, counts = rules.policy_of(state), _whole_counts(state, rules, left)
+    if policy is ApplyPolicy.ASYNC and not state.pending_batches:  # rounds cross the end of an epoch
+        whole = None if end.epochs is None else (end.epochs - epoch) * size - start
+        left = min((limit for limit in (whole, most) if limit is not None), default=None)
+    lead = state.che.max_batch_diff if state.che else None
     return replace(plan, counts=_even_counts(counts, left, lead, stretches=policy is not ApplyPolicy.SYNC))
+
+
+def _shares(state: TrainerState, rules: PlanRules) -> RowShares:
+    """The rows of each rank, none for whole batches."""
+    world_size, joined = rules.world_size, rules.joined
+    if state.pending_batches:
+        return RowShares()
+    if state.row_shares.rows or rules.policy_of(state) is not ApplyPolicy.SYNC or joined == world_size:
+        return state.row_shares
+    # Before times are known, equal parts in steps of at most a batch.
+    return RowShares((1,) * world_size, (-(-joined // world_size),) * world_size, joined)
+
+
+def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[int]:
+    """The batches of each rank in a whole round; ``left`` are those to the end of the epoch or of the run."""
+    che, pending, one_each = state.che, state.pending_batches, (1,) * rules.world_size
+    if che is None:
+        return one_each if pending else (rules.solo_steps,)
+    if pending:
+        return che.batch_counts
+    if state.choice is not None and state.choice.active:
+        return active_counts(che, state.choice, left)
+    return one_each if rules.policy_of(state) is ApplyPolicy.SYNC else che.batch_counts
 
 
 # A rest at the end is joined with the round before it if it is shorter than this part of that round.
@@ -187,25 +269,20 @@ def _dealt(wanted: Sequence[int], total: int, lead: int | None) -> list[int]:
     return dealt
 
 
-def plan_of_counts(
-    state: TrainerState,
-    size: int,
-    policy: ApplyPolicy,
-    world_size: int,
-    counts: Sequence[int],
-    shares: tuple[int, ...] = (),
-    joined: int = 0,
-) -> RoundPlan:
+def given_plan(state: TrainerState, size: int, rules: PlanRules, given: GivenRound) -> RoundPlan:
     """The plan of a round with given counts, e.g. recorded ones, cut at the end of the epoch."""
-    if len(counts) != world_size or sum(counts) < 1:
+    counts = given.counts or ()
+    if len(counts) != rules.world_size or sum(counts) < 1:
         raise ValueError(
-            f"counts={tuple(counts)} has {len(counts)} entries for {world_size} replicas; "
+            f"counts={tuple(counts)} has {len(counts)} entries for {rules.world_size} replicas; "
             "give each its number of steps, and at least one step in total"
         )
     epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
-    if shares:
-        return RoundPlan(state.round, epoch, start, tuple(counts), size, shares, min(joined, stop - start))
-    left = sum(counts) if policy is ApplyPolicy.ASYNC and not state.pending_batches else stop - start
+    if given.shares:
+        joined = min(given.joined, stop - start)
+        return RoundPlan(state.round, epoch, start, tuple(counts), size, given.shares, joined)
+    crosses = rules.policy_of(state) is ApplyPolicy.ASYNC and not state.pending_batches
+    left = sum(counts) if crosses else stop - start
     return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
 
 
@@ -225,29 +302,12 @@ _WHOLE_BATCHES = 4
 _CHANGE = 0.15
 
 
-class RowRules(NamedTuple):
-    """How the rows of batches are shared by speed.
-
-    Attributes:
-      joined: batches in an update under ``sync``, unless ``policy="auto"`` has chosen a number.
-      unit: shares are multiples of it, because each device of a sharded replica takes as many rows.
-    """
-
-    joined: int
-    unit: int
-
-
 def next_shares(
-    state: TrainerState,
-    info: RoundInfo,
-    rules: RowRules,
-    policy_of: Callable[[TrainerState], ApplyPolicy],
-    batch_size: int,
-    limits: Callable[[], Sequence[float]],
+    state: TrainerState, info: RoundInfo, rules: PlanRules, batch_size: int, max_rows: Sequence[float]
 ) -> TrainerState:
     """The state with the shares of the rows that follow from the times of the round, and with the choice.
 
-    ``limits`` are the most rows of a step of each replica.
+    ``max_rows`` are the most rows of a step of each replica.
     """
     shares, che, choice = state.row_shares, state.che, state.choice
     if che is None:
@@ -259,7 +319,7 @@ def next_shares(
         if choice.policy is ApplyPolicy.CADENCE and info.policy == ApplyPolicy.SYNC:
             che = replace(che, travel_samples=())
     state = replace(state, choice=choice, che=che)
-    joined, local = (choice and choice.joined) or rules.joined, policy_of(state) is not ApplyPolicy.SYNC
+    joined, local = (choice and choice.joined) or rules.joined, rules.policy_of(state) is not ApplyPolicy.SYNC
     if local:
         # "auto" changes the length of a round often; whole batches need no other programs.
         if choice is not None or not 0 < che.round_ms < _WHOLE_BATCHES * max(che.ms_per_batch):
@@ -267,4 +327,4 @@ def next_shares(
         exact = che.round_ms * sum(1 / ms for ms in che.ms_per_batch if ms)
         # Other sizes are compiled for, so the number stays while it is about right.
         joined = shares.joined if abs(shares.joined - exact) < _CHANGE * exact else max(1, round(exact))
-    return replace(state, row_shares=shares.split(joined, batch_size, unit, limits(), local))
+    return replace(state, row_shares=shares.split(joined, batch_size, unit, max_rows, local))

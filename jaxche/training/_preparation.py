@@ -102,28 +102,20 @@ class PreparedEngine(Engine):
         """
         if self._replicas:
             return
-        error, constants, data_seen = None, [], ""
         try:
-            self._set_layout(without_replica_axis(local_states[0].params))
-            if self._group.num_processes > 1:
-                data_seen = self.data_digest(data)
-            batch, whole = self.reader(data).samples(plan)
-            self.batch_size = batch_size(whole)
-            constants = self._build(local_states[0], batch, self.batch_size)
-            for replica in self._replicas:
-                replica.batch_rows = self.batch_size
-            self.compile([(*one, batch) for one in zip(self._replicas, local_states, strict=True)])
-        except Exception as e:
-            error = e
-        try:
+            with self._group.errors_everywhere(self.ranks[0], _PLACE):
+                self._set_layout(without_replica_axis(local_states[0].params))
+                data_seen = self.data_digest(data) if self._group.num_processes > 1 else ""
+                batch, whole = self.reader(data).samples(plan)
+                self.batch_size = batch_size(whole)
+                constants = self._build(local_states[0], batch, self.batch_size)
+                for replica in self._replicas:
+                    replica.batch_rows = self.batch_size
+                self.compile([(*one, batch) for one in zip(self._replicas, local_states, strict=True)])
             # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
-            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
-            try:
+            with self._group.errors_everywhere(self.ranks[0], _PLACE):
                 for replica, local in zip(self._replicas, local_states, strict=True):
                     replica.warm_up(local, batch)
-            except Exception as e:
-                error = e
-            self._group.raise_everywhere(error, self.ranks[0], _PLACE)
             seen = {"metrics": ", ".join(self.columns.metrics), "data": data_seen}
             self.fingerprint = fingerprint | seen | self._code
             refuse_differences(self._group, self.fingerprint)

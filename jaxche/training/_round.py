@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, RoundPlan, Verdict, limit_lead
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict, limit_lead
+from jaxche.data import Key, Reader, StreamReader, non_finite_leaves
 from jaxche.distributed import Group
 from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged
 from jaxche.reports import RoundInfo
+from jaxche.training._plan import PlannedRound
 from jaxche.training._state import TrainerState
+
+# The most batches in which the cause of a number that is not finite is searched.
+_LOOKED_AT = 200
 
 
 class PlanMismatchError(RuntimeError):
@@ -54,47 +61,35 @@ class NonFiniteLossError(FloatingPointError):
         self.rank, self.round, self.state, self.batches = rank, round, state, batches
 
 
-class RoundTimes(NamedTuple):
-    """Times of a round, in milliseconds.
-
-    Attributes:
-      sync_ms: the time that its merge added to it.
-      hidden_ms: the time that the merge of the round before it took beside its steps.
-      merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else 0.
-      group_ms: the time that the merges within groups added to it.
-    """
-
-    sync_ms: float
-    hidden_ms: float = 0.0
-    merge_ms: float = 0.0
-    group_ms: float = 0.0
-
-
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}
 _NOT_FINITE = len(HOST_COLUMNS)
 _SUMS = _NOT_FINITE + 1
 
 
-def host_row(
-    state: TrainerState, plan: RoundPlan, rank: int, result: LocalResult, stop: int = 0, ended: int = 0
-) -> list[float]:
-    """The numbers that the host of a replica adds to the table, in the order of ``HOST_COLUMNS``."""
-    failed = result.error is not None
-    # The count is a weight of the merge; after an error nothing is merged.
-    steps = plan.counts[rank] if failed else result.steps
-    return [
-        steps,
-        plan.batches[rank] if plan.shares and steps else steps,
-        result.wall_ms,
-        result.group_ms,
-        state.sync_ms,
-        state.hidden_ms,
-        failed,
-        stop,
-        state.accumulated,
-        ended,
-        *plan.digest_halves(),
-    ]
+def host_rows(planned: PlannedRound, ranks: Sequence[int], results: Sequence[LocalResult], stop: int = 0) -> np.ndarray:
+    """The numbers that the hosts of these ranks add to the table, ``[ranks, HOST_COLUMNS]``."""
+    state, plan = planned.state, planned.plan
+    ended = planned.reader.ended(plan, state, sum(result.steps for result in results))
+
+    def row(rank: int, result: LocalResult) -> list[float]:
+        failed = result.error is not None
+        # The count is a weight of the merge; after an error nothing is merged.
+        steps = plan.counts[rank] if failed else result.steps
+        return [
+            steps,
+            plan.batches[rank] if plan.shares and steps else steps,
+            result.wall_ms,
+            result.group_ms,
+            state.sync_ms,
+            state.hidden_ms,
+            failed,
+            stop,
+            state.accumulated,
+            ended,
+            *plan.digest_halves(),
+        ]
+
+    return np.array([row(rank, result) for rank, result in zip(ranks, results, strict=True)])
 
 
 class RoundStatistics:
@@ -145,33 +140,35 @@ class RoundStatistics:
         numbers[:, _COLUMN["group_ms"]] = group_ms
         return RoundStatistics(numbers, self._columns)
 
-    def check(
-        self,
-        group: Group,
-        state: TrainerState,
-        plan: RoundPlan,
-        ranks: Sequence[int],
-        results: Sequence[LocalResult],
-        finite: bool,
-        share: Callable[[int], Sequence[tuple[int, int]]] | None = None,
-        look: Callable[[Sequence[tuple[int, int]]], str | None] = lambda keys: "",
-        groups: Sequence[Sequence[int]] = (),
-    ) -> None:
-        """Raise an error on all hosts if the round failed; ``finite`` is the flag of the merge.
+    def check(self, planned: PlannedRound, group: Group, errors: Mapping[int, Exception], finite: bool) -> None:
+        """Raise an error on all hosts if the round failed.
 
-        ``share`` returns the batches of a rank, by default those of the plan. ``look`` finds the numbers of batches
-        that are not finite, as text; None if the batches cannot be read again. Ranks of the same one of the ``groups``
-        have merged within the round.
+        Args:
+          planned: the round.
+          group: the processes.
+          errors: of the replicas of this process, by rank.
+          finite: the flag of the merge.
 
         Raises:
           Exception: the error of a local replica.
           RankError: a replica of another process failed.
           PlanMismatchError: the hosts planned different rounds.
+          ValueError: the data has no batches.
           NonFiniteLossError: a loss, a gradient, a local state or the merged state is NaN or infinite.
         """
+        plan = planned.plan
         if self._numbers[:, _COLUMN["failed"]].any():
-            errors = [(result.error, rank) for rank, result in zip(ranks, results, strict=True) if result.error]
-            group.raise_everywhere(*(errors[0] if errors else (None, ranks[0])), f"round {plan.round}")
+            rank, error = next(iter(errors.items()), (0, None))
+            group.raise_everywhere(error, rank, f"round {plan.round}")
+        self._check_plans(plan)
+        if not self.examples.any():
+            raise ValueError(
+                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that "
+                "makes a new one, jaxche.Stream(lambda epoch: batches(seed=epoch))"
+            )
+        self._check_finite(planned, finite)
+
+    def _check_plans(self, plan: RoundPlan) -> None:
         digests = [tuple(row) for row in self._numbers[:, [_COLUMN["plan_high"], _COLUMN["plan_low"]]]]
         if len(set(digests)) > 1 or DIFFERS in digests:
             raise PlanMismatchError(
@@ -180,12 +177,9 @@ class RoundStatistics:
                 f"{[r for r, d in enumerate(digests) if d != tuple(map(float, plan.digest_halves()))]} something else; "
                 "use the same data, seed and settings on all of them"
             )
-        if not self.examples.any():
-            raise ValueError(
-                f"data has no batches in epoch {plan.epoch}; an iterator can be read once: give a function that "
-                "makes a new one, jaxche.Stream(lambda epoch: batches(seed=epoch))"
-            )
-        losses = self._sums[:, 1]
+
+    def _check_finite(self, planned: PlannedRound, finite: bool) -> None:
+        plan, losses = planned.plan, self._sums[:, 1]
         bad = [r for r, n in enumerate(plan.counts) if n and not np.isfinite(losses[r])]
         broken = np.flatnonzero(self._numbers[:, _NOT_FINITE]).tolist()
         if bad:
@@ -196,43 +190,38 @@ class RoundStatistics:
             rank, what = None, "the merged parameters or optimizer state became NaN or infinite"
         else:
             return
-        share = share or plan.share
-        suspects: Sequence[int] = range(len(plan.counts))
-        if rank is not None:
-            suspects = next((group for group in groups if rank in group), [rank])
+        suspects = range(len(plan.counts)) if rank is None else planned.group_of(rank)
         if 1 < len(suspects) < len(plan.counts):
             what += f", or that of another replica of its group {tuple(suspects)} did before they merged,"
         ends = [None if plan.shares else self.counts[r] for r in suspects]
-        batches = tuple(dict.fromkeys(batch for r, end in zip(suspects, ends, strict=True) for batch in share(r)[:end]))
-        self._refuse_numbers(state, plan, rank, what, batches, look(batches))
-
-    def _refuse_numbers(
-        self,
-        state: TrainerState,
-        plan: RoundPlan,
-        rank: int | None,
-        what: str,
-        batches: tuple[tuple[int, int], ...],
-        found: str | None,
-    ) -> NoReturn:
-        advice = (
-            "Try a lower learning rate or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient "
-            "that is not finite although the loss is (sqrt or log at 0, a mean of nothing)"
-        )
-        if found:
-            advice = f"The data has {found}; take these examples out, or write np.nan_to_num(x)"
-        elif found == "":
-            advice = f"The numbers in these batches are finite. {advice}"
-        else:
-            advice = f"Look for NaN and infinite values in these batches. {advice}"
+        taken = [planned.batches(r)[:end] for r, end in zip(suspects, ends, strict=True)]
+        batches = tuple(dict.fromkeys(itertools.chain(*taken)))
         raise NonFiniteLossError(
-            f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. {advice}. The round was not "
-            "merged; this error's .state is the one before it",
+            f"{what} in round {plan.round}, which trained on {_batch_names(batches)}. "
+            f"{_advice(planned.reader, batches)}. The round was not merged; this error's .state is the one before it",
             rank,
             plan.round,
-            state,
+            planned.state,
             batches,
         )
+
+
+def _advice(reader: Reader | StreamReader, batches: Sequence[Key]) -> str:
+    """What to look at after a number that is not finite: the values of these batches, or the optimizer."""
+    advice = (
+        "Try a lower learning rate or tx=optax.chain(optax.clip_by_global_norm(1.0), tx), and look for a gradient "
+        "that is not finite although the loss is (sqrt or log at 0, a mean of nothing)"
+    )
+    if isinstance(reader, StreamReader):  # its batches cannot be read again
+        return f"Look for NaN and infinite values in these batches. {advice}"
+    found: list[str] = []
+    for key in batches[:_LOOKED_AT]:
+        with contextlib.suppress(Exception):  # the data may not be read again
+            found += non_finite_leaves(key, reader.take(key))
+    if not found:
+        return f"The numbers in these batches are finite. {advice}"
+    text = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    return f"The data has {text}; take these examples out, or write np.nan_to_num(x)"
 
 
 def _ratio(sums: Any, weights: Any) -> np.ndarray:
@@ -260,90 +249,47 @@ def _ranges(numbers: Sequence[int]) -> str:
     return " and ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
 
 
+class RoundTimes(NamedTuple):
+    """Times of a round, in milliseconds. Those of merges are of this process; the next merge sends them to all.
+
+    Attributes:
+      sync_ms: the time that its merge added to it.
+      hidden_ms: the time that the merge of the round before it took beside its steps.
+      merge_ms: its merge on the clock of a virtual fleet, which knows it before the merge begins; else 0.
+      group_ms: the time that the merges within groups added to it.
+      clock_ms: the time of all rounds so far, equal in all processes.
+      clock_merge_ms: the part of it that stands for the last merge.
+    """
+
+    sync_ms: float
+    hidden_ms: float = 0.0
+    merge_ms: float = 0.0
+    group_ms: float = 0.0
+    clock_ms: float = 0.0
+    clock_merge_ms: float = 0.0
+
+    def with_clock(self, state: TrainerState, table: RoundStatistics, is_shared: bool) -> RoundTimes:
+        """These times with the clock after a round that began at ``state``.
+
+        If several processes share the clock, the cost of the last merge stands for that of this one, because all have
+        it; the next round corrects it.
+        """
+        merge_ms = table.last_sync_ms if is_shared else self.sync_ms
+        before_ms = state.clock_ms + (table.last_sync_ms - state.clock_merge_ms if is_shared else 0.0)
+        clock_ms = before_ms + max(table.wall_ms) + self.group_ms + merge_ms
+        return self._replace(clock_ms=clock_ms, clock_merge_ms=merge_ms)
+
+
 def advance(
-    state: TrainerState,
-    plan: RoundPlan,
-    merged: Merged,
-    table: RoundStatistics,
-    policy: ApplyPolicy,
-    rule: str | None,
-    times: RoundTimes,
-    shared: bool = False,
-    group_merges: int = 1,
+    planned: PlannedRound, merged: Merged, table: RoundStatistics, times: RoundTimes
 ) -> tuple[TrainerState, RoundInfo]:
     """The state after a round and its record.
 
-    The next plan depends on the plan and the table only, so it is the same on all hosts. ``rule`` is the merge rule of
-    parameters, or None if gradients are averaged. The ``times`` of the merge are those of this process; the next merge
-    sends them to all. If the clock is ``shared`` by several processes, it takes the cost of the last merge for this one
-    until then, because all have that.
+    The next plan depends on the plan and the table only, so it is the same on all hosts.
     """
-    counts, sync_ms, group_ms = table.counts, times.sync_ms, times.group_ms
-    before, correction, verdict = state.che, state.correction, Verdict.CALM
-    che = before
-    rel, direction = merged.drift
-    if che is not None and before is not None:
-        # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
-        whole = counts == limit_lead(che.batch_counts, che.max_batch_diff)
-        whole = whole or policy is ApplyPolicy.SYNC
-        last_merge_ms = table.last_sync_ms + table.last_hidden_ms
-        wall_ms, last_sync_ms, reported = table.wall_ms, last_merge_ms if whole else 0.0, counts
-        if plan.shares:
-            # A cadence counts whole batches: report the time that one would have taken.
-            wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
-            last_sync_ms, reported = last_merge_ms, [min(n, 1) for n in counts]
-        moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms
-        che = che.report_timing(wall_ms, reported, last_sync_ms, travel_ms(moved_ms, merged.squares))
-        late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
-        if any(late) and not plan.shares:
-            # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
-            che = che.report_timing(wall_ms, counts, 0.0)
-        if policy is ApplyPolicy.ASYNC:
-            correction, che, verdict = correction.apply(before, che, rel)
-    examples = table.examples
-    if rule is None:
-        weights, alpha = tuple((table.weights / table.weights.sum()).tolist()), 1.0
-    else:
-        sizes = [weight / max(n, 1) for weight, n in zip(table.weights, counts, strict=True)]
-        parts = [part if n else 0.0 for part, n in zip(plan.batches, counts, strict=True)] if plan.shares else counts
-        weights, alpha = merge_weights(rule, parts if rule == "steps" else counts, batch_sizes=sizes)
-    merge_ms = table.last_sync_ms if shared else sync_ms
-    before_ms = state.clock_ms + (table.last_sync_ms - state.clock_merge_ms if shared else 0.0)
-    clock_ms = before_ms + max(table.wall_ms) + group_ms + merge_ms
-    info = RoundInfo(
-        round=plan.round,
-        epoch=plan.epoch,
-        cursor=plan.start,
-        counts=counts,
-        planned=plan.counts,
-        weights=weights,
-        wall_ms=table.wall_ms,
-        sync_ms=sync_ms + group_ms,
-        loss=table.loss,
-        metrics=table.metrics,
-        drift=rel,
-        drift_dir=direction,
-        losses=table.losses,
-        examples=int(examples.sum()),
-        anchor=min(n for n in plan.counts if n),
-        verdict=verdict.value,
-        stop=table.stop,
-        average="gradients" if rule is None else "parameters",
-        merge=rule or "",
-        policy=policy.value,
-        alpha=alpha,
-        clock_ms=clock_ms,
-        rows=tuple(map(int, examples)),
-        shares=plan.shares,
-        joined=plan.joined,
-        steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
-        examples_done=state.examples + int(examples.sum()),
-        merge_bytes=merged.nbytes,
-        hidden_ms=times.hidden_ms,
-        group_merges=group_merges,
-        group_ms=group_ms,
-        **merged.scaled._asdict(),
-    )
+    state, plan = planned.state, planned.plan
+    che, correction, verdict = _report(planned, merged, table)
+    info = _record(planned, merged, table, times, verdict)
     epoch, cursor = (state.epoch, state.cursor) if state.pending_batches else plan.end
     after = replace(
         state,
@@ -354,16 +300,105 @@ def advance(
         epoch=epoch,
         cursor=cursor,
         examples=info.examples_done,
-        sync_ms=sync_ms,
+        sync_ms=times.sync_ms,
         hidden_ms=times.hidden_ms,
-        pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, counts),
+        pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, table.counts),
         accumulated=merged.accumulated,
-        clock_ms=clock_ms,
-        clock_merge_ms=merge_ms,
+        clock_ms=times.clock_ms,
+        clock_merge_ms=times.clock_merge_ms,
         steps=info.steps_done,
         in_flight=None,
     )
+    after = planned.reader.advance(state, after, plan, table.counts, table.ended)
+    if planned.groups.ranks:
+        merges = planned.groups.next_merges(after, table.group_ms, planned.group_merges)
+        after = replace(after, group_merges=merges)
     return after, info
+
+
+def _report(
+    planned: PlannedRound, merged: Merged, table: RoundStatistics
+) -> tuple[ElChe | None, DivergenceCorrection, Verdict]:
+    """The cadence after the report of a round, with its divergence correction and the verdict of that."""
+    state, plan, counts = planned.state, planned.plan, table.counts
+    before, correction = state.che, state.correction
+    if before is None:
+        return None, correction, Verdict.CALM
+    # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
+    is_whole = planned.policy is ApplyPolicy.SYNC or counts == limit_lead(before.batch_counts, before.max_batch_diff)
+    wall_ms, reported = table.wall_ms, counts
+    if plan.shares:
+        # A cadence counts whole batches: report the time that one would have taken.
+        wall_ms = [wall / part if n else 0.0 for wall, part, n in zip(wall_ms, plan.batches, counts, strict=True)]
+        is_whole, reported = True, [min(n, 1) for n in counts]
+    last_merge_ms = table.last_sync_ms + table.last_hidden_ms if is_whole else 0.0
+    moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms
+    che = before.report_timing(wall_ms, reported, last_merge_ms, travel_ms(moved_ms, merged.squares))
+    late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
+    if any(late) and not plan.shares:
+        # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
+        che = che.report_timing(wall_ms, counts, 0.0)
+    if planned.policy is not ApplyPolicy.ASYNC:
+        return che, correction, Verdict.CALM
+    correction, che, verdict = correction.apply(before, che, merged.drift[0])
+    return che, correction, verdict
+
+
+def _weights(planned: PlannedRound, table: RoundStatistics) -> tuple[tuple[float, ...], float]:
+    """The weight of each replica in the merge, and its step towards their mean."""
+    plan, counts = planned.plan, table.counts
+    if planned.rule is None:
+        return tuple((table.weights / table.weights.sum()).tolist()), 1.0
+    sizes = [weight / max(n, 1) for weight, n in zip(table.weights, counts, strict=True)]
+    parts = [part if n else 0.0 for part, n in zip(plan.batches, counts, strict=True)] if plan.shares else counts
+    return merge_weights(planned.rule, parts if planned.rule == "steps" else counts, batch_sizes=sizes)
+
+
+def _record(
+    planned: PlannedRound, merged: Merged, table: RoundStatistics, times: RoundTimes, verdict: Verdict
+) -> RoundInfo:
+    """The record of a round."""
+    state, plan, counts = planned.state, planned.plan, table.counts
+    (weights, alpha), (drift, direction) = _weights(planned, table), merged.drift
+    examples = int(table.examples.sum())
+    return RoundInfo(
+        round=plan.round,
+        epoch=plan.epoch,
+        cursor=plan.start,
+        counts=counts,
+        planned=plan.counts,
+        weights=weights,
+        wall_ms=table.wall_ms,
+        sync_ms=times.sync_ms + times.group_ms,
+        loss=table.loss,
+        metrics=table.metrics,
+        drift=drift,
+        drift_dir=direction,
+        losses=table.losses,
+        examples=examples,
+        anchor=min(n for n in plan.counts if n),
+        verdict=verdict.value,
+        stop=table.stop,
+        average="gradients" if planned.rule is None else "parameters",
+        merge=planned.rule or "",
+        policy=planned.policy.value,
+        alpha=alpha,
+        clock_ms=times.clock_ms,
+        rows=tuple(map(int, table.examples)),
+        shares=plan.shares,
+        joined=plan.joined,
+        steps_done=state.steps + sum(counts if not plan.shares else (plan.joined,)),
+        examples_done=state.examples + examples,
+        merge_bytes=merged.nbytes,
+        wire=planned.wire,
+        hidden_ms=times.hidden_ms,
+        overlap=planned.overlap,
+        overlapped=tuple(map(min, planned.overlapped, counts)),
+        groups=planned.groups.numbers(len(counts)) if planned.groups.ranks else (),
+        group_merges=planned.group_merges,
+        group_ms=times.group_ms,
+        **merged.scaled._asdict(),
+    )
 
 
 def travel_ms(wall_ms: float, squares: tuple[float, ...]) -> float:

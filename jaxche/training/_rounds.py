@@ -7,13 +7,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 
 from jaxche.averaging import merge_weights
 from jaxche.cadence import (
@@ -24,20 +22,16 @@ from jaxche.cadence import (
     ElChe,
     RoundPlan,
     RowShares,
+    VirtualFleet,
     WireChoice,
     choose_wire,
     merge_share,
     paused_ms,
 )
+from jaxche.data import Reader, StreamReader
 from jaxche.distributed import hang_timeout
 from jaxche.drawing import brief, short_traceback
-from jaxche.replicas import (
-    Correction,
-    MergeInFlight,
-    MergeScale,
-    exposed_ms,
-    in_order,
-)
+from jaxche.replicas import MergeScale, exposed_ms, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import effective_replicas, noise_scale
 from jaxche.sharding import check_params, shapes_of
@@ -47,23 +41,26 @@ from jaxche.training._checks import (
     check_unscaled,
     check_update,
 )
-from jaxche.training._groups import check_moments
+from jaxche.training._groups import check_multi_steps
 from jaxche.training._plan import (
+    ENDLESS,
     SOLO_ROUND,
     End,
     GivenRound,
+    PlannedRound,
+    PlanRules,
+    given_plan,
     next_plan,
     next_shares,
-    plan_of_counts,
     time_limit_ms,
 )
-from jaxche.training._round import RoundStatistics, RoundTimes, advance, host_row
+from jaxche.training._round import RoundStatistics, RoundTimes, advance, host_rows
 from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState
 
 _log = logging.getLogger("jaxche")
 
-_ENDLESS, _PLANNED = End(), GivenRound()
+_PLANNED = GivenRound()
 
 
 class Rounds(Arguments):
@@ -96,15 +93,16 @@ class Rounds(Arguments):
             than gradients and the loss, or an ``opt_state`` of another optimizer.
         """
         check_untraced("trainer.init")
+        staged = isinstance(self._engine, StagedEngine)
         shapes = shapes_of(params, "trainer.init")
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
-        check_update(self._tx, shapes, staged=isinstance(self._engine, StagedEngine))
-        check_moments(self._groups, self._opt_state, self._tx, shapes)
-        if model_state is not None and isinstance(self._engine, StagedEngine):
+        check_update(self._tx, shapes, staged)
+        check_multi_steps(self._groups, self._opt_state, self._tx, shapes)
+        if model_state is not None and staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:
-            check_opt_state(self._tx, shapes, opt_state, staged=isinstance(self._engine, StagedEngine))
+            check_opt_state(self._tx, shapes, opt_state, staged)
         local_states = self._engine.placement(params, model_state, opt_state)
         choice = Choice() if self._chooses else None
         wire = WireChoice() if self.wire == "auto" and self.world_size > 1 else None
@@ -177,6 +175,11 @@ class Rounds(Arguments):
             self._membership.reset()
 
     @property
+    def world_size(self) -> int:
+        """The number of replicas, in an elastic run of those that take part now."""
+        return self._engine.world_size
+
+    @property
     def memory(self) -> list[dict[str, int]]:
         """Bytes that a round needs on a device of each replica.
 
@@ -197,22 +200,13 @@ class Rounds(Arguments):
         """
         return self._engine.compilations
 
-    def _plan(self, state: TrainerState, size: int, end: End = _ENDLESS, given: GivenRound = _PLANNED) -> RoundPlan:
-        if state.cursor >= size:
-            raise ValueError(
-                f"data has {size} batches in an epoch, and state is at batch {state.cursor} of one; continue with the "
-                "data it was trained on, or begin an epoch of others: state = trainer.init(trainer.params(state))"
-            )
-        policy, joined, most = self._policy(state), self._joined, end.batches_left(state, self._engine.batch_size)
-        if given.counts is not None:
-            return plan_of_counts(state, size, policy, self.world_size, given.counts, given.shares, given.joined)
-        return next_plan(state, size, policy, self.world_size, end.epochs, self._solo_steps, joined, most)
+    @property
+    def _rules(self) -> PlanRules:
+        """The rules of the next plan; an elastic run changes the number of replicas."""
+        return PlanRules(self.policy, self.world_size, self._joined, self._unit, self._solo_steps)
 
-    def _policy(self, state: TrainerState) -> ApplyPolicy:
-        """The policy of the next round."""
-        return self.policy if state.choice is None else state.choice.policy
-
-    def _settings(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
+    def _fingerprint_of(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
+        """The fingerprint of a run from its arguments, parameters and data; the engine adds that of the code."""
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
         return self._fingerprint | {
             "jax": jax.__version__,
@@ -222,146 +216,164 @@ class Rounds(Arguments):
 
     @hang_timeout()
     def _round(
-        self,
-        state: TrainerState,
-        data: Any,
-        end: End = _ENDLESS,
-        given: GivenRound = _PLANNED,
-        prefetch: bool = False,
-        keeps: bool = False,
+        self, state: TrainerState, data: Any, end: End | None = None, given: GivenRound = _PLANNED
     ) -> tuple[TrainerState, RoundInfo]:
         """Plan a round, run it, merge it, refuse it if it failed, and derive the next state from its measurements.
 
-        With ``prefetch`` the batches of the next round are read meanwhile; with ``keeps`` those of this one are kept,
-        for another round on them.
+        In a run to an ``end`` the batches of the next round are read meanwhile.
         """
+        planned = self._planned(state, data, end or ENDLESS, given)
+        engine = self._engine
+        feeds = engine.start(planned)
+        clock = time.perf_counter()
+        results = engine.run(planned, feeds)
+        if end is not None:
+            self._prefetch(planned, end)
+        stop = self._stop
+        rows = host_rows(planned, engine.ranks, results, stop)
+        if self._membership:
+            self._membership.poll()
+        merged = engine.merge(planned, results, rows)
+        elapsed_ms = (time.perf_counter() - clock) * 1e3
+        table = RoundStatistics(merged.table, engine.columns)
+        errors = {rank: result.error for rank, result in zip(engine.ranks, results, strict=True) if result.error}
+        table.check(planned, self._group, errors, merged.finite)
+        if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
+            self._stop = Stop.NO
+        table, times = self._times(planned, table, elapsed_ms)
+        after, info = advance(planned, merged, table, times)
+        if engine.overlaps:
+            in_flight = engine.start_merge(planned, results, rows, max(table.wall_ms), times.merge_ms)
+            after = replace(after, in_flight=in_flight)
+        after = self._with_shares(self._with_wire(after, given), planned, info)
+        self._log_limit(after.che)
+        if self._outputs is not None and not given.keeps:
+            self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
+        return after, info
+
+    def _planned(self, state: TrainerState, data: Any, end: End, given: GivenRound) -> PlannedRound:
+        """The next round, with its programs compiled."""
         self._set_programs(state)
         engine = self._engine
         reader = engine.reader(data)
+        if state.in_flight is not None and not engine.overlaps:  # the state of another trainer
+            state = state.merged()
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
-        plan = self._prepare(reader, state, data, end, given)
-        feeds = engine.start(state, reader, plan, given.done, keeps)
-        clock = time.perf_counter()
-        in_flight, after, corrections = state.in_flight, given.after, None
-        if in_flight is not None:
-            after = after or [int(self.overlap * n) for n in plan.counts]
-            corrections = [Correction(after[rank], in_flight, i) for i, rank in enumerate(engine.ranks)]
+        plan = self._prepared_plan(reader, state, data, end, given)
         is_limited = given.counts is None and self._fleet is None and reader.has_time_limit
-        limit = time_limit_ms(state.che, plan) if is_limited else None
-        merges = given.group_merges or (self._groups.merges_of(state, plan, engine.groups) if engine.groups else 1)
-        scale = self._merge_scale(plan)
-        results = engine.run(state.local_states, feeds, plan, scale, limit, corrections, merges)
-        # A merge that failed ends the round here.
-        landed = in_flight and in_flight.result()
-        if prefetch and not state.pending_batches and not end.is_reached(expected := self._expected(state, plan)):
-            following = self._plan(expected, plan.epoch_size, end, given)
-            reader.prefetch([following.share(rank) for rank in engine.ranks])
-        stop, stream_end = self._stop, reader.ended(plan, state, sum(result.steps for result in results))
-        rows = np.array(
-            [
-                host_row(state, plan, rank, result, stop, stream_end)
-                for rank, result in zip(engine.ranks, results, strict=True)
-            ]
-        )
-        if self._membership:
-            self._membership.poll()
-        starts = landed.local_states if landed else state.local_states
-        merged = (engine.exchange if engine.overlaps else engine.merge)(starts, results, rows)
-        merged = in_flight.seen_by(merged) if in_flight else merged
-        elapsed_ms = (time.perf_counter() - clock) * 1e3
-        table = RoundStatistics(merged.table, engine.columns)
-        table.check(
-            self._group,
+        return PlannedRound(
             state,
             plan,
-            engine.ranks,
-            results,
-            merged.finite,
-            share=partial(reader.share, plan, state),
-            look=partial(engine.non_finite, data),
-            groups=engine.groups if merges > 1 else (),
+            reader,
+            given,
+            policy=self._rules.policy_of(state),
+            rule=self.merge if engine.average == "parameters" else None,
+            wire=engine.wire,
+            scale=self._merge_scale(plan),
+            time_limit_ms=time_limit_ms(state.che, plan) if is_limited else None,
+            overlap=self.overlap if engine.overlaps else 0.0,
+            overlapped=self._overlapped(state, plan, given),
+            groups=engine.groups,
+            group_merges=given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1),
         )
-        if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
-            self._stop = Stop.NO
-        overlapped = tuple(min(k, n) for k, n in zip(after, table.counts, strict=True)) if in_flight else ()
-        table, times = self._times(table, plan, elapsed_ms, overlapped, in_flight, merges)
-        policy, rule = self._policy(state), self.merge if engine.average == "parameters" else None
-        ended, info = advance(state, plan, merged, table, policy, rule, times, self._has_peers, merges)
-        ended = reader.advance(state, ended, plan, table.counts, table.ended)
-        info = replace(info, wire=engine.wire)
-        if engine.groups:
-            ended = replace(ended, group_merges=self._groups.next_merges(ended, table, merges, engine.groups))
-            info = replace(info, groups=self._groups.numbers(engine.order))
-        if engine.overlaps:
-            info = replace(info, overlapped=overlapped, overlap=self.overlap)
-            begun = engine.start_merge(starts, results, rows, max(table.wall_ms), times.merge_ms)
-            ended = replace(ended, in_flight=begun)
-        if ended.wire is not None and given.done is None:
-            ended = self._with_wire(ended, ended.wire)
-        self._log_limit(ended.che)
-        if self._outputs is not None and not keeps:
-            self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
-        if self.rows == "speed" and not reader.is_sharded:
-            limits = partial(engine.max_rows, self._max_rows)
-            ended = next_shares(ended, info, self._row_rules, self._policy, engine.batch_size, limits)
-        return ended, info
 
     def _set_programs(self, state: TrainerState) -> None:
         """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""
         if self._chooses:
-            is_sync = self._policy(state) is ApplyPolicy.SYNC
+            is_sync = self._rules.policy_of(state) is ApplyPolicy.SYNC
             self._engine = self._sync_engine if is_sync else self._local_engine
         elif state.wire is not None:
             self._engine.use_wire(state.wire.wire, state.local_states)
 
-    def _prepare(self, reader: Any, state: TrainerState, data: Any, end: End, given: GivenRound) -> RoundPlan:
+    def _prepared_plan(
+        self,
+        reader: Reader | StreamReader,
+        state: TrainerState,
+        data: Any,
+        end: End = ENDLESS,
+        given: GivenRound = _PLANNED,
+    ) -> RoundPlan:
         """The plan of a round, with its programs compiled."""
         reader.seek(state)
         plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         if not self._engine.is_prepared:
-            self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+            self._engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan))
         if end.examples is not None:  # the size of a batch is known now
             plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         return plan
 
+    def _plan(self, state: TrainerState, size: int, end: End = ENDLESS, given: GivenRound = _PLANNED) -> RoundPlan:
+        """The plan of the next round on data with ``size`` batches in an epoch."""
+        if state.cursor >= size:
+            raise ValueError(
+                f"data has {size} batches in an epoch, and state is at batch {state.cursor} of one; continue with the "
+                "data it was trained on, or begin an epoch of others: state = trainer.init(trainer.params(state))"
+            )
+        if given.counts is not None:
+            return given_plan(state, size, self._rules, given)
+        return next_plan(state, size, self._rules, end, self._engine.batch_size)
+
     def _merge_scale(self, plan: RoundPlan) -> MergeScale:
-        """The worth of a merge of the planned steps for the rule of the learning rate."""
+        """The scale of a merge of the planned steps, for the rule of the learning rate."""
         if self.scaling is None:
             return MergeScale()
         weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
 
+    def _overlapped(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> tuple[int, ...]:
+        """With a merge in flight, the steps of each replica before it takes in the result."""
+        if state.in_flight is None:
+            return ()
+        return tuple(given.overlapped or (int(self.overlap * n) for n in plan.counts))
+
+    def _prefetch(self, planned: PlannedRound, end: End) -> None:
+        """Read the batches of the next round, which follow from the state if this one goes as planned."""
+        state, plan = planned.state, planned.plan
+        (epoch, cursor), steps = plan.end, state.steps + plan.total
+        examples = state.examples + plan.total * self._engine.batch_size
+        expected = replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
+        if not state.pending_batches and not end.is_reached(expected):
+            following = self._plan(expected, plan.epoch_size, end)
+            planned.reader.prefetch([following.share(rank) for rank in self._engine.ranks])
+
     def _times(
-        self,
-        table: RoundStatistics,
-        plan: RoundPlan,
-        elapsed_ms: float,
-        overlapped: tuple[int, ...],
-        in_flight: MergeInFlight | None,
-        merges: int,
+        self, planned: PlannedRound, table: RoundStatistics, elapsed_ms: float
     ) -> tuple[RoundStatistics, RoundTimes]:
         """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet."""
+        in_flight, merge_ms = planned.state.in_flight, 0.0
         if self._fleet is None:
             # Replicas start a round together: the time beyond the slowest replica is that of the merge.
-            sync_ms, merge_ms = elapsed_ms - max(table.busy_ms), 0.0
+            sync_ms = elapsed_ms - max(table.busy_ms)
             duration_ms = in_flight.duration_ms if in_flight else 0.0
         else:
-            batches = table.examples / self._engine.batch_size
-            wall_ms, merge_ms = self._fleet.timings(table.counts, plan.round, batches.tolist())
-            paused = paused_ms(self._engine.groups, table.counts, wall_ms.tolist(), merges, self._fleet.group_sync_ms)
-            table = table.with_times(wall_ms.tolist(), paused.tolist())
+            table, merge_ms = self._fleet_times(self._fleet, planned, table)
             sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
             if self._engine.overlaps:
+                overlapped = tuple(map(min, planned.overlapped, table.counts))
                 sync_ms = exposed_ms(table.busy_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
         sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
-        group_ms = max(table.busy_ms) - max(table.wall_ms)
-        return table, RoundTimes(sync_ms, max(0.0, duration_ms - sync_ms) if in_flight else 0.0, merge_ms, group_ms)
+        hidden_ms = max(0.0, duration_ms - sync_ms) if in_flight else 0.0
+        times = RoundTimes(sync_ms, hidden_ms, merge_ms, group_ms=max(table.busy_ms) - max(table.wall_ms))
+        return table, times.with_clock(planned.state, table, is_shared=self._has_peers)
 
-    def _with_wire(self, state: TrainerState, choice: WireChoice) -> TrainerState:
-        """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear."""
-        che = state.che
-        if choice.reason or che is None or merge_share(che) < DEAR:
+    def _fleet_times(
+        self, fleet: VirtualFleet, planned: PlannedRound, table: RoundStatistics
+    ) -> tuple[RoundStatistics, float]:
+        """The statistics with the times of the virtual fleet, and the time of its merge."""
+        batches = table.examples / self._engine.batch_size
+        wall_ms, merge_ms = fleet.timings(table.counts, planned.plan.round, batches.tolist())
+        groups, merges = planned.groups.ranks, planned.group_merges
+        paused = paused_ms(groups, table.counts, wall_ms.tolist(), merges, fleet.group_sync_ms)
+        return table.with_times(wall_ms.tolist(), paused.tolist()), merge_ms
+
+    def _with_wire(self, state: TrainerState, given: GivenRound) -> TrainerState:
+        """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear.
+
+        A replay takes that of the record.
+        """
+        choice, che = state.wire, state.che
+        if given.done is not None or choice is None or choice.reason or che is None or merge_share(che) < DEAR:
             return state
         state = state.merged()  # a merge in flight has collectives, too
         self._engine.use_wire("int4", state.local_states)
@@ -369,6 +381,12 @@ class Rounds(Arguments):
         if self._group.is_first:
             _log.info("%s", choice.reason)
         return replace(state, wire=choice)
+
+    def _with_shares(self, state: TrainerState, planned: PlannedRound, info: RoundInfo) -> TrainerState:
+        """The state with the rows of each replica, if they follow from its speed."""
+        if self.rows != "speed" or planned.reader.is_sharded:
+            return state
+        return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows)
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""
@@ -378,12 +396,6 @@ class Rounds(Arguments):
         if self._group.is_first:
             line = "%s; write che=jaxche.ElChe(..., max_anchor=...), or send less: see docs/slow_links.md"
             _log.warning(line, che.limit)
-
-    def _expected(self, state: TrainerState, plan: RoundPlan) -> TrainerState:
-        """The state after a round, as far as the next plan depends on it, if it goes as planned."""
-        (epoch, cursor), steps = plan.end, state.steps + plan.total
-        examples = state.examples + plan.total * self._engine.batch_size
-        return replace(state, round=plan.round + 1, epoch=epoch, cursor=cursor, steps=steps, examples=examples)
 
 
 def check_untraced(call: str) -> None:

@@ -370,11 +370,11 @@ class StagedEngine(PreparedEngine):
 
     def _set_layout(self, params: Any) -> None:
         check_stage_params(params, self._placements[0].devices.size)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), tuple(params))
-        if self._shapes != shapes:
-            self._shapes, self._replicas = shapes, []
-            placements: Any = self._placements
-            self._replica_mesh = StageMeshes(self._group, placements, self._settings.host)
+        super()._set_layout(tuple(params))
+
+    def _make_mesh(self, shapes: Any) -> StageMeshes:
+        placements: Any = self._placements
+        return StageMeshes(self._group, placements, self._settings.host)
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         def programs(placement: Stages) -> StagedPrograms:
@@ -395,10 +395,10 @@ class StagedEngine(PreparedEngine):
         code = model.trace(one, batch)
         self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
         self._rules = self._settings.rules(self._tx, None)
-        self._merge = self._make_merge(local)
+        self._set_merge(self._make_merge(local))
         return code.consts
 
-    def _check_opt_state(self, local: LocalState) -> None:
+    def _check_trees(self, local: LocalState) -> None:
         for params, opt_state in zip(*without_replica_axis((local.params, local.opt_state)), strict=True):
             check_state_of_tx(self._tx, params, opt_state)
 

@@ -297,7 +297,7 @@ class Trainer(Rounds):
                     f"elastic run, replay the rounds before that: history[:{number}]"
                 )
         if self.world_size > 1:
-            check_recorded(history, self.wire, self.overlap, self._groups.numbers(self._engine.order))
+            check_recorded(history, self.wire, self.overlap, self._engine.groups.numbers(self.world_size))
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
@@ -328,10 +328,7 @@ class Trainer(Rounds):
         if self._fleet is not None:
             return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
         self.check_state(state, "trainer.measure_rates")
-        reader = self._engine.reader(data)
-        reader.seek(state)
-        plan = reader.fitted(self._plan(state, reader.size), state)
-        self._engine.prepare(state.local_states, data, plan, self._settings(state, plan))
+        self._prepared_plan(self._engine.reader(data), state, data)
         return tuple(self._engine.free_run(state.local_states, data, seconds))
 
     def explain(self, state: TrainerState) -> str:
@@ -353,19 +350,19 @@ class Trainer(Rounds):
             policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
         if self._engine.overlaps:
             policy += f", beside the first {self.overlap:.0%} of the next round"
-        if self._engine.groups:
+        if self._engine.groups.ranks:
             policy += (
                 f"; groups {self._groups.ranks} merge {state.group_merges} times in a round, the last time with all"
             )
         if state.wire is not None and state.wire.reason:
             policy += f"; {state.wire.reason}"
-        elif advice := self._advice(state):
+        elif advice := self._cheaper_merges(state):
             policy += f"; {advice}"
         if state.che is not None and state.che.limit and self.policy is not ApplyPolicy.SYNC:
             policy += f"; {state.che.limit}"
         return policy
 
-    def _advice(self, state: TrainerState) -> str:
+    def _cheaper_merges(self, state: TrainerState) -> str:
         """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""
         if self.average != "parameters" or isinstance(self._engine, StagedEngine) or state.che is None:
             return ""

@@ -17,6 +17,19 @@ def test_no_error_passes():
     Group().raise_everywhere(None, 0, "round 0")
 
 
+def test_an_error_within_a_context_is_raised_at_its_end():
+    with pytest.raises(OSError, match="disk") as caught, Group().errors_everywhere(3, "round 7"):
+        raise OSError("disk")
+    assert "rank 3 in round 7" in caught.value.__notes__[0]
+
+
+def test_an_error_elsewhere_ends_a_context(monkeypatch):
+    report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
+    monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
+    with pytest.raises(RankError, match="rank 1 failed in round 7"), Group().errors_everywhere(0, "round 7"):
+        pass
+
+
 def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": "line 3"}
     monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RowShares, limit_lead
-from jaxche.training._plan import next_plan, plan_of_counts, time_limit_ms
+from jaxche.training._plan import End, GivenRound, PlanRules, given_plan, next_plan, time_limit_ms
 from jaxche.training._state import TrainerState
 
 CHE = ElChe.from_dict(ElChe(world_size=2, anchor=4).to_dict() | {"batch_counts": (10, 4), "ms_per_batch": (20.0, 50.0)})
@@ -15,56 +15,63 @@ def state(che=CHE, **more):
     return TrainerState((), che, DivergenceCorrection(), **more)
 
 
+def rules(policy=ApplyPolicy.CADENCE, world_size=2):
+    return PlanRules(policy, world_size, joined=world_size)
+
+
 @pytest.mark.parametrize(
     ("policy", "counts"),
     [(ApplyPolicy.SYNC, (1, 1)), (ApplyPolicy.CADENCE, (10, 4)), (ApplyPolicy.ASYNC, (10, 4))],
 )
 def test_the_policy_sets_the_counts(policy, counts):
-    plan = next_plan(state(), 100, policy, 2)
+    plan = next_plan(state(), 100, rules(policy))
     assert plan.counts == counts
     assert (plan.round, plan.epoch, plan.start) == (0, 0, 0)
 
 
 def test_a_single_replica_runs_in_long_rounds_to_the_end_of_the_epoch():
-    assert next_plan(state(che=None, cursor=90), 100, ApplyPolicy.CADENCE, 1).counts == (10,)
-    assert next_plan(state(che=None), 100, ApplyPolicy.CADENCE, 1).counts == (50,)
+    assert next_plan(state(che=None, cursor=90), 100, rules(world_size=1)).counts == (10,)
+    assert next_plan(state(che=None), 100, rules(world_size=1)).counts == (50,)
 
 
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
 def test_what_is_owed_comes_first_and_alone(policy):
-    plan = next_plan(state(cursor=60, pending_batches=((0, 30, 36), (0, 50, 51))), 100, policy, 2)
+    plan = next_plan(state(cursor=60, pending_batches=((0, 30, 36), (0, 50, 51))), 100, rules(policy))
     assert (plan.epoch, plan.start, sum(plan.counts)) == (0, 30, 6)
 
 
 def test_a_lead_is_limited_in_what_is_owed_too():
     che = ElChe.from_dict(CHE.to_dict() | {"max_batch_diff": 2})
-    first, second = next_plan(state(che, pending_batches=((0, 30, 90),)), 100, ApplyPolicy.CADENCE, 2).counts
+    first, second = next_plan(state(che, pending_batches=((0, 30, 90),)), 100, rules()).counts
     assert abs(first - second) <= 2
 
 
 def test_given_counts_are_cut_where_the_epoch_ends_except_by_async():
-    assert sum(plan_of_counts(state(cursor=95), 100, ApplyPolicy.CADENCE, 2, (10, 4)).counts) == 5
-    assert plan_of_counts(state(cursor=95), 100, ApplyPolicy.ASYNC, 2, (10, 4)).counts == (10, 4)
-    assert sum(plan_of_counts(state(pending_batches=((0, 30, 33),)), 100, ApplyPolicy.ASYNC, 2, (10, 4)).counts) == 3
+    def counts(policy, **place):
+        return given_plan(state(**place), 100, rules(policy), GivenRound((10, 4))).counts
+
+    assert sum(counts(ApplyPolicy.CADENCE, cursor=95)) == 5
+    assert counts(ApplyPolicy.ASYNC, cursor=95) == (10, 4)
+    assert sum(counts(ApplyPolicy.ASYNC, pending_batches=((0, 30, 33),))) == 3
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (0, 0)])
 def test_counts_of_another_world_are_refused(counts):
     with pytest.raises(ValueError, match="for 2 replicas; give each its number of steps"):
-        plan_of_counts(state(), 100, ApplyPolicy.CADENCE, 2, counts)
+        given_plan(state(), 100, rules(), GivenRound(counts))
 
 
 def test_a_round_may_take_twice_what_was_planned_and_never_less_than_a_hiccup():
-    assert time_limit_ms(CHE, next_plan(state(), 100, ApplyPolicy.CADENCE, 2)) == pytest.approx(400)
-    assert time_limit_ms(CHE, plan_of_counts(state(), 100, ApplyPolicy.CADENCE, 2, (1, 1))) == pytest.approx(50 + 200)
+    assert time_limit_ms(CHE, next_plan(state(), 100, rules())) == pytest.approx(400)
+    assert time_limit_ms(CHE, given_plan(state(), 100, rules(), GivenRound((1, 1)))) == pytest.approx(50 + 200)
 
 
 def test_there_is_no_limit_before_speeds_are_known():
     che = ElChe(world_size=2, anchor=4)
     half = ElChe.from_dict(CHE.to_dict() | {"ms_per_batch": (20.0, 0.0)})
-    assert time_limit_ms(half, next_plan(state(half), 100, ApplyPolicy.CADENCE, 2)) is None
-    assert time_limit_ms(che, next_plan(state(che), 100, ApplyPolicy.CADENCE, 2)) is None
-    assert time_limit_ms(None, next_plan(state(None), 100, ApplyPolicy.CADENCE, 1)) is None
+    assert time_limit_ms(half, next_plan(state(half), 100, rules())) is None
+    assert time_limit_ms(che, next_plan(state(che), 100, rules())) is None
+    assert time_limit_ms(None, next_plan(state(None), 100, rules(world_size=1))) is None
 
 
 def planned(counts, size, policy=ApplyPolicy.CADENCE, lead=None, most=None, shares=None):
@@ -77,7 +84,7 @@ def planned(counts, size, policy=ApplyPolicy.CADENCE, lead=None, most=None, shar
     while done < min(size, most or size):
         now = state(che, cursor=done, row_shares=shares or RowShares())
         left = None if most is None else most - done
-        plans.append(next_plan(now, size, policy, len(counts), last_epoch=1, most=left))
+        plans.append(next_plan(now, size, rules(policy, len(counts)), End(steps=left, epochs=1)))
         done += plans[-1].total
     assert done == min(size, most or size)
     return plans
@@ -123,7 +130,7 @@ def test_what_would_be_left_is_split_or_joined():
 
 
 def test_a_single_replica_ends_with_rounds_of_equal_length():
-    plans = [next_plan(state(che=None, cursor=cursor), 101, ApplyPolicy.CADENCE, 1).counts for cursor in (0, 50, 76)]
+    plans = [next_plan(state(che=None, cursor=cursor), 101, rules(world_size=1)).counts for cursor in (0, 50, 76)]
     assert plans == [(50,), (26,), (25,)]
 
 
@@ -138,20 +145,20 @@ def test_rows_by_speed_end_with_rounds_of_equal_length(policy):
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
 @pytest.mark.parametrize("most", [1, 2, 13])
 def test_a_plan_has_no_more_batches_than_the_run(policy, most):
-    plan = next_plan(state(), 100, policy, 2, last_epoch=9, most=most)
+    plan = next_plan(state(), 100, rules(policy), End(steps=most, epochs=9))
     assert plan.total == min(most, 2 if policy is ApplyPolicy.SYNC else 14)
     owed = state(pending_batches=((0, 30, 36),), cursor=60)
-    assert next_plan(owed, 100, policy, 2, most=most).total == min(most, 6)
+    assert next_plan(owed, 100, rules(policy), End(steps=most)).total == min(most, 6)
     shares = RowShares((60, 20), (2, 1), 8)
-    assert next_plan(state(row_shares=shares), 100, policy, 2, most=most).total == min(most, 8)
+    assert next_plan(state(row_shares=shares), 100, rules(policy), End(steps=most)).total == min(most, 8)
 
 
 def test_async_ends_at_the_last_epoch_or_step_and_not_before():
-    crossing = next_plan(state(cursor=98), 100, ApplyPolicy.ASYNC, 2, last_epoch=2)
+    crossing = next_plan(state(cursor=98), 100, rules(ApplyPolicy.ASYNC), End(epochs=2))
     assert crossing.end == (1, 12)
-    assert next_plan(state(epoch=1, cursor=85), 100, ApplyPolicy.ASYNC, 2, last_epoch=2).counts == (6, 2)
-    assert next_plan(state(cursor=98), 100, ApplyPolicy.ASYNC, 2, last_epoch=2, most=5).total == 5
-    assert next_plan(state(cursor=98), 100, ApplyPolicy.ASYNC, 2).total == 14
+    assert next_plan(state(epoch=1, cursor=85), 100, rules(ApplyPolicy.ASYNC), End(epochs=2)).counts == (6, 2)
+    assert next_plan(state(cursor=98), 100, rules(ApplyPolicy.ASYNC), End(steps=5, epochs=2)).total == 5
+    assert next_plan(state(cursor=98), 100, rules(ApplyPolicy.ASYNC)).total == 14
 
 
 def test_idle_ranks_stay_idle_at_the_end():
@@ -161,5 +168,5 @@ def test_idle_ranks_stay_idle_at_the_end():
         | {"batch_counts": (10, 4, 4), "ms_per_batch": (20.0, 500.0, 50.0), "sync_samples": (1.0, 1.0)}
     )
     sizes = (1000, 3, 1)
-    plans = [next_plan(state(che, choice=choice), size, ApplyPolicy.CADENCE, 3).counts for size in sizes]
+    plans = [next_plan(state(che, choice=choice), size, rules(world_size=3)).counts for size in sizes]
     assert plans == [(1, 0, 1), (2, 0, 1), (1, 0, 0)]

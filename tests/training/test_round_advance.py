@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
+from jaxche.data import Reader
 from jaxche.replicas._merge import Merged
 from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._programs import Columns
 from jaxche.training import TrainerState
+from jaxche.training._plan import PlannedRound
 from jaxche.training._round import RoundStatistics, RoundTimes, advance
+
+READER = Reader([np.zeros(2)] * 100)
 
 
 def state(che, **fields):
@@ -28,7 +32,8 @@ def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 
 
 def after(che, counts, wall, policy=ApplyPolicy.CADENCE, rule="steps", start=0, planned=None, **options):
     plan = RoundPlan(round=3, epoch=1, start=start, counts=planned or counts, epoch_size=100)
-    return advance(state(che, round=3, epoch=1), plan, *merged(counts, wall, **options), policy, rule, RoundTimes(7.0))
+    before = PlannedRound(state(che, round=3, epoch=1), plan, READER, policy=policy, rule=rule)
+    return advance(before, *merged(counts, wall, **options), RoundTimes(7.0))
 
 
 def test_a_whole_round_teaches_speeds_and_overhead():
@@ -82,7 +87,8 @@ def test_only_async_corrects_divergence():
     for policy, verdict, anchor in [(ApplyPolicy.CADENCE, "calm", 10), (ApplyPolicy.ASYNC, "nudge", 5)]:
         before = dataclasses.replace(state(ElChe(2, anchor=10)), correction=alarmed)
         plan = RoundPlan(round=0, epoch=0, start=0, counts=(10, 10), epoch_size=100)
-        next_state, info = advance(before, plan, *merged((10, 10), (500.0, 500.0)), policy, "steps", RoundTimes(1.0))
+        planned = PlannedRound(before, plan, READER, policy=policy)
+        next_state, info = advance(planned, *merged((10, 10), (500.0, 500.0)), RoundTimes(1.0))
         assert (info.verdict, next_state.che.anchor) == (verdict, anchor)
 
 
@@ -106,7 +112,8 @@ def test_what_is_owed_is_done_in_the_order_of_the_data_and_the_state_stays_where
         ElChe(2, anchor=4), round=3, epoch=1, cursor=60, examples=40, pending_batches=((0, 30, 40), (0, 50, 51))
     )
     plan = RoundPlan(round=3, epoch=0, start=30, counts=(4, 2), epoch_size=100)
-    next_state, info = advance(before, plan, *merged((2, 1), (9.0, 9.0)), ApplyPolicy.CADENCE, "steps", RoundTimes(1.0))
+    planned = PlannedRound(before, plan, READER)
+    next_state, info = advance(planned, *merged((2, 1), (9.0, 9.0)), RoundTimes(1.0))
     assert next_state.pending_batches == ((0, 32, 34), (0, 35, 36), (0, 36, 40), (0, 50, 51))
     assert (next_state.epoch, next_state.cursor) == (1, 60)
     assert (info.examples, next_state.examples) == (24, 64)

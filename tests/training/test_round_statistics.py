@@ -6,35 +6,36 @@ import numpy as np
 import pytest
 
 from jaxche.cadence import DivergenceCorrection, RoundPlan
+from jaxche.data import Reader
 from jaxche.distributed import Group, RankError
 from jaxche.replicas._programs import Columns
 from jaxche.replicas._replica import LocalResult
 from jaxche.training import NonFiniteLossError, PlanMismatchError, TrainerState
 from jaxche.training import _round as module
-from jaxche.training._round import RoundStatistics, host_row
+from jaxche.training._plan import PlannedRound
+from jaxche.training._round import RoundStatistics, host_rows
 
 PLAN = RoundPlan(round=2, epoch=0, start=0, counts=(2, 1), epoch_size=9)
 
 
-def state(sync_ms):
-    return TrainerState((), None, DivergenceCorrection(), sync_ms=sync_ms)
+def planned(sync_ms=0.0, plan=PLAN):
+    before = TrainerState((), None, DivergenceCorrection(), sync_ms=sync_ms)
+    return PlannedRound(before, plan, Reader([np.zeros(2)] * 9))
 
 
 def table(rows=None, losses=(8.0, 12.0), plans=(PLAN, PLAN), **host):
     """Two replicas with 16 and 8 examples and one metric; other fields are ``name=(rank, value)``."""
-    rows = [host_row(state(3.0 + r), plan, r, LocalResult({}, 0, 10.0 * (r + 1))) for r, plan in enumerate(plans)]
+    results = [LocalResult({}, 0, 10.0), LocalResult({}, 0, 20.0)]
+    rows = [host_rows(planned(3.0 + r, plan), [r], [results[r]])[0] for r, plan in enumerate(plans)]
     sums = [[0.0, 16.0, losses[0], 4.0], [0.0, 8.0, losses[1], 8.0]]
-    numbers = np.float32([row + s for row, s in zip(rows, sums, strict=True)])
+    numbers = np.float32(np.concatenate([rows, sums], axis=1))
     for name, (rank, value) in host.items():
         numbers[rank, module._COLUMN.get(name, module._NOT_FINITE)] = value
     return RoundStatistics(numbers, Columns(("mae",)))
 
 
-DONE = (LocalResult({}, 2, 1.0), LocalResult({}, 1, 1.0))
-
-
-def refuse(t, results=DONE, ranks=(0, 1), merged=True):
-    t.check(Group(), "state", PLAN, ranks, results, merged)
+def refuse(t, errors=None, merged=True, before=None):
+    t.check(before or planned(), Group(), errors or {}, merged)
 
 
 def test_reads():
@@ -64,9 +65,11 @@ def test_rows_of_which_all_differ_within_agree_with_nobody_either():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_names_its_rank(bad):
+    before = planned()
     with pytest.raises(NonFiniteLossError, match="rank 1 became") as caught:
-        refuse(table(losses=(8.0, bad)))
-    assert (caught.value.rank, caught.value.round, caught.value.state) == (1, 2, "state")
+        refuse(table(losses=(8.0, bad)), before=before)
+    assert (caught.value.rank, caught.value.round) == (1, 2)
+    assert caught.value.state is before.state
 
 
 def test_a_state_that_is_not_finite_names_its_rank_and_its_batches():
@@ -98,13 +101,13 @@ def test_batches_are_listed_as_ranges():
 
 
 def test_the_local_error_wins():
-    results = (LocalResult({}, 0, 0.0), LocalResult({}, 0, 0.0, OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
-        refuse(table(failed=(1, 1.0)), results)
+    with pytest.raises(OSError, match="disk") as caught:
+        refuse(table(failed=(1, 1.0)), {1: OSError("disk")})
+    assert "rank 1 in round 2" in caught.value.__notes__[0]
 
 
 def test_an_error_of_another_process_is_told(monkeypatch):
     report = {"rank": 1, "kind": "OSError", "message": "disk", "trace": ""}
     monkeypatch.setattr(Group, "all_gather", lambda self, own: [own, report])
     with pytest.raises(RankError, match="rank 1 failed in round 2"):
-        refuse(table(failed=(1, 1.0)), results=(LocalResult({}, 2, 1.0),), ranks=(0,))
+        refuse(table(failed=(1, 1.0)))

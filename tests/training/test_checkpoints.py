@@ -25,8 +25,8 @@ from orbax.checkpoint._src.futures import future
 import jaxche
 from jaxche.distributed import Group, PeerLostError
 from jaxche.sharding import FullShard, ShardGradOp
-from jaxche.training import _checkpoint_manager
-from jaxche.training._checkpoint_manager import CheckpointManager
+from jaxche.training import _checkpoints
+from jaxche.training._checkpoints import CheckpointManager
 from jaxche.training._metrics_log import MetricsLog
 
 
@@ -467,7 +467,7 @@ def test_a_last_save_without_space_is_tried_again_and_then_an_error(
         options = {"callbacks": callbacks, "progress": False, "checkpoints": tmp_path}
         return trainer, lambda: trainer.fit(trainer.init(problem.params), problem.data, **options)
 
-    monkeypatch.setattr(_checkpoint_manager.time, "sleep", pause)
+    monkeypatch.setattr(_checkpoints.time, "sleep", pause)
     trainer, fit = run([lambda state, info: full_disk(100) if state.round == 2 else None])
     if recovers:
         state, _ = fit()
@@ -683,14 +683,14 @@ def test_names_that_join_alike_stay_apart(named_run, tmp_path, same, case):
 @pytest.mark.parametrize("name", ["kernel", "layer.0", "a/b"])
 def test_the_format_before_is_read_where_its_names_differ(named_run, monkeypatch, same, name):
     params = {name: {"w": np.ones(2, np.float32)}, "other": np.zeros(2, np.float32)}
-    monkeypatch.setattr(_checkpoint_manager, "FORMAT", 2)
+    monkeypatch.setattr(_checkpoints, "FORMAT", 2)
     named_run(params, stop=2)
     monkeypatch.undo()
     same(plain(named_run(params, checkpoints=None))[0], plain(named_run(params))[0])
 
 
 def test_the_format_before_is_refused_where_one_array_took_the_place_of_another(named_run, monkeypatch):
-    monkeypatch.setattr(_checkpoint_manager, "FORMAT", 2)
+    monkeypatch.setattr(_checkpoints, "FORMAT", 2)
     named_run(ALIKE["dots"], stop=2)
     monkeypatch.undo()
     with pytest.raises(
