@@ -298,6 +298,16 @@ def test_one_merge_is_in_flight_also_when_a_state_is_dropped(make, data, same):
     same(one.params(after), other.params(wanted))
 
 
+def test_a_trainer_without_overlap_waits_for_the_merge_of_another(make, data, same):
+    state, _ = rounds(make(), make().init(jnp.zeros(3)), data, COUNTS[:2])
+    assert state.in_flight is not None
+    plain = make(overlap=0.0, opt_state="local")
+    after, info = plain.round(state, data, COUNTS[2])
+    expected, wanted = plain.round(state.merged(), data, COUNTS[2])
+    same(after.params, expected.params)
+    assert (info.overlapped, info.clock_ms, after.in_flight) == ((), wanted.clock_ms, None)
+
+
 def test_a_single_replica_has_no_merge(make, data, devices):
     one = make(fleet=None, replicas=devices[:1])
     state, info = one.round(one.init(jnp.zeros(3)), data)
