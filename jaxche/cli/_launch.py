@@ -114,8 +114,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         type=integer("--max-restarts 3", 0),
         metavar="N",
-        help="restarts of all ranks after failures; with --elastic of ranks that died, and with --emit too so many of "
-        "each rank (default: 0, with --emit 3)",
+        help="restarts of all ranks after failures; with --elastic restarts of dead ranks, with --emit so many of "
+        "each rank (default: 0; with --emit 3)",
     )
     group.add_argument("--survivors", action="store_true", help="remove a rank that fails first twice in a row")
     group.add_argument(

@@ -32,6 +32,9 @@ exit codes:
   2     invalid arguments, or no run in that folder
 """
 
+# Rounds in the table of a run.
+_ROUNDS = 20
+
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222; }
 h1 { font-size: 1.5em; margin-bottom: 0; }
@@ -84,10 +87,8 @@ def page(folder: Path) -> str:
         history.memory = tuple(result.get("results", {}).get(policy, {}).get("memory", ()))
         title = f"policy {policy}" if len(histories) > 1 else "The run"
         parts.append(f"<h2>{html.escape(title)}</h2>{_svg(history)}")
-        shown = history[-20:]
-        parts.append(
-            f"<details><summary>the last {len(shown)} of {len(history)} rounds</summary>{_rounds(shown)}</details>"
-        )
+        shown = f"the last {min(_ROUNDS, len(history))} of {len(history)} rounds"
+        parts.append(f"<details><summary>{shown}</summary>{_rounds(history)}</details>")
     if result:
         kept = {key: result[key] for key in ("command", "arguments", "versions", "devices", "pace_ms") if key in result}
         text = html.escape(json.dumps(kept, indent=2))
@@ -139,17 +140,10 @@ def _results(result: dict[str, Any]) -> str:
 
 def _rounds(history: History) -> str:
     from jaxche.drawing import html_table
+    from jaxche.reports import text_rows
 
-    rows = history.rows()
-    return html_table(list(rows[0]), [[_cell(value, key) for key, value in row.items()] for row in rows])
-
-
-def _cell(value: Any, key: str) -> str:
-    from jaxche.drawing import per_rank
-
-    if isinstance(value, tuple):
-        return per_rank(value, "{:.1f}" if key.endswith("ms") else "{:g}")
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    head, *rows = text_rows(history, _ROUNDS)
+    return html_table(head, rows)
 
 
 def _svg(history: History) -> str:

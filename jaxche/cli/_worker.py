@@ -84,7 +84,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     start = task.init(args.seed)
     world = len(devices())
-    epochs, every = args.epochs or task.epochs, args.checkpoint_every or (args.max_restarts and 1)
+    epochs = args.epochs or task.epochs
     try:
         che = cadence(args, world)
         paces, step_ms = _paces(args, task, start, world)
@@ -95,29 +95,17 @@ def train(args: argparse.Namespace, folder: Path) -> None:
 
     results, advice = [], []
     for chosen in options:
-        own = None if chosen["policy"] == "auto" else che  # "auto" has its own
-        trainer = Trainer(task.loss_fn, task.tx, che=own, pace_ms=paces, **chosen)
-        state = trainer.init(*start)
-        policy = f"policy {chosen['policy']}, averaging {chosen.get('average', 'what makes progress')}"
-        print_once(f"\n{policy}" if world > 1 else "\na plain training loop")
+        policy = chosen["policy"]
+        # "auto" has its own cadence.
+        trainer = Trainer(task.loss_fn, task.tx, che=None if policy == "auto" else che, pace_ms=paces, **chosen)
+        averaged = f", averaging {chosen['average']}" if "average" in chosen else ""
+        print_once(f"\npolicy {policy}{averaged}" if world > 1 else "\na plain training loop")
         if args.dry_run:
-            _, history = trainer.fit(state, task.data, dry_run=True)
+            _, history = trainer.fit(trainer.init(*start), task.data, dry_run=True)
             print_once(f"dry run: one batch on every replica and one merge went well; loss {history[0].loss:.4f}")
             continue
-        part = folder / chosen["policy"] if args.compare else folder
-        result = _earlier_result(part) if args.compare and every else None
-        if result is not None:
-            print_once(f"done by an earlier start, in {result.seconds:.1f} s")
-            path = part / "history.jsonl"
-            history = History.from_json(path, skip_damaged=True) if jax.process_index() == 0 else History()
-        else:
-            checkpoints = Checkpoints(part / "checkpoints", every) if every else None
-            state, result, history = _fit(trainer, task, state, epochs, checkpoints, part)
-            if jax.process_index() == 0:
-                write_policy(part, history, trainer.params(state))
-                if args.compare and every:
-                    write_atomic(part / _DONE, json.dumps(result.to_dict()))
-            process_group().barrier()
+        part = folder / policy if args.compare else folder
+        result, history = _train_policy(args, trainer, task, trainer.init(*start), epochs, part)
         results.append(result)
         if history and math.isfinite(history[-1].noise):
             advice.append((result.policy, history.advice()))
@@ -125,6 +113,25 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         print_once("nothing was written")
     elif jax.process_index() == 0:
         _finish(args, task, folder, results, advice, paces, step_ms)
+
+
+def _train_policy(
+    args: argparse.Namespace, trainer: Trainer, task: Task, state: TrainerState, epochs: int, folder: Path
+) -> tuple[Result, History]:
+    """Trains with one policy and writes its files, unless an earlier start of this comparison did."""
+    is_first, every = jax.process_index() == 0, args.checkpoint_every or (1 if args.max_restarts else None)
+    resumes_comparison = args.compare and every
+    if resumes_comparison and (result := _earlier_result(folder)):
+        print_once(f"done by an earlier start, in {result.seconds:.1f} s")
+        return result, History.from_json(folder / "history.jsonl", skip_damaged=True) if is_first else History()
+    checkpoints = Checkpoints(folder / "checkpoints", every) if every else None
+    state, result, history = _fit(trainer, task, state, epochs, checkpoints, folder)
+    if is_first:
+        write_policy(folder, history, trainer.params(state))
+        if resumes_comparison:
+            write_atomic(folder / _DONE, json.dumps(result.to_dict()))
+    process_group().barrier()
+    return result, history
 
 
 def _earlier_result(folder: Path) -> Result | None:

@@ -6,12 +6,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 
-from jaxche.distributed import NUM_PROCESSES, scheduled
-
-COORDINATOR = "JAXCHE_COORDINATOR"
-PROCESS_ID = "JAXCHE_PROCESS_ID"
-# Set by ``jaxche launch --elastic``.
-ELASTIC = "JAXCHE_ELASTIC"
+from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PROCESS_ID, scheduled
 
 _ARGUMENTS = ("coordinator_address", "num_processes", "process_id")
 _VARIABLES = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)

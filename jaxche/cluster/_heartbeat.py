@@ -23,9 +23,8 @@ class Heartbeats:
     def silence(self) -> str | None:
         """The age of each rank's last heartbeat, if all are older than the timeout; else None."""
         now = self._poll()
-        if now - max((changed for changed in self._changed if changed is not None), default=self._start) < (
-            self._timeout_s
-        ):
+        newest = max((changed for changed in self._changed if changed is not None), default=self._start)
+        if now - newest < self._timeout_s:
             return None
         return ", ".join(
             f"rank {rank} " + ("never" if changed is None else f"{now - changed:.0f} s ago")

@@ -22,7 +22,7 @@ from jax._src import xla_bridge as _xla_bridge
 
 from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
-from jaxche.cluster._detect import ELASTIC, detect
+from jaxche.cluster._detect import detect
 from jaxche.cluster._handshake import cache_folder, handshake, local_process_info, refuse_mismatch, visible_devices
 from jaxche.cluster._heterogeneous import (
     configure_platforms,
@@ -31,7 +31,7 @@ from jaxche.cluster._heterogeneous import (
     register_devices,
 )
 from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.distributed import ElasticGroup, process_group, register_cpu_client, start_cpu_client
+from jaxche.distributed import ELASTIC, ElasticGroup, process_group, register_cpu_client, start_cpu_client
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0

@@ -15,19 +15,18 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxche.cluster._detect import ELASTIC
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._output import LinePrinter, event_log
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
 from jaxche.cluster._reaper import start_reaper
 from jaxche.cluster._worker_group import GroupResult, LaunchContext, WorkerGroup
 from jaxche.distributed import (
+    ELASTIC,
     EVENTS,
     HEARTBEAT,
     HEARTBEAT_TIMEOUT,
     LEAST_TIMEOUT_S,
     LIVENESS,
-    RESTART,
     start_coordinator,
 )
 
@@ -136,8 +135,19 @@ def launch(
     paces = [None] * processes if pace_ms is None else list(pace_ms)
     specs = [WorkerSpec(placement, pace) for placement, pace in zip(placements, paces, strict=True)]
     with event_log(events) as log, start_reaper(term_grace_s) as reaper, _signals() as signals:
-        context = LaunchContext(LinePrinter(prefix), log, reaper, signals, grace_s, term_grace_s, only_rank0, elastic)
-        return _supervise(command, specs, base, context, max_restarts, survivors, hang_timeout_s)
+        context = LaunchContext(
+            command=command,
+            printer=LinePrinter(prefix),
+            log=log,
+            reaper=reaper,
+            signals=signals,
+            grace_s=grace_s,
+            term_grace_s=term_grace_s,
+            hang_timeout_s=hang_timeout_s,
+            only_rank0=only_rank0,
+            elastic=elastic,
+        )
+        return _supervise(context, specs, base, max_restarts, survivors)
 
 
 def next_specs(
@@ -157,20 +167,12 @@ def next_specs(
 
 
 def _supervise(
-    command: Sequence[str],
-    specs: Sequence[WorkerSpec],
-    base: Mapping[str, str],
-    context: LaunchContext,
-    max_restarts: int,
-    survivors: bool,
-    hang_timeout_s: float | None,
+    context: LaunchContext, specs: Sequence[WorkerSpec], base: Mapping[str, str], max_restarts: int, survivors: bool
 ) -> int:
     """Runs groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
     specs, blamed, restart = list(specs), None, 0
     while True:
-        ended, replaced = _run_group(
-            command, specs, {**base, RESTART: str(restart)}, context, hang_timeout_s, restart, max_restarts - restart
-        )
+        ended, replaced = _run_group(context, specs, base, restart, max_restarts - restart)
         restart += replaced
         if ended.code in (0, _BAD_INPUT) or ended.by_signal or restart == max_restarts:
             context.log.write("end", restart=restart, code=ended.code)
@@ -182,13 +184,7 @@ def _supervise(
 
 
 def _run_group(
-    command: Sequence[str],
-    specs: Sequence[WorkerSpec],
-    base: Mapping[str, str],
-    context: LaunchContext,
-    hang_timeout_s: float | None,
-    restart: int,
-    restarts_left: int,
+    context: LaunchContext, specs: Sequence[WorkerSpec], base: Mapping[str, str], restart: int, restarts_left: int
 ) -> tuple[GroupResult, int]:
     """Runs one start; returns how it ended and how many ranks were replaced."""
     # A new port each time: the last one may be in TIME_WAIT, and ranks of an earlier start must not join.
@@ -197,7 +193,8 @@ def _run_group(
     if context.elastic and len(specs) > 1:
         coordinator = start_coordinator(address, len(specs), is_launcher=True, env=base)
         base = {**base, LIVENESS: json.dumps(coordinator.liveness)}
-    group = WorkerGroup(context, restart, restarts_left if context.elastic else 0, coordinator)
+    group = WorkerGroup(context, restart, restarts_left, coordinator)
+    hang_timeout_s = context.hang_timeout_s
     with contextlib.ExitStack() as stack:
         beats = None
         if hang_timeout_s is not None or context.elastic:
@@ -210,7 +207,7 @@ def _run_group(
             env = rank_environment(base, rank, len(specs), address, spec.placement, spec.pace_ms)
             if beats is not None:
                 env[HEARTBEAT] = str(beats / str(rank))
-            group.start(command, env, spec.placement)
+            group.start(env, spec.placement)
         watch = None
         if beats is not None:
             rank_timeout_s = (hang_timeout_s or _RANK_TIMEOUT_S) if context.elastic else None

@@ -7,10 +7,9 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 
-from jaxche.cluster._detect import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from jaxche.cluster._gpus import gpu_ids
 from jaxche.cluster._xla_flags import with_flags
-from jaxche.distributed import PACE_MS
+from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PACE_MS, PROCESS_ID
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

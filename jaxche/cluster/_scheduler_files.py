@@ -9,10 +9,9 @@ import string
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._detect import ELASTIC, PROCESS_ID
 from jaxche.cluster._job import PORT, Job, Nodes, parse_nodes, total_tasks
 from jaxche.cluster._jobset import jobset
-from jaxche.distributed import HANG_TIMEOUT, LIVENESS
+from jaxche.distributed import ELASTIC, HANG_TIMEOUT, LIVENESS, PROCESS_ID
 
 # Seconds for a checkpoint after SIGTERM.
 _TERM_S = 120

@@ -38,8 +38,9 @@ class GroupResult:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchContext:
-    """Output, logs and timeouts that all starts of a launch share."""
+    """The command, output, logs and timeouts that all starts of a launch share."""
 
+    command: Sequence[str]
     printer: LinePrinter
     log: EventLog
     reaper: Reaper
@@ -47,8 +48,9 @@ class LaunchContext:
     signals: queue.SimpleQueue[int]
     grace_s: float
     term_grace_s: float
+    hang_timeout_s: float | None
     only_rank0: bool
-    elastic: bool = False
+    elastic: bool
 
     def print(self, text: str) -> None:
         """Prints a line of the launcher."""
@@ -59,7 +61,7 @@ class WorkerGroup:
     """The ranks of one start; each leads a process group, which includes its children."""
 
     def __init__(
-        self, context: LaunchContext, restart: int, replacements: int = 0, coordinator: Coordinator | None = None
+        self, context: LaunchContext, restart: int, replacements: int, coordinator: Coordinator | None
     ) -> None:
         # The number of earlier starts, and how many dead ranks may be replaced while the others continue.
         self._context, self._restart, self._replacements = context, restart, replacements
@@ -67,7 +69,8 @@ class WorkerGroup:
         self._coordinator = coordinator
         if coordinator is not None:
             context.reaper.add(coordinator.process.pid)
-        self._starts: list[tuple[Sequence[str], Mapping[str, str], Placement]] = []
+        # The environment and the device of each rank, also for its replacements.
+        self._placements: list[tuple[Mapping[str, str], Placement]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
         # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
@@ -81,17 +84,17 @@ class WorkerGroup:
         self._readers: list[tuple[OutputReader, OutputReader]] = []
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], placement: Placement) -> None:
+    def start(self, env: Mapping[str, str], placement: Placement) -> None:
         """Starts the next rank."""
         rank = len(self._ranks)
-        self._starts.append((command, env, placement))
+        self._placements.append((env, placement))
         child, readers = self._spawn(rank, self._restart)
         self._ranks.append(child)
         self._readers.append(readers)
         self._running.add(rank)
 
     def _spawn(self, rank: int, restart: int) -> tuple[subprocess.Popen[bytes], tuple[OutputReader, OutputReader]]:
-        command, env, placement = self._starts[rank]
+        command, (env, placement) = self._context.command, self._placements[rank]
         try:
             with pinned(placement.core):
                 child = subprocess.Popen(

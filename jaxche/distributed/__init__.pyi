@@ -11,6 +11,8 @@ from ._coordinator import (
 from ._cpu_client import register_cpu_client
 from ._elastic_group import ElasticGroup, TakenForDeadError, process_group, start_cpu_client
 from ._environment import (
+    COORDINATOR,
+    ELASTIC,
     EVENTS,
     HANG_TIMEOUT,
     HEARTBEAT,
@@ -18,17 +20,20 @@ from ._environment import (
     LIVENESS,
     NUM_PROCESSES,
     PACE_MS,
+    PROCESS_ID,
     RESTART,
     scheduled,
 )
 from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
-from ._liveness_server import LEAST_TIMEOUT_S, LivenessServer
+from ._liveness_server import LEAST_TIMEOUT_S
 from ._shared_folder import shared_folder
 from ._transfer import padded
-from ._watchdog import PREEMPTED_CODE, FileErrors, Watchdog, hang_timeout, on_sigterm
+from ._watchdog import PREEMPTED_CODE, FileErrors, hang_timeout, on_sigterm
 
 __all__ = [
+    "COORDINATOR",
+    "ELASTIC",
     "EVENTS",
     "HANG_TIMEOUT",
     "HEARTBEAT",
@@ -39,17 +44,16 @@ __all__ = [
     "NUM_PROCESSES",
     "PACE_MS",
     "PREEMPTED_CODE",
+    "PROCESS_ID",
     "RESTART",
     "Coordinator",
     "ElasticGroup",
     "FileErrors",
     "Group",
     "Listener",
-    "LivenessServer",
     "PeerLostError",
     "RankError",
     "TakenForDeadError",
-    "Watchdog",
     "connect",
     "coordinator_bind",
     "hang_timeout",

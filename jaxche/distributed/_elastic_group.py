@@ -24,7 +24,6 @@ from jaxche.distributed._environment import LIVENESS
 from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
-from jaxche.distributed._thread_barrier import ThreadBarrier
 from jaxche.distributed._transfer import receive_state, send_state
 
 _log = logging.getLogger("jaxche")
@@ -120,13 +119,13 @@ class ElasticGroup(Group):
     def receive(self, key: str, process: int) -> str:
         return self._liveness.wait_for_key(key, {process: self.incarnations[process]}, unless=self._failures)
 
-    def thread_barrier(self, name: str) -> ThreadBarrier:
+    def _receiver(self) -> Callable[[str, int, float], str]:
         incarnations, failures = dict(self.incarnations), self._failures
 
         def receive(key: str, process: int, timeout_ms: float) -> str:
             return self._liveness.wait_for_key(key, {process: incarnations[process]}, timeout_ms, unless=failures)
 
-        return self._thread_barrier(name, receive)
+        return receive
 
     def connected(self, devices: np.ndarray) -> np.ndarray:
         """The same CPU devices with the newest connections; other devices unchanged."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Set by ``jaxche launch``: the number of processes, and the pace of this one (``--pace``).
-NUM_PROCESSES, PACE_MS = "JAXCHE_NUM_PROCESSES", "JAXCHE_PACE_MS"
+# Set by ``jaxche launch``: ``host:port`` of the coordinator, the number of processes and that of this one.
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_PROCESS_ID"
+# Set by ``jaxche launch --pace``: the milliseconds of a training step of this process.
+PACE_MS = "JAXCHE_PACE_MS"
 # Set by ``jaxche launch``: the file to touch after each round, the file of events, and the number of restarts.
 HEARTBEAT, EVENTS, RESTART = "JAXCHE_HEARTBEAT", "JAXCHE_EVENTS", "JAXCHE_RESTART"
-# Set by ``jaxche launch --elastic``: the address of the liveness server.
-LIVENESS = "JAXCHE_LIVENESS"
+# Set by ``jaxche launch --elastic``: that the run is elastic, and the address of its liveness server.
+ELASTIC, LIVENESS = "JAXCHE_ELASTIC", "JAXCHE_LIVENESS"
 # Set by ``jaxche launch --heartbeat-timeout``: seconds without a heartbeat until a process of an elastic run counts as
 # dead.
 HEARTBEAT_TIMEOUT = "JAXCHE_HEARTBEAT_TIMEOUT"

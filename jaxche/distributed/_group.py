@@ -178,17 +178,18 @@ class Group:
 
     def thread_barrier(self, name: str) -> ThreadBarrier:
         """A barrier for threads of the present members; each has another name."""
+        place = f"jaxche/{name}/{self.quorum_id}"
+        return ThreadBarrier(self.client, place, self.process_index, self.members, self._receiver())
+
+    def _receiver(self) -> Callable[[str, int, float], str]:
+        """A function that waits for a key of a present member: the key, the process, and ms until TimeoutError."""
 
         def receive(key: str, process: int, timeout_ms: float) -> str:
             with suppress_timeout():
                 return self.client.blocking_key_value_get(key, int(timeout_ms))
             raise TimeoutError(f"no process set {key}")
 
-        return self._thread_barrier(name, receive)
-
-    def _thread_barrier(self, name: str, receive: Callable[[str, int, float], Any]) -> ThreadBarrier:
-        place = f"jaxche/{name}/{self.quorum_id}"
-        return ThreadBarrier(self.client, place, self.process_index, self.members, receive)
+        return receive
 
     def flag_broadcast(self, processes: Sequence[int], name: str) -> Callable[[bool], bool]:
         """A function that returns the flag of the first of these processes on all of them, as often as it is called.

@@ -89,23 +89,18 @@ class History(list[RoundInfo]):
         Args:
           rows: maximum number of rounds.
         """
-        shown = self.rows()[-rows:]
-        if not shown:
-            return "no rounds yet"
-        cells = [list(shown[0])] + [[_text(value, key) for key, value in row.items()] for row in shown]
-        return aligned(cells)
+        return aligned(text_rows(self, rows)) if self else "no rounds yet"
 
     def __repr__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
         """The last rounds as a timeline and as a table."""
-        shown = self.rows()[-20:]
-        if not shown:
+        if not self:
             return "<p>no rounds yet</p>"
-        cells = [[_text(value, key) for key, value in row.items()] for row in shown]
         note = f"{len(self)} rounds, {self.seconds:.1f} s, efficiency {self.efficiency:.1%}"
-        return rounds_svg(self[-ROUNDS_DRAWN:], note) + html_table(list(shown[0]), cells)
+        head, *cells = text_rows(self, 20)
+        return rounds_svg(self[-ROUNDS_DRAWN:], note) + html_table(head, cells)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Converts the history to JSON lines, one for each round; nan becomes null, infinities "inf" and "-inf".
@@ -207,6 +202,12 @@ def warn_of_damage(name: str, record: ReadRecord) -> None:
     if lost := len(record.damaged):
         lines = "1 damaged line is" if lost == 1 else f"{lost} damaged lines are"
         _log.warning("%s: %s left out of the record (the first is line %s)", name, lines, record.damaged[0])
+
+
+def text_rows(history: History, last: int) -> list[list[str]]:
+    """The titles and the last rows of a history as text."""
+    rows = history.rows()
+    return [list(rows[0]), *([_text(value, key) for key, value in row.items()] for row in rows[-last:])]
 
 
 def _text(value: Any, key: str = "") -> str:

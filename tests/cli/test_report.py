@@ -24,7 +24,6 @@ def history(round_info):
 def result(*policies):
     numbers = {
         "test": {"accuracy": 0.975},
-        "curve": [],
         "seconds": 2.0,
         "examples": 4200,
         "batches": 133,
@@ -100,7 +99,7 @@ def test_table_of_rounds_with_any_metric_names(tmp_path, history):
     assert main(["report", str(tmp_path)]) == 0
     text, _ = read(tmp_path / "report.html")
     assert "<th>wait_ms</th><th>ms</th><th>top  5</th><th>loss of x</th></tr>" in text
-    assert "<td>0:10</td><td>210</td>" in text.replace(".0", "")
+    assert "<td>0 10</td><td>210</td>" in text.replace(".0", "")
     assert text.count("<td>0.5</td><td>0.25</td></tr>") == 2
 
 

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxche.distributed import LivenessServer, PeerLostError, Watchdog, connect
+from jaxche.distributed import PeerLostError, connect
 from jaxche.distributed import _liveness as client_module
 from jaxche.distributed import _liveness_server as module
+from jaxche.distributed._liveness_server import LivenessServer
+from jaxche.distributed._watchdog import Watchdog
 
 
 @pytest.fixture

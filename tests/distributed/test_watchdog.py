@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from jaxche.distributed import EVENTS, HANG_TIMEOUT, HEARTBEAT, Watchdog
+from jaxche.distributed import EVENTS, HANG_TIMEOUT, HEARTBEAT
+from jaxche.distributed._watchdog import Watchdog
 
 
 def test_a_heartbeat_that_cannot_be_given_is_told_once(tmp_path, monkeypatch, capsys):
