@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -94,9 +95,14 @@ class StateDict:
 
 
 def to_nested(tree: Any, format: int) -> dict[str, Any]:
-    """A pytree as nested dicts with the names of its paths, which plain Orbax restores without its classes."""
+    """A pytree as nested dicts with the names of its paths, which plain Orbax restores without its classes.
+
+    Arrays without numbers are left out, because Orbax cannot save them.
+    """
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
+        if 0 in leaf.shape:
+            continue
         *folders, name = _names(path, ".", format)
         inner = found
         for folder in folders:
@@ -108,7 +114,9 @@ def to_nested(tree: Any, format: int) -> dict[str, Any]:
 def from_nested(like: Any, found: Mapping[str, Any], format: int) -> Any:
     """The inverse of :func:`to_nested`, with the structure of ``like``."""
 
-    def pick(path: Any, _: Any) -> Any:
+    def pick(path: Any, leaf: Any) -> Any:
+        if 0 in leaf.shape:
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: np.zeros(leaf.shape, leaf.dtype))
         inner: Any = found
         for name in _names(path, ".", format):
             inner = inner[name]
