@@ -101,6 +101,8 @@ class Checkpoints:
     durable: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike):
+            raise ValueError(f"checkpoints={self.folder!r} is not a folder; write checkpoints='runs/mine/checkpoints'")
         if "://" in os.fspath(self.folder):
             raise ValueError(
                 f"folder={os.fspath(self.folder)!r} is not a folder of this system; mount the bucket on every machine "

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import optax
 
 from jaxche.cadence import (
     LEAST_MERGES,
@@ -20,7 +19,7 @@ from jaxche.cadence import (
     most_group_merges,
     whole_number,
 )
-from jaxche.replicas import BatchPlacement
+from jaxche.replicas import BatchPlacement, are_accumulators
 from jaxche.training._checks import Averaging
 from jaxche.training._state import TrainerState
 
@@ -116,13 +115,13 @@ def _checked_ranks(groups: Any, world_size: int) -> list[tuple[int, ...]]:
     return found
 
 
-def check_multi_steps(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
-    """Refuse to average what ``optax.MultiSteps`` has accumulated: its replicas are at different steps of theirs."""
+def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
+    """Refuse to average what ``tx`` has accumulated: its replicas are at different steps of theirs."""
     if not groups.ranks or opt_state != "average":
         return
-    states = jax.tree.leaves(jax.eval_shape(tx.init, shapes), is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
-    if any(isinstance(state, optax.MultiStepsState) for state in states):
+    if any(are_accumulators(jax.eval_shape(tx.init, shapes))):
         raise ValueError(
-            f"groups={groups.ranks} with opt_state='average' would average what an optax.MultiSteps in tx has "
-            "accumulated, and each replica has accumulated its own number of gradients; write opt_state='local'"
+            f"groups={groups.ranks} with opt_state='average' would average what an optax.MultiSteps or "
+            "optax.apply_every in tx has accumulated, and each replica has accumulated its own number of gradients; "
+            "write opt_state='local'"
         )

@@ -41,7 +41,7 @@ from jaxche.training._checks import (
     check_unscaled,
     check_update,
 )
-from jaxche.training._groups import check_multi_steps
+from jaxche.training._groups import check_accumulators
 from jaxche.training._plan import (
     ENDLESS,
     SOLO_ROUND,
@@ -98,7 +98,7 @@ class Rounds(Arguments):
         check_params(shapes, "trainer.init")
         check_unscaled(self._tx, shapes)
         check_update(self._tx, shapes, staged)
-        check_multi_steps(self._groups, self._opt_state, self._tx, shapes)
+        check_accumulators(self._groups, self._opt_state, self._tx, shapes)
         if model_state is not None and staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:

@@ -344,6 +344,7 @@ class StageMerge:
             tuple(local_states),
             table,
             (float(rel), float(direction)),
+            squares=tuple(squares.tolist()),
             finite=finite,
             accumulated=accumulated,
             nbytes=self.nbytes,

@@ -743,6 +743,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(problem
     assert trainer.compilations == 0
     with pytest.raises(ValueError, match="every=0 must be"):
         jaxche.Checkpoints(tmp_path, every=0)
+    with pytest.raises(ValueError, match="checkpoints=True is not a folder; write checkpoints='runs"):
+        jaxche.Checkpoints(True)
 
 
 def test_sigterm_while_the_last_round_is_being_saved_is_heeded_when_it_is(saved, monkeypatch):

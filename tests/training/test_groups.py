@@ -235,8 +235,11 @@ def test_a_resumed_run_has_the_rounds_of_its_own_groups(make, data, tmp_path):
     assert state.che.half_life == 3.0
 
 
-def test_gradients_that_are_accumulated_are_not_averaged(make):
+@pytest.mark.parametrize("kind", ["MultiSteps", "apply_every"])
+def test_gradients_that_are_accumulated_are_not_averaged(make, kind):
     tx = optax.MultiSteps(optax.sgd(RATE), 3)
+    if kind == "apply_every":
+        tx = optax.chain(optax.apply_every(3), optax.sgd(RATE))
     with pytest.raises(ValueError, match="write opt_state='local'"):
         make(tx).init(jnp.zeros(3))
     make(tx, opt_state="local").init(jnp.zeros(3))

@@ -138,6 +138,20 @@ def test_the_cadence_follows_the_speeds_and_an_epoch_is_read_once(devices, data,
     assert trainer.measure_rates(state, data, seconds=0.05)[1] > 0
 
 
+def test_rounds_follow_the_movement_of_the_stages(devices, data, params):
+    def fit(model, replicas):
+        fleet = jaxche.VirtualFleet([20, 50], sync_ms=3.0)
+        trainer = jaxche.Trainer(model, optax.adam(0.02), replicas=replicas, fleet=fleet)
+        state, history = trainer.fit(trainer.init(params), data, epochs=6, progress=False)
+        return state.che.travel_samples, [info.counts for info in history]
+
+    travel, counts = fit(in_stages(), [devices[:2], devices[2:4]])
+    wanted, counts_of_devices = fit(whole, devices[:2])
+    assert travel
+    np.testing.assert_allclose(travel, wanted, rtol=1e-3)
+    assert counts == counts_of_devices
+
+
 @pytest.mark.slow
 def test_a_round_leaves_its_state_valid_and_repeats_bit_for_bit(devices, data, params, same, train):
     def noisy(params, batch, rng):
