@@ -144,7 +144,8 @@ def flip_when_asked(fault: Path) -> None:
         flip = json.loads(fault.read_text()).get("flip") if fault.exists() else None
         if flip:
             fault.unlink()
-            head, text = _transfer.HEAD_BYTES, len(json.dumps(message).encode())
+            head = _transfer._LENGTHS.size + _transfer._CHECKSUM.size
+            text = len(json.dumps(message).encode())
             state = sum(_transfer.padded(array.nbytes) for array in arrays)
             first, size = {"head": (0, head), "text": (head, text), "state": (head + text, state)}[flip["part"]]
             sock = FlippingSocket(sock, first + int(flip["at"] * size), flip["bit"])

@@ -9,12 +9,14 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.cadence import RoundPlan
+from jaxche.cadence import DivergenceCorrection, RoundPlan
+from jaxche.data import Reader
 from jaxche.distributed import Group
 from jaxche.replicas._merge import reduce_rows
 from jaxche.replicas._merge_program import HOST_COLUMNS
 from jaxche.replicas._programs import Columns
-from jaxche.training import PlanMismatchError
+from jaxche.training import PlanMismatchError, TrainerState
+from jaxche.training._plan import PlannedRound
 from jaxche.training._round import RoundStatistics
 
 
@@ -184,10 +186,11 @@ def test_an_island_whose_processes_planned_differently_agrees_with_nobody(name):
     table[:, :, len(HOST_COLUMNS) + 1] = 8.0  # examples
     rows = reduce_rows(table)
     assert rows[:, HOST_COLUMNS.index("wall_ms")].tolist() == [30, 0]
-    RoundStatistics(rows, Columns()).check(Group(), None, plan, (), (), True)
+    planned = PlannedRound(TrainerState((), None, DivergenceCorrection()), plan, Reader([]))
+    RoundStatistics(rows, Columns()).check(planned, Group(), {}, True)
     table[1, 1, HOST_COLUMNS.index(name)] -= 1
     with pytest.raises(PlanMismatchError, match=r"ranks \[1\] something else"):
-        RoundStatistics(reduce_rows(table), Columns()).check(Group(), None, plan, (), (), True)
+        RoundStatistics(reduce_rows(table), Columns()).check(planned, Group(), {}, True)
 
 
 def merged_views(trainer, state):
