@@ -67,7 +67,8 @@ def value_and_grad(
         def part(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
             if split:
                 rng = jax.random.fold_in(rng, lax.axis_index(layout.axes))
-            sums, end = _accumulate(_local(call, layout, compute_dtype), params, model_state, batch, rng, micro)
+            local = _local(call, layout, compute_dtype)
+            sums, end = _accumulate(local, params, model_state, batch, rng, micro, layout.gathers)
             grads, values = sums
             model_state, *outputs = end
             for leaf in jax.tree.leaves(outputs):
@@ -134,7 +135,7 @@ def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: 
 
 def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
     """Value and gradient of this device's rows; gradients of sliced leaves are reduce-scattered, and deferred."""
-    gathers, scatters = layout.strategy.shards_params, layout.strategy.shards_state
+    gathers, scatters = layout.gathers, layout.strategy.shards_state
 
     def whole(params: Any) -> Any:
         # Cast before the gather, which halves the bytes sent.
@@ -186,7 +187,9 @@ def _over_devices(layout: Layout, micro: int, split: bool, value: Any) -> Any:
     return jax.tree.map(lambda x: (lax.psum if split else lax.pmean)(x, layout.axes), value)
 
 
-def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any, micro: int) -> Any:
+def _accumulate(
+    local: Any, params: Any, model_state: Any, batch: Any, rng: Any, micro: int, gathers: bool
+) -> tuple[Any, list[Any]]:
     """Sums over this device's micro-batches of (grads, (loss, metrics)), and the model state after the last, in a list.
 
     With outputs, which only a batch without micro-batches may have, they are the second of the list.
@@ -197,9 +200,11 @@ def _accumulate(local: Any, params: Any, model_state: Any, batch: Any, rng: Any,
     parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
 
     def one(carry: Any, turn: Any) -> Any:
-        # Without the barrier the compiler gathers once, before the loop, and keeps whole parameters through it.
-        sums, before = carry
-        slices, sums = lax.optimization_barrier((params, sums))
+        (sums, before), slices = carry, params
+        if gathers:
+            # Without the barrier the compiler gathers once, before the loop, and keeps whole parameters through it.
+            # XLA of jax 0.12 cannot compile it for the CPU in a small loop without collectives.
+            slices, sums = lax.optimization_barrier((params, sums))
         part, index = turn
         (loss, (metrics, after)), grads = local(slices, before, part, jax.random.fold_in(rng, index))
         # The dtypes of a scan's carry must not change.

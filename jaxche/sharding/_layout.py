@@ -110,6 +110,11 @@ class Layout:
         return self.mesh.axis_names
 
     @property
+    def gathers(self) -> bool:
+        """Whether a forward pass gathers parameters; none may have an axis that the devices divide."""
+        return self.strategy.shards_params and any(leaf.axis is not None for leaf in self.leaves)
+
+    @property
     def params_specs(self) -> Any:
         """A ``PartitionSpec`` for each parameter."""
         return self._specs(self.strategy.shards_params)

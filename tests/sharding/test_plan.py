@@ -95,10 +95,10 @@ def test_rows_of_the_example_are_rounded_up(accumulate, rows, devices):
 
 
 def test_nothing_is_computed(devices):
-    """A model of a terabyte."""
+    """A model of a terabyte; XLA of jax 0.12 ends the process at arrays of 2**33 numbers on a CPU device."""
 
     def large():
-        return {"w": jnp.zeros((1 << 19, 1 << 19))}
+        return {f"w{i}": jnp.zeros((1 << 17, 1 << 17)) for i in range(16)}
 
     costs = plan(large, devices=devices, strategies=[FullShard()], memory="1TiB")
     assert costs.explanations[0].whole["params"] == 1 << 40
