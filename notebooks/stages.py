@@ -14,7 +14,7 @@
 # %% [markdown]
 # # Stages
 #
-# A model too large for one device is cut into stages on several. Then everybody waits for somebody, unless the batch is cut
+# A model too large for one device is cut into stages on several. The stages wait for each other, unless the batch is cut
 # too: micro-batches follow each other through the stages, in an order that is data and can be drawn, and measured.
 #
 # **Needs** `pip install '.[plot]' ipykernel` in a clone and a fresh kernel. Four fake devices hold a stage each.

@@ -335,7 +335,7 @@ def judge_end(folder: Path, within_s: float) -> list[str]:
 
 
 def environment(folder: Path, options: Options) -> dict[str, str]:
-    """Of the processes: one folder of compiled programs for all runs, one of temporary files for each."""
+    """The environment of the processes: all runs share compiled programs, and each has its own temporary files."""
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

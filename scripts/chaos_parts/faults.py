@@ -185,7 +185,7 @@ def newest_files(folder: Path) -> list[Path]:
 
 
 def tear(target: Target) -> None:
-    """Of the newest checkpoint half of each file is left."""
+    """Cut each file of the newest checkpoint to half its size."""
     for path in newest_files(target.run.folder):
         with contextlib.suppress(FileNotFoundError):
             os.truncate(path, path.stat().st_size // 2)

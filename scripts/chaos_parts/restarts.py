@@ -1,11 +1,11 @@
 """Faults in runs that are started again from their checkpoints, of three processes of unequal speeds.
 
 Each run is supervised (``jaxche launch --max-restarts``), saved after every round before the next begins, and hit by
-one fault. It has to come to its end, with every batch of every epoch trained on exactly once by its record, no more
-than one finished round done again, and the loss of its record when nothing disturbs it: the rounds are run again, on
-devices of this process. Counts follow the clock, so no two runs end alike; the losses of all together have to lie as
-those of runs that nothing disturbed. One fault costs more by its nature: a disk that is full keeps none of the rounds
-of that time. Beside a throttled rank nobody may wait for longer than one planned round more, and the step it is in.
+one fault. It has to come to its end, with every batch of every epoch trained on exactly once by its record, and no more
+than one finished round done again. Its rounds are then repeated without a fault, on devices of this process, and must
+give the losses of the record. Counts follow the clock, so no two runs end alike: the losses of all faulted runs
+together are compared with those of undisturbed runs. A full disk costs more: rounds of that time are not saved. Other
+ranks wait for a throttled rank for at most one more planned round and its present step.
 """
 
 from __future__ import annotations

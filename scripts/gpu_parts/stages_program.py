@@ -21,7 +21,7 @@ from gpu_parts.workloads import Layers
 
 
 class Sizes(NamedTuple):
-    """Of model and batch."""
+    """The sizes of model and batch."""
 
     vocabulary: int
     width: int

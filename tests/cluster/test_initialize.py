@@ -194,7 +194,7 @@ def test_gpus_of_several_kinds_in_one_process_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("local_id", "visible", "ids"),
     [(1, "0,1", [1]), (1, "1", [0]), (1, "", [1]), (None, "0,1", None)],
-    ids=["one of two", "bound by the scheduler", "no GPUs", "nobody numbered them"],
+    ids=["one of two", "bound by the scheduler", "no GPUs", "no local ids"],
 )
 def test_one_gpu_for_each_local_process(monkeypatch, local_id, visible, ids):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
