@@ -38,6 +38,20 @@ def test_a_ragged_batch_is_computed_whole_by_everybody(name, devices, problem, c
     assert jax.tree.all(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), grads, layout.grads))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "size", "gathers"),
+    [(FullShard(), 4, True), (FullShard(), 3, False), (ShardGradOp(), 4, False), (NoShard(), 4, False)],
+)
+def test_only_gathers_are_held_back_by_a_barrier(strategy, size, gathers, devices):
+    """XLA of jax 0.12 ends the process at a barrier in a small loop without collectives."""
+    params, batch = jnp.ones(size), jnp.ones((4, size))
+    layout = Layout(strategy, strategy.mesh(devices[:2]), params)
+    fn = value_and_grad(as_loss(lambda p, x: ((x @ p) ** 2).mean()), layout, accumulate=2)
+    program = str(jax.make_jaxpr(fn)(params, None, batch, jax.random.key(0)))
+    # One before the gather of each micro-batch, and one before its second gather.
+    assert program.count("optimization_barrier") == (2 if gathers else 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp(), NoShard(), HybridShardGradOp(2)], ids=str)
 @pytest.mark.parametrize(
