@@ -76,3 +76,10 @@ def test_of_whom_nothing_is_known_all_are_measured_anew_from_the_same_anchor():
     three = unknown.rearranged(two, [0, 2, 1])
     assert not three.is_calibrated
     assert three.batch_counts == (two.anchor,) * 3
+
+
+def test_counts_that_the_limit_of_the_lead_held_back_stay_so_without_the_slowest():
+    che = ElChe(3, anchor=2, max_anchor=2, max_batch_diff=0).report_timing([90.0, 30.0, 30.0], [1, 1, 1], 1.0)
+    assert che.batch_counts == (2, 6, 6)  # rounds of (2, 2, 2)
+    two = membership(che).rearranged(che, [1, 2])
+    assert two.batch_counts == (2, 2)
