@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxche.averaging import Weighted, add_weighted, is_float, zero_sums
 from jaxche.replicas._frozen import FrozenArrays
-from jaxche.replicas._packing import Deferred, Packed, Packing, packings
+from jaxche.replicas._packing import Deferred, Packed, Packing
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
@@ -227,7 +227,8 @@ class LocalPrograms:
     ``begin`` copies the state, so that steps can donate their buffers and the last good state stays valid after an
     error. With ``average="gradients"`` a step adds its gradient, weighted by examples or by the weight of the loss, to
     an accumulator; else it updates the replica's parameters. With ``scaling``, ``tx`` is already wrapped. Trees with a
-    packing are packed between rounds: ``begin`` takes and ``finish`` returns their packed form.
+    packing are packed between rounds: ``begin`` takes and ``finish`` returns their packed form. A sum of gradients with
+    a packing is always packed.
     """
 
     def __init__(
@@ -243,7 +244,8 @@ class LocalPrograms:
         packed: Mapping[str, Packing] | None = None,
     ):
         self._placement, self._loss, self._seed, self._solo = placement, loss, seed, solo
-        self._packings = packed or {}
+        self._packings = dict(packed or {})
+        self._grads_packing = self._packings.pop("grads", None)
         self._objective = placement.value_and_grad(loss.with_arrays)
         self._frozen = loss.put(placement)
         self._tx: Any = optax.with_extra_args_support(tx)
@@ -341,13 +343,11 @@ class LocalPrograms:
             if not self._solo and any(are_schedules(local.opt_state)):
                 made = made._replace(stride=merge_scale.stride)
         else:
-            carry = carry._replace(grads=self._packed_grads(local.params, zero_sums(local.params)))
+            carry = carry._replace(grads=self._packed_grads(zero_sums(local.params)))
         return self._constrained(made), self._constrained(carry)
 
-    def _packed_grads(self, params: Any, grads: Any) -> Any:
-        """Gradients packed as a merge packs them."""
-        known = {} if self._placement.makes_pieces else packings({"grads": params})
-        return known["grads"].pack(grads) if known else grads
+    def _packed_grads(self, grads: Any) -> Any:
+        return grads if self._grads_packing is None else self._grads_packing.pack(grads)
 
     def _constrained(self, trees: Any) -> Any:
         """A carry or constants with the shardings of the placement."""
@@ -412,7 +412,7 @@ class LocalPrograms:
             preconditioner = drop_replica_axis(start.preconditioner)
             tracked = self._scaling.accumulate(tracked, noise, grads, row[0], preconditioner)
             carry = carry._replace(tracked=add_replica_axis(tracked))
-        grads = self._packed_grads(start.params, add_replica_axis(grads))
+        grads = self._packed_grads(add_replica_axis(grads))
         summed = add_weighted(carry.grads, grads, row[self._columns.weight_of(0)])
         return self._constrained(carry._replace(grads=summed)), loss, *outputs
 

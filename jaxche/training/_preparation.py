@@ -163,9 +163,8 @@ class PreparedEngine(Engine):
         self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
         solo, packed = len(self._all_placements) == 1, {}
         if not (solo or self._replica_mesh.inner or self._settings.overlaps or self._settings.wire != "float32"):
-            packed = packings(
-                {name: getattr(local, name) for name in self._rules.packed(local.opt_state) if name != "grads"}
-            )
+            trees = local._asdict() | {"grads": local.params}
+            packed = packings({name: trees[name] for name in self._rules.packed(local.opt_state)})
 
         made: list[LocalPrograms] = []
 
