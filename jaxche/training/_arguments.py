@@ -95,6 +95,8 @@ class Arguments:
             check_auto(given | {"joined_batches": joined_batches}, staged, elastic)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
         self.overlap = overlap = checked_overlap(overlap)
+        if merge == "auto":
+            merge = "steps"  # the best of the measured rules, see docs/policies.md
         if opt_state == "auto":
             opt_state = "average" if average == "parameters" and not overlap else "local"
         averaging = Averaging(self.policy, average, merge, opt_state, outer, scaling, backend, staged)

@@ -50,7 +50,7 @@ class Averaging(NamedTuple):
 def check_rules(tx: Any, averaging: Averaging) -> None:
     """Refuse unknown values, arguments that are no optimizers, and rules without effect."""
     one_of("average", averaging.average, ("parameters", "gradients"))
-    one_of("merge", averaging.merge, MERGE_RULES)
+    one_of("merge", averaging.merge, ("auto", *MERGE_RULES))
     one_of("opt_state", averaging.opt_state, ("auto", "local", "average", "reset"))
     one_of("backend", averaging.backend, ("auto", "device", "host"))
     check_transform("tx", tx)

@@ -52,6 +52,7 @@ class Trainer(Rounds):
         and make one identical update, equal to one device on the joined batch). By default ``"gradients"`` under
         ``sync`` and ``"parameters"`` otherwise.
       merge: weights of parameters, see :func:`~jaxche.merge_weights`: ``"steps"``, ``"batch"`` or ``"fednova"``.
+        ``"auto"`` is the rule that measured best, ``"steps"``.
       opt_state: what a merge does with each replica's optimizer state: ``"average"`` (default, where parameters are
         averaged) takes the weighted mean of its moments and of their counts, ``"local"`` keeps it, ``"reset"``
         initializes the moments again. Schedules continue in all three cases. With ``overlap=`` it is ``"local"``.

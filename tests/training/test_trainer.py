@@ -120,6 +120,12 @@ def test_averaged_parameters_equal_the_slow_twin(problem, devices, close, rule, 
     close(state.opt_state, stacked)
 
 
+def test_automatic_rules_are_the_ones_that_measured_best(problem, devices):
+    chosen = jaxche.Trainer(problem.loss, optax.sgd(0.1), merge="auto", opt_state="auto", replicas=devices[:2])
+    assert repr(chosen) == repr(jaxche.Trainer(problem.loss, optax.sgd(0.1), merge="steps", replicas=devices[:2]))
+    jaxche.Trainer(problem.loss, optax.sgd(0.1), average="gradients", merge="auto", replicas=devices[:2])
+
+
 def test_outer_optimizer_steps_on_the_pseudo_gradient(problem, devices, close):
     tx, outer = optax.sgd(0.1), optax.sgd(0.7, momentum=0.9, nesterov=True)
     trainer = jaxche.Trainer(problem.loss, tx, outer=outer, replicas=devices[:2])
