@@ -13,7 +13,8 @@ from jaxche.scaling import effective_replicas
 _VALUES_SHOWN = 4
 
 
-@dataclass(frozen=True, repr=False)
+# With slots: a long run under exact sync has millions of them.
+@dataclass(frozen=True, repr=False, slots=True)
 class RoundInfo:
     """One round, with equal values on all processes.
 
