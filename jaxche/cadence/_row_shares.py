@@ -80,10 +80,7 @@ class RowShares:
 
     def times(self, rows: Sequence[int] | None = None, steps: Sequence[int] | None = None) -> np.ndarray:
         """Expected milliseconds of each rank for these rows and steps, by default for the next round."""
-        fixed, slope = self.fit()
-        return np.array(self.steps if steps is None else steps) * fixed + slope * np.array(
-            self.rows if rows is None else rows
-        )
+        return _times(*self.fit(), self.rows if rows is None else rows, self.steps if steps is None else steps)
 
     def split(
         self,
@@ -119,9 +116,9 @@ class RowShares:
             steps = needed.astype(np.int64)
             rows = fill(total, steps * fixed, slope, unit)
         steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
-        best = self.times(rows.tolist(), steps.tolist()).max()
+        best = _times(fixed, slope, rows, steps).max()
         if self.rows and self.joined == joined:
-            now = self.times().max()
+            now = _times(fixed, slope, self.rows, self.steps).max()
             if best > min((1 - _GAIN) * now, now - _GAIN_MS):
                 return self
         elif not self.rows and joined == len(fixed):
@@ -139,6 +136,10 @@ class RowShares:
         """The shares from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
         return cls(tuple(saved["rows"]), tuple(saved["steps"]), saved["joined"], samples)
+
+
+def _times(fixed: np.ndarray, slope: np.ndarray, rows: Any, steps: Any) -> np.ndarray:
+    return np.array(steps) * fixed + slope * np.array(rows)
 
 
 def fill(total: int, fixed: np.ndarray, slope: np.ndarray, unit: int = 1) -> np.ndarray:
@@ -186,10 +187,13 @@ def _line(own: tuple[Sample, ...]) -> tuple[float, float]:
     """``(f, s)`` of the least-squares line through the samples, both at least 0; without two sizes f is 0."""
     if not own:
         return 0.0, 0.0
-    size = np.array([b for b, _ in own], np.float64)
-    ms = np.array([middle(times) for _, times in own])
-    spread = size - size.mean()
-    slope = float((spread * ms).sum() / (spread**2).sum()) if len(own) > 1 else math.inf
+    # A few numbers, for which plain Python is faster than NumPy; fsum adds alike in every Python.
+    size, ms = [float(b) for b, _ in own], [middle(times) for _, times in own]
+    slope = math.inf
+    if len(own) > 1:
+        mean = math.fsum(size) / len(size)
+        spread = [b - mean for b in size]
+        slope = math.fsum(d * t for d, t in zip(spread, ms, strict=True)) / math.fsum(d * d for d in spread)
     # The newest sample counts most: the line goes through it.
     slope = min(max(slope, 0.05 * ms[0] / size[0]), ms[0] / size[0])
-    return float(ms[0] - slope * size[0]), float(slope)
+    return ms[0] - slope * size[0], slope

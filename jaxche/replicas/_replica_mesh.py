@@ -54,6 +54,9 @@ class ReplicaMesh:
         self._rows = [
             (row, row if row == home else home) for row, home in zip(_local_devices(rows), homes, strict=True)
         ]
+        # The local replicas by their rank.
+        here = [rank for rank, row in enumerate(rows) if any(d.process_index == jax.process_index() for d in row.flat)]
+        self._places = {rank: place for place, rank in enumerate(here)}
         self._is_plain, self._shardings = plain, dict[P, NamedSharding]()
 
     def compile_everywhere(self, program: Any, arguments: Sequence[Any]) -> None:
@@ -157,12 +160,13 @@ class ReplicaMesh:
         per_replica = self.mesh.size // self.mesh.shape[AXIS]
         shape = (self.mesh.shape[AXIS], per_replica, numbers.shape[1])
         sharding = NamedSharding(self.mesh, P(AXIS, self.inner or None))
-        placed = [
-            jax.device_put(np.float32(row[None, None]), device)
-            for row, (devices, _) in zip(numbers, self._rows, strict=True)
-            for device in devices
-        ]
-        return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+        host = numbers.astype(np.float32)[:, None, None]
+
+        def row(index: Any) -> np.ndarray:
+            return host[self._places[index[0].start or 0]]
+
+        # Several times faster than device_put for each device.
+        return jax.make_array_from_callback(shape, sharding, row)
 
 
 def _shards(leaf: Any, devices: Sequence[Any]) -> list[Any]:
