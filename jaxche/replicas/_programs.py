@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -269,11 +270,11 @@ class LocalPrograms:
         """The constants and the carry of a round from ``local``."""
         packed = local.packed(self._packings)
         places = {name: self._packings[name].places(one) for name, one in packed.items()}
-        # Without arrays that no step needs: each takes time to dispatch.
+        # Without what no step needs: each array and each number takes time to dispatch.
         needed = local._replace(outer_state=(), residual=None, **packed)
-        if self._average == "gradients" and self._scaling is None:
-            needed = needed._replace(opt_state=())
-        return self._begin_program(needed, places, index, merge_scale)
+        if self._average == "parameters" or self._scaling is not None:
+            return self._begin_program(needed, places, index, MergeScale(*map(np.float32, merge_scale)))
+        return self._begin_program(needed._replace(opt_state=()), places, index, None)
 
     def constants(self, local: LocalState, made: Constants) -> Constants:
         made = made._replace(frozen=self._frozen)
@@ -324,7 +325,7 @@ class LocalPrograms:
         return packed | self._placement.constrain({"not_finite": flag})
 
     def _begin(
-        self, local: LocalState, places: dict[str, Any], index: Any, merge_scale: MergeScale
+        self, local: LocalState, places: dict[str, Any], index: Any, merge_scale: MergeScale | None
     ) -> tuple[Constants, Carry]:
         # jnp.copy, because jit hands an unchanged input through as the same buffer, which a donating step would delete.
         copied = jax.tree.map(jnp.copy, local)
@@ -341,6 +342,7 @@ class LocalPrograms:
         if self._average == "parameters":
             carry = carry._replace(params=copied.params, opt_state=copied.opt_state)
             if not self._solo and any(are_schedules(local.opt_state)):
+                assert merge_scale is not None
                 made = made._replace(stride=merge_scale.stride)
         else:
             carry = carry._replace(grads=self._packed_grads(zero_sums(local.params)))

@@ -91,7 +91,7 @@ class Replica:
 
     def _begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
         """The constants and the carry of a round before its first step."""
-        made, carry = self._programs.begin(local, np.uint32(index % 2**32), MergeScale(*map(np.float32, merge_scale)))
+        made, carry = self._programs.begin(local, np.uint32(index % 2**32), merge_scale)
         return self._programs.constants(local, made), carry
 
     def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, Any]:

@@ -286,6 +286,8 @@ class Engine:
                 if step and (is_new or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
                     with contextlib.suppress(Exception):
                         batches.append((replica, local, feed.peek(position)))
+            if not batches:
+                continue
             compiled: list[tuple[Replica, LocalState, Any]] = []
             with contextlib.suppress(Exception):
                 compiled = self.compile(batches)

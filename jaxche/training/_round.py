@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -120,8 +121,8 @@ class RoundStatistics:
         self.wall_ms = tuple(host["wall_ms"].tolist())
         self.group_ms = tuple(host["group_ms"].tolist())
         self.busy_ms = tuple((host["wall_ms"] + host["group_ms"]).tolist())
-        self.last_sync_ms = float(np.median(host["last_sync_ms"]))
-        self.last_hidden_ms = float(np.median(host["last_hidden_ms"]))
+        self.last_sync_ms = statistics.median(host["last_sync_ms"].tolist())
+        self.last_hidden_ms = statistics.median(host["last_hidden_ms"].tolist())
         self.stop = int(host["stop"].max())
         self.ended = tuple(map(int, host["ended"]))
         self.examples = sums[:, 0]

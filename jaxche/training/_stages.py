@@ -105,7 +105,9 @@ class StagedPrograms:
         names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
         trees: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        return Constants(stride=merge_scale.stride if follows else None), Carry(None, int(index), sums, **trees)
+        return Constants(stride=np.float32(merge_scale.stride) if follows else None), Carry(
+            None, int(index), sums, **trees
+        )
 
     def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
         examples = batch_size(batch)
