@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxche.sharding._checks import batch_size
 from jaxche.sharding._explain import Explanation, as_bytes, show_bytes
-from jaxche.sharding._loss import batch_size
 from jaxche.sharding._step import sharded_step
 from jaxche.sharding._strategy import (
     Device,

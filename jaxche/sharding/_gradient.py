@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import Weighted, from_moments, is_float, sum_dtype, to_moments
+from jaxche.sharding._checks import batch_size
 from jaxche.sharding._gather import DeferredTranspose, all_gather, deferred_gradients, gather_twice, reduce_scatter
 from jaxche.sharding._layout import REPLICA, Layout
-from jaxche.sharding._loss import batch_size
 
 
 def value_and_grad(

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.averaging import is_float
+from jaxche.sharding._checks import batch_size as rows_of
 from jaxche.sharding._compare import Comparison, compare_strategies
-from jaxche.sharding._loss import batch_size as rows_of
 from jaxche.sharding._strategy import Device, ShardingStrategy
 
 _FORMS = (

@@ -17,12 +17,12 @@ from jaxche.sharding._checks import (
     check_mesh,
     check_params,
     check_state,
+    is_maker,
 )
 from jaxche.sharding._explain import Explanation, explain
 from jaxche.sharding._gradient import sharded_update, value_and_grad
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import Loss, as_loss, mean_of
-from jaxche.sharding._models import is_maker, shapes_of
 from jaxche.sharding._strategy import ShardingStrategy
 
 
@@ -216,9 +216,7 @@ class ShardedStep:
         return programs.step(state, jax.device_put(batch, programs.layout.batch))
 
     def _programs_for(self, params: Any) -> _Programs:
-        shapes = shapes_of(params, "step.init")
-        check_params(shapes)
-        shapes = _shapes(shapes)
+        shapes = _shapes(check_params(params, "step.init"))
         leaves, treedef = jax.tree.flatten(shapes)
         key = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
