@@ -118,25 +118,21 @@ class Explanation:
             yield f"  and {len(kept) - _SHOWN_LEAVES} more"
 
 
-def explain(
-    layout: Layout, compiled: Any, state: Any, inputs: tuple[Any, Any], accumulate: int, compute_dtype: Any
-) -> Explanation:
-    """The cost of a compiled step, from the shapes of its state and of its inputs: batch and model state."""
+def explain(layout: Layout, compiled: Any, state: Any, batch: Any, accumulate: int, compute_dtype: Any) -> Explanation:
+    """The cost of a compiled step, from the shapes of its state and batch."""
     memory = compiled.memory_analysis()
-    batch, model_state = inputs
-    whole_on_each = jax.tree.map(lambda _: layout.replicated, model_state)
-    shardings = (jax.tree.map(lambda _: layout.batch, batch), whole_on_each)
     whole = {
         "params": nbytes(state.params),
         "gradients": nbytes(layout.shapes),
         "opt_state": nbytes(state.opt_state),
-        "inputs": nbytes(inputs),
+        "inputs": nbytes((batch, state.model_state)),
     }
     per_device = {
         "params": nbytes_per_device(state.params),
         "gradients": nbytes_per_device(layout.shapes, layout.grads),
         "opt_state": nbytes_per_device(state.opt_state),
-        "inputs": nbytes_per_device(inputs, shardings),
+        # Each device has an equal part of the batch, and the whole model state.
+        "inputs": nbytes(batch) // layout.devices + nbytes(state.model_state),
     }
     # XLA frees some gradients before it allocates others, so the temporaries may be less than all gradients.
     per_device["temporaries"] = max(memory.temp_size_in_bytes - per_device["gradients"], 0)
