@@ -178,8 +178,8 @@ class ShardedStep:
           >>> costs = step.explain(jax.ShapeDtypeStruct((64, 16), jnp.float32), jnp.zeros((8, 64)))
           >>> print(costs)
           FullShard() on 4 devices: shard 4
-                                                 whole    a device    share
-          parameters                           4.0 KiB     1.0 KiB    0.250
+                                           whole  a device  share
+          parameters                     4.0 KiB   1.0 KiB  0.250
           ...
           >>> costs.per_device["opt_state"], costs.theory
           (2052, 9216.0)
