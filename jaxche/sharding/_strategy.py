@@ -78,8 +78,8 @@ class ShardingStrategy:
         """
         if mesh is None:
             axes = dict(zip(self.axes, self._shape(self._example_devices), strict=True))
-            return strategy_svg(self, axes, [f"device {i}" for i in range(self._example_devices)])
-        return strategy_svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
+            return _svg(self, axes, [f"device {i}" for i in range(self._example_devices)])
+        return _svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
 
     @property
     def _example_devices(self) -> int:
@@ -257,7 +257,7 @@ class HybridShardGradOp(_Hybrid):
     shards_params: ClassVar[bool] = False
 
 
-def strategy_svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:
+def _svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:
     """The devices of a mesh as SVG, a row for each copy of the parameters, with the slices that each device keeps.
 
     ``axes`` has the number of devices along each axis of the mesh; parameters are cut along the last one.
