@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -11,10 +11,21 @@ from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import path_names
 
-if TYPE_CHECKING:
-    from jaxche.sharding._strategy import ShardingStrategy
-
 REPLICA, SHARD = "replica", "shard"
+
+
+class Slicing(Protocol):
+    """The attributes of a :class:`~jaxche.sharding.ShardingStrategy` that determine a layout."""
+
+    @property
+    def min_size(self) -> int: ...
+
+    @property
+    def scanned(self) -> tuple[str, ...]: ...
+
+    axes: ClassVar[tuple[str, ...]]
+    shards_params: ClassVar[bool]
+    shards_state: ClassVar[bool]
 
 
 class Leaf(NamedTuple):
@@ -68,7 +79,7 @@ class Layout:
       'no axis of (3,) is divisible by 2'
     """
 
-    def __init__(self, strategy: ShardingStrategy, mesh: Mesh, params: Any):
+    def __init__(self, strategy: Slicing, mesh: Mesh, params: Any):
         if mesh.axis_names != strategy.axes:
             raise ValueError(
                 f"the mesh has the axes {mesh.axis_names}, but {type(strategy).__name__} needs {strategy.axes}; "
