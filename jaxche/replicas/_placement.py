@@ -27,6 +27,7 @@ from jaxche.sharding import (
     ShardGradOp,
     ShardingStrategy,
     batch_size,
+    check_strategy,
     devices,
     is_maker,
     is_private,
@@ -315,8 +316,7 @@ def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, 
 
     The ``virtual`` replicas of a fleet may share devices; by default they are distributed over those of the process.
     """
-    if not isinstance(strategy, ShardingStrategy):
-        raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
+    check_strategy(strategy)
     if virtual and replicas is None and isinstance(strategy, NoShard):
         replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
     given = _default_replicas(strategy) if replicas is None else list(replicas)

@@ -1,8 +1,11 @@
 """Layer 2, sharding: strategies, layouts on a mesh, and the sharded step with its costs."""
 
+from jaxche.sharding._checks import batch_size as batch_size
 from jaxche.sharding._checks import check_params as check_params
+from jaxche.sharding._checks import check_strategy as check_strategy
 from jaxche.sharding._checks import check_transform as check_transform
 from jaxche.sharding._checks import collections_of as collections_of
+from jaxche.sharding._checks import is_maker as is_maker
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._devices import RemoteDevice, devices
 from jaxche.sharding._devices import is_private as is_private
@@ -20,13 +23,9 @@ from jaxche.sharding._layout import Layout, Leaf
 from jaxche.sharding._loss import RNG_NAMES as RNG_NAMES
 from jaxche.sharding._loss import Loss as Loss
 from jaxche.sharding._loss import as_loss
-from jaxche.sharding._loss import batch_size as batch_size
 from jaxche.sharding._loss import loss_and_aux as loss_and_aux
 from jaxche.sharding._loss import mean_of as mean_of
 from jaxche.sharding._loss import wanted_names as wanted_names
-from jaxche.sharding._models import flax_kind as flax_kind
-from jaxche.sharding._models import is_maker as is_maker
-from jaxche.sharding._models import shapes_of as shapes_of
 from jaxche.sharding._plan import plan
 from jaxche.sharding._step import ShardedState, ShardedStep, sharded_step
 from jaxche.sharding._strategy import Device as Device

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a sharded step, before it runs; each raises ValueError with the line to write."""
+"""Checks of arguments before a step runs; each raises ValueError with the line to write."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxche.averaging import is_float
 from jaxche.drawing import brief
 from jaxche.sharding._layout import Layout
-from jaxche.sharding._loss import batch_size
-from jaxche.sharding._models import not_an_array
+from jaxche.sharding._strategy import ShardingStrategy
 
+# Kinds of NumPy's dtypes: text, objects, and times.
+_NO_NUMBERS = tuple("USOTMm")
 # Collections of linen variables beside the parameters.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
@@ -22,8 +24,7 @@ _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 def check_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
     """ValueError for an invalid argument of :func:`sharded_step`."""
     check_transform("tx", tx)
-    if isinstance(strategy, type) or not hasattr(strategy, "shards_params"):
-        raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
+    check_strategy(strategy)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r} is a number of micro-batches, 1 or more; write accumulate=1")
     if compute_dtype is not None and not _is_float_dtype(compute_dtype):
@@ -31,6 +32,12 @@ def check_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any)
             f"compute_dtype={compute_dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it "
             "out to compute in the parameters' own"
         )
+
+
+def check_strategy(strategy: Any) -> None:
+    """ValueError for a value that is not a sharding strategy."""
+    if not isinstance(strategy, ShardingStrategy):
+        raise ValueError(f"strategy={strategy!r} is not a sharding strategy; write e.g. strategy=jaxche.FullShard()")
 
 
 def check_transform(name: str, tx: Any) -> None:
@@ -48,11 +55,14 @@ def check_transform(name: str, tx: Any) -> None:
     raise ValueError(f"{name}={brief(tx)} is not an optax transformation; write e.g. {name}={made}")
 
 
-def check_params(params: Any, init: str = "step.init") -> None:
-    """ValueError for a tree of parameters or shapes without arrays, or with a leaf that is not float.
+def check_params(params: Any, init: str) -> Any:
+    """The parameters, or the shapes of those that a function makes; ValueError unless they are a tree of float arrays.
 
-    ``init`` is the call in the message, to which the tree was passed.
+    ``init`` is the call in the message, to which they were passed.
     """
+    _refuse_model(params, init)
+    if is_maker(params):
+        params = _made_by(params, init)
     leaves = jax.tree.leaves_with_path(params)
     if not leaves:
         raise ValueError("params has no arrays; pass the tree of parameters, e.g. model.init(rng, x)['params']")
@@ -63,12 +73,34 @@ def check_params(params: Any, init: str = "step.init") -> None:
             f'{init}(variables.pop("params"), variables)'
         )
     for path, leaf in leaves:
-        name = jax.tree_util.keystr(path)
-        if message := not_an_array(f"params{name}", leaf, init):
-            raise ValueError(message)
+        name = f"params{jax.tree_util.keystr(path)}"
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            if callable(leaf):
+                raise ValueError(
+                    f"{name} is a function, {brief(leaf)}; parameters are arrays alone. With Equinox write "
+                    f"params, static = eqx.partition(model, eqx.is_inexact_array), {init}(params), and "
+                    "eqx.combine(params, static) in loss_fn"
+                )
+            raise ValueError(
+                f"{name} is {brief(leaf)}, not an array; leave it out of params, and close over it in loss_fn"
+            )
         if not is_float(leaf):
             kind = getattr(leaf, "dtype", type(leaf).__name__)
-            raise ValueError(f"params{name} is {kind}, not float; move it into {init}(params, model_state=...)")
+            raise ValueError(f"{name} is {kind}, not float; move it into {init}(params, model_state=...)")
+    return params
+
+
+def is_maker(params: Any) -> bool:
+    """Whether these are a function that makes parameters; a tree of arrays that can be called is none."""
+    return callable(params) and jax.tree_util.all_leaves([params])
+
+
+def flax_kind(value: Any) -> str:
+    """``"linen"`` or ``"nnx"`` for a module of Flax, else an empty text; does not import Flax."""
+    for base in type(value).__mro__:
+        if base.__name__ == "Module" and base.__module__.startswith(("flax.linen.", "flax.nnx.")):
+            return base.__module__.split(".")[1]
+    return ""
 
 
 def collections_of(params: Any) -> list[str]:
@@ -96,9 +128,9 @@ def check_state(layout: Layout, state: Any, expected: Any) -> None:
     have, want = jax.tree.structure(state.opt_state), jax.tree.structure(expected.opt_state)
     if have != want:
         raise ValueError(
-            f"state.opt_state has {have.num_leaves} arrays in the tree {_short(have)}, but the state of this step's tx "
-            f"has {want.num_leaves} in {_short(want)}; write state = step.init(params), or build the step with the tx "
-            "of the state"
+            f"state.opt_state has {have.num_leaves} arrays in the tree {brief(have, 200)}, but the state of this "
+            f"step's tx has {want.num_leaves} in {brief(want, 200)}; write state = step.init(params), or build the "
+            "step with the tx of the state"
         )
     check_mesh(layout, state.params, "state.params")
     pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True)
@@ -133,13 +165,87 @@ def check_batch(layout: Layout, batch: Any, accumulate: int) -> None:
         )
 
 
+def batch_size(batch: Any) -> int:
+    """Examples in a batch, the common leading axis of its leaves; ValueError for a batch without one."""
+    sizes = {}
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        name = jax.tree_util.keystr(path) or "batch"
+        if not _is_numeric(leaf):
+            raise ValueError(_no_numbers(name, leaf))
+        shape = jnp.shape(leaf)
+        if not shape:
+            raise ValueError(f"{name} is a scalar; every array of a batch needs a leading batch axis, e.g. x[None]")
+        sizes[name] = shape[0]
+    if not sizes:
+        raise ValueError("a batch without arrays; return a pytree of arrays with a leading batch axis")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(f"the leading axes of a batch differ ({listed}); every array must hold the same examples")
+    size = next(iter(sizes.values()))
+    if size == 0:
+        raise ValueError("a batch with no examples (leading axis 0); leave empty batches out of the data")
+    return size
+
+
+def _refuse_model(params: Any, init: str) -> None:
+    kind = flax_kind(params)
+    if kind == "nnx":
+        raise ValueError(
+            f"params is an nnx model, {brief(params)}; write loss = jaxche.NNXLoss(model, loss_fn), "
+            f"jaxche.Trainer(loss, tx) and {init}(loss.params, loss.model_state)"
+        )
+    if kind == "linen":
+        raise ValueError(
+            f"params is a linen module, {brief(params)}, without parameters; "
+            f'write {init}(module.init(jax.random.key(0), x)["params"])'
+        )
+    if hasattr(params, "trainable_variables"):
+        raise ValueError(
+            f"params is a model, {brief(params)}, not a tree of arrays; write "
+            f"{init}([v.value for v in model.trainable_variables]), and model.stateless_call(...) in loss_fn"
+        )
+    if hasattr(params, "apply_gradients") and hasattr(params, "params"):
+        raise ValueError(f"params is a TrainState; write {init}(state.params, opt_state=state.opt_state)")
+
+
+def _made_by(make: Any, init: str) -> Any:
+    try:
+        return jax.eval_shape(make)
+    except TypeError as error:
+        if "required" in str(error) and "argument" in str(error):
+            raise ValueError(
+                f"params={brief(make)} is a function with arguments, and it is called without; "
+                f'write {init}(lambda: module.init(jax.random.key(0), x)["params"])'
+            ) from None
+        raise
+
+
+def _is_numeric(leaf: Any) -> bool:
+    """Whether JAX takes this leaf of a batch as an array."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
+        return True
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names:
+        return False
+    try:
+        return bool(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    except TypeError:
+        return False
+
+
+def _no_numbers(name: str, leaf: Any) -> str:
+    if isinstance(leaf, str | bytes) or getattr(getattr(leaf, "dtype", None), "kind", "") in _NO_NUMBERS:
+        return (
+            f"{name} of a batch is {brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. "
+            "np.int32, or leave it out of the batch"
+        )
+    return (
+        f"{name} of a batch is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; "
+        "write np.asarray(x) for it, for each batch of the data"
+    )
+
+
 def _is_float_dtype(dtype: Any) -> bool:
     try:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:  # not a dtype
         return False
-
-
-def _short(treedef: Any, most: int = 200) -> str:
-    text = str(treedef)
-    return text if len(text) <= most else text[: most - 3] + "..."

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxche.drawing import aligned, html_table
+from jaxche.sharding._checks import batch_size
 from jaxche.sharding._explain import Explanation, as_bytes, show_bytes
-from jaxche.sharding._loss import batch_size
 from jaxche.sharding._step import sharded_step
 from jaxche.sharding._strategy import (
     Device,
@@ -24,6 +25,7 @@ from jaxche.sharding._strategy import (
 
 # Bytes sent that count as equal, as a factor: the loss and norms are sent too.
 _EQUAL = 1.01
+_HEAD = ("strategy", "params", "grads", "opt", "other", "in all", "counted", "theory", "fits")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,9 +60,9 @@ class Comparison:
         If several send equal bytes (within 1 %), it is one that cuts nothing (``NoShard``), or else the one with the
         least memory. Without ``memory`` every strategy fits.
         """
-        fitting = [e for e in self.explanations if self.memory is None or e.peak <= self.memory]
+        fitting = [e for e in self.explanations if self._fits(e)]
         least = min((e.sent for e in fitting), default=0.0)
-        best = sorted((e for e in fitting if e.sent <= _EQUAL * least), key=lambda e: (_cuts(e.strategy), e.peak))
+        best = sorted((e for e in fitting if e.sent <= _EQUAL * least), key=lambda e: (e.strategy.shards_state, e.peak))
         return best[0].strategy if best else None
 
     @property
@@ -74,8 +76,8 @@ class Comparison:
                 "accumulate="
             )
         fits = f"it fits {size}, and " if size else ""
-        whole = [e for e in self.explanations if not _cuts(e.strategy)]
-        if not _cuts(cheapest):
+        whole = [e for e in self.explanations if not e.strategy.shards_state]
+        if not cheapest.shards_state:
             return f"advice: {cheapest}, the default of the trainer: {fits}no other strategy sends less"
         if self.memory is not None and whole and whole[0].peak > self.memory:
             why = f"it fits {size} and {whole[0].strategy} does not, and no other that fits sends less"
@@ -93,30 +95,29 @@ class Comparison:
                 "peak": e.peak,
                 "sent": e.sent,
                 "theory": e.theory,
-                "fits": self.memory is None or e.peak <= self.memory,
+                "fits": self._fits(e),
             }
             for e in self.explanations
         ]
 
     def __repr__(self) -> str:
-        head = _row(_HEAD)
-        sent = head.index(_HEAD[-2]) + len(_HEAD[-2])  # the end of the last column of bytes sent
-        lines = [f"bytes a device{'sent a step':>{sent - len('bytes a device')}}", head]
-        lines += [_row(self._cells(row)) for row in self.rows]
-        return "\n".join([*lines, *filter(None, [self.note]), self.advice])
+        table = aligned([_HEAD, *self._cells()], left=1)
+        sent = table.index("theory") + len("theory")  # the end of the columns of bytes sent
+        lines = [f"bytes a device{'sent a step':>{sent - len('bytes a device')}}", table, self.note, self.advice]
+        return "\n".join(filter(None, lines))
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _HEAD)
-        rows = (
-            "<tr>" + "".join(f"<td align=right>{html.escape(cell)}</td>" for cell in self._cells(row)) + "</tr>"
-            for row in self.rows
-        )
         notes = map(html.escape, filter(None, [self.note, self.advice]))
-        return f"<table><tr>{head}</tr>{''.join(rows)}</table>{'<br>'.join(notes)}"
+        return html_table(_HEAD, self._cells()) + "<br>".join(notes)
 
-    def _cells(self, row: dict[str, Any]) -> list[str]:
-        sizes = [show_bytes(row[name]) for name in list(row)[1:-1]]
-        return [row["strategy"], *sizes, "yes" if row["fits"] else "no"]
+    def _fits(self, explanation: Explanation) -> bool:
+        return self.memory is None or explanation.peak <= self.memory
+
+    def _cells(self) -> list[list[str]]:
+        return [
+            [name, *map(show_bytes, sizes), "yes" if fits else "no"]
+            for name, *sizes, fits in (row.values() for row in self.rows)
+        ]
 
 
 def compare_strategies(
@@ -181,10 +182,6 @@ def compare_strategies(
     return Comparison(explanations, limit, batch_size(batch))
 
 
-def _cuts(strategy: ShardingStrategy) -> bool:
-    return strategy.shards_params or strategy.shards_state
-
-
 def _default_strategies(devices: list[Device]) -> tuple[ShardingStrategy, ...]:
     flat = (NoShard(), ShardGradOp(), FullShard())
     processes = len({device.process_index for device in devices})
@@ -192,11 +189,3 @@ def _default_strategies(devices: list[Device]) -> tuple[ShardingStrategy, ...]:
     if node < 2 or len(devices) % node:
         return flat
     return (*flat, HybridShardGradOp(node), HybridShard(node))
-
-
-_HEAD = ("strategy", "params", "grads", "opt", "other", "in all", "counted", "theory", "fits")
-
-
-def _row(cells: Sequence[str]) -> str:
-    name = cells[0] if len(cells[0]) <= 21 else cells[0][:18] + "..."
-    return f"{name:<22}" + "".join(f"{cell:>10}" for cell in cells[1:-1]) + f"{cells[-1]:>6}"

@@ -32,18 +32,10 @@ class RemoteDevice:
     id: int
 
 
-@dataclass
-class _LocalBackends:
-    """The devices of a run whose accelerators JAX lists in their own process only; empty for other runs."""
-
-    everywhere: tuple[Device, ...] = ()
-    private: frozenset[Device] = frozenset()
-
-
 @functools.cache
-def _local_backends() -> _LocalBackends:
-    """Those of this process."""
-    return _LocalBackends()
+def _devices_of_run() -> dict[Device, bool]:
+    """The devices that :func:`set_devices` set, and whether each is private; none for runs without private devices."""
+    return {}
 
 
 def devices() -> list[Device]:
@@ -62,7 +54,7 @@ def devices() -> list[Device]:
       >>> jaxche.devices() == jax.devices()
       True
     """
-    return list(_local_backends().everywhere or jax.devices())
+    return list(_devices_of_run() or jax.devices())
 
 
 def local_devices() -> list[Device]:
@@ -72,10 +64,13 @@ def local_devices() -> list[Device]:
 
 def is_private(device: Device) -> bool:
     """Whether JAX lists a device in its own process only, so that no program over it can span processes."""
-    return device in _local_backends().private
+    return _devices_of_run().get(device, False)
 
 
 def set_devices(everywhere: Sequence[Device]) -> None:
     """Set the list of :func:`devices`, equal on all processes; ``jaxche.initialize`` does, for private devices."""
-    private, backends = frozenset(everywhere) - frozenset(jax.devices()), _local_backends()
-    backends.everywhere, backends.private = tuple(everywhere) if private else (), private
+    listed = frozenset(jax.devices())
+    private = {device: device not in listed for device in everywhere}
+    _devices_of_run().clear()
+    if any(private.values()):
+        _devices_of_run().update(private)

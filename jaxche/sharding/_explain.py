@@ -13,12 +13,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxche.averaging import sum_dtype
+from jaxche.drawing import aligned, html_table
 from jaxche.sharding._hlo import Collective, collectives
 from jaxche.sharding._layout import REPLICA, SHARD, Layout, Leaf
 
 _SHOWN_LEAVES = 12
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+_HEAD = ("", "whole", "a device", "share")
+_NAMES = {
+    "params": "parameters",
+    "gradients": "gradients",
+    "opt_state": "optimizer state",
+    "inputs": "batch and model state",
+    "temporaries": "activations, other temporaries",
+    "peak": "in all, as XLA plans it",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,69 +84,56 @@ class Explanation:
         return [*rows, {"what": "peak", "whole": None, "per_device": self.peak}]
 
     def __repr__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join([self._title(), aligned([_HEAD, *self._cells()], left=1), *self._notes()])
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><td>{_NAMES[r['what']]}</td><td align=right>{_show(r['whole'])}</td>"
-            f"<td align=right>{_show(r['per_device'])}</td></tr>"
-            for r in self.rows
-        )
-        notes = "<br>".join(html.escape(line) for line in (*self._sent_lines(), *self._leaf_lines()))
-        head = "<tr><th></th><th>whole</th><th>a device</th></tr>"
-        return f"<b>{html.escape(self._title())}</b><table>{head}{cells}</table>{notes}"
+        notes = "<br>".join(map(html.escape, self._notes()))
+        return f"<b>{html.escape(self._title())}</b>{html_table(_HEAD, self._cells())}{notes}"
 
     def _title(self) -> str:
         axes = " x ".join(f"{name} {size}" for name, size in self.axes.items())
         return f"{self.strategy} on {math.prod(self.axes.values())} devices: {axes}"
 
-    def _lines(self) -> Iterator[str]:
-        yield self._title()
-        yield f"{'':<32}{'whole':>12}{'a device':>12}{'share':>9}"
-        for row in self.rows:
-            share = f"{row['per_device'] / row['whole']:.3f}" if row["whole"] else ""
-            size = _show(row["per_device"])
-            yield f"{_NAMES[row['what']]:<32}{_show(row['whole']):>12}{size:>12}{share:>9}".rstrip()
-        yield from self._sent_lines()
-        yield from self._leaf_lines()
+    def _cells(self) -> list[list[str]]:
+        cells = []
+        for what, whole, size in (row.values() for row in self.rows):
+            share = f"{size / whole:.3f}" if whole else ""
+            cells.append([_NAMES[what], "" if whole is None else show_bytes(whole), show_bytes(size), share])
+        return cells
 
-    def _sent_lines(self) -> Iterator[str]:
-        kinds = {kind: [c for c in self.collectives if c.kind == kind] for kind in {c.kind for c in self.collectives}}
-        by_kind = ", ".join(f"{kind} {show_bytes(sum(c.sent for c in kinds[kind]))}" for kind in sorted(kinds))
+    def _notes(self) -> Iterator[str]:
         yield f"each device sends {show_bytes(self.sent)} a step, in theory {show_bytes(self.theory)}"
+        by_kind = dict.fromkeys((c.kind for c in self.collectives), 0.0)
+        for collective in self.collectives:
+            by_kind[collective.kind] += collective.sent
         if by_kind:
-            yield f"  {by_kind}"
-
-    def _leaf_lines(self) -> Iterator[str]:
+            yield "  " + ", ".join(f"{kind} {show_bytes(sent)}" for kind, sent in sorted(by_kind.items()))
         kept = self.replicated
         if kept:
             size = show_bytes(nbytes([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]))
             yield f"{len(kept)} of {len(self.leaves)} parameters stay whole on every device, {size}:"
         for leaf in kept[:_SHOWN_LEAVES]:
-            yield _cut(f"  {'/'.join(leaf.path)}: {leaf.why}")
+            line = f"  {'/'.join(leaf.path)}: {leaf.why}"
+            yield line if len(line) <= 100 else f"{line[:97]}..."
         if len(kept) > _SHOWN_LEAVES:
             yield f"  and {len(kept) - _SHOWN_LEAVES} more"
 
 
-def explain(
-    layout: Layout, compiled: Any, state: Any, inputs: tuple[Any, Any], accumulate: int, compute_dtype: Any
-) -> Explanation:
-    """The cost of a compiled step, from the shapes of its state and of its inputs: batch and model state."""
+def explain(layout: Layout, compiled: Any, state: Any, batch: Any, accumulate: int, compute_dtype: Any) -> Explanation:
+    """The cost of a compiled step, from the shapes of its state and batch."""
     memory = compiled.memory_analysis()
-    batch, model_state = inputs
-    whole_on_each = jax.tree.map(lambda _: layout.replicated, model_state)
-    shardings = (jax.tree.map(lambda _: layout.batch, batch), whole_on_each)
     whole = {
         "params": nbytes(state.params),
         "gradients": nbytes(layout.shapes),
         "opt_state": nbytes(state.opt_state),
-        "inputs": nbytes(inputs),
+        "inputs": nbytes((batch, state.model_state)),
     }
     per_device = {
         "params": nbytes_per_device(state.params),
         "gradients": nbytes_per_device(layout.shapes, layout.grads),
         "opt_state": nbytes_per_device(state.opt_state),
-        "inputs": nbytes_per_device(inputs, shardings),
+        # Each device has an equal part of the batch, and the whole model state.
+        "inputs": nbytes(batch) // layout.devices + nbytes(state.model_state),
     }
     # XLA frees some gradients before it allocates others, so the temporaries may be less than all gradients.
     per_device["temporaries"] = max(memory.temp_size_in_bytes - per_device["gradients"], 0)
@@ -213,21 +210,3 @@ def show_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-_NAMES = {
-    "params": "parameters",
-    "gradients": "gradients",
-    "opt_state": "optimizer state",
-    "inputs": "batch and model state",
-    "temporaries": "activations, other temporaries",
-    "peak": "in all, as XLA plans it",
-}
-
-
-def _show(size: int | None) -> str:
-    return "" if size is None else show_bytes(size)
-
-
-def _cut(line: str, most: int = 100) -> str:
-    return line if len(line) <= most else line[: most - 3] + "..."

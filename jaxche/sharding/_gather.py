@@ -51,9 +51,10 @@ def all_gather(layout: Layout, tree: Any) -> Any:
 
     def of_bucket(leaves: list[Leaf], slices: list[Any]) -> list[Any]:
         rows = lax.all_gather(jnp.concatenate([x.ravel() for x in slices]), SHARD)
-        parts = jnp.split(rows, _offsets(slices), axis=1)
+        parts = jnp.split(rows, _offsets([x.size for x in slices]), axis=1)
         return [
-            _join(leaf, x.reshape(count, *_slice_shape(leaf, count))) for leaf, x in zip(leaves, parts, strict=True)
+            jnp.moveaxis(part.reshape(count, *x.shape), 0, _axis(leaf)).reshape(leaf.shape)
+            for leaf, x, part in zip(leaves, slices, parts, strict=True)
         ]
 
     def of_leaf(leaf: Leaf, x: Any) -> Any:
@@ -68,14 +69,15 @@ def reduce_scatter(layout: Layout, tree: Any) -> Any:
     count = layout.mesh.shape[SHARD]
     wholes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, DeferredTranspose))
     leaves = [
-        leaf if leaf.axis is None else leaf._replace(axis=x.axis(leaf.axis), shape=x.array.shape)
+        leaf if leaf.axis is None else leaf._replace(axis=x.axis(leaf.axis))
         for leaf, x in zip(layout.leaves, wholes, strict=True)
     ]
 
     def of_bucket(leaves: list[Leaf], arrays: list[Any]) -> list[Any]:
-        rows = [_cut(leaf, x, count).reshape(count, -1) for leaf, x in zip(leaves, arrays, strict=True)]
-        parts = jnp.split(lax.psum_scatter(jnp.concatenate(rows, axis=1), SHARD), _offsets([r[0] for r in rows]))
-        return [x.reshape(_slice_shape(leaf, count)) for leaf, x in zip(leaves, parts, strict=True)]
+        pieces = [_cut(leaf, x, count) for leaf, x in zip(leaves, arrays, strict=True)]
+        rows = jnp.concatenate([x.reshape(count, -1) for x in pieces], axis=1)
+        parts = jnp.split(lax.psum_scatter(rows, SHARD), _offsets([x.size // count for x in pieces]))
+        return [part.reshape(x.shape[1:]) for part, x in zip(parts, pieces, strict=True)]
 
     def of_leaf(leaf: Leaf, x: Any) -> Any:
         return lax.psum_scatter(x, SHARD, scatter_dimension=_axis(leaf), tiled=True)
@@ -185,12 +187,8 @@ def _buckets(leaves: Sequence[Leaf], values: list[Any], parts: int) -> list[list
     return buckets
 
 
-def _offsets(arrays: list[Any]) -> list[int]:
-    return list(itertools.accumulate(x.size for x in arrays[:-1]))
-
-
-def _slice_shape(leaf: Leaf, count: int) -> tuple[int, ...]:
-    return tuple(n // count if i == leaf.axis else n for i, n in enumerate(leaf.shape))
+def _offsets(sizes: list[int]) -> list[int]:
+    return list(itertools.accumulate(sizes[:-1]))
 
 
 def _cut(leaf: Leaf, x: Any, count: int) -> Any:
@@ -198,11 +196,6 @@ def _cut(leaf: Leaf, x: Any, count: int) -> Any:
     axis = _axis(leaf)
     parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
     return jnp.moveaxis(parts, axis, 0)
-
-
-def _join(leaf: Leaf, x: Any) -> Any:
-    """The whole leaf of ``[devices, *slice]``."""
-    return jnp.moveaxis(x, 0, _axis(leaf)).reshape(leaf.shape)
 
 
 def _axis(leaf: Leaf) -> int:

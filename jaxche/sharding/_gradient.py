@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import Weighted, from_moments, is_float, sum_dtype, to_moments
+from jaxche.sharding._checks import batch_size
 from jaxche.sharding._gather import DeferredTranspose, all_gather, deferred_gradients, gather_twice, reduce_scatter
-from jaxche.sharding._layout import REPLICA, Layout
-from jaxche.sharding._loss import batch_size
+from jaxche.sharding._layout import Layout
 
 
 def value_and_grad(
@@ -63,19 +63,26 @@ def value_and_grad(
     def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         split = batch_size(batch) % (layout.devices * accumulate) == 0
         micro, rows = accumulate if split else 1, P(layout.axes) if split else P()
+        local = _accumulated(_local(call, layout, compute_dtype), micro, layout.gathers)
+
+        def over_devices(value: Any) -> Any:
+            """A loss or metric of the whole batch, from its sum over the micro-batches of each device."""
+            if not _is_weighted(value):
+                return lax.pmean(value / micro, layout.axes)
+            # Unless the batch is split, each device has the whole of it.
+            return jax.tree.map(lambda x: (lax.psum if split else lax.pmean)(x, layout.axes), value)
 
         def part(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
             if split:
                 rng = jax.random.fold_in(rng, lax.axis_index(layout.axes))
-            local = _local(call, layout, compute_dtype)
-            sums, end = _accumulate(local, params, model_state, batch, rng, micro, layout.gathers)
-            grads, values = sums
-            model_state, *outputs = end
-            for leaf in jax.tree.leaves(outputs):
-                _check_output(leaf, batch_size(batch), split)
-            loss, metrics = jax.tree.map(partial(_over_devices, layout, micro, split), values, is_leaf=_is_weighted)
-            # Of a weighted loss, these are gradients of its total.
-            parts = layout.devices * micro if not _is_weighted(loss) else lax.psum(values[0].weight, layout.axes)
+            (grads, loss, metrics), (model_state, *outputs) = local(params, model_state, batch, rng)
+            if split:
+                _check_outputs(outputs, batch_size(batch))
+            parts = layout.devices * micro
+            if _is_weighted(loss):  # the gradients are those of its total
+                weight = lax.psum(loss.weight, layout.axes)
+                parts = jnp.where(weight != 0, weight, 1)  # without any weight, the sums are 0
+            loss, metrics = jax.tree.map(over_devices, (loss, metrics), is_leaf=_is_weighted)
             return (loss, (metrics, _pool(layout, model_state))), _reduce(layout, grads, parts), outputs
 
         # check_vma=False: the zeros of a scan in a loss function do not vary over the mesh.
@@ -129,106 +136,91 @@ def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: 
     slices = lax.with_sharding_constraint(optax.apply_updates(slices, updates), layout.grads)
     opt_state = lax.with_sharding_constraint(opt_state, layout.opt_state(tx))
     if layout.strategy.shards_state and not layout.strategy.shards_params:
-        slices = _whole(layout, slices)
+        # Gathered over shard alone; XLA's partitioner would also gather across nodes.
+        slices = jax.shard_map(
+            partial(all_gather, layout),
+            mesh=layout.mesh,
+            in_specs=(layout.grads_specs,),
+            out_specs=layout.params_specs,
+            check_vma=False,
+        )(slices)
     return lax.with_sharding_constraint(slices, layout.params), opt_state
 
 
 def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Callable[..., Any]:
-    """Value and gradient of this device's rows; gradients of sliced leaves are reduce-scattered, and deferred."""
+    """``(params, model_state, batch, rng) -> (grads, loss, metrics), (model_state, *outputs)`` of this device's rows.
+
+    Gradients of sliced leaves are reduce-scattered. All are :class:`DeferredTranspose`.
+    """
     gathers, scatters = layout.gathers, layout.strategy.shards_state
 
     def whole(params: Any) -> Any:
         # Cast before the gather, which halves the bytes sent.
-        cast = jax.tree.map(lambda x: _cast(x, compute_dtype), params)
+        cast = _cast(params, compute_dtype)
         return all_gather(layout, cast) if gathers else cast
 
     def local(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        batch = jax.tree.map(lambda x: _cast(x, compute_dtype), batch)
+        batch = _cast(batch, compute_dtype)
+
+        def objective(params: Any) -> Any:
+            loss, aux = call(params, model_state, batch, rng)
+            # The gradient of a weighted loss is divided by the weight of the whole batch, after all sums.
+            return (loss.total, (loss.weight, aux)) if _is_weighted(loss) else (loss, (None, aux))
 
         def forward(params: Any) -> Any:
-            return jax.vjp(lambda params: _with_total(*call(params, model_state, batch, rng)), params, has_aux=True)
+            return jax.vjp(objective, params, has_aux=True)
 
         if gathers:
             total, pullback, (weight, aux) = gather_twice(forward, whole, params)
         else:
             total, pullback, (weight, aux) = forward(whole(params))
         loss = total if weight is None else Weighted(total, weight)
+        metrics, *after = aux
         grads = deferred_gradients(pullback, jnp.ones_like(total))
         # Sums are in float32 at least, whatever the dtype of the computation.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
-        return (loss, aux), reduce_scatter(layout, grads) if scatters else grads
+        return (reduce_scatter(layout, grads) if scatters else grads, loss, metrics), tuple(after)
 
     return local
 
 
-def _check_output(leaf: Any, rows: int, split: bool) -> None:
-    """Refuse an output that cannot be joined over the devices which share a batch."""
-    if split and leaf.shape[:1] != (rows,):
-        raise ValueError(
-            f"an output has the shape {leaf.shape}, but the rows of a batch are divided among the devices of a sharded "
-            f"replica, {rows} each here; return outputs with a leading axis of the rows"
-        )
-
-
-def _with_total(loss: Any, aux: Any) -> Any:
-    """The number to differentiate, and the rest: the gradient of a weighted loss is divided by the whole weight."""
-    return (loss.total, (loss.weight, aux)) if _is_weighted(loss) else (loss, (None, aux))
-
-
-def _is_weighted(value: Any) -> bool:
-    return isinstance(value, Weighted)
-
-
-def _over_devices(layout: Layout, micro: int, split: bool, value: Any) -> Any:
-    """A loss or metric of the whole batch, from its sum over the micro-batches of each device."""
-    if not _is_weighted(value):
-        return lax.pmean(value / micro, layout.axes)
-    # Unless the batch is split, each device has the whole of it.
-    return jax.tree.map(lambda x: (lax.psum if split else lax.pmean)(x, layout.axes), value)
-
-
-def _accumulate(
-    local: Any, params: Any, model_state: Any, batch: Any, rng: Any, micro: int, gathers: bool
-) -> tuple[Any, list[Any]]:
-    """Sums over this device's micro-batches of (grads, (loss, metrics)), and the model state after the last, in a list.
-
-    With outputs, which only a batch without micro-batches may have, they are the second of the list.
-    """
+def _accumulated(local: Callable[..., Any], micro: int, gathers: bool) -> Callable[..., Any]:
+    """``local`` on micro-batches, one after the other: sums of gradients, losses and metrics; the last model state."""
     if micro == 1:
-        (loss, (metrics, *end)), grads = local(params, model_state, batch, rng)
-        return (grads, (loss, metrics)), end
-    parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
+        return local
 
-    def one(carry: Any, turn: Any) -> Any:
-        (sums, before), slices = carry, params
-        if gathers:
-            # Without the barrier the compiler gathers once, before the loop, and keeps whole parameters through it.
-            # XLA of jax 0.12 cannot compile it for the CPU in a small loop without collectives.
-            slices, sums = lax.optimization_barrier((params, sums))
-        part, index = turn
-        (loss, (metrics, after)), grads = local(slices, before, part, jax.random.fold_in(rng, index))
-        # The dtypes of a scan's carry must not change.
-        after = jax.tree.map(lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), after, before)
-        return (jax.tree.map(jnp.add, sums, (grads, (loss, metrics))), after), None
+    def accumulated(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
+        def one(carry: Any, turn: Any) -> Any:
+            (sums, before), slices = carry, params
+            if gathers:
+                # Without the barrier the compiler gathers once, before the loop, and keeps whole parameters through it.
+                # XLA of jax 0.12 cannot compile it for the CPU in a small loop without collectives.
+                slices, sums = lax.optimization_barrier((params, sums))
+            part, index = turn
+            terms, (after,) = local(slices, before, part, jax.random.fold_in(rng, index))
+            # The dtypes of a scan's carry must not change.
+            after = jax.tree.map(lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), after, before)
+            return (jax.tree.map(jnp.add, sums, terms), after), None
 
-    first = jax.tree.map(lambda x: x[0], parts)
-    (loss, (metrics, _)), grads = jax.eval_shape(local, params, model_state, first, rng)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, (loss, metrics)))
-    sums, after = lax.scan(one, (zeros, model_state), (parts, jnp.arange(micro)))[0]
-    return sums, [after]
+        parts = jax.tree.map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
+        first = jax.tree.map(lambda x: x[0], parts)
+        terms, _ = jax.eval_shape(local, params, model_state, first, rng)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), terms)
+        (sums, after), _ = lax.scan(one, (zeros, model_state), (parts, jnp.arange(micro)))
+        return sums, (after,)
+
+    return accumulated
 
 
 def _reduce(layout: Layout, grads: Any, parts: Any) -> Any:
-    """Sums over all devices divided by ``parts``, after the sums over the axes that are not summed yet."""
+    """Sums over all devices divided by ``parts``, and transposed as they must be."""
     leaves, treedef = jax.tree.flatten(grads)
-    cut = [leaf.axis is not None for leaf in layout.leaves]
-    for axes, chosen in ((layout.axes, False), ((REPLICA,), True)):
-        where = [i for i, is_cut in enumerate(cut) if is_cut == chosen]
-        if where and set(axes) <= set(layout.axes):
-            for i, total in zip(where, lax.psum([leaves[i] for i in where], axes), strict=True):
+    # Slices are summed over shard, the last axis, already.
+    for cut, axes in ((False, layout.axes), (True, layout.axes[:-1])):
+        chosen = [i for i, leaf in enumerate(layout.leaves) if (leaf.axis is not None) == cut]
+        if chosen and axes:
+            for i, total in zip(chosen, lax.psum([leaves[i] for i in chosen], axes), strict=True):
                 leaves[i] = total
-    if not isinstance(parts, int):
-        parts = jnp.where(parts != 0, parts, 1)  # without any weight, the sums are 0
     means = [(g / parts).astype(leaf.dtype) for g, leaf in zip(leaves, layout.leaves, strict=True)]
     deferred = jax.tree.unflatten(treedef, means)
     return jax.tree.map(lambda x: x.transposed(), deferred, is_leaf=lambda x: isinstance(x, DeferredTranspose))
@@ -245,13 +237,19 @@ def _pool(layout: Layout, state: Any) -> Any:
     return jax.tree.map(lambda new, old: new.astype(old.dtype) if is_float(old) else new, pooled, state)
 
 
-def _cast(x: Any, dtype: Any) -> Any:
-    return x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype)
+def _check_outputs(outputs: Any, rows: int) -> None:
+    """Refuse outputs that cannot be joined over the devices which share a batch."""
+    for leaf in jax.tree.leaves(outputs):
+        if leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"an output has the shape {leaf.shape}, but the rows of a batch are divided among the devices of a "
+                f"sharded replica, {rows} each here; return outputs with a leading axis of the rows"
+            )
 
 
-def _whole(layout: Layout, slices: Any) -> Any:
-    """Whole parameters from slices, gathered over ``shard`` alone; XLA's partitioner would also gather across nodes."""
-    specs = layout.grads_specs, layout.params_specs
-    return jax.shard_map(
-        lambda tree: all_gather(layout, tree), mesh=layout.mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False
-    )(slices)
+def _is_weighted(value: Any) -> bool:
+    return isinstance(value, Weighted)
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda x: x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype), tree)

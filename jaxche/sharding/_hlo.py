@@ -15,7 +15,7 @@ _COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(_KINDS)})(-start)?\(")
 _CALLED = re.compile(r"\b(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{[\d,{}]*\}\}|\{\})")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}")
@@ -90,8 +90,8 @@ def _in_computation(name: str, bodies: dict[str, list[str]], times: int, devices
 
 def _nbytes(result: str, started: bool, kind: str) -> int:
     arrays = [
-        math.prod(map(int, dims.split(","))) * (int(bits) if bits else 8) // 8 if dims else (int(bits or 8)) // 8
-        for _, bits, dims in _ARRAY.findall(result)
+        math.prod(int(n) for n in dims.split(",") if n) * int(bits or 8) // 8  # a pred has one byte
+        for bits, dims in _ARRAY.findall(result)
     ]
     if started and kind == "collective-permute":
         arrays = arrays[:2]  # two counters follow

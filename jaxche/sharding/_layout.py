@@ -171,8 +171,16 @@ class Layout:
     def mirrored(self, tree: Any) -> Any:
         """A ``PartitionSpec`` for each leaf of any tree: that of the gradient it mirrors, as for :meth:`opt_state`."""
         by_path = {leaf.path: leaf for leaf in self.leaves}
-        paths, treedef = jax.tree.flatten_with_path(tree)
-        return treedef.unflatten([self._mirrored(by_path, path_names(path), leaf.shape) for path, leaf in paths])
+
+        def spec(path: Any, x: Any) -> P:
+            names = path_names(path)
+            # The longest ending wins: {"w": ..., "a": {"w": ...}} has two parameters whose paths end in w.
+            found = next((by_path[names[i:]] for i in range(len(names) + 1) if names[i:] in by_path), None)
+            if found is None or found.axis is None or x.shape[-len(found.shape) :] != found.shape:
+                return P()
+            return _spec(found.axis + len(x.shape) - len(found.shape))
+
+        return jax.tree.map_with_path(spec, tree)
 
     def splits(self, rows: int) -> bool:
         """Whether the number of devices divides ``rows``."""
@@ -199,13 +207,6 @@ class Layout:
 
     def _on_mesh(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
-
-    def _mirrored(self, by_path: dict[tuple[str, ...], Leaf], path: tuple[str, ...], shape: tuple[int, ...]) -> P:
-        # The longest ending wins: {"w": ..., "a": {"w": ...}} has two parameters whose paths end in w.
-        found = next((by_path[path[i:]] for i in range(len(path) + 1) if path[i:] in by_path), None)
-        if found is None or found.axis is None or shape[-len(found.shape) :] != found.shape:
-            return P()
-        return _spec(found.axis + len(shape) - len(found.shape))
 
 
 def _spec(axis: int | None) -> P:

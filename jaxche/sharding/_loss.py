@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxche.averaging import Weighted
-from jaxche.drawing import brief
-from jaxche.sharding._loss_errors import taught
-from jaxche.sharding._models import flax_kind
+from jaxche.drawing import brief, without_library
+from jaxche.sharding._checks import flax_kind
 
 # The names of a random key.
 RNG_NAMES = ("rng", "key")
+
+# The attributes of a TrainState.
+_TRAIN_STATE = ("params", "apply_fn", "apply_gradients", "opt_state", "tx", "step", "batch_stats")
 
 # call(params, model_state, batch, rng) -> (loss, (metrics, model_state)); the loss and the metrics are float32 scalars,
 # or Weighted of two of them. With outputs, -> (loss, (metrics, model_state, outputs)).
@@ -60,17 +62,28 @@ def as_loss(loss_fn: Callable[..., Any], outputs: bool = False) -> Loss:
             f"loss_fn={brief(loss_fn)} is not a function; write def loss_fn(params, batch): ... return loss"
         )
     wanted = wanted_names(loss_fn, "params, batch", (*RNG_NAMES, "model_state"))
-    wants_state = "model_state" in wanted
 
     def call(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, tuple[Any, ...]]:
         named = {name: model_state if name == "model_state" else rng for name in wanted}
         try:
             result = loss_fn(params, batch, **named)
         except Exception as error:
-            if better := taught(error, params, batch):
-                raise better from None
+            if message := _known_mistake(error, params):
+                raise ValueError(message).with_traceback(without_library(error.__traceback__)) from None
+            if isinstance(error, KeyError) and isinstance(batch, Mapping):
+                keys = f"; params has {brief(list(params))}" if isinstance(params, Mapping) else ""
+                error.add_note(f"the batch has {brief(list(batch))}{keys}")
             raise
-        return _normalise(result, wants_state, model_state, outputs)
+        loss, aux = loss_and_aux(result)
+        if "model_state" in wanted:
+            if not isinstance(aux, tuple) or isinstance(aux, Weighted) or len(aux) != 2:
+                raise ValueError(
+                    "loss_fn takes model_state=, so it must return (loss, (metrics, new_model_state)); "
+                    "with no metrics write: return loss, ({}, new_model_state)"
+                )
+            aux, model_state = aux
+        metrics, arrays = _metrics_and_outputs(aux, outputs)
+        return _loss_value(loss), (metrics, model_state, *((arrays,) if outputs else ()))
 
     return call
 
@@ -109,17 +122,13 @@ def loss_and_aux(result: Any) -> tuple[Any, Any]:
     return result
 
 
-def _normalise(result: Any, wants_state: bool, model_state: Any, keeps: bool) -> tuple[Any, tuple[Any, ...]]:
-    loss, aux = loss_and_aux(result)
-    if wants_state:
-        if not isinstance(aux, tuple) or isinstance(aux, Weighted) or len(aux) != 2:
-            raise ValueError(
-                "loss_fn takes model_state=, so it must return (loss, (metrics, new_model_state)); "
-                "with no metrics write: return loss, ({}, new_model_state)"
-            )
-        aux, model_state = aux
-    metrics, outputs = _metrics_and_outputs(aux, keeps)
-    return _loss_value(loss), (metrics, model_state, *((outputs,) if keeps else ()))
+def mean_of(value: Any) -> Any:
+    """The mean that a loss or metric stands for; of a :class:`~jaxche.Weighted` without any weight it is 0."""
+    if not isinstance(value, Weighted):
+        return value
+    some = value.weight != 0
+    # Not 0 / 0 in either branch, whose gradient would be NaN.
+    return jnp.where(some, value.total / jnp.where(some, value.weight, 1), 0)
 
 
 def _metrics_and_outputs(aux: Any, keeps: bool) -> tuple[dict[str, Any], Any]:
@@ -192,81 +201,55 @@ def _loss_value(loss: Any) -> Any:
             f"loss_fn returned a loss of shape {total.shape} and dtype {total.dtype}; "
             "it must be one float, the mean over the batch: return loss.mean()"
         )
-    total = total.astype(jnp.float32)
-    return Weighted(total, _weight("the loss", loss.weight)) if isinstance(loss, Weighted) else total
+    return _as_float32("the loss", loss)
 
 
 def _metric(name: str, value: Any) -> Any:
     total = value.total if isinstance(value, Weighted) else value
     if not _is_scalar(total) or isinstance(total, Weighted):
         raise ValueError(_no_metric(name, total))
-    total = jnp.asarray(total, jnp.float32)
-    return Weighted(total, _weight(f"metric {name!r}", value.weight)) if isinstance(value, Weighted) else total
+    return _as_float32(f"metric {name!r}", value)
 
 
-def _weight(what: str, weight: Any) -> jax.Array:
-    if jnp.shape(weight) != ():
-        raise ValueError(
-            f"the weight of {what} has shape {jnp.shape(weight)}; it is one number, the sum of the weights in the "
-            "batch: write jaxche.Weighted((nll * mask).sum(), mask.sum())"
-        )
-    return lax.stop_gradient(jnp.asarray(weight, jnp.float32))
-
-
-def mean_of(value: Any) -> Any:
-    """The mean that a loss or metric stands for; of a :class:`~jaxche.Weighted` without any weight it is 0."""
+def _as_float32(what: str, value: Any) -> Any:
     if not isinstance(value, Weighted):
-        return value
-    some = value.weight != 0
-    # Not 0 / 0 in either branch, whose gradient would be NaN.
-    return jnp.where(some, value.total / jnp.where(some, value.weight, 1), 0)
-
-
-def batch_size(batch: Any) -> int:
-    """Examples in a batch, the common leading axis of its leaves; ValueError for a batch without one."""
-    sizes = {}
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        name = jax.tree_util.keystr(path) or "batch"
-        if not is_numeric(leaf):
-            raise ValueError(_no_numbers(name, leaf))
-        shape = jnp.shape(leaf)
-        if not shape:
-            raise ValueError(f"{name} is a scalar; every array of a batch needs a leading batch axis, e.g. x[None]")
-        sizes[name] = shape[0]
-    if not sizes:
-        raise ValueError("a batch without arrays; return a pytree of arrays with a leading batch axis")
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"the leading axes of a batch differ ({listed}); every array must hold the same examples")
-    size = next(iter(sizes.values()))
-    if size == 0:
-        raise ValueError("a batch with no examples (leading axis 0); leave empty batches out of the data")
-    return size
-
-
-def is_numeric(leaf: Any) -> bool:
-    """Whether JAX takes this leaf of a batch as an array."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
-        return True
-    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names:
-        return False
-    try:
-        return bool(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    except TypeError:
-        return False
-
-
-# Kinds of NumPy's dtypes: text, objects, and times.
-_NO_NUMBERS = tuple("USOTMm")
-
-
-def _no_numbers(name: str, leaf: Any) -> str:
-    if isinstance(leaf, str | bytes) or getattr(getattr(leaf, "dtype", None), "kind", "") in _NO_NUMBERS:
-        return (
-            f"{name} of a batch is {brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. "
-            "np.int32, or leave it out of the batch"
+        return jnp.asarray(value, jnp.float32)
+    if jnp.shape(value.weight) != ():
+        raise ValueError(
+            f"the weight of {what} has shape {jnp.shape(value.weight)}; it is one number, the sum of the weights in "
+            "the batch: write jaxche.Weighted((nll * mask).sum(), mask.sum())"
         )
-    return (
-        f"{name} of a batch is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; "
-        "write np.asarray(x) for it, for each batch of the data"
-    )
+    # The gradient of a weighted loss is that of its total.
+    weight = lax.stop_gradient(jnp.asarray(value.weight, jnp.float32))
+    return Weighted(jnp.asarray(value.total, jnp.float32), weight)
+
+
+def _known_mistake(error: Exception, params: Any) -> str | None:
+    """What to write instead, for a known mistake of a loss function."""
+    if isinstance(error, AttributeError) and error.obj is params and error.name in _TRAIN_STATE:
+        return (
+            f"loss_fn reads .{error.name} of its first argument, which is the tree of parameters, not a TrainState; "
+            'write def loss_fn(params, batch), with state.apply_fn({"params": params}, ...) in it, then '
+            "trainer = jaxche.Trainer(loss_fn, state.tx) and trainer.init(state.params, opt_state=state.opt_state)"
+        )
+    if isinstance(error, NameError) and (found := re.search(r"unbound axis name: (\w+)", str(error))):
+        axis = found[1]
+        return (
+            f"loss_fn uses the axis {axis!r} of a pmap, and here it gets the batch of one replica; the trainer "
+            f"averages over replicas. Leave axis_name={axis!r} out, e.g. nn.BatchNorm(use_running_average=False), "
+            f"whose statistics are merged with the parameters, and leave out jax.lax.pmean(..., {axis!r})"
+        )
+    if type(error).__name__ == "TraceContextError":
+        what = re.search(r"[Cc]annot (?:mutate|\w+) '?(\w+)'? from", str(error))
+        return (
+            f"loss_fn changes {what[1] if what else 'an nnx object'} of an nnx object that it does not get as an "
+            "argument. For random numbers write def loss_fn(model, batch, rngs); for metrics, instead of updating an "
+            'nnx.MultiMetric, write return loss, {"accuracy": accuracy}, which the history averages'
+        )
+    if isinstance(error, jax.errors.JAXTypeError):
+        return (
+            "loss_fn needs the number of an array that is traced, as float(x), x.item(), np.asarray(x) and `if x` do; "
+            'return the array itself, return loss, {"loss": loss}, and write jnp.where(x, a, b) for a condition. '
+            f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        )
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -12,18 +13,19 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.averaging import is_float
+from jaxche.sharding._checks import batch_size as rows_of
 from jaxche.sharding._compare import Comparison, compare_strategies
-from jaxche.sharding._loss import batch_size as rows_of
 from jaxche.sharding._strategy import Device, ShardingStrategy
 
 _FORMS = (
     "write a function that returns parameters, e.g. return model.init(key, x)['params']; an nnx model; a model and "
     "example inputs: return model, x; or a whole step: return loss_fn, tx, params, batch"
 )
+_MODEL_NOTE = "loss: the mean square of the outputs; with Adam"
 
 
 class _Step(NamedTuple):
-    """A step to plan: shapes in place of arrays."""
+    """A step to plan."""
 
     loss_fn: Callable[..., Any]
     tx: Any
@@ -98,7 +100,7 @@ def plan(
         accumulate=accumulate,
         compute_dtype=compute_dtype,
     )
-    return Comparison(costs.explanations, costs.memory, costs.batch_size, step.note)
+    return dataclasses.replace(costs, note=step.note)
 
 
 def _traced(make: Callable[[], Any]) -> _Step:
@@ -106,15 +108,14 @@ def _traced(make: Callable[[], Any]) -> _Step:
     if not callable(make):
         raise ValueError(f"make={type(make).__name__} is not a function; write plan(make), with def make(): ...")
     _check_signature(make)
-    parts: list[Callable[..., _Step]] = []
+    steps: list[_Step] = []
 
     def trace() -> Any:
-        assemble, arrays = _taken_apart(make())
-        parts.append(assemble)
-        return arrays
+        steps.append(_step_of(make()))
+        return steps[0].params, steps[0].batch, steps[0].model_state
 
-    arrays = jax.eval_shape(trace)
-    return parts[0](*arrays)
+    params, batch, model_state = jax.eval_shape(trace)
+    return steps[0]._replace(params=params, batch=batch, model_state=model_state)
 
 
 def _check_signature(make: Callable[[], Any]) -> None:
@@ -131,8 +132,7 @@ def _check_signature(make: Callable[[], Any]) -> None:
         )
 
 
-def _taken_apart(made: Any) -> tuple[Callable[..., _Step], tuple[Any, ...]]:
-    """What is static about a step, as a function of shapes, and the arrays whose shapes it needs."""
+def _step_of(made: Any) -> _Step:
     from flax import linen, nnx
 
     first, *rest = made if isinstance(made, tuple) and made else (made,)
@@ -141,17 +141,16 @@ def _taken_apart(made: Any) -> tuple[Callable[..., _Step], tuple[Any, ...]]:
             raise ValueError("a linen model has no parameters without inputs; write: return model, x")
         return _linen_step(first, rest)
     if isinstance(first, nnx.Module):
-        return _nnx_step(first, rest)
+        return _nnx_step(first, rest) if rest else _parameters_step(nnx.to_pure_dict(nnx.state(first, nnx.Param)))
     if callable(first):
         if len(rest) not in (3, 4):
             raise ValueError(f"a step of {len(rest) + 1} parts; write: return loss_fn, tx, params, batch")
-        loss_fn, tx = first, rest[0]
-        note = "the step is the given one"
-        return lambda params, batch, state=None: _Step(loss_fn, tx, params, batch, state, note), tuple(rest[1:])
+        tx, params, batch, *model_state = rest
+        return _Step(first, tx, params, batch, model_state[0] if model_state else None, "the step is the given one")
     leaves = jax.tree.leaves(made)
     if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
         raise ValueError(f"the function returned {_described(made)}, and a plan needs a model; {_FORMS}")
-    return _parameters_step, (made,)
+    return _parameters_step(made)
 
 
 def _parameters_step(params: Any) -> _Step:
@@ -162,62 +161,49 @@ def _parameters_step(params: Any) -> _Step:
         return sum(squares) + 0.0 * jnp.mean(batch)
 
     note = "without activations, as there are no inputs; with Adam"
-    return _Step(loss_fn, optax.adam(1e-3), params, jax.ShapeDtypeStruct((1,), jnp.float32), None, note)
+    return _Step(loss_fn, optax.adam(1e-3), params, jnp.zeros(1), None, note)
 
 
-def _linen_step(model: Any, inputs: Sequence[Any]) -> tuple[Callable[..., _Step], tuple[Any, ...]]:
-    arrays, merged = _arrays_of(inputs)
+def _linen_step(model: Any, inputs: Sequence[Any]) -> _Step:
+    arrays, with_arrays = _arrays_of(inputs)
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))
     variables = dict(model.init(keys, *inputs))
-    params = variables.pop("params", {})
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
         output, state = model.apply(
-            {"params": params, **model_state}, *merged(batch), rngs={"dropout": rng}, mutable=list(model_state)
+            {"params": params, **model_state}, *with_arrays(batch), rngs={"dropout": rng}, mutable=list(model_state)
         )
         return _mean_square(output), ({}, state)
 
-    return lambda params, state, batch: _model_step(loss_fn, params, batch, state), (params, variables, arrays)
+    return _Step(loss_fn, optax.adam(1e-3), variables.pop("params", {}), arrays, variables, _MODEL_NOTE)
 
 
-def _nnx_step(model: Any, inputs: Sequence[Any]) -> tuple[Callable[..., _Step], tuple[Any, ...]]:
+def _nnx_step(model: Any, inputs: Sequence[Any]) -> _Step:
     from flax import nnx
 
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    if not inputs:
-        return _parameters_step, (nnx.to_pure_dict(params),)
-    arrays, merged = _arrays_of(inputs)
+    arrays, with_arrays = _arrays_of(inputs)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
 
-    def assemble(params: Any, rest: Any, batch: Any) -> _Step:
-        def loss_fn(weights: Any, batch: Any, model_state: Any) -> Any:
-            own, other = jax.tree.map(lambda x: x, (params, rest))
-            nnx.replace_by_pure_dict(own, weights)
-            nnx.replace_by_pure_dict(other, model_state)
-            called = nnx.merge(graph, own, other)
-            loss = _mean_square(called(*merged(batch)))
-            _, _, after = nnx.split(called, nnx.Param, ...)
-            return loss, ({}, nnx.to_pure_dict(after))
+    def loss_fn(params: Any, batch: Any, model_state: Any) -> Any:
+        model = nnx.merge(graph, params, model_state)
+        loss = _mean_square(model(*with_arrays(batch)))
+        _, _, others = nnx.split(model, nnx.Param, ...)
+        return loss, ({}, nnx.to_pure_dict(others))
 
-        return _model_step(loss_fn, nnx.to_pure_dict(params), batch, nnx.to_pure_dict(rest))
-
-    return assemble, (params, rest, arrays)
-
-
-def _model_step(loss_fn: Callable[..., Any], params: Any, batch: Any, state: Any) -> _Step:
-    note = "loss: the mean square of the outputs; with Adam"
-    return _Step(loss_fn, optax.adam(1e-3), params, batch, state, note)
+    params, others = nnx.to_pure_dict(params), nnx.to_pure_dict(others)
+    return _Step(loss_fn, optax.adam(1e-3), params, arrays, others, _MODEL_NOTE)
 
 
 def _arrays_of(inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], list[Any]]]:
     """The inputs that are arrays, and a function that puts others in their place among the inputs that are none."""
     is_array = [all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x)) and x is not None for x in inputs]
-    fixed = [None if array else x for x, array in zip(inputs, is_array, strict=True)]
+    others = [None if array else x for x, array in zip(inputs, is_array, strict=True)]  # no tracers of the arrays
 
-    def merged(arrays: Any) -> list[Any]:
+    def with_arrays(arrays: Any) -> list[Any]:
         given = iter(arrays)
-        return [next(given) if array else x for x, array in zip(fixed, is_array, strict=True)]
+        return [next(given) if array else x for x, array in zip(others, is_array, strict=True)]
 
-    return [x for x, array in zip(inputs, is_array, strict=True) if array], merged
+    return [x for x, array in zip(inputs, is_array, strict=True) if array], with_arrays
 
 
 def _mean_square(output: Any) -> Any:

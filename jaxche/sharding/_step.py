@@ -17,12 +17,12 @@ from jaxche.sharding._checks import (
     check_mesh,
     check_params,
     check_state,
+    is_maker,
 )
 from jaxche.sharding._explain import Explanation, explain
 from jaxche.sharding._gradient import sharded_update, value_and_grad
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._loss import Loss, as_loss, mean_of
-from jaxche.sharding._models import is_maker, shapes_of
 from jaxche.sharding._strategy import ShardingStrategy
 
 
@@ -74,8 +74,8 @@ class ShardedStep:
         Layout(self.strategy, self.mesh, ())  # raises for a mesh of other axes now, not at the first step
         self._loss, self._tx, self._seed = as_loss(loss_fn), tx, seed
         self._accumulate, self._compute_dtype = accumulate, compute_dtype
-        self._programs: dict[Any, _Programs] = {}
-        self._latest: _Programs | None = None
+        self._programs: dict[Any, _Programs] = {}  # by the shapes of the parameters
+        self._checked: tuple[Any, _Programs] | None = None  # the layout of the last state, and its programs
 
     @short_traceback
     def init(self, params: Any, model_state: Any = None) -> ShardedState:
@@ -97,7 +97,7 @@ class ShardedStep:
             return self.lower_init(params, model_state).compile()()
         programs = self._programs_for(params)
         check_mesh(programs.layout, params, "params")
-        if callable(model_state):
+        if is_maker(model_state):
             model_state = jax.jit(model_state)()
         params = jax.device_put(params, programs.layout.params)
         return programs.init(params, jax.device_put(model_state, programs.layout.replicated))
@@ -112,7 +112,7 @@ class ShardedStep:
         Returns:
           A ``jax.stages.Lowered``.
         """
-        make_model_state = model_state if callable(model_state) else lambda: model_state
+        make_model_state = model_state if is_maker(model_state) else lambda: model_state
         return self._programs_for(params).lower_init(params, make_model_state)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> ShardedState:
@@ -178,8 +178,8 @@ class ShardedStep:
           >>> costs = step.explain(jax.ShapeDtypeStruct((64, 16), jnp.float32), jnp.zeros((8, 64)))
           >>> print(costs)
           FullShard() on 4 devices: shard 4
-                                                 whole    a device    share
-          parameters                           4.0 KiB     1.0 KiB    0.250
+                                           whole  a device  share
+          parameters                     4.0 KiB   1.0 KiB  0.250
           ...
           >>> costs.per_device["opt_state"], costs.theory
           (2052, 9216.0)
@@ -188,8 +188,7 @@ class ShardedStep:
         check_batch(programs.layout, batch, self._accumulate)
         state, batch = programs.abstract_state(_shapes(model_state)), _shapes(batch)
         compiled = programs.step.lower(state, batch).compile()
-        inputs = batch, state.model_state
-        return explain(programs.layout, compiled, state, inputs, self._accumulate, self._compute_dtype)
+        return explain(programs.layout, compiled, state, batch, self._accumulate, self._compute_dtype)
 
     @short_traceback
     def __call__(self, state: ShardedState, batch: Any) -> tuple[ShardedState, dict[str, Any]]:
@@ -206,19 +205,18 @@ class ShardedStep:
         Raises:
           ValueError: a batch whose rows the devices do not divide, or a state of another optimizer, mesh or layout.
         """
-        programs = self._latest
-        if programs is None or not programs.is_checked(state):
+        leaves, treedef = jax.tree.flatten(state)
+        laid_out = treedef, [(getattr(x, "shape", None), getattr(x, "sharding", None)) for x in leaves]
+        if self._checked is None or self._checked[0] != laid_out:
             programs = self._programs_for(state.params)
             check_state(programs.layout, state, programs.abstract_state(_shapes(state.model_state)))
-            programs.set_checked(state)
-            self._latest = programs
+            self._checked = laid_out, programs
+        programs = self._checked[1]
         check_batch(programs.layout, batch, self._accumulate)
         return programs.step(state, jax.device_put(batch, programs.layout.batch))
 
     def _programs_for(self, params: Any) -> _Programs:
-        shapes = shapes_of(params, "step.init")
-        check_params(shapes)
-        shapes = _shapes(shapes)
+        shapes = _shapes(check_params(params, "step.init"))
         leaves, treedef = jax.tree.flatten(shapes)
         key = treedef, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._programs:
@@ -303,7 +301,6 @@ class _Programs:
             donate_argnums=0,
             compiler_options=layout.compiler_options,
         )
-        self._checked: tuple[Any, list[Any]] | None = None
 
     def lower_init(self, params: Callable[[], Any], model_state: Callable[[], Any]) -> Any:
         """The lowered program that computes the first state from functions without arguments."""
@@ -319,32 +316,16 @@ class _Programs:
         shardings = self.shardings._replace(model_state=jax.tree.map(lambda _: self.layout.replicated, model_state))
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
-    def set_checked(self, state: ShardedState) -> None:
-        """Store the layout of a state that passed the checks."""
-        leaves, treedef = jax.tree.flatten(state)
-        self._checked = treedef, [(x.shape, x.sharding) for x in leaves]
-
-    def is_checked(self, state: ShardedState) -> bool:
-        """Whether a state has the layout of one that passed the checks; the only check of most steps."""
-        if self._checked is None:
-            return False
-        leaves, treedef = jax.tree.flatten(state)
-        known, pairs = self._checked
-        return treedef == known and all(
-            x.shape == shape and getattr(x, "sharding", None) == sharding
-            for x, (shape, sharding) in zip(leaves, pairs, strict=True)
-        )
-
     def _init(self, params: Any, model_state: Any) -> ShardedState:
         return ShardedState(params, self._tx.init(params), model_state, jnp.zeros((), jnp.int32))
 
     def _step(self, state: ShardedState, batch: Any) -> tuple[ShardedState, dict[str, Any]]:
         rng = jax.random.fold_in(jax.random.key(self._seed), state.index)
-        value, grads = self._value_and_grad(state.params, state.model_state, batch, rng)
-        loss, (metrics, model_state) = value
+        (loss, (metrics, model_state)), grads = self._value_and_grad(state.params, state.model_state, batch, rng)
         means = {name: mean_of(value) for name, value in (metrics | {"loss": loss}).items()}
-        extra = {"value": means["loss"]}
-        params, opt_state = sharded_update(self._tx, self.layout, grads, state.opt_state, state.params, **extra)
+        params, opt_state = sharded_update(
+            self._tx, self.layout, grads, state.opt_state, state.params, value=means["loss"]
+        )
         return ShardedState(params, opt_state, model_state, state.index + 1), means
 
 

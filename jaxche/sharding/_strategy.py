@@ -16,9 +16,8 @@ from jaxche.drawing import COLOURS, text_on
 from jaxche.sharding._layout import REPLICA, SHARD, Layout
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
-_CELL, _ROW, _GAP, _LEFT = 76, 15, 10, 10
-_KEPT = ("params", "grads", "opt")
-_MOST = 8
+# The picture of a strategy: sizes in pixels, and at most eight devices in a row and eight rows.
+_CELL, _ROW, _GAP, _LEFT, _MOST = 76, 15, 10, 10, 8
 _EMPTY = "#e8e8e8"
 
 
@@ -78,8 +77,8 @@ class ShardingStrategy:
         """
         if mesh is None:
             axes = dict(zip(self.axes, self._shape(self._example_devices), strict=True))
-            return strategy_svg(self, axes, [f"device {i}" for i in range(self._example_devices)])
-        return strategy_svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
+            return _svg(self, axes, [f"device {i}" for i in range(self._example_devices)])
+        return _svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
 
     @property
     def _example_devices(self) -> int:
@@ -257,13 +256,12 @@ class HybridShardGradOp(_Hybrid):
     shards_params: ClassVar[bool] = False
 
 
-def strategy_svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:
+def _svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:
     """The devices of a mesh as SVG, a row for each copy of the parameters, with the slices that each device keeps.
 
     ``axes`` has the number of devices along each axis of the mesh; parameters are cut along the last one.
     """
-    state = strategy.shards_state
-    cut = {"params": strategy.shards_params, "grads": state, "opt": state}
+    cut = {"params": strategy.shards_params, "grads": strategy.shards_state, "opt": strategy.shards_state}
     caption = f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}"
     across = list(axes.values())[-1]
     down = math.prod(axes.values()) // across
@@ -286,7 +284,8 @@ def strategy_svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: lis
                 f'<rect x="{x}" y="{y}" width="{_CELL}" height="{height - _GAP}" rx="4" fill="none" stroke="#888"/>'
                 f'<text x="{x + _CELL / 2}" y="{y + 13}" text-anchor="middle">{label}</text>'
             )
-            parts += [_bar(name, cut[name], x + 4, y + 19 + k * _ROW, j, across) for k, name in enumerate(_KEPT)]
+            bars = enumerate(cut.items())
+            parts += [_bar(name, sliced, x + 4, y + 19 + k * _ROW, j, across) for k, (name, sliced) in bars]
         x = _LEFT + columns * (_CELL + _GAP)
         more = f"and {across - columns} more" if across > columns else ""
         parts.append(f'<text x="{x}" y="{y + 30}">{more}</text>')

@@ -34,7 +34,7 @@ from jaxche.drawing import brief, short_traceback
 from jaxche.replicas import MergeScale, exposed_ms, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import effective_replicas, noise_scale
-from jaxche.sharding import check_params, shapes_of
+from jaxche.sharding import check_params
 from jaxche.training._arguments import Arguments
 from jaxche.training._checks import (
     check_opt_state,
@@ -94,8 +94,7 @@ class Rounds(Arguments):
         """
         check_untraced("trainer.init")
         staged = isinstance(self._engine, StagedEngine)
-        shapes = shapes_of(params, "trainer.init")
-        check_params(shapes, "trainer.init")
+        shapes = check_params(params, "trainer.init")
         check_unscaled(self._tx, shapes)
         check_update(self._tx, shapes, staged)
         check_accumulators(self._groups, self._opt_state, self._tx, shapes)

@@ -276,7 +276,7 @@ def test_devices_that_cannot_be_replicas_are_named(devices, call, named):
 def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(devices, monkeypatch):
     same = make_placements(devices[:2], NoShard())
     assert [merges_on_host(backend, same) for backend in ("auto", "device", "host")] == [False, False, True]
-    monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
+    monkeypatch.setattr(sharding_devices, "_devices_of_run", functools.cache(dict))
     # Of the same kind, as two processes on one GPU have them.
     set_devices([devices[0], RemoteDevice(1, "cpu", devices[0].device_kind, 0)])
     placements = make_placements(None, NoShard())
@@ -293,7 +293,7 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
 
 
 def test_leaving_the_accelerators_out_is_told(devices, monkeypatch, caplog):
-    monkeypatch.setattr(sharding_devices, "_local_backends", functools.cache(sharding_devices._LocalBackends))
+    monkeypatch.setattr(sharding_devices, "_devices_of_run", functools.cache(dict))
     set_devices([RemoteDevice(0, "gpu", "NVIDIA L4", 0), devices[0]])
     make_placements(devices[:2], NoShard())
     assert "replicas=jaxche.devices()" in caplog.text

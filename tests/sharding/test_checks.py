@@ -106,7 +106,7 @@ def test_parameters_without_a_gradient(params, named, devices):
 
 
 def test_float_parameters_of_any_precision_pass():
-    check_params({"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64)})
+    check_params({"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64)}, "step.init")
 
 
 def test_the_call_that_is_told_is_the_one_that_was_made():
