@@ -136,7 +136,7 @@ def dies_once(folder, when):
 @pytest.mark.slow
 def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
     dies_once(tmp_path, "info.round == 2")
-    words = ("--task", "digits", "--epochs", "2", "--pace", "15,30", "--name", "long", "--max-restarts", "2")
+    words = ("--task", "digits", "--epochs", "2", "--pace", "40,80", "--name", "long", "--max-restarts", "2")
     done = run(tmp_path, *words, path=[tmp_path])
     assert done.returncode == 0, done.stderr
     assert "rank 1 was ended by SIGKILL" in done.stderr
@@ -153,7 +153,7 @@ def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
 @pytest.mark.slow
 def test_a_comparison_that_starts_again_does_not_train_what_is_done(tmp_path):
     dies_once(tmp_path, "self._trainer.policy == 'cadence'")
-    words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", "15,30", "--name", "all")
+    words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", "40,80", "--name", "all")
     done = run(tmp_path, *words, "--compare", "sync,async,cadence", "--max-restarts", "1", path=[tmp_path])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done by an earlier start") == 2
