@@ -42,16 +42,8 @@ class Direct:
     """
 
     timeout_s: float = 300.0
-
-    @property
-    def micro_batch_size(self) -> None:
-        """None: the batch stays whole."""
-        return None
-
-    @property
-    def schedule(self) -> str:
-        """``"1f1b"``; with one micro-batch all schedules are equal."""
-        return "1f1b"
+    micro_batch_size: None = dataclasses.field(default=None, init=False, repr=False)  # the batch stays whole
+    schedule: str = dataclasses.field(default="1f1b", init=False, repr=False)  # all are equal with one micro-batch
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_s)

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxche.drawing import short_traceback
 from jaxche.sharding import Device, local_devices
 from jaxche.stages._runner import Pace, Runner
-from jaxche.stages._stage import as_stage, spec, stage_key, trace_stages
+from jaxche.stages._stage import Stage, spec, stage_key, trace_stages
 from jaxche.stages._wire import StageProtocol
 
 
@@ -69,6 +69,7 @@ class Partitioned:
       stages: the functions.
       loss: the loss.
       protocol: how stages communicate.
+      devices: the device of each stage; None for a stage of another process.
       remat: one bool a stage.
       seed: as given.
 
@@ -135,20 +136,15 @@ class Partitioned:
         remats = (remat,) * len(stages) if isinstance(remat, bool) else tuple(remat)
         if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):
             raise ValueError(f"remat={remat!r} must be one bool, or {len(stages)}, one a stage; write remat=True")
-        self._stages = [as_stage(i, call, own) for i, (call, own) in enumerate(zip(stages, remats, strict=True))]
+        self._stages = [Stage(i, call, own) for i, (call, own) in enumerate(zip(stages, remats, strict=True))]
         self.stages, self.loss, self.protocol, self.remat, self.seed = tuple(stages), loss, protocol, remats, seed
         self._local = _check_local_stages(local_stages, len(stages))
-        self._devices = _check_devices(devices, self._local, len(stages))
-        self._runner = Runner(self._stages, loss, protocol, seed, self._local, self._devices, paces)
+        self.devices = _check_devices(devices, self._local, len(stages))
+        self._runner = Runner(self._stages, loss, protocol, seed, self._local, self.devices, paces)
         self._update: Any = None
         self._outputs = [
             jax.jit(lambda params, x, s=s: s(params, x, stage_key(seed, 0, s.index, 0))) for s in self._stages
         ]
-
-    @property
-    def devices(self) -> tuple[Device | None, ...]:
-        """The device of each stage; None for a stage of another process."""
-        return self._devices
 
     @property
     def peak_activations(self) -> tuple[int | None, ...]:
@@ -177,7 +173,7 @@ class Partitioned:
         results = self._runner.run(plan, step, placed, batch)
         loss = self._runner.broadcast_loss(step, results)
         self._runner.wire().finish(step)
-        return loss, self._runner.by_stage({stage: result.grads for stage, result in results.items()})
+        return loss, self._runner.by_stage([result.grads for result in results])
 
     @short_traceback
     def init(self, params: Sequence[Any], tx: optax.GradientTransformation) -> PartitionedState:
@@ -208,7 +204,7 @@ class Partitioned:
         states = tuple((placed[stage], init(placed[stage])) for stage in self._local)
         found = self._runner.wire().rejoin(spec(states))
         step, states = found if found is not None else (0, states)
-        states = [jax.device_put(s, self._devices[stage]) for stage, s in zip(self._local, states, strict=True)]
+        states = [jax.device_put(s, self.devices[stage]) for stage, s in zip(self._local, states, strict=True)]
         self._runner.next_step = step
         return self._state(step, states)
 
@@ -229,7 +225,10 @@ class Partitioned:
             raise ValueError("step before init; write state = model.init(params, tx) first")
         plan, placed = self._runner.prepare(state.params, batch)
         results = self._runner.run(plan, state.step, placed, batch)
-        states = [self._update(results[stage].grads, placed[stage], state.opt_state[stage]) for stage in self._local]
+        states = [
+            self._update(result.grads, placed[stage], state.opt_state[stage])
+            for stage, result in zip(self._local, results, strict=True)
+        ]
         loss = self._runner.broadcast_loss(state.step, results)
         self._runner.wire().finish(state.step, tuple(states))
         return self._state(state.step + 1, states), loss
@@ -310,7 +309,7 @@ class Partitioned:
             )
         x = batch
         for stage, tree in self._runner.place(params).items():
-            x = self._outputs[stage](tree, jax.device_put(x, self._devices[stage]))
+            x = self._outputs[stage](tree, jax.device_put(x, self.devices[stage]))
         return x
 
     def close(self) -> None:
@@ -318,8 +317,7 @@ class Partitioned:
         self._runner.close()
 
     def _state(self, step: int, states: Sequence[tuple[Any, Any]]) -> PartitionedState:
-        params, opt_states = ({s: pair[i] for s, pair in zip(self._local, states, strict=True)} for i in range(2))
-        return PartitionedState(step, self._runner.by_stage(params), self._runner.by_stage(opt_states))
+        return PartitionedState(step, *map(self._runner.by_stage, zip(*states, strict=True)))
 
 
 def _check_protocol(protocol: Any) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from jaxche.averaging import sum_dtype
-from jaxche.sharding import Device
+from jaxche.averaging import sum_dtype, zero_sums
+from jaxche.sharding import Device, batch_size
 from jaxche.stages._stage import Stage, cotangents, stage_key
 
 
@@ -21,6 +21,36 @@ class MicroBatches(NamedTuple):
 
     size: int | None
     count: int
+
+    @classmethod
+    def of(cls, batch: Any, size: int | None) -> MicroBatches:
+        """The micro-batches of a batch, which ``size`` must divide."""
+        if size is None:
+            return cls(None, 1)
+        examples = batch_size(batch)
+        if examples % size:
+            raise ValueError(
+                f"micro_batch_size={size} does not divide the batch of {examples} examples; "
+                f"write e.g. micro_batch_size={largest_micro_batch(size, examples)}"
+            )
+        return cls(size, examples // size) if size < examples else cls(None, 1)
+
+    def spec(self, batch: Any) -> Any:
+        """The spec of a micro-batch, from that of the batch."""
+        if self.size is None:
+            return batch
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.size, *leaf.shape[1:]), leaf.dtype), batch)
+
+    def take(self, batch: Any, number: Any) -> Any:
+        """One micro-batch, inside a program."""
+        if (size := self.size) is None:
+            return batch
+        return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, number * size, size), batch)
+
+
+def largest_micro_batch(size: int, examples: int) -> int:
+    """The largest micro-batch of at most ``size`` examples that divides a batch."""
+    return next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
 
 
 class StageSpec(NamedTuple):
@@ -48,15 +78,8 @@ class StageProgram:
     """Compiled programs of one stage on one device for one set of shapes.
 
     The first stage reads its input from the batch, the last its labels. Both slice the micro-batch inside the program,
-    so the batch is on a device once.
-
-    Args:
-      stage: the stage.
-      loss: the loss for the last stage, else None.
-      seed: seed of the keys of stages with an argument ``rng``.
-      device: where it runs.
-      micro: size and number of micro-batches.
-      given: shapes and dtypes.
+    so the batch is on a device once. ``loss`` is None for all stages but the last. ``x`` and ``gradient`` are the specs
+    of the input and of the gradient that it receives.
     """
 
     def __init__(
@@ -69,37 +92,33 @@ class StageProgram:
         given: StageSpec,
     ):
         self._stage, self._loss, self._seed, self._micro = stage, loss, seed, micro
-        self.stage, self.device, self.is_first, self.is_last = stage.index, device, given.x is None, loss is not None
-        self._out, self._loss_dtype = given.out, None
-        self._residuals = Residuals()
+        self.is_first, self.is_last = given.x is None, loss is not None
+        self._out, self._residuals = given.out, Residuals()
         here = SingleDeviceSharding(device)
 
         def place(tree: Any) -> Any:
             return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), tree)
 
-        params, x, batch = place(given.params), place(given.x), place(given.batch)
+        params, batch = place(given.params), place(given.batch)
+        self.x, self.gradient = place(given.x), place(cotangents(given.out))
         numbers = jax.ShapeDtypeStruct((2,), np.uint32)
-        lowered = jax.jit(self._forward).lower(params, x, batch, numbers)
+        lowered = jax.jit(self._forward).lower(params, self.x, batch, numbers)
         out, residuals = place(lowered.out_info)
         self._run_forward = lowered.compile()
-        saved = self._save(x, out, residuals)
-        if self.is_last:
-            self._loss_dtype = out.dtype
-        gradient = place(cotangents(given.out))
-        self._zeros: Any = None
-        total = None
-        if micro.count > 1:
-            sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, sum_dtype(p.dtype)), given.params)
-            total = place(sums)
-            self._zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums), out_shardings=here)
-            self._zeros = self._zeros.lower().compile()
-        backward = jax.jit(self._backward, donate_argnames="total")
-        self._run_backward = backward.lower(params, batch, numbers, saved, gradient, total).compile()
+        self._loss_dtype = out.dtype if self.is_last else None
         # Gradients of low-precision parameters are summed in float32 and rounded once.
+        total: Any = None
+        self._zeros: Any = None
         self._round: Any = None
-        if total is not None and any(p.dtype != sum_dtype(p.dtype) for p in jax.tree.leaves(params)):
-            dtypes = jax.tree.map(lambda p: p.dtype, given.params)
-            self._round = jax.jit(lambda t: jax.tree.map(lambda g, d: g.astype(d), t, dtypes)).lower(total).compile()
+        if micro.count > 1:
+            total = place(jax.eval_shape(zero_sums, params))
+            self._zeros = jax.jit(lambda: zero_sums(params), out_shardings=here).lower().compile()
+            if any(p.dtype != sum_dtype(p.dtype) for p in jax.tree.leaves(params)):
+                self._round = jax.jit(lambda t: jax.tree.map(lambda g, p: g.astype(p.dtype), t, params))
+                self._round = self._round.lower(total).compile()
+        saved = self._save(self.x, out, residuals)
+        backward = jax.jit(self._backward, donate_argnames="total")
+        self._run_backward = backward.lower(params, batch, numbers, saved, self.gradient, total).compile()
 
     def zeros(self) -> Any:
         """The sum of gradients before the first micro-batch, or None if there is only one."""
@@ -126,25 +145,19 @@ class StageProgram:
         uses = self._residuals.uses
         return Saved(x if uses("x") else None, out if uses("out") else None, residuals)
 
-    def _inputs(self, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
-        """The input of the stage and the labels of the loss, both of this micro-batch."""
-        size = self._micro.size
-        if batch is not None and size is not None:
-            batch = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, numbers[1] * size, size), batch)
-        return (batch if self.is_first else x), batch
-
     def _vjp(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
-        x, labels = self._inputs(x, batch, numbers)
-        key = stage_key(self._seed, numbers[0], self._stage.index, numbers[1])
+        step, micro = numbers
+        batch = self._micro.take(batch, micro)
+        key = stage_key(self._seed, step, self._stage.index, micro)
 
         def call(params: Any, x: Any) -> Any:
             y = self._stage(params, x, key)
             if self._loss is None:
                 return y
-            loss = self._loss(y, labels)
+            loss = self._loss(y, batch)
             return loss.astype(sum_dtype(loss.dtype)) / self._micro.count
 
-        return jax.vjp(lambda p: call(p, x), params) if self.is_first else jax.vjp(call, params, x)
+        return jax.vjp(lambda p: call(p, batch), params) if self.is_first else jax.vjp(call, params, x)
 
     def _forward(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, list[Any]]:
         out, vjp = self._vjp(params, x, batch, numbers)

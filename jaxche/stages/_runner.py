@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxche.averaging import is_float
-from jaxche.sharding import Device, batch_size, collections_of
+from jaxche.sharding import Device
 from jaxche.stages._program import MicroBatches, Saved, StageProgram, StageSpec
-from jaxche.stages._schedule import SCHEDULES, Schedule, Task
-from jaxche.stages._stage import Stage, cotangents, micro_spec, spec, trace_stages
+from jaxche.stages._schedule import SCHEDULES, Schedule
+from jaxche.stages._stage import Stage, check_stage_params, spec, trace_stages
 from jaxche.stages._wire import StageProtocol, Tag, Wire, WireClosedError
 
 
@@ -35,19 +34,11 @@ class Pace(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is decided and compiled for batches of one shape.
-
-    Attributes:
-      micro: size and number of micro-batches.
-      schedule: the tasks of all stages.
-      programs: the programs of each stage of this process.
-      likes: specs of its input (None for the first stage) and of its output (None for the last).
-    """
+    """Micro-batches and tasks of all stages for batches of one shape, and the programs of those of this process."""
 
     micro: MicroBatches
     schedule: Schedule
     programs: dict[int, StageProgram]
-    likes: dict[int, tuple[Any, Any]]
 
 
 class StageResult(NamedTuple):
@@ -59,20 +50,10 @@ class StageResult(NamedTuple):
 
 
 class Runner:
-    """Runs the stages of one process.
+    """Runs the stages ``local`` of one process, in ascending order; ``devices`` has None for those of others.
 
-    Args:
-      stages: all stages.
-      loss: the loss.
-      protocol: how stages communicate.
-      seed: seed of the keys of stages with an argument ``rng``.
-      local: the stages of this process.
-      devices: the device of each stage, None for those of other processes.
-      paces: wall times to pad tasks to, one a stage, or None.
-
-    Attributes:
-      next_step: one more than the last step that was run.
-      peaks: for each stage, the most micro-batches whose activations it kept at once in that step.
+    ``next_step`` is one more than the last step that was run, and ``peaks`` has for each stage the most micro-batches
+    whose activations it kept at once in that step.
     """
 
     def __init__(
@@ -86,7 +67,7 @@ class Runner:
         paces: Sequence[Pace] | None,
     ):
         self._stages, self._loss, self._protocol, self._seed = stages, loss, protocol, seed
-        self._local, self._devices, self._paces = local, devices, paces
+        self._local, self._devices, self._paces = local, devices, paces or [None] * len(stages)
         self._wire: Wire | None = None
         self._specs: list[Any] = [None] * len(stages)
         self._plans: dict[Any, Plan] = {}
@@ -106,9 +87,12 @@ class Runner:
             self._wire.close()
             self._wire = None
 
-    def by_stage(self, local: dict[int, Any]) -> tuple[Any, ...]:
-        """One entry a stage; None for those of other processes."""
-        return tuple(local.get(stage) for stage in range(len(self._stages)))
+    def by_stage(self, local: Sequence[Any]) -> tuple[Any, ...]:
+        """One entry a stage, from those of the stages of this process; None for the others."""
+        entries: list[Any] = [None] * len(self._stages)
+        for stage, entry in zip(self._local, local, strict=True):
+            entries[stage] = entry
+        return tuple(entries)
 
     def place(self, params: Sequence[Any]) -> dict[int, Any]:
         """The parameters of this process on their devices; records the shapes of all."""
@@ -131,147 +115,77 @@ class Runner:
         placed = self.place(params)
         given = (tuple(self._specs), spec(batch))
         leaves, structure = jax.tree.flatten(given)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = (structure, *leaves)
         if key not in self._plans:
             self._plans[key] = self._compile(*given)
         return self._plans[key], placed
 
-    def run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
+    def run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> list[StageResult]:
         """Run one forward and backward through the stages of this process."""
         wire, last = self.wire(), len(self._stages) - 1
         batches = {s: jax.device_put(batch, self._devices[s]) for s in self._local if s in (0, last)}
-        jobs = [
-            lambda s=stage: _run_stage(
-                plan.programs[s],
-                plan.schedule[s],
-                wire,
-                step,
-                placed[s],
-                batches.get(s),
-                plan.likes[s],
-                None if self._paces is None else self._paces[s],
-            )
-            for stage in self._local
-        ]
+        jobs = [lambda s=s: self._run_stage(s, plan, wire, step, placed[s], batches.get(s)) for s in self._local]
         try:
-            results = dict(zip(self._local, _run_threads(jobs, wire), strict=True))
+            results = _run_threads(jobs, wire)
         except BaseException:
             # The wire may hold trees of the step that failed: the next step opens a new one.
             self.close()
             raise
         self.next_step = step + 1
-        self.peaks = self.by_stage({stage: result.peak for stage, result in results.items()})
+        self.peaks = self.by_stage([result.peak for result in results])
         return results
 
-    def broadcast_loss(self, step: int, results: dict[int, StageResult]) -> Any:
+    def broadcast_loss(self, step: int, results: Sequence[StageResult]) -> Any:
         """The loss, which the process of the last stage publishes to all others."""
-        last = len(self._stages) - 1
-        if last not in results:
+        loss = results[-1].loss
+        if loss is None:
             return jnp.float32(self.wire().read_loss(step))
-        loss = results[last].loss
-        if len(results) <= last:
+        if len(results) < len(self._stages):
             self.wire().publish(step, float(loss))
         return loss
 
     def _compile(self, params: Sequence[Any], batch: Any) -> Plan:
         """Trace all stages and compile those of this process, from specs of parameters and batch."""
-        micro = _micro_batches(self._protocol.micro_batch_size, batch)
-        outputs = trace_stages(self._stages, self._loss, params, micro_spec(batch, micro.size))
+        micro = MicroBatches.of(batch, self._protocol.micro_batch_size)
+        outputs = trace_stages(self._stages, self._loss, params, micro.spec(batch))
         last = len(self._stages) - 1
-        programs, likes = {}, {}
+        programs = {}
         for stage in self._local:
             x = outputs[stage - 1] if stage > 0 else None
             out = outputs[stage] if stage < last else None
             given = StageSpec(params[stage], x, batch if stage in (0, last) else None, out)
             loss = self._loss if stage == last else None
             programs[stage] = StageProgram(self._stages[stage], loss, self._seed, self._devices[stage], micro, given)
-            likes[stage] = (x, out)
-        return Plan(micro, SCHEDULES[self._protocol.schedule](last + 1, micro.count), programs, likes)
+        return Plan(micro, SCHEDULES[self._protocol.schedule](last + 1, micro.count), programs)
 
-
-def check_stage_params(params: Any, n_stages: int) -> None:
-    """Refuse parameters that are not one entry a stage, or not float.
-
-    Args:
-      params: the parameters as given.
-      n_stages: number of stages.
-
-    Raises:
-      ValueError: another number of entries, or a leaf that is not float; names the leaf.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_stage_params([jnp.zeros(2)], n_stages=2)
-      Traceback (most recent call last):
-      ValueError: params: 1 entries for 2 stages; give a list with the parameters of each stage
-    """
-    if not isinstance(params, (list, tuple)) or len(params) != n_stages:
-        got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
-        raise ValueError(f"params: {got} for {n_stages} stages; give a list with the parameters of each stage")
-    for stage, tree in enumerate(params):
-        if others := collections_of(tree):
-            raise ValueError(
-                f"params[{stage}] is a whole dict of variables, {', '.join(map(repr, tree))}, and the optimizer would "
-                f'train all; give variables["params"], and keep {others[0]} in the stage function'
-            )
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            if not is_float(leaf):
-                name = f"params[{stage}]{jax.tree_util.keystr(path)}"
-                kind = getattr(leaf, "dtype", type(leaf).__name__)
-                raise ValueError(f"{name} is {kind}, not float; keep what is not trained in the stage function")
-
-
-def _micro_batches(size: int | None, batch: Any) -> MicroBatches:
-    """Size and number of micro-batches of a batch, or one whole batch."""
-    if size is None:
-        return MicroBatches(None, 1)
-    examples = batch_size(batch)
-    if examples % size:
-        best = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
-        raise ValueError(
-            f"micro_batch_size={size} does not divide the batch of {examples} examples; "
-            f"write e.g. micro_batch_size={best}"
-        )
-    return MicroBatches(size, examples // size) if size < examples else MicroBatches(None, 1)
-
-
-def _run_stage(
-    program: StageProgram,
-    tasks: Sequence[Task],
-    wire: Wire,
-    step: int,
-    params: Any,
-    batch: Any,
-    like: tuple[Any, Any],
-    pace: Pace | None,
-) -> StageResult:
-    """Run the tasks of one stage in order; computations are dispatched without waiting for their results."""
-    stage, device = program.stage, program.device
-    like_x, like_gradient = like[0], cotangents(like[1])
-    saved: dict[int, Saved] = {}
-    total, loss, peak = program.zeros(), None, 0
-    for task in tasks:
-        if task.kind == "F":
-            x = None if program.is_first else wire.receive(Tag(step, task.micro, "forward", stage - 1), like_x, device)
-            start = _ready(pace, (x, params, batch))
-            out, saved[task.micro] = program.forward(params, x, batch, step, task.micro)
-            del x
-            peak = max(peak, len(saved))
-            _pad(pace and pace.forward_ms, start, out)
-            if program.is_last:
-                loss = out if loss is None else loss + out
+    def _run_stage(self, stage: int, plan: Plan, wire: Wire, step: int, params: Any, batch: Any) -> StageResult:
+        """Run the tasks of one stage in order; computations are dispatched without waiting for their results."""
+        program, device, pace = plan.programs[stage], self._devices[stage], self._paces[stage]
+        saved: dict[int, Saved] = {}
+        total, loss, peak = program.zeros(), None, 0
+        for task in plan.schedule[stage]:
+            if task.kind == "F":
+                tag = Tag(step, task.micro, "forward", stage - 1)
+                x = None if program.is_first else wire.receive(tag, program.x, device)
+                start = _ready(pace, (x, params, batch))
+                out, saved[task.micro] = program.forward(params, x, batch, step, task.micro)
+                del x
+                peak = max(peak, len(saved))
+                _pad(pace and pace.forward_ms, start, out)
+                if program.is_last:
+                    loss = out if loss is None else loss + out
+                else:
+                    wire.send(Tag(step, task.micro, "forward", stage), out)
+                del out
             else:
-                wire.send(Tag(step, task.micro, "forward", stage), out)
-            del out
-        else:
-            tag = Tag(step, task.micro, "backward", stage + 1)
-            gradient = None if program.is_last else wire.receive(tag, like_gradient, device)
-            start = _ready(pace, gradient)
-            total, back = program.backward(params, batch, step, task.micro, saved.pop(task.micro), gradient, total)
-            _pad(pace and pace.backward_ms, start, (total, back))
-            if not program.is_first:
-                wire.send(Tag(step, task.micro, "backward", stage), back)
-    return StageResult(program.finish(total), loss, peak)
+                tag = Tag(step, task.micro, "backward", stage + 1)
+                gradient = None if program.is_last else wire.receive(tag, program.gradient, device)
+                start = _ready(pace, gradient)
+                total, back = program.backward(params, batch, step, task.micro, saved.pop(task.micro), gradient, total)
+                _pad(pace and pace.backward_ms, start, (total, back))
+                if not program.is_first:
+                    wire.send(Tag(step, task.micro, "backward", stage), back)
+        return StageResult(program.finish(total), loss, peak)
 
 
 def _run_threads(jobs: Sequence[Callable[[], Any]], wire: Wire) -> list[Any]:
