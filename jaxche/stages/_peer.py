@@ -25,7 +25,7 @@ from jaxche.distributed import Listener, connect, own_address
 from jaxche.sharding import Device
 from jaxche.stages._buffers import aligned, are_small_and_ready, on_device, write_all
 from jaxche.stages._stage import describe
-from jaxche.stages._wire import Mailbox, Tag, WireClosedError
+from jaxche.stages._wire import Mailbox, Tag
 
 _LENGTH = struct.Struct(">I")
 _MAX_HEADER_BYTES = 1 << 20
@@ -112,7 +112,7 @@ class PeerWire:
 
     def close(self) -> None:
         self._closing = True
-        self._mailbox.fail(WireClosedError("the wire was closed while a stage waited on it"))
+        self._mailbox.close()
         for outgoing in self._outgoing.values():
             outgoing.close()
         self._listener.close()

@@ -180,7 +180,7 @@ class MetricProgram:
 
     def _staged(self, placement: Stages, local: LocalState, batch: Any) -> Callable[[LocalState, Any, int], Any]:
         model = placement.model
-        devices = [device for (device,) in (one.devices[0] for one in placement.by_stage)]
+        devices = list(placement.devices[0])
         stages = [on_lifted(stage) for stage in model.stages]
         forward = Partitioned(stages, model.loss, Direct(), devices, seed=model.seed + self._seed)
         metric = jax.jit(self._run)
