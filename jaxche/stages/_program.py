@@ -92,7 +92,7 @@ class StageProgram:
         given: StageSpec,
     ):
         self._stage, self._loss, self._seed, self._micro = stage, loss, seed, micro
-        self.is_first, self.is_last = given.x is None, loss is not None
+        self.stage, self.device, self.is_first, self.is_last = stage.index, device, given.x is None, loss is not None
         self._out, self._residuals = given.out, Residuals()
         here = SingleDeviceSharding(device)
 

@@ -75,7 +75,7 @@ def test_a_stage_keeps_no_copy_of_what_is_there_already():
     x, params = jnp.ones((12, 6)), [jnp.eye(6) / 10] * 3
     partitioned = jaxche.Partitioned([stage] * 3, lambda y, x: y.mean(), jaxche.Direct(), remat=[False, False, True])
     partitioned.value_and_grad(params, x)
-    (plan,) = partitioned._runner._plans.values()
+    (plan,) = partitioned._plans.values()
     params = [jax.device_put(w, device) for w, device in zip(params, partitioned.devices, strict=True)]
     x = jax.device_put(x, partitioned.devices[1])
     out, kept = plan.programs[1].forward(params[1], x, None, 0, 0)
@@ -206,11 +206,11 @@ def test_new_shapes_are_compiled_once(make_model):
     partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(3))
     for size in (12, 6, 12, 6):
         partitioned.value_and_grad(model.params, jax.tree.map(operator.itemgetter(slice(size)), model.batch))
-    assert len(partitioned._runner._plans) == 2
+    assert len(partitioned._plans) == 2
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, model.batch)
     loss, _ = partitioned.value_and_grad(model.params, halves)
     assert float(loss) == pytest.approx(float(partitioned.value_and_grad(model.params, model.batch)[0]), rel=0.05)
-    assert len(partitioned._runner._plans) == 3
+    assert len(partitioned._plans) == 3
 
 
 ARGUMENTS = {
