@@ -44,12 +44,12 @@ def balance_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[rang
       >>> jaxche.stages.balance_stages([1, 1, 1, 1, 1, 1], speeds=[2, 1])
       [range(0, 4), range(4, 6)]
     """
-    for name, values, least in (("costs", costs, 0), ("speeds", speeds, None)):
+    for name, values, positive in (("costs", costs, ""), ("speeds", speeds, "positive ")):
         if len(values) == 0:
             raise ValueError(f"{name} is empty; write e.g. jaxche.stages.balance_stages([1, 1, 2], speeds=[1, 1])")
         for i, value in enumerate(values):
-            if not math.isfinite(value) or value < 0 or (least is None and value == 0):
-                raise ValueError(f"{name}[{i}]={value!r} must be a {'positive ' if least is None else ''}number")
+            if not math.isfinite(value) or value < 0 or (positive and value == 0):
+                raise ValueError(f"{name}[{i}]={value!r} must be a {positive}number")
     layers, stages = len(costs), len(speeds)
     if layers < stages:
         raise ValueError(

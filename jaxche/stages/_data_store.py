@@ -142,7 +142,7 @@ class StoreWire:
 
     def __init__(self, run: StoreRun, save_every: int):
         self._run, self._save_every = run, save_every
-        self._stages, self._last = run.stages, run.n_stages - 1
+        self._stages = run.stages
         self._uploads = ThreadPoolExecutor(_UPLOADS, "jaxche-upload")
         self._committer = ThreadPoolExecutor(1, "jaxche-commit")
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -164,15 +164,15 @@ class StoreWire:
 
     def publish(self, step: int, loss: Any) -> None:
         # One copy a reader, because the reader of an object deletes it.
-        for reader in set(range(self._last + 1)) - set(self._stages):
-            self._write(step, reader, loss_key(step, reader, self._last), np.float64(loss))
+        for reader in set(range(self._run.n_stages)) - set(self._stages):
+            self._write(step, reader, loss_key(step, reader, self._stages[-1]), np.float64(loss))
 
     def read_loss(self, step: int) -> float:
-        if self._last in self._stages:
+        last = self._run.n_stages - 1
+        if last in self._stages:
             raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
         what = f"the loss of step {step}"
-        keys = [loss_key(step, stage, self._last) for stage in self._stages]
-        copies = [self._read(step, key, _LOSS, what, self._last) for key in keys]
+        copies = [self._read(step, loss_key(step, stage, last), _LOSS, what, last) for stage in self._stages]
         return float(copies[0])
 
     def finish(self, step: int, state: Any = None) -> None:

@@ -48,7 +48,7 @@ from jaxche.training._preparation import PreparedEngine
 _STAGE_TREES = ("params", "opt_state", "outer_state")
 
 
-class Stages:
+class StagedPlacement:
     """The placement of a replica in stages: one device for each stage, all of one process.
 
     A device may hold several stages. The devices of ``model`` itself are not used.
@@ -81,7 +81,13 @@ class StagedPrograms:
     """
 
     def __init__(
-        self, placement: Stages, tx: optax.GradientTransformation, average: str, seed: int, examples: int, solo: bool
+        self,
+        placement: StagedPlacement,
+        tx: optax.GradientTransformation,
+        average: str,
+        seed: int,
+        examples: int,
+        solo: bool,
     ):
         self._model, self._examples, self._solo = placement.model, examples, solo
         self._average, self._devices = average, list(placement.devices[0])
@@ -137,7 +143,7 @@ class StagedPrograms:
             protocol = replace(protocol, micro_batch_size=size)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
-                [on_lifted(stage) for stage in self._model.stages],
+                [with_replica_axis(stage) for stage in self._model.stages],
                 self._model.loss,
                 protocol,
                 self._devices,
@@ -180,7 +186,7 @@ def _add_to_sums(sums: Any, loss: Any, examples: Any) -> Any:
     return sums + (jnp.stack([jnp.float32(1), loss.astype(jnp.float32)]) * examples)[None]
 
 
-def on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
+def with_replica_axis(stage: Callable[..., Any]) -> Callable[..., Any]:
     """The stage for parameters with the leading replica axis."""
 
     @functools.wraps(stage)
@@ -225,7 +231,7 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
                 "process. One model over processes trains with jaxche.Partitioned(..., local_stages=).step"
             )
     check_local_devices(list(itertools.chain(*given)))
-    return [Stages(model, devices) for devices in given]
+    return [StagedPlacement(model, devices) for devices in given]
 
 
 def _devices_of(replica: Any, n_stages: int) -> list[Any]:
@@ -255,7 +261,7 @@ def _default_replicas(n_stages: int) -> list[list[Any]]:
 class StageMeshes:
     """A replica mesh for each stage, over the devices that hold the stage; see :class:`ReplicaMesh`."""
 
-    def __init__(self, group: Group, placements: Sequence[Stages], host: bool):
+    def __init__(self, group: Group, placements: Sequence[StagedPlacement], host: bool):
         n_stages = placements[0].devices.size
         self.by_stage = [
             ReplicaMesh(group, [placement.by_stage[stage] for placement in placements], host)
@@ -373,7 +379,7 @@ class StagedEngine(PreparedEngine):
         return StageMeshes(self._group, placements, self._settings.host)
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
-        def programs(placement: Stages) -> StagedPrograms:
+        def programs(placement: StagedPlacement) -> StagedPrograms:
             return StagedPrograms(
                 placement,
                 self._tx,
