@@ -167,10 +167,10 @@ class StagedPrograms:
         return stepped._replace(params=params, opt_state=opt_state), loss
 
     def _copy_state(self, params: Any, opt_state: Any) -> dict[str, Any]:
-        if self._average == "parameters":
-            # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
-            return {"params": jax.tree.map(jnp.copy, params), "opt_state": jax.tree.map(jnp.copy, opt_state)}
-        return {"grads": zero_sums(params)}
+        if self._average == "gradients":
+            return {"grads": zero_sums(params)}
+        # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
+        return jax.tree.map(jnp.copy, {"params": params, "opt_state": opt_state})
 
     def _update_stage(
         self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any
