@@ -80,6 +80,9 @@ class StageProgram:
     The first stage reads its input from the batch, the last its labels. Both slice the micro-batch inside the program,
     so the batch is on a device once. ``loss`` is None for all stages but the last. ``x`` and ``gradient`` are the specs
     of the input and of the gradient that it receives.
+
+    ``zeros()`` is the sum of gradients before the first of several micro-batches, else None. ``finish(total)`` has the
+    gradients in the dtypes of the parameters: those of low precision are summed in float32 and rounded once.
     """
 
     def __init__(
@@ -106,23 +109,18 @@ class StageProgram:
         out, residuals = place(lowered.out_info)
         self._run_forward = lowered.compile()
         self._loss_dtype = out.dtype if self.is_last else None
-        # Gradients of low-precision parameters are summed in float32 and rounded once.
         total: Any = None
-        self._zeros: Any = None
-        self._round: Any = None
+        self.zeros: Callable[[], Any] = lambda: None
+        self.finish: Callable[[Any], Any] = lambda total: total
         if micro.count > 1:
             total = place(jax.eval_shape(zero_sums, params))
-            self._zeros = jax.jit(lambda: zero_sums(params), out_shardings=here).lower().compile()
+            self.zeros = jax.jit(lambda: zero_sums(params), out_shardings=here).lower().compile()
             if any(p.dtype != sum_dtype(p.dtype) for p in jax.tree.leaves(params)):
-                self._round = jax.jit(lambda t: jax.tree.map(lambda g, p: g.astype(p.dtype), t, params))
-                self._round = self._round.lower(total).compile()
+                rounding = jax.jit(lambda total: jax.tree.map(lambda g, p: g.astype(p.dtype), total, params))
+                self.finish = rounding.lower(total).compile()
         saved = self._save(self.x, out, residuals)
         backward = jax.jit(self._backward, donate_argnames="total")
         self._run_backward = backward.lower(params, batch, numbers, saved, self.gradient, total).compile()
-
-    def zeros(self) -> Any:
-        """The sum of gradients before the first micro-batch, or None if there is only one."""
-        return None if self._zeros is None else self._zeros()
 
     def forward(self, params: Any, x: Any, batch: Any, step: int, micro: int) -> tuple[Any, Saved]:
         """The output of the stage, or for the last one the share of the loss; and the values for the backward."""
@@ -134,10 +132,6 @@ class StageProgram:
     ) -> tuple[Any, Any]:
         """The sum of gradients including this micro-batch, and the gradient with respect to the input."""
         return self._run_backward(params, batch, _numbers(step, micro), saved, gradient, total)
-
-    def finish(self, total: Any) -> Any:
-        """The gradients in the dtypes of the parameters."""
-        return total if self._round is None else self._round(total)
 
     def _save(self, x: Any, out: Any, residuals: Any) -> Saved:
         if self._stage.remat:
