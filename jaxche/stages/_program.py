@@ -134,42 +134,34 @@ class StageProgram:
         return self._run_backward(params, batch, _numbers(step, micro), saved, gradient, total)
 
     def _save(self, x: Any, out: Any, residuals: Any) -> Saved:
-        if self._stage.remat:
-            return Saved(x, None, None)
         uses = self._residuals.uses
         return Saved(x if uses("x") else None, out if uses("out") else None, residuals)
 
-    def _vjp(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
-        step, micro = numbers
-        batch = self._micro.take(batch, micro)
-        key = stage_key(self._seed, step, self._stage.index, micro)
-
+    def _forward(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, list[Any]]:
         def call(params: Any, x: Any) -> Any:
-            y = self._stage(params, x, key)
+            step, number = numbers
+            micro_batch = self._micro.take(batch, number)
+            key = stage_key(self._seed, step, self._stage.index, number)
+            y = self._stage(params, micro_batch if self.is_first else x, key)
             if self._loss is None:
                 return y
-            loss = self._loss(y, batch)
+            loss = self._loss(y, micro_batch)
             return loss.astype(sum_dtype(loss.dtype)) / self._micro.count
 
-        return jax.vjp(lambda p: call(p, batch), params) if self.is_first else jax.vjp(call, params, x)
-
-    def _forward(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, list[Any]]:
-        out, vjp = self._vjp(params, x, batch, numbers)
         if self._stage.remat:
-            return out, []
-        return out, self._residuals.split(vjp, params=params, batch=batch, x=x, out=out)
+            # Forward and backward are two programs, so nothing in one of them can be shared with the other.
+            call = jax.checkpoint(call, prevent_cse=False)
+        out, vjp = jax.vjp(call, params, x)
+        return out, self._residuals.split(vjp, out=out, x=x, numbers=numbers, batch=batch, params=params)
 
     def _backward(
         self, params: Any, batch: Any, numbers: Any, saved: Saved, gradient: Any, total: Any
     ) -> tuple[Any, Any]:
-        if self._stage.remat:
-            _, vjp = self._vjp(params, saved.x, batch, numbers)
-        else:
-            vjp = self._residuals.join(params=params, batch=batch, **saved._asdict())
-        grads, *rest = vjp(self._cotangent(gradient))
+        vjp = self._residuals.join(params=params, batch=batch, numbers=numbers, **saved._asdict())
+        grads, back = vjp(self._cotangent(gradient))
         if total is not None:
             grads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-        return grads, cotangents(rest[0]) if rest else None
+        return grads, cotangents(back)
 
     def _cotangent(self, gradient: Any) -> Any:
         """The gradient that arrived, with the float0 zeros that ``jax.vjp`` expects for leaves that are not float."""
@@ -191,7 +183,7 @@ class Residuals:
         self._structure: Any = None
 
     def split(self, vjp: Any, **there: Any) -> list[Any]:
-        """The leaves of a vjp function that are not leaves of the named trees."""
+        """The leaves of a vjp function that are not leaves of the named trees; of equal leaves the last is used."""
         known = {id(leaf): (name, i) for name, tree in there.items() for i, leaf in enumerate(jax.tree.leaves(tree))}
         leaves, self._structure = jax.tree.flatten(vjp)
         residuals: list[Any] = []
