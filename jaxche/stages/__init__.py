@@ -4,7 +4,8 @@ from jaxche.stages._balance import balance_stages, measure_costs, order_partitio
 from jaxche.stages._data_store import DataStore
 from jaxche.stages._direct import Direct, Pipeline
 from jaxche.stages._partition import Partitioned, PartitionedState
-from jaxche.stages._runner import Pace, check_stage_params
+from jaxche.stages._program import largest_micro_batch as largest_micro_batch
+from jaxche.stages._runner import Pace
 from jaxche.stages._schedule import (
     SCHEDULES,
     Simulation,
@@ -13,9 +14,11 @@ from jaxche.stages._schedule import (
     one_f_one_b,
     simulate_schedule,
 )
+from jaxche.stages._stage import check_stage_params as check_stage_params
 from jaxche.stages._tensors import DamagedObjectError
 from jaxche.stages._wire import StageProtocol, Tag, Wire, WireClosedError
 
+# For users; what is imported "as" itself is for the other packages.
 __all__ = [
     "SCHEDULES",
     "DamagedObjectError",
@@ -32,7 +35,6 @@ __all__ = [
     "Wire",
     "WireClosedError",
     "balance_stages",
-    "check_stage_params",
     "gpipe",
     "measure_costs",
     "one_f_one_b",

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxche.averaging import is_float
-from jaxche.stages._stage import as_stage, cotangents
+from jaxche.stages._stage import Stage
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -44,12 +44,12 @@ def balance_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[rang
       >>> jaxche.stages.balance_stages([1, 1, 1, 1, 1, 1], speeds=[2, 1])
       [range(0, 4), range(4, 6)]
     """
-    for name, values, least in (("costs", costs, 0), ("speeds", speeds, None)):
+    for name, values, positive in (("costs", costs, ""), ("speeds", speeds, "positive ")):
         if len(values) == 0:
             raise ValueError(f"{name} is empty; write e.g. jaxche.stages.balance_stages([1, 1, 2], speeds=[1, 1])")
         for i, value in enumerate(values):
-            if not math.isfinite(value) or value < 0 or (least is None and value == 0):
-                raise ValueError(f"{name}[{i}]={value!r} must be a {'positive ' if least is None else ''}number")
+            if not math.isfinite(value) or value < 0 or (positive and value == 0):
+                raise ValueError(f"{name}[{i}]={value!r} must be a {positive}number")
     layers, stages = len(costs), len(speeds)
     if layers < stages:
         raise ValueError(
@@ -98,28 +98,27 @@ def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], b
     if len(stages) != len(params):
         raise ValueError(f"params: {len(params)} entries for {len(stages)} stages; give the parameters of each stage")
     costs, x = [], batch
-    for index, call in enumerate(stages):
-        stage = as_stage(index, call, remat=False)
-        key = jax.random.key(0)
-
-        @jax.jit
-        def forward_backward(tree: Any, x: Any, key: Any, stage: Any = stage, first: bool = index == 0) -> Any:
-            # The first stage sends no gradient.
-            wanted = (tree,) if first else (tree, x)
-            y, vjp = jax.vjp(lambda tree, x=x: stage(tree, x, key), *wanted)
-            ones = jax.tree.map(
-                lambda leaf: jax.numpy.ones_like(leaf) if is_float(leaf) else np.zeros(leaf.shape, jax.dtypes.float0), y
-            )
-            return y, cotangents(vjp(ones))
-
-        times = []
-        for _ in range(_REPEATS + 1):
-            start = time.perf_counter()
-            y, _ = jax.block_until_ready(forward_backward(params[index], x, key))
-            times.append((time.perf_counter() - start) * 1e3)
-        costs.append(statistics.median(times[1:]))
-        x = y
+    for index, (call, tree) in enumerate(zip(stages, params, strict=True)):
+        cost, x = _measure(Stage(index, call), tree, x)
+        costs.append(cost)
     return costs
+
+
+def _measure(stage: Stage, params: Any, x: Any) -> tuple[float, Any]:
+    """Milliseconds of forward and backward of a stage, and its output."""
+
+    def total(params: Any, x: Any, key: Any) -> tuple[Any, Any]:
+        y = stage(params, x, key)
+        return sum(leaf.sum() for leaf in jax.tree.leaves(y) if is_float(leaf)), y
+
+    wanted = 0 if stage.index == 0 else (0, 1)  # the first stage sends no gradient
+    forward_backward = jax.jit(jax.grad(total, wanted, has_aux=True, allow_int=True))
+    key, times, y = jax.random.key(0), [], None
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        _, y = jax.block_until_ready(forward_backward(params, x, key))
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:]), y
 
 
 def order_partitions(plan: Sequence[Node], partitions: Sequence[Sequence[Node]]) -> list[list[Node]]:

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxche.sharding import Device
 from jaxche.stages import _tensors as tensors
+from jaxche.stages._buffers import are_small_and_ready, on_device
 from jaxche.stages._objects import Objects, open_objects
 from jaxche.stages._schedule import check_micro_batching
 from jaxche.stages._store_run import (
@@ -113,11 +114,6 @@ class DataStore:
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> StoreWire:
         """Open the wire of one process, after a test of the store.
 
-        Args:
-          stages: the stages of this process, ascending.
-          n_stages: number of stages in all processes together.
-          devices: unused.
-
         Raises:
           ImportError: obstore is not installed.
           ConnectionError: the test of the store failed.
@@ -127,8 +123,7 @@ class DataStore:
         objects = open_objects(self.url, self.run, self.options)
         plan = {"stages": n_stages, "micro_batch_size": self.micro_batch_size, "schedule": self.schedule}
         objects.agree(PLAN, json.dumps(plan))
-        run = StoreRun(objects, stages, n_stages, self.timeout_s)
-        return StoreWire(run, stages, n_stages, self.timeout_s, self.save_every)
+        return StoreWire(StoreRun(objects, stages, n_stages, self.timeout_s), self.save_every)
 
 
 class _Sent(NamedTuple):
@@ -140,21 +135,14 @@ class _Sent(NamedTuple):
 
 
 class StoreWire:
-    """The wire of one process through the objects of a run.
+    """The wire of one process through the objects of a run, which saves a state every ``save_every`` steps.
 
     The processes agree on the identity of the run at the first send or receive.
-
-    Args:
-      run: the run.
-      stages: the stages of this process, ascending.
-      n_stages: number of stages in all processes.
-      timeout_s: seconds to wait for an object.
-      save_every: steps from one saved state to the next.
     """
 
-    def __init__(self, run: StoreRun, stages: Sequence[int], n_stages: int, timeout_s: float, save_every: int):
-        self._run, self._stages, self._n_stages = run, tuple(stages), n_stages
-        self._timeout_s, self._save_every = timeout_s, save_every
+    def __init__(self, run: StoreRun, save_every: int):
+        self._run, self._save_every = run, save_every
+        self._stages = run.stages
         self._uploads = ThreadPoolExecutor(_UPLOADS, "jaxche-upload")
         self._committer = ThreadPoolExecutor(1, "jaxche-commit")
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -172,15 +160,15 @@ class StoreWire:
         self._write(tag.step, tag.target, tag_key(tag), tree)
 
     def receive(self, tag: Tag, like: Any, device: Device) -> Any:
-        return tensors.on_device(self._read(tag.step, tag_key(tag), like, str(tag), tag.stage), device)
+        return on_device(self._read(tag.step, tag_key(tag), like, str(tag), tag.stage), device)
 
     def publish(self, step: int, loss: Any) -> None:
         # One copy a reader, because the reader of an object deletes it.
-        for reader in set(range(self._n_stages)) - set(self._stages):
-            self._write(step, reader, loss_key(step, reader, self._n_stages - 1), loss, np.float64)
+        for reader in set(range(self._run.n_stages)) - set(self._stages):
+            self._write(step, reader, loss_key(step, reader, self._stages[-1]), np.float64(loss))
 
     def read_loss(self, step: int) -> float:
-        last = self._n_stages - 1
+        last = self._run.n_stages - 1
         if last in self._stages:
             raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
         what = f"the loss of step {step}"
@@ -201,7 +189,7 @@ class StoreWire:
             self._raise()
         else:
             # Copy now: the next step may donate these buffers.
-            state = (tensors.on_host(state),)
+            state = tensors.on_host(state)
         self._committed = self._committer.submit(self._keep_error, self._commit, sent, received, state, step + 1)
 
     def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
@@ -212,12 +200,11 @@ class StoreWire:
         if not self._states:
             return None
         key = self._states[-1]
-        step, size = step_of(key), tensors.object_size(like_state)
-        found = self._objects.read(key, max(size, tensors.HEAD_LIMIT))
+        step, found = step_of(key), self._objects.read(key, tensors.read_limit(like_state))
         if found is None:
             raise ConnectionError(f"{key} in {self._objects} was deleted meanwhile: do two processes hold one stage?")
         try:
-            state = self._decode(*found, like_state, key)
+            state = tensors.decode(*found, like_state, f"{key} in {self._objects}")
         except tensors.DamagedObjectError:
             raise
         except ValueError as error:
@@ -250,21 +237,20 @@ class StoreWire:
     def _objects(self) -> Objects:
         return self._run.objects
 
-    def _write(self, step: int, reader: int, key: str, tree: Any, dtype: Any = None) -> None:
+    def _write(self, step: int, reader: int, key: str, tree: Any) -> None:
         self._check()
         self._wait_deleted(step)
-        if self._run.is_agreed and self._objects.is_local and _is_small_and_ready(tree):
-            self._keep_error(self._upload, key, tree, dtype)
+        inline = self._run.is_agreed and self._objects.is_local
+        if inline and are_small_and_ready(jax.tree.leaves(tree), _INLINE_BYTES):
+            self._keep_error(self._upload, key, tree)
             done = Future()
             done.set_result(None)
         else:
-            done = self._uploads.submit(self._keep_error, self._upload, key, tree, dtype)
+            done = self._uploads.submit(self._keep_error, self._upload, key, tree)
         with self._lock:
             self._sent.setdefault(step, []).append(_Sent(reader, key, done))
 
-    def _upload(self, key: str, tree: Any, dtype: Any) -> None:
-        if dtype is not None:
-            tree = np.asarray(tree).astype(dtype)
+    def _upload(self, key: str, tree: Any) -> None:
         try:
             self._run.agree(self._sleep)
         except WireClosedError:
@@ -274,23 +260,18 @@ class StoreWire:
     def _read(self, step: int, key: str, like: Any, what: str, writer: int) -> Any:
         self._wait_deleted(step)
         self._run.agree(self._sleep)
-        limit = max(tensors.object_size(like), tensors.HEAD_LIMIT)
+        timeout_s = self._run.timeout_s
         try:
-            found = self._objects.wait(key, limit, self._timeout_s, self._pause)
+            found = self._objects.wait(key, tensors.read_limit(like), timeout_s, self._pause)
         except TimeoutError as error:
             raise TimeoutError(
-                f"waited {self._timeout_s:g} s for {what}: stage {writer} has not written {key} in {self._objects}. "
+                f"waited {timeout_s:g} s for {what}: stage {writer} has not written {key} in {self._objects}. "
                 "Is its process running, on the same url and run? A slower one needs DataStore(timeout_s=...)"
             ) from error
-        tree = self._decode(*found, like, key)
+        tree = tensors.decode(*found, like, f"{key} in {self._objects}")
         with self._lock:
             self._received.setdefault(step, []).append(key)
         return tree
-
-    def _decode(self, data: Any, size: int, like: Any, key: str) -> Any:
-        if size != tensors.object_size(like):
-            raise tensors.size_error(data, size, like, f"{key} in {self._objects}")
-        return tensors.decode(data, like, f"{key} in {self._objects}")
 
     def _pause(self, seconds: float) -> None:
         self._run.admit()
@@ -332,14 +313,14 @@ class StoreWire:
         if self._closed.is_set():
             raise WireClosedError("the wire was closed while a stage used it")
 
-    def _commit(self, sent: list[_Sent], received: list[str], state: tuple[Any] | None, next_step: int) -> None:
+    def _commit(self, sent: list[_Sent], received: list[str], state: Any, next_step: int) -> None:
         for entry in sent:  # before the state, after which they would not be sent again
             entry.done.result()
         if state is not None:
             if self._saves < _REPEATED_SAVES:
                 self._delete_repeated(sent)
             key = state_key(self._stages[0], next_step)
-            self._objects.replace(key, tensors.encode(state[0]))
+            self._objects.replace(key, tensors.encode(state))
             self._saves += 1
             self._run.set_saved()
             self._write_finished(next_step)
@@ -365,9 +346,3 @@ class StoreWire:
     def _delete_old_states(self) -> None:
         self._objects.delete(self._states[:-_STATES])
         del self._states[:-_STATES]
-
-
-def _is_small_and_ready(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree)
-    small = sum(getattr(leaf, "nbytes", 0) for leaf in leaves) <= _INLINE_BYTES
-    return small and all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))

@@ -11,7 +11,7 @@ import jax
 from jaxche.sharding import Device
 from jaxche.stages._peer import PeerWire
 from jaxche.stages._schedule import check_micro_batching
-from jaxche.stages._wire import Mailbox, Tag, Wire, WireClosedError
+from jaxche.stages._wire import Mailbox, Tag, Wire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +42,8 @@ class Direct:
     """
 
     timeout_s: float = 300.0
-
-    @property
-    def micro_batch_size(self) -> None:
-        """None: the batch stays whole."""
-        return None
-
-    @property
-    def schedule(self) -> str:
-        """``"1f1b"``; with one micro-batch all schedules are equal."""
-        return "1f1b"
+    micro_batch_size: None = dataclasses.field(default=None, init=False, repr=False)  # the batch stays whole
+    schedule: str = dataclasses.field(default="1f1b", init=False, repr=False)  # all are equal with one micro-batch
 
     def __post_init__(self) -> None:
         _check_timeout(self.timeout_s)
@@ -128,7 +120,7 @@ class LocalWire:
         """Nothing survives the process."""
 
     def close(self) -> None:
-        self._mailbox.fail(WireClosedError("the wire was closed while a stage waited on it"))
+        self._mailbox.close()
 
 
 def _check_timeout(timeout_s: Any) -> None:

@@ -23,16 +23,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxche.stages._tensors import write_all
+from jaxche.stages._buffers import aligned, write_all
 
 # Polling delays a reader by at most a twentieth of the time that it has waited.
 _FIRST_WAIT_S, _MAX_WAIT_S, _WAIT_GROWTH = 0.00005, 0.1, 1.05
 # Smaller objects are written in one request; S3 takes no more than 5 GiB in one.
 _MULTIPART_BYTES = 64 * 1024 * 1024
-# Arrays at multiples of this address are used by the CPU backend without a copy.
-_ALIGNMENT = 64
 # Reading smaller files is as fast as mapping them.
 _MAPPED_BYTES = 1 << 20
 # Each mapped file is an open file, of which a process may have some hundreds.
@@ -91,23 +87,8 @@ class Objects:
         """Write a new object atomically. If it exists with an equal first buffer, which implies equal content, do
         nothing; raise ValueError if it exists with other content.
         """
-        from obstore.exceptions import AlreadyExistsError
-
-        path, head = self._path(key), bytes(buffers[0])
-        with self._named("writing", key):
-            try:
-                if self._folder is not None:
-                    self._folder.create(key, buffers)
-                else:
-                    self._store.put(path, buffers, mode="create", use_multipart=False)
-                return
-            except (AlreadyExistsError, FileExistsError):
-                pass
-            try:
-                found = bytes(self._store.get_range(path, start=0, end=len(head)))
-            except FileNotFoundError:
-                return  # its reader deleted it between the two requests
-        if found != head:
+        head = bytes(buffers[0])
+        if self._create(key, buffers, len(head)) not in (None, head):
             raise ValueError(
                 f"{key} in {self} was written before with other content: two writers use one run, or a run of this "
                 "name ended early, or a stage started again does not compute the same twice. Use another "
@@ -116,21 +97,25 @@ class Objects:
 
     def agree(self, key: str, text: str) -> None:
         """Write what all processes must have equal, or raise ValueError if it differs from what is written."""
+        there = self._create(key, [text.encode()], 1000)
+        if there not in (None, text.encode()):
+            raise ValueError(
+                f"{self} was begun with {there.decode(errors='replace')}, this process has {text}: start all its "
+                'processes alike, or begin another DataStore(run="...")'
+            )
+
+    def _create(self, key: str, buffers: Sequence[Any], limit: int) -> bytes | None:
+        """Write a new object atomically. If it exists, return its bytes, at most the first ``limit``."""
         from obstore.exceptions import AlreadyExistsError
 
-        with self._named("writing", key):
-            try:
-                self._store.put(self._path(key), text.encode(), mode="create", use_multipart=False)
-                return
-            except AlreadyExistsError:
-                pass
-        found = self.read(key, 1000)
-        there = bytes(found[0]).decode(errors="replace") if found else text
-        if there != text:
-            raise ValueError(
-                f"{self} was begun with {there}, this process has {text}: start all its processes alike, or begin "
-                'another DataStore(run="...")'
-            )
+        with self._named("writing", key), contextlib.suppress(AlreadyExistsError, FileExistsError):
+            if self._folder is not None:
+                self._folder.create(key, buffers)
+            else:
+                self._store.put(self._path(key), buffers, mode="create", use_multipart=False)
+            return None
+        found = self.read(key, limit)
+        return bytes(found[0]) if found else None  # its reader may have deleted it between the two requests
 
     def replace(self, key: str, buffers: Sequence[Any]) -> None:
         """Write an object atomically, also over an existing one."""
@@ -244,10 +229,7 @@ class Folder:
                     mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY)
                     self._mapped.add(mapped)
                     return memoryview(mapped).toreadonly(), size
-            room = np.empty(length + _ALIGNMENT, np.uint8)
-            start = -room.ctypes.data % _ALIGNMENT
-            data = room.data[start : start + length]
-            done = 0
+            data, done = aligned(length).data, 0
             while count := file.readinto(data[done:]):
                 done += count
             return data[:done].toreadonly(), size

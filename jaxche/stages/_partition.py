@@ -6,14 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
 from jaxche.drawing import short_traceback
 from jaxche.sharding import Device, local_devices
-from jaxche.stages._runner import Pace, Runner
-from jaxche.stages._stage import as_stage, spec, stage_key, trace_stages
-from jaxche.stages._wire import StageProtocol
+from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
+from jaxche.stages._runner import Pace, Plan, StageResult, run_stages
+from jaxche.stages._schedule import SCHEDULES
+from jaxche.stages._stage import Stage, check_stage_params, spec, stage_key, trace_stages
+from jaxche.stages._wire import StageProtocol, Wire
 
 
 class PartitionedState(NamedTuple):
@@ -69,6 +72,9 @@ class Partitioned:
       stages: the functions.
       loss: the loss.
       protocol: how stages communicate.
+      devices: the device of each stage; None for a stage of another process.
+      peak_activations: for each stage, the most micro-batches whose activations it kept at once in the last step; None
+        for a stage of another process.
       remat: one bool a stage.
       seed: as given.
 
@@ -135,25 +141,21 @@ class Partitioned:
         remats = (remat,) * len(stages) if isinstance(remat, bool) else tuple(remat)
         if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):
             raise ValueError(f"remat={remat!r} must be one bool, or {len(stages)}, one a stage; write remat=True")
-        self._stages = [as_stage(i, call, own) for i, (call, own) in enumerate(zip(stages, remats, strict=True))]
+        self._stages = [Stage(i, call, own) for i, (call, own) in enumerate(zip(stages, remats, strict=True))]
         self.stages, self.loss, self.protocol, self.remat, self.seed = tuple(stages), loss, protocol, remats, seed
         self._local = _check_local_stages(local_stages, len(stages))
-        self._devices = _check_devices(devices, self._local, len(stages))
-        self._runner = Runner(self._stages, loss, protocol, seed, self._local, self._devices, paces)
+        self.devices = _check_devices(devices, self._local, len(stages))
+        self.peak_activations: tuple[int | None, ...] = (None,) * len(stages)
+        self._paces = paces or [None] * len(stages)
+        self._specs: list[Any] = [None] * len(stages)  # of the parameters
+        self._plans: dict[Any, Plan] = {}
+        self._next_step = 0
         self._update: Any = None
         self._outputs = [
             jax.jit(lambda params, x, s=s: s(params, x, stage_key(seed, 0, s.index, 0))) for s in self._stages
         ]
-
-    @property
-    def devices(self) -> tuple[Device | None, ...]:
-        """The device of each stage; None for a stage of another process."""
-        return self._devices
-
-    @property
-    def peak_activations(self) -> tuple[int | None, ...]:
-        """For each stage, the most micro-batches whose activations it kept at once in the last step; None elsewhere."""
-        return self._runner.peaks
+        self._wire: Wire | None = None
+        self._open_wire()  # fail now if the other processes or the store cannot be reached
 
     @short_traceback
     def value_and_grad(self, params: Sequence[Any], batch: Any, *, step: int | None = None) -> tuple[Any, tuple]:
@@ -172,12 +174,12 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit the stages.
         """
-        step = self._runner.next_step if step is None else step
-        plan, placed = self._runner.prepare(params, batch)
-        results = self._runner.run(plan, step, placed, batch)
-        loss = self._runner.broadcast_loss(step, results)
-        self._runner.wire().finish(step)
-        return loss, self._runner.by_stage({stage: result.grads for stage, result in results.items()})
+        step = self._next_step if step is None else step
+        plan, placed = self._prepare(params, batch)
+        results = self._run(plan, step, placed, batch)
+        loss = self._broadcast_loss(step, results)
+        self._open_wire().finish(step)
+        return loss, self._by_stage({stage: result.grads for stage, result in results.items()})
 
     @short_traceback
     def init(self, params: Sequence[Any], tx: optax.GradientTransformation) -> PartitionedState:
@@ -197,7 +199,7 @@ class Partitioned:
         """
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
-        placed = self._runner.place(params)
+        placed = self._place(params)
         tx = optax.with_extra_args_support(tx)
 
         def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -205,12 +207,11 @@ class Partitioned:
             return optax.apply_updates(params, updates), opt_state
 
         self._update, init = jax.jit(update), jax.jit(tx.init)
-        states = tuple((placed[stage], init(placed[stage])) for stage in self._local)
-        found = self._runner.wire().rejoin(spec(states))
-        step, states = found if found is not None else (0, states)
-        states = [jax.device_put(s, self._devices[stage]) for stage, s in zip(self._local, states, strict=True)]
-        self._runner.next_step = step
-        return self._state(step, states)
+        states = tuple((tree, init(tree)) for tree in placed.values())
+        found = self._open_wire().rejoin(spec(states))
+        self._next_step, states = found if found is not None else (0, states)
+        pairs = zip(self._local, states, strict=True)
+        return self._state(self._next_step, {stage: jax.device_put(s, self.devices[stage]) for stage, s in pairs})
 
     def step(self, state: PartitionedState, batch: Any) -> tuple[PartitionedState, Any]:
         """Take one optimizer step on one batch. The given state is not modified.
@@ -227,11 +228,11 @@ class Partitioned:
         """
         if self._update is None:
             raise ValueError("step before init; write state = model.init(params, tx) first")
-        plan, placed = self._runner.prepare(state.params, batch)
-        results = self._runner.run(plan, state.step, placed, batch)
-        states = [self._update(results[stage].grads, placed[stage], state.opt_state[stage]) for stage in self._local]
-        loss = self._runner.broadcast_loss(state.step, results)
-        self._runner.wire().finish(state.step, tuple(states))
+        plan, placed = self._prepare(state.params, batch)
+        results = self._run(plan, state.step, placed, batch)
+        states = {s: self._update(results[s].grads, placed[s], state.opt_state[s]) for s in self._local}
+        loss = self._broadcast_loss(state.step, results)
+        self._open_wire().finish(state.step, tuple(states.values()))
         return self._state(state.step + 1, states), loss
 
     def compile(self, params: Sequence[Any], batch: Any) -> None:
@@ -244,7 +245,7 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit the stages.
         """
-        self._runner.prepare(params, batch)
+        self._prepare(params, batch)
 
     @short_traceback
     def explain(self, params: Sequence[Any], batch: Any) -> str:
@@ -260,7 +261,7 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit the stages.
         """
-        size, count = self._runner.prepare(params, batch)[0].micro
+        size, count = self._prepare(params, batch)[0].micro
         cut = "1 micro-batch" if size is None else f"{count} micro-batches of {size}, {self.protocol.schedule}"
         return f"{len(self._stages)} stages, {cut}"
 
@@ -309,17 +310,91 @@ class Partitioned:
                 "the parameters and make a jaxche.Partitioned without local_stages"
             )
         x = batch
-        for stage, tree in self._runner.place(params).items():
-            x = self._outputs[stage](tree, jax.device_put(x, self._devices[stage]))
+        for stage, tree in self._place(params).items():
+            x = self._outputs[stage](tree, jax.device_put(x, self.devices[stage]))
         return x
 
     def close(self) -> None:
         """Close the connections to other stages; the next call opens new ones."""
-        self._runner.close()
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
 
-    def _state(self, step: int, states: Sequence[tuple[Any, Any]]) -> PartitionedState:
-        params, opt_states = ({s: pair[i] for s, pair in zip(self._local, states, strict=True)} for i in range(2))
-        return PartitionedState(step, self._runner.by_stage(params), self._runner.by_stage(opt_states))
+    def _open_wire(self) -> Wire:
+        """The wire, opened if it is not open."""
+        if self._wire is None:
+            self._wire = self.protocol.wire(self._local, len(self._stages), self.devices)
+        return self._wire
+
+    def _by_stage(self, local: dict[int, Any]) -> tuple[Any, ...]:
+        """One entry a stage; None for those of other processes."""
+        return tuple(map(local.get, range(len(self._stages))))
+
+    def _state(self, step: int, states: dict[int, tuple[Any, Any]]) -> PartitionedState:
+        params, opt_states = ({stage: state[i] for stage, state in states.items()} for i in (0, 1))
+        return PartitionedState(step, self._by_stage(params), self._by_stage(opt_states))
+
+    def _place(self, params: Sequence[Any]) -> dict[int, Any]:
+        """The parameters of this process on their devices; records the shapes of all."""
+        check_stage_params(params, len(self._stages))
+        placed = {stage: jax.device_put(params[stage], self.devices[stage]) for stage in self._local}
+        for stage, tree in enumerate(params):
+            if stage in placed:
+                self._specs[stage] = spec(placed[stage])
+            elif tree is not None:
+                self._specs[stage] = spec(tree)
+            elif self._specs[stage] is None:
+                raise ValueError(
+                    f"params[{stage}] is None, and the shapes of that stage of another process are not known here; "
+                    f"call model.init(params, tx) with all parameters first, or give their jax.ShapeDtypeStruct"
+                )
+        return placed
+
+    def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[Plan, dict[int, Any]]:
+        """The plan for these shapes, and the parameters on their devices."""
+        placed = self._place(params)
+        given = (tuple(self._specs), spec(batch))
+        leaves, structure = jax.tree.flatten(given)
+        key = (structure, *leaves)
+        if key not in self._plans:
+            self._plans[key] = self._compile(*given)
+        return self._plans[key], placed
+
+    def _compile(self, params: Sequence[Any], batch: Any) -> Plan:
+        """Trace all stages and compile those of this process, from specs of parameters and batch."""
+        micro = MicroBatches.of(batch, self.protocol.micro_batch_size)
+        outputs = trace_stages(self._stages, self.loss, params, micro.spec(batch))
+        last = len(self._stages) - 1
+        programs = {}
+        for stage in self._local:
+            x = outputs[stage - 1] if stage > 0 else None
+            out = outputs[stage] if stage < last else None
+            given = StageSpec(params[stage], x, batch if stage in (0, last) else None, out)
+            loss = self.loss if stage == last else None
+            programs[stage] = StageProgram(self._stages[stage], loss, self.seed, self.devices[stage], micro, given)
+        return Plan(micro, SCHEDULES[self.protocol.schedule](last + 1, micro.count), programs)
+
+    def _run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
+        """Run one forward and backward through the stages of this process."""
+        try:
+            results = run_stages(plan, self._open_wire(), step, placed, batch, self._paces)
+        except BaseException:
+            # The wire may hold trees of the step that failed: the next step opens a new one.
+            self.close()
+            raise
+        self._next_step = step + 1
+        self.peak_activations = self._by_stage({stage: result.peak for stage, result in results.items()})
+        return results
+
+    def _broadcast_loss(self, step: int, results: dict[int, StageResult]) -> Any:
+        """The loss, which the process of the last stage publishes to all others."""
+        last = len(self._stages) - 1
+        if last not in results:
+            return jnp.float32(self._open_wire().read_loss(step))
+        loss = results[last].loss
+        if len(results) <= last:
+            self._open_wire().publish(step, float(loss))
+        return loss
 
 
 def _check_protocol(protocol: Any) -> None:

@@ -23,16 +23,14 @@ from jax._src import distributed as _jax_distributed
 
 from jaxche.distributed import Listener, connect, own_address
 from jaxche.sharding import Device
+from jaxche.stages._buffers import aligned, are_small_and_ready, on_device, write_all
 from jaxche.stages._stage import describe
-from jaxche.stages._tensors import on_device, write_all
-from jaxche.stages._wire import Mailbox, Tag, WireClosedError
+from jaxche.stages._wire import Mailbox, Tag
 
 _LENGTH = struct.Struct(">I")
 _MAX_HEADER_BYTES = 1 << 20
 # Ready trees up to this size are sent from the caller's thread, which saves the time to wake another one.
 _INLINE_BYTES = 1 << 20
-# XLA on CPU uses a NumPy array without a copy if its address is a multiple of this.
-_ALIGNMENT = 64
 
 
 class PeerWire:
@@ -114,7 +112,7 @@ class PeerWire:
 
     def close(self) -> None:
         self._closing = True
-        self._mailbox.fail(WireClosedError("the wire was closed while a stage waited on it"))
+        self._mailbox.close()
         for outgoing in self._outgoing.values():
             outgoing.close()
         self._listener.close()
@@ -184,8 +182,7 @@ class Outgoing:
     def put(self, tag: Tag, tree: Any) -> None:
         """Send a tree as soon as it is computed."""
         leaves = jax.tree.leaves(tree)
-        small = sum(leaf.nbytes for leaf in leaves) <= _INLINE_BYTES
-        if small and self._queue.unfinished_tasks == 0 and all(leaf.is_ready() for leaf in leaves):
+        if self._queue.unfinished_tasks == 0 and are_small_and_ready(leaves, _INLINE_BYTES):
             self._write(tag, leaves)
             return
         for leaf in leaves:
@@ -244,9 +241,7 @@ def read_arrays(sock: socket.socket) -> tuple[Tag, list[np.ndarray]]:
 
 
 def _read_bytes(sock: socket.socket, count: int) -> np.ndarray:
-    room = np.empty(count + _ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT
-    taken = room[start : start + count]
+    taken = aligned(count)
     view, done = taken.data, 0
     while done < count:
         got = sock.recv_into(view[done:], count - done, socket.MSG_WAITALL)

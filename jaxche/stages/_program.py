@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from jaxche.averaging import sum_dtype
-from jaxche.sharding import Device
+from jaxche.averaging import sum_dtype, zero_sums
+from jaxche.sharding import Device, batch_size
 from jaxche.stages._stage import Stage, cotangents, stage_key
 
 
@@ -21,6 +21,36 @@ class MicroBatches(NamedTuple):
 
     size: int | None
     count: int
+
+    @classmethod
+    def of(cls, batch: Any, size: int | None) -> MicroBatches:
+        """The micro-batches of a batch, which ``size`` must divide."""
+        if size is None:
+            return cls(None, 1)
+        examples = batch_size(batch)
+        if examples % size:
+            raise ValueError(
+                f"micro_batch_size={size} does not divide the batch of {examples} examples; "
+                f"write e.g. micro_batch_size={largest_micro_batch(size, examples)}"
+            )
+        return cls(size, examples // size) if size < examples else cls(None, 1)
+
+    def spec(self, batch: Any) -> Any:
+        """The spec of a micro-batch, from that of the batch."""
+        if self.size is None:
+            return batch
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.size, *leaf.shape[1:]), leaf.dtype), batch)
+
+    def take(self, batch: Any, number: Any) -> Any:
+        """One micro-batch, inside a program."""
+        if (size := self.size) is None:
+            return batch
+        return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, number * size, size), batch)
+
+
+def largest_micro_batch(size: int, examples: int) -> int:
+    """The largest micro-batch of at most ``size`` examples that divides a batch."""
+    return next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
 
 
 class StageSpec(NamedTuple):
@@ -48,15 +78,11 @@ class StageProgram:
     """Compiled programs of one stage on one device for one set of shapes.
 
     The first stage reads its input from the batch, the last its labels. Both slice the micro-batch inside the program,
-    so the batch is on a device once.
+    so the batch is on a device once. ``loss`` is None for all stages but the last. ``x`` and ``gradient`` are the specs
+    of the input and of the gradient that it receives.
 
-    Args:
-      stage: the stage.
-      loss: the loss for the last stage, else None.
-      seed: seed of the keys of stages with an argument ``rng``.
-      device: where it runs.
-      micro: size and number of micro-batches.
-      given: shapes and dtypes.
+    ``zeros()`` is the sum of gradients before the first of several micro-batches, else None. ``finish(total)`` has the
+    gradients in the dtypes of the parameters: those of low precision are summed in float32 and rounded once.
     """
 
     def __init__(
@@ -70,40 +96,31 @@ class StageProgram:
     ):
         self._stage, self._loss, self._seed, self._micro = stage, loss, seed, micro
         self.stage, self.device, self.is_first, self.is_last = stage.index, device, given.x is None, loss is not None
-        self._out, self._loss_dtype = given.out, None
-        self._residuals = Residuals()
+        self._out, self._residuals = given.out, Residuals()
         here = SingleDeviceSharding(device)
 
         def place(tree: Any) -> Any:
             return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), tree)
 
-        params, x, batch = place(given.params), place(given.x), place(given.batch)
+        params, batch = place(given.params), place(given.batch)
+        self.x, self.gradient = place(given.x), place(cotangents(given.out))
         numbers = jax.ShapeDtypeStruct((2,), np.uint32)
-        lowered = jax.jit(self._forward).lower(params, x, batch, numbers)
+        lowered = jax.jit(self._forward).lower(params, self.x, batch, numbers)
         out, residuals = place(lowered.out_info)
         self._run_forward = lowered.compile()
-        saved = self._save(x, out, residuals)
-        if self.is_last:
-            self._loss_dtype = out.dtype
-        gradient = place(cotangents(given.out))
-        self._zeros: Any = None
-        total = None
+        self._loss_dtype = out.dtype if self.is_last else None
+        total: Any = None
+        self.zeros: Callable[[], Any] = lambda: None
+        self.finish: Callable[[Any], Any] = lambda total: total
         if micro.count > 1:
-            sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, sum_dtype(p.dtype)), given.params)
-            total = place(sums)
-            self._zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums), out_shardings=here)
-            self._zeros = self._zeros.lower().compile()
+            total = place(jax.eval_shape(zero_sums, params))
+            self.zeros = jax.jit(lambda: zero_sums(params), out_shardings=here).lower().compile()
+            if any(p.dtype != sum_dtype(p.dtype) for p in jax.tree.leaves(params)):
+                rounding = jax.jit(lambda total: jax.tree.map(lambda g, p: g.astype(p.dtype), total, params))
+                self.finish = rounding.lower(total).compile()
+        saved = self._save(self.x, out, residuals)
         backward = jax.jit(self._backward, donate_argnames="total")
-        self._run_backward = backward.lower(params, batch, numbers, saved, gradient, total).compile()
-        # Gradients of low-precision parameters are summed in float32 and rounded once.
-        self._round: Any = None
-        if total is not None and any(p.dtype != sum_dtype(p.dtype) for p in jax.tree.leaves(params)):
-            dtypes = jax.tree.map(lambda p: p.dtype, given.params)
-            self._round = jax.jit(lambda t: jax.tree.map(lambda g, d: g.astype(d), t, dtypes)).lower(total).compile()
-
-    def zeros(self) -> Any:
-        """The sum of gradients before the first micro-batch, or None if there is only one."""
-        return None if self._zeros is None else self._zeros()
+        self._run_backward = backward.lower(params, batch, numbers, saved, self.gradient, total).compile()
 
     def forward(self, params: Any, x: Any, batch: Any, step: int, micro: int) -> tuple[Any, Saved]:
         """The output of the stage, or for the last one the share of the loss; and the values for the backward."""
@@ -116,53 +133,35 @@ class StageProgram:
         """The sum of gradients including this micro-batch, and the gradient with respect to the input."""
         return self._run_backward(params, batch, _numbers(step, micro), saved, gradient, total)
 
-    def finish(self, total: Any) -> Any:
-        """The gradients in the dtypes of the parameters."""
-        return total if self._round is None else self._round(total)
-
     def _save(self, x: Any, out: Any, residuals: Any) -> Saved:
-        if self._stage.remat:
-            return Saved(x, None, None)
         uses = self._residuals.uses
         return Saved(x if uses("x") else None, out if uses("out") else None, residuals)
 
-    def _inputs(self, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
-        """The input of the stage and the labels of the loss, both of this micro-batch."""
-        size = self._micro.size
-        if batch is not None and size is not None:
-            batch = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, numbers[1] * size, size), batch)
-        return (batch if self.is_first else x), batch
-
-    def _vjp(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, Any]:
-        x, labels = self._inputs(x, batch, numbers)
-        key = stage_key(self._seed, numbers[0], self._stage.index, numbers[1])
-
+    def _forward(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, list[Any]]:
         def call(params: Any, x: Any) -> Any:
-            y = self._stage(params, x, key)
+            step, number = numbers
+            micro_batch = self._micro.take(batch, number)
+            key = stage_key(self._seed, step, self._stage.index, number)
+            y = self._stage(params, micro_batch if self.is_first else x, key)
             if self._loss is None:
                 return y
-            loss = self._loss(y, labels)
+            loss = self._loss(y, micro_batch)
             return loss.astype(sum_dtype(loss.dtype)) / self._micro.count
 
-        return jax.vjp(lambda p: call(p, x), params) if self.is_first else jax.vjp(call, params, x)
-
-    def _forward(self, params: Any, x: Any, batch: Any, numbers: Any) -> tuple[Any, list[Any]]:
-        out, vjp = self._vjp(params, x, batch, numbers)
         if self._stage.remat:
-            return out, []
-        return out, self._residuals.split(vjp, params=params, batch=batch, x=x, out=out)
+            # Forward and backward are two programs, so nothing in one of them can be shared with the other.
+            call = jax.checkpoint(call, prevent_cse=False)
+        out, vjp = jax.vjp(call, params, x)
+        return out, self._residuals.split(vjp, out=out, x=x, numbers=numbers, batch=batch, params=params)
 
     def _backward(
         self, params: Any, batch: Any, numbers: Any, saved: Saved, gradient: Any, total: Any
     ) -> tuple[Any, Any]:
-        if self._stage.remat:
-            _, vjp = self._vjp(params, saved.x, batch, numbers)
-        else:
-            vjp = self._residuals.join(params=params, batch=batch, **saved._asdict())
-        grads, *rest = vjp(self._cotangent(gradient))
+        vjp = self._residuals.join(params=params, batch=batch, numbers=numbers, **saved._asdict())
+        grads, back = vjp(self._cotangent(gradient))
         if total is not None:
             grads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-        return grads, cotangents(rest[0]) if rest else None
+        return grads, cotangents(back)
 
     def _cotangent(self, gradient: Any) -> Any:
         """The gradient that arrived, with the float0 zeros that ``jax.vjp`` expects for leaves that are not float."""
@@ -184,7 +183,7 @@ class Residuals:
         self._structure: Any = None
 
     def split(self, vjp: Any, **there: Any) -> list[Any]:
-        """The leaves of a vjp function that are not leaves of the named trees."""
+        """The leaves of a vjp function that are not leaves of the named trees; of equal leaves the last is used."""
         known = {id(leaf): (name, i) for name, tree in there.items() for i, leaf in enumerate(jax.tree.leaves(tree))}
         leaves, self._structure = jax.tree.flatten(vjp)
         residuals: list[Any] = []

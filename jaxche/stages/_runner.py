@@ -1,21 +1,17 @@
-"""Runs batches through the stages of one process: a plan for each set of shapes, the tasks of a schedule, the loss."""
+"""Runs one batch through the stages of one process: the tasks of their schedule, each stage on a thread."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jaxche.averaging import is_float
-from jaxche.sharding import Device, batch_size, collections_of
-from jaxche.stages._program import MicroBatches, Saved, StageProgram, StageSpec
-from jaxche.stages._schedule import SCHEDULES, Schedule, Task
-from jaxche.stages._stage import Stage, cotangents, micro_spec, spec, trace_stages
-from jaxche.stages._wire import StageProtocol, Tag, Wire, WireClosedError
+from jaxche.stages._program import MicroBatches, Saved, StageProgram
+from jaxche.stages._schedule import Schedule, Task
+from jaxche.stages._wire import Tag, Wire, WireClosedError
 
 
 class Pace(NamedTuple):
@@ -35,19 +31,11 @@ class Pace(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is decided and compiled for batches of one shape.
-
-    Attributes:
-      micro: size and number of micro-batches.
-      schedule: the tasks of all stages.
-      programs: the programs of each stage of this process.
-      likes: specs of its input (None for the first stage) and of its output (None for the last).
-    """
+    """Micro-batches and tasks of all stages for batches of one shape, and the programs of those of this process."""
 
     micro: MicroBatches
     schedule: Schedule
     programs: dict[int, StageProgram]
-    likes: dict[int, tuple[Any, Any]]
 
 
 class StageResult(NamedTuple):
@@ -58,201 +46,54 @@ class StageResult(NamedTuple):
     peak: int
 
 
-class Runner:
-    """Runs the stages of one process.
+def run_stages(
+    plan: Plan, wire: Wire, step: int, params: dict[int, Any], batch: Any, paces: Sequence[Pace | None]
+) -> dict[int, StageResult]:
+    """One forward and backward through the stages of this process.
 
-    Args:
-      stages: all stages.
-      loss: the loss.
-      protocol: how stages communicate.
-      seed: seed of the keys of stages with an argument ``rng``.
-      local: the stages of this process.
-      devices: the device of each stage, None for those of other processes.
-      paces: wall times to pad tasks to, one a stage, or None.
-
-    Attributes:
-      next_step: one more than the last step that was run.
-      peaks: for each stage, the most micro-batches whose activations it kept at once in that step.
+    If a stage fails, the wire is closed, which ends the waits of the others.
     """
+    programs = plan.programs
+    batches = {s: jax.device_put(batch, one.device) for s, one in programs.items() if one.is_first or one.is_last}
+    results: dict[int, StageResult] = {}
+    errors: list[BaseException] = []
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        loss: Callable[[Any, Any], Any],
-        protocol: StageProtocol,
-        seed: int,
-        local: Sequence[int],
-        devices: Sequence[Device | None],
-        paces: Sequence[Pace] | None,
-    ):
-        self._stages, self._loss, self._protocol, self._seed = stages, loss, protocol, seed
-        self._local, self._devices, self._paces = local, devices, paces
-        self._wire: Wire | None = None
-        self._specs: list[Any] = [None] * len(stages)
-        self._plans: dict[Any, Plan] = {}
-        self.next_step = 0
-        self.peaks: tuple[int | None, ...] = (None,) * len(stages)
-        self.wire()  # fail now if the other processes or the store cannot be reached
-
-    def wire(self) -> Wire:
-        """The wire, opened if it is not open."""
-        if self._wire is None:
-            self._wire = self._protocol.wire(self._local, len(self._stages), self._devices)
-        return self._wire
-
-    def close(self) -> None:
-        """Close the wire."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-
-    def by_stage(self, local: dict[int, Any]) -> tuple[Any, ...]:
-        """One entry a stage; None for those of other processes."""
-        return tuple(local.get(stage) for stage in range(len(self._stages)))
-
-    def place(self, params: Sequence[Any]) -> dict[int, Any]:
-        """The parameters of this process on their devices; records the shapes of all."""
-        check_stage_params(params, len(self._stages))
-        placed = {stage: jax.device_put(params[stage], self._devices[stage]) for stage in self._local}
-        for stage, tree in enumerate(params):
-            if stage in placed:
-                self._specs[stage] = spec(placed[stage])
-            elif tree is not None:
-                self._specs[stage] = spec(tree)
-            elif self._specs[stage] is None:
-                raise ValueError(
-                    f"params[{stage}] is None, and the shapes of that stage of another process are not known here; "
-                    f"call model.init(params, tx) with all parameters first, or give their jax.ShapeDtypeStruct"
-                )
-        return placed
-
-    def prepare(self, params: Sequence[Any], batch: Any) -> tuple[Plan, dict[int, Any]]:
-        """The plan for these shapes, and the parameters on their devices."""
-        placed = self.place(params)
-        given = (tuple(self._specs), spec(batch))
-        leaves, structure = jax.tree.flatten(given)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in self._plans:
-            self._plans[key] = self._compile(*given)
-        return self._plans[key], placed
-
-    def run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
-        """Run one forward and backward through the stages of this process."""
-        wire, last = self.wire(), len(self._stages) - 1
-        batches = {s: jax.device_put(batch, self._devices[s]) for s in self._local if s in (0, last)}
-        jobs = [
-            lambda s=stage: _run_stage(
-                plan.programs[s],
-                plan.schedule[s],
-                wire,
-                step,
-                placed[s],
-                batches.get(s),
-                plan.likes[s],
-                None if self._paces is None else self._paces[s],
-            )
-            for stage in self._local
-        ]
+    def work(stage: int) -> None:
+        program, tasks, pace = programs[stage], plan.schedule[stage], paces[stage]
         try:
-            results = dict(zip(self._local, _run_threads(jobs, wire), strict=True))
-        except BaseException:
-            # The wire may hold trees of the step that failed: the next step opens a new one.
-            self.close()
-            raise
-        self.next_step = step + 1
-        self.peaks = self.by_stage({stage: result.peak for stage, result in results.items()})
-        return results
+            results[stage] = _run_stage(program, tasks, wire, step, params[stage], batches.get(stage), pace)
+        except BaseException as error:
+            errors.append(error)
+            wire.close()
 
-    def broadcast_loss(self, step: int, results: dict[int, StageResult]) -> Any:
-        """The loss, which the process of the last stage publishes to all others."""
-        last = len(self._stages) - 1
-        if last not in results:
-            return jnp.float32(self.wire().read_loss(step))
-        loss = results[last].loss
-        if len(results) <= last:
-            self.wire().publish(step, float(loss))
-        return loss
-
-    def _compile(self, params: Sequence[Any], batch: Any) -> Plan:
-        """Trace all stages and compile those of this process, from specs of parameters and batch."""
-        micro = _micro_batches(self._protocol.micro_batch_size, batch)
-        outputs = trace_stages(self._stages, self._loss, params, micro_spec(batch, micro.size))
-        last = len(self._stages) - 1
-        programs, likes = {}, {}
-        for stage in self._local:
-            x = outputs[stage - 1] if stage > 0 else None
-            out = outputs[stage] if stage < last else None
-            given = StageSpec(params[stage], x, batch if stage in (0, last) else None, out)
-            loss = self._loss if stage == last else None
-            programs[stage] = StageProgram(self._stages[stage], loss, self._seed, self._devices[stage], micro, given)
-            likes[stage] = (x, out)
-        return Plan(micro, SCHEDULES[self._protocol.schedule](last + 1, micro.count), programs, likes)
-
-
-def check_stage_params(params: Any, n_stages: int) -> None:
-    """Refuse parameters that are not one entry a stage, or not float.
-
-    Args:
-      params: the parameters as given.
-      n_stages: number of stages.
-
-    Raises:
-      ValueError: another number of entries, or a leaf that is not float; names the leaf.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_stage_params([jnp.zeros(2)], n_stages=2)
-      Traceback (most recent call last):
-      ValueError: params: 1 entries for 2 stages; give a list with the parameters of each stage
-    """
-    if not isinstance(params, (list, tuple)) or len(params) != n_stages:
-        got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
-        raise ValueError(f"params: {got} for {n_stages} stages; give a list with the parameters of each stage")
-    for stage, tree in enumerate(params):
-        if others := collections_of(tree):
-            raise ValueError(
-                f"params[{stage}] is a whole dict of variables, {', '.join(map(repr, tree))}, and the optimizer would "
-                f'train all; give variables["params"], and keep {others[0]} in the stage function'
-            )
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            if not is_float(leaf):
-                name = f"params[{stage}]{jax.tree_util.keystr(path)}"
-                kind = getattr(leaf, "dtype", type(leaf).__name__)
-                raise ValueError(f"{name} is {kind}, not float; keep what is not trained in the stage function")
-
-
-def _micro_batches(size: int | None, batch: Any) -> MicroBatches:
-    """Size and number of micro-batches of a batch, or one whole batch."""
-    if size is None:
-        return MicroBatches(None, 1)
-    examples = batch_size(batch)
-    if examples % size:
-        best = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
-        raise ValueError(
-            f"micro_batch_size={size} does not divide the batch of {examples} examples; "
-            f"write e.g. micro_batch_size={best}"
-        )
-    return MicroBatches(size, examples // size) if size < examples else MicroBatches(None, 1)
+    # The caller's thread runs the last stage: a process with one stage needs no other thread.
+    *others, last = programs
+    threads = [threading.Thread(target=work, args=(stage,), daemon=True) for stage in others]
+    for thread in threads:
+        thread.start()
+    work(last)
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: end the waits of the other threads
+        wire.close()
+        raise
+    if errors:
+        raise next((error for error in errors if not isinstance(error, WireClosedError)), errors[0])
+    return results
 
 
 def _run_stage(
-    program: StageProgram,
-    tasks: Sequence[Task],
-    wire: Wire,
-    step: int,
-    params: Any,
-    batch: Any,
-    like: tuple[Any, Any],
-    pace: Pace | None,
+    program: StageProgram, tasks: Sequence[Task], wire: Wire, step: int, params: Any, batch: Any, pace: Pace | None
 ) -> StageResult:
     """Run the tasks of one stage in order; computations are dispatched without waiting for their results."""
     stage, device = program.stage, program.device
-    like_x, like_gradient = like[0], cotangents(like[1])
     saved: dict[int, Saved] = {}
     total, loss, peak = program.zeros(), None, 0
     for task in tasks:
         if task.kind == "F":
-            x = None if program.is_first else wire.receive(Tag(step, task.micro, "forward", stage - 1), like_x, device)
+            tag = Tag(step, task.micro, "forward", stage - 1)
+            x = None if program.is_first else wire.receive(tag, program.x, device)
             start = _ready(pace, (x, params, batch))
             out, saved[task.micro] = program.forward(params, x, batch, step, task.micro)
             del x
@@ -265,41 +106,13 @@ def _run_stage(
             del out
         else:
             tag = Tag(step, task.micro, "backward", stage + 1)
-            gradient = None if program.is_last else wire.receive(tag, like_gradient, device)
+            gradient = None if program.is_last else wire.receive(tag, program.gradient, device)
             start = _ready(pace, gradient)
             total, back = program.backward(params, batch, step, task.micro, saved.pop(task.micro), gradient, total)
             _pad(pace and pace.backward_ms, start, (total, back))
             if not program.is_first:
                 wire.send(Tag(step, task.micro, "backward", stage), back)
     return StageResult(program.finish(total), loss, peak)
-
-
-def _run_threads(jobs: Sequence[Callable[[], Any]], wire: Wire) -> list[Any]:
-    """Run one job a stage in parallel. If one fails, close the wire, which ends the waits of the others, and raise."""
-    results: list[Any] = [None] * len(jobs)
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            results[number] = jobs[number]()
-        except BaseException as error:
-            errors.append(error)
-            wire.close()
-
-    # The caller's thread runs the last job: a process with one stage needs no other thread.
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs) - 1)]
-    for thread in threads:
-        thread.start()
-    work(len(jobs) - 1)
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException:  # Ctrl-C: end the waits of the other threads
-        wire.close()
-        raise
-    if errors:
-        raise next((error for error in errors if not isinstance(error, WireClosedError)), errors[0])
-    return results
 
 
 def _ready(pace: Pace | None, inputs: Any) -> float:

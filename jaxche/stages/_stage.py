@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,38 +10,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
+from jaxche.sharding import collections_of
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
     """A stage of the model: ``call(params, x)``, or ``call(params, x, rng=key)`` if it has an argument ``rng``.
 
     With ``remat`` the backward recomputes the forward from the input.
     """
 
-    index: int
-    call: Callable[..., Any]
-    wants_rng: bool
-    remat: bool
-
-    @property
-    def name(self) -> str:
-        """Its name in error messages."""
-        return f"stage {self.index} ({getattr(self.call, '__name__', type(self.call).__name__)})"
+    def __init__(self, index: int, call: Any, remat: bool = False):
+        if not callable(call):
+            raise ValueError(f"stages[{index}]={call!r} is not a function; write def f(params, x): ... return x")
+        self.index, self.call, self.remat = index, call, remat
+        self.name = f"stage {index} ({getattr(call, '__name__', type(call).__name__)})"
+        try:
+            self._wants_rng = "rng" in inspect.signature(call).parameters
+        except (TypeError, ValueError):  # a builtin without a signature
+            self._wants_rng = False
 
     def __call__(self, params: Any, x: Any, key: Any) -> Any:
-        return self.call(params, x, rng=key) if self.wants_rng else self.call(params, x)
-
-
-def as_stage(index: int, call: Any, remat: bool) -> Stage:
-    """The stage of a declared function."""
-    if not callable(call):
-        raise ValueError(f"stages[{index}]={call!r} is not a function; write def f(params, x): ... return x")
-    try:
-        wants_rng = "rng" in inspect.signature(call).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        wants_rng = False
-    return Stage(index, call, wants_rng, remat)
+        return self.call(params, x, rng=key) if self._wants_rng else self.call(params, x)
 
 
 def stage_key(seed: int, step: Any, stage: Any, micro: Any) -> Any:
@@ -64,13 +52,6 @@ def spec(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def micro_spec(batch: Any, size: int | None) -> Any:
-    """The spec of a micro-batch of ``size`` examples, or of the whole batch."""
-    if size is None:
-        return batch
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch)
-
-
 def cotangents(tree: Any) -> Any:
     """A gradient with respect to ``tree`` as it travels: float leaves, and None for the others."""
     return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, tree)
@@ -83,6 +64,24 @@ def describe(tree: Any) -> str:
         for path, leaf in jax.tree.leaves_with_path(tree)
     ]
     return ", ".join(leaves) or "no arrays"
+
+
+def check_stage_params(params: Any, n_stages: int) -> None:
+    """Refuse parameters that are not one entry a stage, or not float."""
+    if not isinstance(params, (list, tuple)) or len(params) != n_stages:
+        got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else type(params).__name__
+        raise ValueError(f"params: {got} for {n_stages} stages; give a list with the parameters of each stage")
+    for stage, tree in enumerate(params):
+        if others := collections_of(tree):
+            raise ValueError(
+                f"params[{stage}] is a whole dict of variables, {', '.join(map(repr, tree))}, and the optimizer would "
+                f'train all; give variables["params"], and keep {others[0]} in the stage function'
+            )
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            if not is_float(leaf):
+                name = f"params[{stage}]{jax.tree_util.keystr(path)}"
+                kind = getattr(leaf, "dtype", type(leaf).__name__)
+                raise ValueError(f"{name} is {kind}, not float; keep what is not trained in the stage function")
 
 
 def trace_stages(

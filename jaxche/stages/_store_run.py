@@ -118,29 +118,16 @@ class Hello(NamedTuple):
 
 
 class StoreRun:
-    """The run of one process, and the objects under its identity.
+    """The run of the process of ``stages``, ascending, which waits ``timeout_s`` for others, and its objects."""
 
-    Args:
-      root: objects under the name of the run.
-      stages: stages of this process, ascending.
-      n_stages: number of stages in all processes.
-      timeout_s: seconds to wait for the other processes.
-      identity: the identity, if it is known.
-    """
-
-    def __init__(
-        self, root: Objects, stages: Sequence[int], n_stages: int, timeout_s: float, identity: str | None = None
-    ):
-        self.root, self._stages, self._timeout_s = root, tuple(stages), timeout_s
+    def __init__(self, root: Objects, stages: Sequence[int], n_stages: int, timeout_s: float):
+        self.root, self.stages, self.n_stages, self.timeout_s = root, tuple(stages), n_stages, timeout_s
         self._identity: str | None = None
         self._objects: Objects | None = None
         self._written: Hello | None = None
-        self._n_stages, self._others = n_stages, set(range(n_stages)) - set(stages)
         self._nonce = secrets.token_hex(16)
         self._lock, self._next_admit = threading.Lock(), 0.0
-        self._saved = identity is not None
-        if identity is not None:
-            self._set(identity)
+        self._saved = False
 
     @property
     def is_agreed(self) -> bool:
@@ -170,13 +157,13 @@ class StoreRun:
         if self._objects is not None:
             return
         with self._lock:
-            deadline, wait_s = time.monotonic() + self._timeout_s, _FIRST_WAIT_S
+            deadline, wait_s = time.monotonic() + self.timeout_s, _FIRST_WAIT_S
             while self._objects is None:
                 missing = self._exchange()
                 if self._objects is None:
                     if time.monotonic() > deadline:
                         raise TimeoutError(
-                            f"waited {self._timeout_s:g} s for the process of stage {', '.join(map(str, missing))} in "
+                            f"waited {self.timeout_s:g} s for the process of stage {', '.join(map(str, missing))} in "
                             f"{self.root}. Is it running, on the same url and run? A slower one needs "
                             "DataStore(timeout_s=...); if others ended before a state was saved, restart all processes"
                         )
@@ -199,8 +186,8 @@ class StoreRun:
 
     def leave(self) -> None:
         """Delete the hello of this process, or of an earlier start of it."""
-        key = hello_key(self._stages[0])
-        mine = self._read(self._stages[0])
+        key = hello_key(self.stages[0])
+        mine = self._read(self.stages[0])
         if mine is not None and self._written is not None and mine.nonce != self._nonce:
             return  # of a process that was started later
         if mine is not None:
@@ -209,9 +196,9 @@ class StoreRun:
 
     def _exchange(self) -> list[int]:
         """Read all hellos, and write that of this process if it changed; returns stages without a running process."""
-        first = str(self._stages[0])
-        hellos = {stage: hello for stage in range(self._n_stages) if (hello := self._read(stage)) is not None}
-        mine = hellos.pop(self._stages[0], None)
+        first = str(self.stages[0])
+        hellos = {stage: hello for stage in range(self.n_stages) if (hello := self._read(stage)) is not None}
+        mine = hellos.pop(self.stages[0], None)
         if self._written is not None and mine is not None and mine.nonce != self._nonce:
             raise ValueError(
                 f"another process that was started later holds stage {first} in {self.root}: end one of them, or give "
@@ -219,17 +206,18 @@ class StoreRun:
             )
         running = [hello for hello in hellos.values() if hello.seen.get(first) == self._nonce]
         for hello in running:
-            if both := set(hello.stages) & set(self._stages):
+            if both := set(hello.stages) & set(self.stages):
                 raise ValueError(
-                    f"local_stages={list(self._stages)}: stage {min(both)} is in another process of {self.root} "
+                    f"local_stages={list(self.stages)}: stage {min(both)} is in another process of {self.root} "
                     "already; give each stage to one process"
                 )
-        missing = sorted(self._others - {stage for hello in running for stage in hello.stages})
+        there = {*self.stages, *(stage for hello in running for stage in hello.stages)}
+        missing = sorted(set(range(self.n_stages)) - there)
         if self._objects is None and (identity := self._choose(running, not missing)) is not None:
             self._set(identity)
-        hello = Hello(self._nonce, self._stages, {str(s): h.nonce for s, h in hellos.items()}, self._identity)
+        hello = Hello(self._nonce, self.stages, {str(s): h.nonce for s, h in hellos.items()}, self._identity)
         if hello != self._written or mine is None:
-            self.root.replace(hello_key(self._stages[0]), [hello.encode()])
+            self.root.replace(hello_key(self.stages[0]), [hello.encode()])
             self._written = hello
         return missing
 
@@ -242,7 +230,7 @@ class StoreRun:
             raise ValueError(f'several runs are active in {self.root}: give each its own DataStore(run="...")')
         if found:
             return found.pop()
-        if 0 not in self._stages or not all_run:
+        if 0 not in self.stages or not all_run:
             return None
         for folder in filter(_IDENTITY.fullmatch, self.root.folders()):
             self.root.remove(folder)
@@ -264,7 +252,7 @@ class StoreRun:
     def _set(self, identity: str) -> None:
         objects = self.root.within(identity)
         # Before this process writes anything itself.
-        objects.remove_partial(lambda key: is_written_by(key, self._stages))
+        objects.remove_partial(lambda key: is_written_by(key, self.stages))
         self._identity, self._objects = identity, objects
 
     def _read(self, stage: int) -> Hello | None:

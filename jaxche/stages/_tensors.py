@@ -16,15 +16,13 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from jaxche.sharding import Device
+from jaxche.stages._buffers import ALIGNMENT, to_host
 
 _MAGIC = b"jaxchetr"
 _VERSION = 2
@@ -34,21 +32,7 @@ _VERSION = 2
 _PREFIX = struct.Struct("<8sIIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _START = _PREFIX.size + _CHECKSUM.size
-_ALIGNMENT = 64
 _HEADER_LIMIT = 16 * 1024 * 1024  # 100,000 leaves
-HEAD_LIMIT = _START + _HEADER_LIMIT
-_MAX_BUFFERS = 512  # in one call; operating systems accept 1024
-
-_NUMPY_NAMES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-)
-_ML_NAMES = (
-    *("bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
-    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4", "uint2", "uint4"),
-)
-_DTYPES = {name: np.dtype(name) for name in _NUMPY_NAMES}
-_DTYPES |= {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES if hasattr(ml_dtypes, name)}
 
 
 class DamagedObjectError(ValueError):
@@ -72,14 +56,14 @@ class Leaf(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         return f"{self.name or 'the only leaf'}: {self.dtype}{list(self.shape)}"
 
 
 def _padded(length: int) -> int:
-    return -(-length // _ALIGNMENT) * _ALIGNMENT
+    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 class _Layout(NamedTuple):
@@ -102,13 +86,13 @@ def _cached_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...
     paths = jax.tree.leaves_with_path(jax.tree.unflatten(structure, range(len(kinds))))
     leaves = []
     for (path, _), (dtype, shape) in zip(paths, kinds, strict=True):
-        name, kind = jax.tree_util.keystr(path), getattr(dtype, "name", str(dtype))
-        if kind not in _DTYPES:
+        name = jax.tree_util.keystr(path)
+        if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
             raise ValueError(
                 f"leaf {name or 'at the root'} has dtype {dtype}, which cannot be stored: arrays of numbers and "
                 "booleans can; for a PRNG key store jax.random.key_data(key)"
             )
-        leaves.append(Leaf(name, kind, tuple(int(n) for n in shape)))
+        leaves.append(Leaf(name, jnp.dtype(dtype).name, tuple(int(n) for n in shape)))
     text = json.dumps([list(leaf) for leaf in leaves], separators=(",", ":")).encode()
     header = text.ljust(_padded(_START + len(text)) - _START)
     if len(header) > _HEADER_LIMIT:
@@ -116,34 +100,16 @@ def _cached_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...
     return _Layout(tuple(leaves), header, _START + len(header) + sum(_padded(leaf.nbytes) for leaf in leaves))
 
 
-def object_size(like: Any) -> int:
-    """Size in bytes of the object of a tree like this one."""
-    return _layout(like).size
+def read_limit(like: Any) -> int:
+    """How many bytes to read of the object of a tree like this one: all, or the header of any other tree."""
+    return max(_layout(like).size, _START + _HEADER_LIMIT)
 
 
 def on_host(tree: Any) -> Any:
-    """The tree as numpy arrays: views on the CPU backend, copies in parallel on others."""
+    """The tree as numpy arrays that can be stored."""
     _layout(tree)  # refuse dtypes that cannot be stored by the name of the leaf, before numpy raises
-    return jax.tree.unflatten(jax.tree.structure(tree), _to_numpy(jax.tree.leaves(tree)))
-
-
-def _to_numpy(leaves: list[Any]) -> list[np.ndarray]:
-    for value in leaves:
-        if isinstance(value, jax.Array):
-            value.copy_to_host_async()
-    return [np.asarray(value) for value in leaves]
-
-
-def on_device(tree: Any, device: Device) -> Any:
-    """The numpy arrays of a tree on a device, without a copy on the CPU backend if they are aligned.
-
-    It takes a third of the time of ``jax.device_put`` per leaf.
-    """
-    sharding = _sharding(device)
-    return jax.tree.map(lambda value: jax.make_array_from_callback(value.shape, sharding, lambda _: value), tree)
-
-
-_sharding = functools.lru_cache(SingleDeviceSharding)  # its properties are computed once
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, to_host(leaves))
 
 
 def encode(tree: Any) -> list[Any]:
@@ -151,43 +117,34 @@ def encode(tree: Any) -> list[Any]:
     layout = _layout(tree)
     payload: list[Any] = []
     length = 0
-    for leaf, value in zip(layout.leaves, _to_numpy(jax.tree.leaves(tree)), strict=True):
-        flat = np.ascontiguousarray(value, dtype=_DTYPES[leaf.dtype]).reshape(-1).view(np.uint8)
+    for leaf, value in zip(layout.leaves, to_host(jax.tree.leaves(tree)), strict=True):
+        flat = np.ascontiguousarray(value, dtype=jnp.dtype(leaf.dtype)).reshape(-1).view(np.uint8)
         length += _padded(flat.size)
         payload += [part for part in (flat, np.zeros(_padded(flat.size) - flat.size, np.uint8)) if part.size]
     prefix = _PREFIX.pack(_MAGIC, _VERSION, len(layout.header), length, _checksum(*payload))
     return [prefix + _CHECKSUM.pack(_checksum(prefix, layout.header)) + layout.header, *payload]
 
 
-def decode(data: Any, like: Any, key: str) -> Any:
-    """The tree in an object, as read-only views of its bytes.
+def decode(data: Any, size: int, like: Any, key: str) -> Any:
+    """The tree in an object of ``size`` bytes, as read-only views of its first :func:`read_limit` bytes.
 
     Raises DamagedObjectError if the object is truncated or altered, and ValueError, with the first leaf that differs,
     if it does not match ``like``. ``key`` is its name in errors.
     """
-    view = memoryview(data).cast("B")
-    header, check = _read_header(view, len(view), key)
-    payload = view[_START + len(header) :]
-    expected = _layout(like)
+    view, expected = memoryview(data).cast("B"), _layout(like)
+    header, check = _read_header(view, size, key)
     if header != expected.header:
         raise _mismatch(header, expected.leaves, key)
-    if len(view) != expected.size:
+    payload = view[_START + len(header) :]
+    if size != expected.size:
         raise DamagedObjectError(f"{key} was altered: {len(payload)} bytes are not the leaves its header names")
     if _checksum(payload) != check:
         raise _altered(key)
     values, offset, flat = [], 0, np.frombuffer(payload, np.uint8)
     for leaf in expected.leaves:
-        values.append(flat[offset : offset + leaf.nbytes].view(_DTYPES[leaf.dtype]).reshape(leaf.shape))
+        values.append(flat[offset : offset + leaf.nbytes].view(jnp.dtype(leaf.dtype)).reshape(leaf.shape))
         offset += _padded(leaf.nbytes)
     return jax.tree.unflatten(jax.tree.structure(like), values)
-
-
-def size_error(head: Any, size: int, like: Any, key: str) -> ValueError:
-    """The error for an object whose size is not :func:`object_size`, from its first ``HEAD_LIMIT`` bytes."""
-    try:
-        return _mismatch(_read_header(memoryview(head).cast("B"), size, key)[0], _layout(like).leaves, key)
-    except DamagedObjectError as error:
-        return error
 
 
 def _read_header(view: memoryview, size: int, key: str) -> tuple[bytes, int]:
@@ -232,18 +189,3 @@ def _mismatch(header: bytes, expected: tuple[Leaf, ...], key: str) -> ValueError
         if there != wanted:
             return ValueError(f"{key} holds {there} where {wanted} is expected")
     return DamagedObjectError(f"{key} was altered: its header is not in the form it was written in")
-
-
-def write_all(write: Callable[[Sequence[memoryview]], int], parts: Sequence[Any]) -> None:
-    """Write buffers one after the other with few calls of ``write``, e.g. ``socket.sendmsg``, which may write a part.
-
-    Small buffers go out with what follows them: a packet of its own would wake the reader once more, and a write of
-    its own to a file ends in the middle of a page.
-    """
-    left = [memoryview(part).cast("B") for part in parts if len(part)]
-    while left:
-        written = write(left[:_MAX_BUFFERS])
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left:
-            left[0] = left[0][written:]

@@ -178,3 +178,7 @@ class Mailbox:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Raise a :class:`WireClosedError` in all present and later waits."""
+        self.fail(WireClosedError("the wire was closed while a stage waited on it"))

@@ -21,7 +21,7 @@ from jaxche.sharding import batch_size
 from jaxche.stages import Direct, Partitioned
 from jaxche.training._metrics import arguments_of, as_metric, outputs_of, total_of
 from jaxche.training._rounds import Rounds
-from jaxche.training._stages import Stages, on_lifted
+from jaxche.training._stages import StagedPlacement, with_replica_axis
 from jaxche.training._state import TrainerState
 
 # Batches in flight per replica: one runs while the host reads the next; more would make a slow replica end late.
@@ -160,7 +160,7 @@ class MetricProgram:
         with self._lock:
             if key not in self._compiled:
                 batch_size(batch)  # refuses ragged batches by name before XLA sees them
-                make: Any = self._staged if isinstance(placement, Stages) else self._whole
+                make: Any = self._staged if isinstance(placement, StagedPlacement) else self._whole
                 self._compiled[key] = make(placement, local, batch)
             return self._compiled[key]
 
@@ -178,10 +178,12 @@ class MetricProgram:
 
         return call
 
-    def _staged(self, placement: Stages, local: LocalState, batch: Any) -> Callable[[LocalState, Any, int], Any]:
+    def _staged(
+        self, placement: StagedPlacement, local: LocalState, batch: Any
+    ) -> Callable[[LocalState, Any, int], Any]:
         model = placement.model
-        devices = [device for (device,) in (one.devices[0] for one in placement.by_stage)]
-        stages = [on_lifted(stage) for stage in model.stages]
+        devices = list(placement.devices[0])
+        stages = [with_replica_axis(stage) for stage in model.stages]
         forward = Partitioned(stages, model.loss, Direct(), devices, seed=model.seed + self._seed)
         metric = jax.jit(self._run)
 

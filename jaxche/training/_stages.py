@@ -40,13 +40,15 @@ from jaxche.replicas import (
     without_replica_axis,
 )
 from jaxche.sharding import Device, RemoteDevice, batch_size
-from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params
+from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params, largest_micro_batch
 from jaxche.training._checks import check_state_of_tx
 from jaxche.training._fingerprint import digest, update_digest
 from jaxche.training._preparation import PreparedEngine
 
+_STAGE_TREES = ("params", "opt_state", "outer_state")
 
-class Stages:
+
+class StagedPlacement:
     """The placement of a replica in stages: one device for each stage, all of one process.
 
     A device may hold several stages. The devices of ``model`` itself are not used.
@@ -63,8 +65,8 @@ class Stages:
         opt_states = (None,) * len(self.by_stage) if opt_state is None else opt_state
         given = zip(self.by_stage, params, opt_states, strict=True)
         made = [placement.start(begin, tree, None, own) for placement, tree, own in given]
-        names = ("params", "opt_state", "outer_state")
-        return LocalState(**{name: tuple(one[name] for one in made) for name in names}, model_state=None)._asdict()
+        trees = {name: tuple(one[name] for one in made) for name in _STAGE_TREES}
+        return LocalState(**trees, model_state=None)._asdict()
 
     def put(self, batch: Any) -> Any:
         return self.by_stage[0].put(batch)
@@ -79,10 +81,16 @@ class StagedPrograms:
     """
 
     def __init__(
-        self, placement: Stages, tx: optax.GradientTransformation, average: str, seed: int, examples: int, solo: bool
+        self,
+        placement: StagedPlacement,
+        tx: optax.GradientTransformation,
+        average: str,
+        seed: int,
+        examples: int,
+        solo: bool,
     ):
-        self._model, self._average, self._examples, self._solo = placement.model, average, examples, solo
-        self._devices = [device for (device,) in (one.devices[0] for one in placement.by_stage)]
+        self._model, self._examples, self._solo = placement.model, examples, solo
+        self._average, self._devices = average, list(placement.devices[0])
         self._seed = placement.model.seed + seed
         self._tx: Any = optax.with_extra_args_support(tx)
         self._by_size: dict[int | None, Partitioned] = {}
@@ -102,8 +110,7 @@ class StagedPrograms:
         """The constants and the carry of a round; the carry is a copy, so that ``local`` stays valid."""
         follows = self._average == "parameters" and not self._solo and any(are_schedules(local.opt_state))
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
-        names = ("params", "opt_state") if self._average == "parameters" else ("grads",)
-        trees: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in names}
+        trees: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in begun[0]}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
         return Constants(stride=np.float32(merge_scale.stride) if follows else None), Carry(
             None, int(index), sums, **trees
@@ -119,8 +126,9 @@ class StagedPrograms:
     def finish(self, local: LocalState, carry: Carry) -> Carry:
         if self._average == "gradients":
             return carry
-        stages = zip(local.params, local.opt_state, carry.params, carry.opt_state, strict=True)
-        flags = [self._stayed_finite((p, o), (params, opt_state)) for p, o, params, opt_state in stages]
+        before = zip(local.params, local.opt_state, strict=True)
+        after = zip(carry.params, carry.opt_state, strict=True)
+        flags = list(map(self._stayed_finite, before, after))  # all are dispatched before one is waited for
         return carry._replace(not_finite=np.array([[not all(map(bool, flags))]], np.float32))
 
     def idle(self, local: LocalState, carry: Carry) -> Carry:
@@ -132,12 +140,12 @@ class StagedPrograms:
     def _model_for(self, examples: int) -> Partitioned:
         protocol: Any = self._model.protocol
         size = protocol.micro_batch_size
-        if size is not None and examples < self._examples and examples % size:
-            size = next(n for n in range(min(size, examples), 0, -1) if examples % n == 0)
+        if size is not None and examples < self._examples:
+            size = largest_micro_batch(size, examples)
             protocol = replace(protocol, micro_batch_size=size)
         if size not in self._by_size:
             self._by_size[size] = Partitioned(
-                [on_lifted(stage) for stage in self._model.stages],
+                [with_replica_axis(stage) for stage in self._model.stages],
                 self._model.loss,
                 protocol,
                 self._devices,
@@ -161,10 +169,10 @@ class StagedPrograms:
         return stepped._replace(params=params, opt_state=opt_state), loss
 
     def _copy_state(self, params: Any, opt_state: Any) -> dict[str, Any]:
-        if self._average == "parameters":
-            # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
-            return {"params": jax.tree.map(jnp.copy, params), "opt_state": jax.tree.map(jnp.copy, opt_state)}
-        return {"grads": zero_sums(params)}
+        if self._average == "gradients":
+            return {"grads": zero_sums(params)}
+        # jnp.copy, because jit hands an unchanged input through as the same buffer, which an update would delete.
+        return jax.tree.map(jnp.copy, {"params": params, "opt_state": opt_state})
 
     def _update_stage(
         self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any
@@ -180,7 +188,7 @@ def _add_to_sums(sums: Any, loss: Any, examples: Any) -> Any:
     return sums + (jnp.stack([jnp.float32(1), loss.astype(jnp.float32)]) * examples)[None]
 
 
-def on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
+def with_replica_axis(stage: Callable[..., Any]) -> Callable[..., Any]:
     """The stage for parameters with the leading replica axis."""
 
     @functools.wraps(stage)
@@ -189,9 +197,6 @@ def on_lifted(stage: Callable[..., Any]) -> Callable[..., Any]:
         return stage(jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), params), x, **more)
 
     return call
-
-
-_STAGE_TREES = ("params", "opt_state", "outer_state")
 
 
 def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: Any) -> list[Any]:
@@ -228,7 +233,7 @@ def checked_stages(model: Partitioned, replicas: Any, strategy: Any, scaling: An
                 "process. One model over processes trains with jaxche.Partitioned(..., local_stages=).step"
             )
     check_local_devices(list(itertools.chain(*given)))
-    return [Stages(model, devices) for devices in given]
+    return [StagedPlacement(model, devices) for devices in given]
 
 
 def _devices_of(replica: Any, n_stages: int) -> list[Any]:
@@ -258,7 +263,7 @@ def _default_replicas(n_stages: int) -> list[list[Any]]:
 class StageMeshes:
     """A replica mesh for each stage, over the devices that hold the stage; see :class:`ReplicaMesh`."""
 
-    def __init__(self, group: Group, placements: Sequence[Stages], host: bool):
+    def __init__(self, group: Group, placements: Sequence[StagedPlacement], host: bool):
         n_stages = placements[0].devices.size
         self.by_stage = [
             ReplicaMesh(group, [placement.by_stage[stage] for placement in placements], host)
@@ -269,15 +274,12 @@ class StageMeshes:
     def stack(self, trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The ``[R, ...]`` views of named trees, from one dict per local replica; tuples with one entry per stage."""
 
-        def view(name: str) -> Any:
-            if name not in _STAGE_TREES:
-                return trees[0][name]
-            by_stage = zip(self.by_stage, *(tree[name] for tree in trees), strict=True)
-            return tuple(
-                replica_mesh.stack([{name: one} for one in stages])[name] for replica_mesh, *stages in by_stage
-            )
-
-        return {name: view(name) for name in trees[0]}
+        names = [name for name in _STAGE_TREES if name in trees[0]]
+        by_stage = [
+            replica_mesh.stack([{name: named[name][stage] for name in names} for named in trees])
+            for stage, replica_mesh in enumerate(self.by_stage)
+        ]
+        return trees[0] | {name: tuple(views[name] for views in by_stage) for name in names}
 
     def unstack(self, named: dict[str, Any]) -> list[dict[str, Any]]:
         """One dict of named trees per local replica from their views."""
@@ -358,12 +360,11 @@ def _stage_of(local: LocalState, stage: int) -> LocalState:
 
 
 def _carry_of(carry: Carry, stage: int, device: Device) -> Carry:
-    own, counted = ("params", "opt_state", "grads"), ("sums", "not_finite")
-    present = {name: tree for name, tree in carry._asdict().items() if tree is not None}
-    trees = {name: present[name][stage] for name in own if name in present}
+    trees = {name: getattr(carry, name) for name in ("params", "opt_state", "grads")}
+    own = {name: tree and tree[stage] for name, tree in trees.items()}
     # The last stage counts the examples, and the merge of each stage needs them for its weights.
-    counts = {name: jax.device_put(present[name], device) for name in counted if name in present}
-    return carry._replace(**trees, **counts)
+    sums, not_finite = jax.device_put((carry.sums, carry.not_finite), device)
+    return carry._replace(**own, sums=sums, not_finite=not_finite)
 
 
 class StagedEngine(PreparedEngine):
@@ -380,7 +381,7 @@ class StagedEngine(PreparedEngine):
         return StageMeshes(self._group, placements, self._settings.host)
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
-        def programs(placement: Stages) -> StagedPrograms:
+        def programs(placement: StagedPlacement) -> StagedPrograms:
             return StagedPrograms(
                 placement,
                 self._tx,

@@ -2,53 +2,32 @@
 
 import json
 import os
+import runpy
 import signal
 import sys
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 import jaxche
 
+# What the tests in one process train.
+STAGES = runpy.run_path(str(Path(__file__).parents[1] / "stages" / "conftest.py"))
 STEPS = 4
 TX = optax.adam(0.05)
 
 
-def dense(params, x, rng):
-    h = jnp.tanh(x @ params["w"] + params["b"])
-    return h * jax.random.bernoulli(rng, 0.8, h.shape)
-
-
-def first(params, batch, rng):
-    return dense(params, batch["x"], rng)
-
-
-def last(params, x):
-    return x @ params["w"] + params["b"]
-
-
-def loss(y, batch):
-    return jnp.mean((y - batch["y"]) ** 2)
-
-
-def make_stages(n_stages):
-    """Uneven stages, the same in every process."""
-    rng = np.random.default_rng(0)
-    widths = [*[5, 7, 4][:n_stages], 2]
-    params = [
-        {"w": rng.normal(size=widths[i : i + 2]).astype(np.float32), "b": np.zeros(widths[i + 1], np.float32)}
-        for i in range(n_stages)
-    ]
-    return [*[first, dense, dense][: n_stages - 1], last], params
+def make_model(n_stages):
+    """Uneven stages with dropout, the same in every process."""
+    return STAGES["MODELS"]["dropout"](n_stages, True)
 
 
 def make_batch(step):
     """A function of the step, so that a restarted process reads the same batches."""
-    rng, scale = np.random.default_rng(step), np.float32(os.environ.get("STORE_SCALE", "1"))
-    shapes = {"x": (12, 5), "y": (12, 2)}
-    return {name: scale * rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    batch = STAGES["make_batch"](5, seed=step)
+    return batch | {"x": np.float32(os.environ.get("STORE_SCALE", "1")) * batch["x"]}
 
 
 def dies(wire, step, direction):
@@ -65,9 +44,9 @@ def dies(wire, step, direction):
 
 
 def train(n_stages, protocol, local_stages=None):
-    stages, params = make_stages(n_stages)
-    model = jaxche.Partitioned(stages, loss, protocol, local_stages=local_stages)
-    state = model.init(params, TX)
+    whole = make_model(n_stages)
+    model = jaxche.Partitioned(whole.stages, whole.loss, protocol, local_stages=local_stages)
+    state = model.init(whole.params, TX)
     began, losses = state.step, []
     for step in range(state.step, STEPS):
         state, value = model.step(state, make_batch(step))

@@ -104,7 +104,7 @@ def main(folder):
         devices=jax.local_devices()[:1],
         local_stages=[me],
     )
-    addresses = {"stage": model._runner.wire()._listener.address}
+    addresses = {"stage": model._open_wire()._listener.address}
     if me == 0:
         pid, liveness = coordinator(), json.loads(os.environ["JAXCHE_LIVENESS"])
         told = {"pid": pid, "addresses": {"liveness": liveness}, "listening": listening(pid)}

@@ -57,25 +57,10 @@ def run(url, folder, n_stages=2, options=None, deaths=None):
 
 def whole(program, n_stages):
     """The unpartitioned model, micro-batch by micro-batch because of its dropout: losses and final parameters."""
-    stages, params = program.make_stages(n_stages)
-
-    def mean_loss(params, batch, step):
-        losses = []
-        for micro in range(4):
-            part = jax.tree.map(lambda x, m=micro: x[3 * m : 3 * m + 3], batch)
-            x = part
-            for i, stage in enumerate(stages):
-                key = jax.random.key(0)
-                for number in (step, i, micro):
-                    key = jax.random.fold_in(key, number)
-                x = stage(params[i], x, rng=key) if i < n_stages - 1 else stage(params[i], x)
-            losses.append(program.loss(x, part))
-        return sum(losses) / 4
-
-    gradient = jax.jit(jax.value_and_grad(mean_loss))
-    opt_state, losses = program.TX.init(params), []
+    model, losses = program.make_model(n_stages), []
+    params, opt_state = model.params, program.TX.init(model.params)
     for step in range(program.STEPS):
-        loss, grads = gradient(params, program.make_batch(step), step)
+        loss, grads = program.STAGES["whole"](model, params, program.make_batch(step), 4, step)
         updates, opt_state = program.TX.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))

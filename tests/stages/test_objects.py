@@ -12,6 +12,7 @@ import pytest
 
 from jaxche.stages import _objects as module
 from jaxche.stages import _tensors as tensors
+from jaxche.stages._buffers import on_device
 from jaxche.stages._objects import Folder, Objects, open_objects
 
 
@@ -86,7 +87,7 @@ def test_a_program_may_be_given_what_came_from_a_file_to_write_into(tmp_path):
     folder, array = Folder(tmp_path), np.arange(1 << 19, dtype=np.float32)
     folder.create("a", tensors.encode(array))
     before = (tmp_path / "a").read_bytes()
-    found = tensors.on_device(tensors.decode(folder.read("a", 1 << 30)[0], array, "a"), jax.devices()[0])
+    found = on_device(tensors.decode(*folder.read("a", 1 << 30), array, "a"), jax.devices()[0])
     assert len(folder._mapped) == 1
     np.testing.assert_array_equal(jax.jit(lambda x: 2 * x + 1, donate_argnums=0)(found), 2 * array + 1)
     assert (tmp_path / "a").read_bytes() == before

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.stages import _runner
+from jaxche.stages import _partition
 
 # name: (a protocol, micro-batches of a batch of 12). A new protocol joins the tests by a line here.
 PROTOCOLS = {
@@ -23,7 +23,7 @@ PROTOCOLS = {
 @pytest.fixture(autouse=True, scope="module")
 def shared_programs():
     """Protocols with micro-batches of one size compile the same programs: compile them once for all tests here."""
-    make, made = _runner.StageProgram, {}
+    make, made = _partition.StageProgram, {}
 
     def cached(stage, loss, seed, device, micro, given):
         leaves, structure = jax.tree.flatten(given)
@@ -34,7 +34,7 @@ def shared_programs():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_runner, "StageProgram", cached)
+        patch.setattr(_partition, "StageProgram", cached)
         yield
 
 

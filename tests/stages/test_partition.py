@@ -75,7 +75,7 @@ def test_a_stage_keeps_no_copy_of_what_is_there_already():
     x, params = jnp.ones((12, 6)), [jnp.eye(6) / 10] * 3
     partitioned = jaxche.Partitioned([stage] * 3, lambda y, x: y.mean(), jaxche.Direct(), remat=[False, False, True])
     partitioned.value_and_grad(params, x)
-    (plan,) = partitioned._runner._plans.values()
+    (plan,) = partitioned._plans.values()
     params = [jax.device_put(w, device) for w, device in zip(params, partitioned.devices, strict=True)]
     x = jax.device_put(x, partitioned.devices[1])
     out, kept = plan.programs[1].forward(params[1], x, None, 0, 0)
@@ -84,7 +84,30 @@ def test_a_stage_keeps_no_copy_of_what_is_there_already():
     assert kept.residuals == []
     x = jax.device_put(x, partitioned.devices[2])
     _, kept = plan.programs[2].forward(params[2], x, x, 0, 0)
-    assert kept == (x, None, None)
+    assert kept.x is x
+    assert (kept.out, kept.residuals) == (None, [])
+
+
+def test_a_stage_that_recomputes_keeps_only_its_input():
+    def stage(w, x):
+        return {"h": jnp.tanh(jnp.tanh(x["h"] @ w) * x["mask"][:, None]), "mask": x["mask"]}  # the mask is in both
+
+    batch, params = {"h": jnp.ones((12, 6)), "mask": jnp.ones(12, bool)}, [jnp.eye(6)] * 3
+    protocol = jaxche.Pipeline(micro_batch_size=3)
+    model = jaxche.Partitioned([stage] * 3, lambda y, x: y["h"].mean(), protocol, remat=True)
+    model.value_and_grad(params, batch)
+    (plan,) = model._plans.values()
+    saved = [
+        program.forward(
+            jax.device_put(params[0], device),
+            None if program.is_first else jax.device_put(jax.tree.map(lambda leaf: leaf[:3], batch), device),
+            None if stage == 1 else jax.device_put(batch, device),
+            *(0, 0),
+        )[1]
+        for (stage, program), device in zip(plan.programs.items(), model.devices, strict=True)
+    ]
+    assert [kept.x is not None for kept in saved] == [False, True, True]
+    assert all((kept.out, kept.residuals) == (None, []) for kept in saved)
 
 
 def test_each_step_and_seed_draws_its_own_dropout(make_model):
@@ -206,11 +229,11 @@ def test_new_shapes_are_compiled_once(make_model):
     partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(3))
     for size in (12, 6, 12, 6):
         partitioned.value_and_grad(model.params, jax.tree.map(operator.itemgetter(slice(size)), model.batch))
-    assert len(partitioned._runner._plans) == 2
+    assert len(partitioned._plans) == 2
     halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, model.batch)
     loss, _ = partitioned.value_and_grad(model.params, halves)
     assert float(loss) == pytest.approx(float(partitioned.value_and_grad(model.params, model.batch)[0]), rel=0.05)
-    assert len(partitioned._runner._plans) == 3
+    assert len(partitioned._plans) == 3
 
 
 ARGUMENTS = {

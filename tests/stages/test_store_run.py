@@ -186,7 +186,10 @@ def test_who_leaves_removes_what_a_killed_start_left_half_written(tmp_path, begi
     torn = [tmp_path / "run" / f"stage-00{stage}-hello#1" for stage in (0, 1)]
     for path in torn:
         path.write_bytes(b"half")
-    run = StoreRun(root, (0,), 1, 20.0, None if begins == "anew" else "0" * 32)
+    if begins == "saved":
+        root.replace(f"{'0' * 32}/stage-000-state/step-0000000001", [b"state"])
+    run = StoreRun(root, (0,), 1, 20.0)
+    assert run.find_saved() == (begins == "saved")
     run.agree(time.sleep)
     run.leave()
     assert [path.exists() for path in torn] == [False, True]
