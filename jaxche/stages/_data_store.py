@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import threading
@@ -38,7 +37,7 @@ from jaxche.stages._store_run import (
     step_of,
     tag_key,
 )
-from jaxche.stages._wire import Tag, WireClosedError
+from jaxche.stages._wire import Tag, WireClosedError, check_timeout
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UPLOADS = 4  # parallel transfers; each reads its arrays, computes their checksum and writes them
@@ -100,8 +99,7 @@ class DataStore:
         check_micro_batching(self.micro_batch_size, self.schedule)
         if not isinstance(self.run, str) or not _RUN.fullmatch(self.run):
             raise ValueError(f"run={self.run!r} must be letters, digits, '.', '_' and '-'; write e.g. run='run-2'")
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < math.inf:
-            raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds; write timeout_s=600")
+        check_timeout(self.timeout_s)
         if not isinstance(self.save_every, int) or isinstance(self.save_every, bool) or self.save_every < 1:
             raise ValueError(
                 f"save_every={self.save_every!r} must be a number of steps, at least 1; write save_every=1"

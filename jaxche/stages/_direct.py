@@ -11,7 +11,7 @@ import jax
 from jaxche.sharding import Device
 from jaxche.stages._peer import PeerWire
 from jaxche.stages._schedule import check_micro_batching
-from jaxche.stages._wire import Mailbox, Tag, Wire
+from jaxche.stages._wire import Mailbox, Tag, Wire, check_timeout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Direct:
     schedule: str = dataclasses.field(default="1f1b", init=False, repr=False)  # all are equal with one micro-batch
 
     def __post_init__(self) -> None:
-        _check_timeout(self.timeout_s)
+        check_timeout(self.timeout_s)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:
         """The wire between the stages of this process and of all others."""
@@ -83,7 +83,7 @@ class Pipeline:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        _check_timeout(self.timeout_s)
+        check_timeout(self.timeout_s)
         check_micro_batching(self.micro_batch_size, self.schedule)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:
@@ -121,8 +121,3 @@ class LocalWire:
 
     def close(self) -> None:
         self._mailbox.close()
-
-
-def _check_timeout(timeout_s: Any) -> None:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s!r} must be positive seconds; write timeout_s=300")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -182,3 +183,9 @@ class Mailbox:
     def close(self) -> None:
         """Raise a :class:`WireClosedError` in all present and later waits."""
         self.fail(WireClosedError("the wire was closed while a stage waited on it"))
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Refuse a timeout that is not a positive number of seconds; sockets and conditions have no infinite one."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s={timeout_s!r} must be positive seconds; write timeout_s=600")

@@ -274,6 +274,7 @@ def test_fewer_devices_than_stages(devices):
         (lambda: jaxche.Pipeline(2, "zigzag"), "schedule='zigzag' is unknown; write one of '1f1b', 'gpipe'"),
         (lambda: jaxche.Pipeline(2, timeout_s=0), "timeout_s=0 must be positive"),
         (lambda: jaxche.Direct(timeout_s=-1), "timeout_s=-1 must be positive"),
+        (lambda: jaxche.Direct(timeout_s=float("inf")), "timeout_s=inf must be positive seconds; write timeout_s=600"),
     ],
 )
 def test_refused_protocols(make, message):
