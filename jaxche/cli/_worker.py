@@ -119,12 +119,12 @@ def _train_policy(
     args: argparse.Namespace, trainer: Trainer, task: Task, state: TrainerState, epochs: int, folder: Path
 ) -> tuple[Result, History]:
     """Trains with one policy and writes its files, unless an earlier start of this comparison did."""
-    is_first, every = jax.process_index() == 0, args.checkpoint_every or (1 if args.max_restarts else None)
-    resumes_comparison = args.compare and every
+    is_first, saves = jax.process_index() == 0, bool(args.checkpoint_every or args.max_restarts)
+    resumes_comparison = args.compare and saves
     if resumes_comparison and (result := _earlier_result(folder)):
         print_once(f"done by an earlier start, in {result.seconds:.1f} s")
         return result, History.from_json(folder / "history.jsonl", skip_damaged=True) if is_first else History()
-    checkpoints = Checkpoints(folder / "checkpoints", every) if every else None
+    checkpoints = Checkpoints(folder / "checkpoints", args.checkpoint_every) if saves else None
     state, result, history = _fit(trainer, task, state, epochs, checkpoints, folder)
     if is_first:
         write_policy(folder, history, trainer.params(state))

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +111,9 @@ class History(list[RoundInfo]):
         Returns:
           The text.
         """
-        text = "".join(json.dumps(_plain(asdict(info))) + "\n" for info in self)
+        # asdict would copy every value, which takes twice as long as the rest.
+        rows = ({name: getattr(info, name) for name in _TYPES} for info in self)
+        text = "".join(json.dumps(_plain(row)) + "\n" for row in rows)
         if path is not None:
             Path(path).write_text(text, encoding="utf8")
         return text

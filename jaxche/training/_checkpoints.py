@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxche.cadence import ApplyPolicy
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm, shared_folder
 from jaxche.reports import Every, RoundInfo
@@ -42,6 +43,8 @@ _TIMEOUT_S = 3600
 _CENTURY_S = 100 * 365 * 24 * 3600
 # Seconds between two checks whether another process has failed.
 _POLL_S = 0.5
+# Waits of more than so many seconds, and than this part of the time, are logged.
+_MUCH_S, _MUCH = 20.0, 0.2
 # Seconds before each further try of the last checkpoint, if there was no space.
 _PAUSES_S = (1.0, 3.0, 6.0)
 # The most errors of one save that Orbax raises, one after another: those of its threads, and of its metadata.
@@ -55,9 +58,10 @@ class Checkpoints:
     A checkpoint has the merged parameters and model state, the optimizer state of every replica and of ``outer``, noise
     and progress, the cadence, and the position in the data. A save copies the arrays and writes them while training
     continues; the next save waits for it. So a failure loses at most the current round and the one before, and with
-    ``durable`` the current round only. A file that is damaged later loses one checkpoint more. Unfinished checkpoints
-    are ignored. In a run of several processes all of them write into one shared folder. A save without space on the
-    disk leaves its checkpoint out, with a warning; ``fit`` raises OSError if it is the last one.
+    ``durable`` the current round only; under exact sync it loses by default the updates of about a second. A file that
+    is damaged later loses one checkpoint more. Unfinished checkpoints are ignored. In a run of several processes all of
+    them write into one shared folder. A save without space on the disk leaves its checkpoint out, with a warning;
+    ``fit`` raises OSError if it is the last one.
 
     With the same number of replicas, training continues bit for bit. With another number, each replica starts from the
     mean of the saved optimizer states (values other than floats: those of the first replica), and the cadence measures
@@ -70,8 +74,9 @@ class Checkpoints:
 
     Args:
       folder: for the checkpoints of one run.
-      every: rounds between checkpoints, unless ``fit(checkpoint_every=)`` is given. The last round, and one in which a
-        stop is requested, is always saved.
+      every: rounds between checkpoints, unless ``fit(checkpoint_every=)`` is given. By default 1, but once a second (on
+        the clock of the run) under exact sync, where a round is one update. The last round, and one in which a stop is
+        requested, is always saved.
       keep: number of newest checkpoints to keep.
       durable: whether training waits until each checkpoint is written. Not for elastic runs, where processes may die.
 
@@ -96,7 +101,7 @@ class Checkpoints:
     """
 
     folder: str | os.PathLike[str]
-    every: int = 1
+    every: int | None = None
     keep: int = 3
     durable: bool = False
 
@@ -110,6 +115,8 @@ class Checkpoints:
             )
         for name in ("every", "keep"):
             value = getattr(self, name)
+            if name == "every" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1; write {name}=3")
 
@@ -144,7 +151,9 @@ class CheckpointManager(Hook):
         self._in_flight, self._saves, self._missing = 0, 0, ""
         self._barrier, self._thread = self._group.thread_barrier("save-0"), threading.current_thread()
         self._sigterm = contextlib.ExitStack()
-        self._handles_sigterm = self._warned = False
+        self._handles_sigterm = self._warned = self._warned_of_waits = False
+        # Seconds that training has waited for saves, of those since this time.
+        self._waited_s, self._opened = 0.0, time.monotonic()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -162,7 +171,8 @@ class CheckpointManager(Hook):
         run.state = CheckpointReader(self._folder, self._trainer, self._batches, self._data).newest(run.state)
         self._manager = self._open()
         run.history = self._log.truncate(run.state.round)
-        if self._trainer._engine.overlaps and self._every is None and self._config.every == 1 and self._group.is_first:
+        each = self._every is None and self._config.every in (None, 1)
+        if self._trainer._engine.overlaps and each and self._group.is_first:
             _log.warning(
                 "a checkpoint waits for the merge before it, so with one after every round overlap= hides nothing; "
                 "write trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))"
@@ -174,12 +184,19 @@ class CheckpointManager(Hook):
             self._sigterm.enter_context(on_sigterm(lambda: self._trainer.request_stop(Stop.PREEMPTED)))
             self._handles_sigterm = True
         self._append(info)
-        is_due = run.state.round % self._config.every == 0 if self._every is None else run.is_due(self._every)
-        if is_due or info.stop or run.is_done:
+        if self._is_due(run, info) or info.stop or run.is_done:
             with self._unless_lost("begun"):
                 run.state = run.state.merged()  # a resumed run continues from there, and so does this one
                 self.save(run.state)
         return False
+
+    def _is_due(self, run: Run, info: RoundInfo) -> bool:
+        if self._every is not None:
+            return run.is_due(self._every)
+        if self._config.every is not None:
+            return run.state.round % self._config.every == 0
+        # A save takes a hundred times as long as a short update.
+        return info.policy != ApplyPolicy.SYNC or run.is_due(Every(seconds=1))
 
     def on_end(self, run: Run) -> None:
         if run.history and run.history[-1] is not self._logged:  # evaluated since
@@ -261,7 +278,7 @@ class CheckpointManager(Hook):
             meta["checksums"] = checksums(trees, FORMAT, self._group)
         meta["checksum"] = checksum_of_metadata(meta)
         items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees, FORMAT).items()}
-        self._settle()
+        self._wait_for_last_save()
         self._in_flight, self._saves = state.round, self._saves + 1
         self._barrier = self._group.thread_barrier(f"save-{self._saves}")
         with self._unless_lost("begun"), _barriers(self._wait_for_others):
@@ -274,6 +291,22 @@ class CheckpointManager(Hook):
                 raise
         if self._config.durable:
             self._settle()
+
+    def _wait_for_last_save(self) -> None:
+        """Wait until the save in flight has ended, and log once if training spends much of its time in that."""
+        began = time.monotonic()
+        self._settle()
+        now = time.monotonic()
+        self._waited_s += now - began
+        if self._waited_s > _MUCH_S and self._waited_s > _MUCH * (now - self._opened) and not self._warned_of_waits:
+            self._warned_of_waits = True
+            if self._group.is_first:
+                _log.warning(
+                    "training has waited %.0f of %.0f s for checkpoints to be written; save less often: "
+                    "trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))",
+                    self._waited_s,
+                    now - self._opened,
+                )
 
     def _settle(self) -> None:
         """Wait until the save in flight has ended; all members call it together, and agree on how.

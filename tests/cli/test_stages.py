@@ -1,5 +1,7 @@
 """`jaxche train --protocol`."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -90,7 +92,8 @@ def test_equal_loss_under_every_protocol(tmp_path, capsys):
         args = parse(*words.split(), "--batch-size", "4", "--dry-run")
         assert train(args, 2, None) == 0
         first, last = capsys.readouterr().out.splitlines()
-        assert first.startswith("task text in 2 stages of 59,648, 56,704 parameters, ")
+        # The text is that of Python, so the number of its characters depends on the version.
+        assert re.match(r"task text in 2 stages of 59,\d{3}, 56,\d{3} parameters, ", first)
         losses.append(last.split(" after ")[0])
     assert losses[0].startswith("step 1 of ")
     assert losses[0] == losses[1] == losses[2]

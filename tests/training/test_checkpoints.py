@@ -578,6 +578,31 @@ def test_only_the_newest_are_kept_and_only_those_that_were_asked_for(problem, de
     assert kept == [8, 9]
 
 
+def test_updates_of_exact_sync_share_the_checkpoint_of_a_second(problem, devices, tmp_path):
+    def saved(policy, every=None):
+        folder = tmp_path / f"{policy} {every}"
+        fleet = jaxche.VirtualFleet(ms_per_batch=[300, 300], sync_ms=0.0)
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), policy, replicas=devices[:2], fleet=fleet)
+        state, kept = trainer.init(problem.params), jaxche.Checkpoints(folder, every, keep=99)
+        _, history = trainer.fit(state, problem.data, max_steps=16, progress=False, checkpoints=kept)
+        return len(history), sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+    assert saved("sync") == (8, [4, 7, 8])  # at 1.2, 2.1 and 2.4 s
+    assert saved("sync", 1) == (8, [1, 2, 3, 4, 5, 6, 7, 8])
+    rounds, steps = saved("cadence")
+    assert steps == list(range(1, rounds + 1))
+
+
+def test_long_waits_for_saves_are_logged_once(problem, devices, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(_checkpoints, "_MUCH_S", 0.0)
+    monkeypatch.setattr(_checkpoints, "_MUCH", 0.0)
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state, kept = trainer.init(problem.params), jaxche.Checkpoints(tmp_path, every=1)
+    trainer.fit(state, problem.data, max_steps=16, progress=False, checkpoints=kept)
+    (line,) = [record.message for record in caplog.records if "waited" in record.message]
+    assert line.endswith("save less often: trainer.fit(..., checkpoint_every=jaxche.Every(seconds=600))")
+
+
 def test_a_durable_one_is_written_when_its_round_ends(problem, devices, tmp_path):
     trainer, seen = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]), []
     trainer.fit(
