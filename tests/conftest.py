@@ -59,9 +59,16 @@ os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
 def pytest_collection_modifyitems(items):
-    """Files with many slow tests first: where a long one is left to the end, nothing runs beside it."""
+    """Files with many slow tests first: where a long one is left to the end, nothing runs beside it.
+
+    Every third file is one of real processes, which wait as much as they compute: side by side they leave cores idle.
+    """
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: slow[item.path], reverse=True)
+    files = sorted(dict.fromkeys(item.path for item in items), key=lambda path: slow[path], reverse=True)
+    waiting = [path for path in files if path.parent.name == "multiprocess"]
+    computing = [path for path in files if path not in waiting]
+    place = {path: i for i, path in enumerate(computing)} | {path: 2 * i - 0.5 for i, path in enumerate(waiting)}
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish():
