@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -50,14 +51,31 @@ jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_CACHE)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Programs without the lines that they were traced from are lowered, hashed and compiled faster.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Tests report to nobody.
 os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
 def pytest_collection_modifyitems(items):
-    """Files with many slow tests first: where a long one is left to the end, nothing runs beside it."""
+    """Files with many slow tests first: where a long one is left to the end, nothing runs beside it.
+
+    Every third file is one of real processes, which wait as much as they compute: side by side they leave cores idle.
+    """
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: slow[item.path], reverse=True)
+    files = sorted(dict.fromkeys(item.path for item in items), key=lambda path: slow[path], reverse=True)
+    waiting = [path for path in files if path.parent.name == "multiprocess"]
+    computing = [path for path in files if path not in waiting]
+    place = {path: i for i, path in enumerate(computing)} | {path: 2 * i - 0.5 for i, path in enumerate(waiting)}
+    items.sort(key=lambda item: place[item.path])
+
+
+def pytest_collection_finish():
+    """Modules and tests stay until the end, and jaxprs are many: the garbage collector visits neither all the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_quality as bench
 import pytest
+import quality_arms as arms
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-import bench_quality as bench  # noqa: E402
-import quality_arms as arms  # noqa: E402
 
 
 def test_a_round_holds_whole_batches_and_at_least_one_of_the_slowest():

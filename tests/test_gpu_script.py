@@ -11,17 +11,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import check_wheels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import check_wheels  # noqa: E402
-from gpu_parts import __main__ as script  # noqa: E402
-from gpu_parts import (  # noqa: E402
+from gpu_parts import __main__ as script
+from gpu_parts import (
     fleet_program,
     idle,
     memory_program,
@@ -32,11 +29,13 @@ from gpu_parts import (  # noqa: E402
     table,
     workloads,
 )
-from gpu_parts import tests as tests_part  # noqa: E402
-from gpu_parts.context import Context, is_out_of_memory, read_lines  # noqa: E402
-from gpu_parts.table import Line  # noqa: E402
+from gpu_parts import tests as tests_part
+from gpu_parts.context import Context, is_out_of_memory, read_lines
+from gpu_parts.table import Line
 
-from jaxche.cluster import has_cuda  # noqa: E402
+from jaxche.cluster import has_cuda
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(

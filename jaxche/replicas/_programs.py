@@ -120,11 +120,11 @@ class LocalState(_Trees):
     views: Views | None = None
 
     @property
-    def params(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def params(self) -> Any:
         return self[0].tree if isinstance(self[0], Deferred) else self[0]
 
     @property
-    def opt_state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def opt_state(self) -> Any:
         return self[1].tree if isinstance(self[1], Deferred) else self[1]
 
     @property

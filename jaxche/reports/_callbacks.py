@@ -73,7 +73,7 @@ class LivePlot:
 def _notebook_display() -> Any:
     """The function that displays in the notebook of this process, or None without a notebook."""
     try:
-        from IPython import display, get_ipython  # pyright: ignore[reportPrivateImportUsage]
+        from IPython import display, get_ipython
     except ImportError:
         return None
     return display.display if hasattr(get_ipython(), "kernel") else None

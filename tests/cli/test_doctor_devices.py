@@ -27,8 +27,7 @@ def smi(monkeypatch):
 
 
 def cuda(driver=H100, plugins=(13,), runtime=FITTING, environ=(), errors=()):
-    read = lambda major: runtime  # noqa: E731
-    return checks.cuda_finding(driver, list(plugins), read, dict(environ), errors)
+    return checks.cuda_finding(driver, list(plugins), lambda major: runtime, dict(environ), errors)
 
 
 def test_the_driver_is_read_from_nvidia_smi(smi):

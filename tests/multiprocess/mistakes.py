@@ -305,8 +305,11 @@ def came(do):
 def main(folder):
     rank = jax.process_index()
     found = {name: came(do) for name, do, *_ in MISTAKES}
+
     # What one process alone does wrong.
-    wrong = lambda p, b: None  # noqa: E731
+    def wrong(params, batch):
+        return None
+
     alone = {
         "loss": came(lambda: fit(wrong if rank else loss_fn)),
         "data": came(lambda: fit(data=[] if rank else DATA)),

@@ -1,5 +1,6 @@
 """What each process of test_training does; run by ``jaxche launch``. Prints one JSON line per experiment."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,12 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -351,10 +350,13 @@ def arguments(params, batch):
 
 
 def nnx_metrics():
+    from flax import nnx  # takes half as long to import as all others: only where it is used
+
     return nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), spread=nnx.metrics.Welford())
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class Mean:
     """A metric in the form of clu's."""
 
@@ -404,7 +406,7 @@ def evaluate(problem, islands):
         "function": (problem.data, lambda p, b: {"bad": b["x"] if jax.process_index() else 0.0}),
         "sizes": ([problem.data[i] for i in range(5 + jax.process_index())], metric_fn),
         "iterable": (iter([problem.data[0]]), metric_fn),
-        "update": (problem.data, metric_fn, nnx.metrics.Accuracy()),
+        "update": (problem.data, metric_fn, nnx_metrics().accuracy),
     }.items():
         seen[name] = name_of_error(lambda given=given: trainer.evaluate(state, *given))
     seen["after"] = trainer.evaluate(state, problem.data, metric_fn)

@@ -85,8 +85,11 @@ def test_the_tests_marked_gpu_run():
         "-m",
         "gpu",
         "tests/training/test_gpu.py",
+        # The same as that of a GPU and a CPU but for the placement, which the test above has.
+        "--deselect",
+        "tests/training/test_gpu.py::test_unlike_processes_train_as_two_cpus_do[two on one GPU]",
     ]
     env = on_the_card() | {"JAX_PLATFORMS": "cuda,cpu"}
     done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " 7 passed" in f" {done.stdout.splitlines()[-1]}"
+    assert " 6 passed" in f" {done.stdout.splitlines()[-1]}"

@@ -17,6 +17,8 @@ from jaxche.reports import History
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = ("--task", "digits", "--epochs", "1", "--batch-size", "28", "--scaling", "adamscale", "--checkpoint-every", "3")
+# Steps of a few ms take ten times as long beside other tests, and a rank that cannot keep its pace ends the run.
+PACE = "60,120"
 
 
 def run(folder, *words, path=()):
@@ -136,14 +138,14 @@ def dies_once(folder, when):
 @pytest.mark.slow
 def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
     dies_once(tmp_path, "info.round == 2")
-    words = ("--task", "digits", "--epochs", "2", "--pace", "40,80", "--name", "long", "--max-restarts", "2")
+    words = ("--task", "digits", "--epochs", "1", "--pace", PACE, "--name", "long", "--max-restarts", "2")
     done = run(tmp_path, *words, path=[tmp_path])
     assert done.returncode == 0, done.stderr
     assert "rank 1 was ended by SIGKILL" in done.stderr
     assert "restart 1 of 2" in done.stderr
     history = History.from_json(tmp_path / "runs/long/history.jsonl")
     assert [info.round for info in history] == list(range(len(history)))
-    assert sum(info.examples for info in history) == 2 * 1440
+    assert sum(info.examples for info in history) == 1440
     assert done.stdout.count("\n     0      1 ") == 1  # it did not begin again
     numbers = json.loads((tmp_path / "runs/long/result.json").read_text())["results"]["cadence"]
     assert numbers["rounds"] == len(history)
@@ -153,7 +155,7 @@ def test_a_run_whose_process_is_killed_starts_again_where_it_was(tmp_path):
 @pytest.mark.slow
 def test_a_comparison_that_starts_again_does_not_train_what_is_done(tmp_path):
     dies_once(tmp_path, "self._trainer.policy == 'cadence'")
-    words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", "40,80", "--name", "all")
+    words = ("--task", "digits", "--epochs", "1", "--batch-size", "48", "--pace", PACE, "--name", "all")
     done = run(tmp_path, *words, "--compare", "sync,async,cadence", "--max-restarts", "1", path=[tmp_path])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done by an earlier start") == 2

@@ -182,7 +182,6 @@ RULES = {
     ("rule", "wire"),
     [*((rule, "int4") for rule in RULES), *((rule, wire) for rule in ("outer", "scaling") for wire in CODED[:2])],
 )
-@pytest.mark.filterwarnings("ignore:an outer optimizer over only")
 def test_all_rules_see_what_a_merge_in_float32_shows_them(problem, devices, train_rounds, rule, wire):
     settings = RULES[rule]
     rounds = [(2, 3), (1, 2)] if "rows" not in settings else [None]

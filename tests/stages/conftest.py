@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import urllib.request
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -174,9 +173,8 @@ def close():
 @contextlib.contextmanager
 def served(wrap=lambda app: app):
     """A server of the S3 protocol in this process, with a bucket."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # moto's, on its own dependencies
-        from moto.server import ThreadedMotoServer
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     server._server.app = wrap(server._server.app)

@@ -148,7 +148,6 @@ def test_every_example_once_in_every_epoch_and_on_from_a_checkpoint(devices, tmp
     assert any("read again and skipped" in text for text in said) is not SOURCES[make]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_examples_of_hugging_face_are_refused_with_the_line_to_write(devices):
     trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
     state = trainer.init(jnp.zeros(3))
@@ -171,7 +170,6 @@ def test_tensors_become_arrays():
     np.testing.assert_array_equal(batch["y"][0], [1, 1])
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_epochs_of_a_shuffled_hugging_face_dataset_differ(devices, trained):
     dataset = hugging_face().to_iterable_dataset().shuffle(seed=0, buffer_size=EXAMPLES).batch(BATCH)
     trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
