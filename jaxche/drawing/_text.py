@@ -28,7 +28,7 @@ def brief(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> str:
+def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0, gap: int = 2) -> str:
     """A table as lines with aligned columns, the first ``left`` of them to the left; the first row has the titles."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
 
@@ -36,7 +36,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0, indent: int = 0) -> st
         cells = (
             cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
-        return (" " * indent + "  ".join(cells)).rstrip()
+        return (" " * indent + (" " * gap).join(cells)).rstrip()
 
     return "\n".join(map(line, rows))
 

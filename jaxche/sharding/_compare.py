@@ -101,7 +101,7 @@ class Comparison:
         ]
 
     def __repr__(self) -> str:
-        table = aligned([_HEAD, *self._cells()], left=1)
+        table = aligned([_HEAD, *self._cells()], left=1, gap=1)  # at most 100 characters wide
         sent = table.index("theory") + len("theory")  # the end of the columns of bytes sent
         lines = [f"bytes a device{'sent a step':>{sent - len('bytes a device')}}", table, self.note, self.advice]
         return "\n".join(filter(None, lines))
