@@ -17,14 +17,19 @@ from jaxche.reports._round_info import RoundInfo
 _log = logging.getLogger("jaxche")
 
 
+# The most of the time that a live plot may take.
+_DRAWING = 0.1
+
+
 class LivePlot:
     """A callback that updates the plot of a run in a notebook during training.
 
-    An update takes about half a second. Training waits, and the times of rounds exclude it. Outside a notebook it draws
-    nothing, and one line in the log says so.
+    An update takes about half a second. Training waits, and the times of rounds exclude it. So that it waits for a
+    tenth of the time at most, updates that take long come less often. Outside a notebook it draws nothing, and one line
+    in the log says so.
 
     Args:
-      every_s: seconds between updates.
+      every_s: the least number of seconds between updates.
 
     Raises:
       ValueError: ``every_s`` is not positive.
@@ -49,25 +54,27 @@ class LivePlot:
             )
         self._every_s = every_s
         self._handle: Any = None
-        self._drawn = float("-inf")
+        self._due = float("-inf")  # the time of the next update
         self._history = History()
 
     def __call__(self, state: Any, info: RoundInfo) -> None:
-        """Adds a round, and draws at most every ``every_s`` seconds."""
+        """Adds a round, and draws if an update is due."""
         self._history.append(info)
-        if time.perf_counter() - self._drawn >= self._every_s:
+        if time.perf_counter() >= self._due:
             self.draw()
 
     def draw(self) -> None:
         """Draws all rounds, in place of the last plot."""
         if self._display is None:
             return
+        began = time.perf_counter()
         figure = self._history.plot()
         if self._handle is None:
             self._handle = self._display(figure, display_id=True)
         else:
             self._handle.update(figure)
-        self._drawn = time.perf_counter()
+        now = time.perf_counter()
+        self._due = now + max(self._every_s, (now - began) * (1 / _DRAWING - 1))
 
 
 def _notebook_display() -> Any:

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.reports import _callbacks
 from jaxche.reports._callbacks import _notebook_display, scalars
 
 
@@ -127,6 +128,7 @@ def test_live_plot_updates_one_figure(problem, devices, monkeypatch):
 
     screen = Screen()
     monkeypatch.setattr("jaxche.reports._callbacks._notebook_display", lambda: screen.display)
+    monkeypatch.setattr(_callbacks, "_DRAWING", 1.0)
     live = jaxche.LivePlot(every_s=1e-9)
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     _, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[live], progress=False)
@@ -134,6 +136,24 @@ def test_live_plot_updates_one_figure(problem, devices, monkeypatch):
     assert len(screen.updates) == len(history) - 1
     last = screen.updates[-1].axes[1].lines[0]
     assert len(last.get_xdata()) == len(history)
+
+
+def test_a_live_plot_takes_a_tenth_of_the_time_at_most(round_info, monkeypatch):
+    screen, clock = Screen(), [0.0]
+
+    def draw(history):
+        clock[0] += 0.5
+
+    monkeypatch.setattr(_callbacks, "_notebook_display", lambda: screen.display)
+    monkeypatch.setattr(_callbacks, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(jaxche.History, "plot", draw)
+    live = jaxche.LivePlot(every_s=2.0)
+    drawn = []
+    for _ in range(100):
+        before, clock[0] = clock[0], clock[0] + 0.1
+        live(None, round_info())
+        drawn += [before] if clock[0] - before > 0.3 else []
+    assert drawn == pytest.approx([0.0, 5.1, 10.2], abs=0.15)
 
 
 def test_live_plot_outside_a_notebook_draws_nothing_and_says_so_once(round_info, caplog, monkeypatch):
