@@ -25,6 +25,9 @@ _BETTER = 1.08
 _USUAL = 50
 # Rounds of local steps before the choice is made again, and rounds of exact sync after which they are tried again.
 _TRIED, _FORGOTTEN = 4, 400
+# After so many rounds of exact sync the choice is made every so many rounds: a round is one update, and with many
+# replicas a choice takes milliseconds.
+_UPDATES = 16
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,8 +123,9 @@ def alone_batches(sync_ms: float, fast_ms: float) -> int:
 def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: int, unit: int = 1) -> Choice:
     """The choice after a round; ``now`` is kept unless another choice has clearly more expected progress.
 
-    Only rounds of local steps measure how fast replicas move apart. After many rounds of exact sync the measurement is
-    discarded, so that local steps are tried again.
+    Under exact sync it is made after each of the first 16 updates, then after every 16th. Only rounds of local steps
+    measure how fast replicas move apart. After many rounds of exact sync the measurement is discarded, so that local
+    steps are tried again.
 
     Args:
       now: the choice so far.
@@ -133,6 +137,8 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     """
     local = now.policy is ApplyPolicy.CADENCE
     if not shares.is_measured or len(che.sync_samples) < 2 or (local and round - now.since < _TRIED):
+        return now
+    if not local and round - now.since > _UPDATES and (round - now.since) % _UPDATES:
         return now
     sync_ms = middle(che.sync_samples)
     fast = min(ms for ms in che.ms_per_batch if ms)

@@ -98,7 +98,13 @@ def test_sync_forgets_how_fast_replicas_moved_long_ago():
     now = Choice(ApplyPolicy.SYNC, 4, since=10)
     arguments = {"ms": (20,) * 4, "sync_ms": 30.0, "travel_ms": 10.0, "now": now}
     assert chosen(**arguments, round=11).policy is ApplyPolicy.SYNC
-    assert chosen(**arguments, round=1000).policy is ApplyPolicy.CADENCE
+    assert chosen(**arguments, round=410).policy is ApplyPolicy.CADENCE
+
+
+def test_exact_sync_is_looked_at_again_every_16_updates():
+    now = Choice(ApplyPolicy.SYNC, 4, since=10)
+    made = [round for round in range(11, 60) if chosen((20,) * 4, 30.0, travel_ms=2e4, now=now, round=round) != now]
+    assert made == [*range(11, 27), 42, 58]
 
 
 def test_nothing_is_chosen_before_it_is_measured():
