@@ -13,8 +13,7 @@ from jaxche.scaling import effective_replicas
 _VALUES_SHOWN = 4
 
 
-# With slots: a long run under exact sync has millions of them.
-@dataclass(frozen=True, repr=False, slots=True)
+@dataclass(frozen=True, repr=False)
 class RoundInfo:
     """One round, with equal values on all processes.
 
