@@ -216,7 +216,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=integer("--checkpoint-every 10"),
         metavar="ROUNDS",
         help="save a checkpoint after so many rounds; the same command with the same --name resumes from it (default: "
-        "no checkpoints, with --max-restarts every round)",
+        "no checkpoints, with --max-restarts after every round, under exact sync once a second)",
     )
     add(
         "--max-restarts",
