@@ -66,6 +66,12 @@ def test_costs_of_trees_with_a_mask_and_of_stages_with_dropout():
     assert min(costs) > 0
 
 
+def test_costs_of_stages_with_complex_arrays():
+    params = [jnp.ones((3, 3), jnp.complex64)] * 2
+    costs = jaxche.stages.measure_costs([lambda w, x: x @ w] * 2, params, np.ones((4, 3), np.complex64))
+    assert len(costs) == 2
+
+
 def test_costs_need_parameters_for_each_stage():
     with pytest.raises(ValueError, match="params: 1 entries for 2 stages"):
         jaxche.stages.measure_costs([lambda w, x: x * w] * 2, [jnp.ones(3)], jnp.ones(3))
