@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxche.cadence import _tuner_seed as seed
 from jaxche.cadence._checks import finite_number, whole_number
-from jaxche.cadence._rounds import clamp_counts, proportional_clamp
+from jaxche.cadence._rounds import clamp_counts, limit_lead, proportional_clamp
 from jaxche.cadence._tuners import (
     LARGEST_COUNT,
     CadenceState,
@@ -136,6 +136,11 @@ class ElChe(CadenceState):
     def total_batches(self) -> int:
         """Batches of all ranks in the next round."""
         return sum(self.batch_counts)
+
+    @property
+    def limited_counts(self) -> tuple[int, ...]:
+        """The counts within ``max_batch_diff``, as rounds take them; those of the seed tuner may lead by more."""
+        return limit_lead(self.batch_counts, self.max_batch_diff)
 
     @property
     def anchor_wall_ms(self) -> float:

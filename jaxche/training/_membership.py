@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, RowShares, limit_lead
+from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, RowShares
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
 from jaxche.reports import History
 from jaxche.training._fingerprint import NONDETERMINISTIC
@@ -237,9 +237,7 @@ class Membership:
         """
         measured, present = self._measured, self._trainer._engine.order
         if che is not None:
-            # As planned: the counts of the seed tuner may lead by more than the limit.
-            counts = limit_lead(che.batch_counts, che.max_batch_diff)
-            measured |= zip(present, zip(counts, che.ms_per_batch, strict=True), strict=True)
+            measured |= zip(present, zip(che.limited_counts, che.ms_per_batch, strict=True), strict=True)
         like = che or self._trainer._che
         if len(order) == 1 or like is None:
             return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict, limit_lead
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
 from jaxche.data import Key, Reader, StreamReader, non_finite_leaves
 from jaxche.distributed import Group
 from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged
@@ -326,7 +326,7 @@ def _report(
     if before is None:
         return None, correction, Verdict.CALM
     # A round that the end of an epoch cuts short does not measure the overhead of a whole round.
-    is_whole = planned.policy is ApplyPolicy.SYNC or counts == limit_lead(before.batch_counts, before.max_batch_diff)
+    is_whole = planned.policy is ApplyPolicy.SYNC or counts == before.limited_counts
     wall_ms, reported = table.wall_ms, counts
     if plan.shares:
         # A cadence counts whole batches: report the time that one would have taken.
