@@ -403,7 +403,19 @@ def measure_arrays(args: argparse.Namespace) -> dict[str, Any]:
             row[name] = (time.perf_counter() - start) / updates
         if turn:
             turns.append(row)
-    return {"turns": turns, "first": first}
+
+    def saved(updates: int, every: int | None = None, saves: bool = True) -> float:
+        """Seconds of an update under exact sync in a fit with checkpoints, the last save included."""
+        trainer = jaxche.Trainer(loss_fn, tx, "sync", rows="equal", replicas=jax.devices()[:2])
+        state, _ = trainer.fit(trainer.init(params), data, max_steps=2, progress=False)
+        with tempfile.TemporaryDirectory() as folder:
+            kept = jaxche.Checkpoints(folder, every) if saves else None
+            start = time.perf_counter()
+            trainer.fit(state, data, max_steps=2 * updates, progress=False, checkpoints=kept)
+            return (time.perf_counter() - start) / updates
+
+    fits = {"no checkpoints": saved(400, saves=False), "checkpoints": saved(400), "every=1": saved(20, every=1)}
+    return {"turns": turns, "first": first, "fits": fits}
 
 
 def measure_target(args: argparse.Namespace) -> dict[str, Any]:
@@ -476,6 +488,8 @@ def print_arrays(number: int, result: dict[str, Any]) -> None:
     for name in result["turns"][0]:
         ms = statistics.median(turn[name] for turn in result["turns"]) * 1e3
         print(f"{name:<12}{ms:7.2f} ms, the first one {result['first'][name]:5.2f} s")
+    shown = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in result["fits"].items())
+    print(f"fit under sync: {shown}")
 
 
 def print_target(paces: Any, result: dict[str, Any], target: float) -> None:

@@ -54,7 +54,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Programs without the lines that they were traced from are lowered, hashed and compiled faster.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# Tests report to nobody.
+# Tests send nothing to Weights & Biases.
 os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
@@ -158,7 +158,7 @@ def round_info():
 
 
 def malformed(token, rng):
-    """The beginning of a connection by somebody who does not know the token, whatever the listener."""
+    """The first bytes of a connection without the token of the listener."""
     frame = struct.Struct(">I")
     values = ([1, 0], None, 3, {}, [[]], [None, None], "x", [3.5, "x"], ["x" * 32, 0], {"token": 1})
     text = json.dumps(values[rng.integers(len(values))]).encode()
@@ -260,7 +260,7 @@ def store():
 
 @pytest.fixture
 def coordinator():
-    """An address at which somebody listens, as process 0 of a run does."""
+    """An address with a listening socket, as process 0 of a run has."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 

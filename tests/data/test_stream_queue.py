@@ -318,7 +318,7 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_taken_and_it_is_rea
     assert take(one, 0, 4) == [0, 1, 2, 3]
     assert one.length(4) is None  # read ahead: nothing was lost yet
     for _ in range(2):
-        one.seek(Place(0, 4))  # nobody has seen the error so far
+        one.seek(Place(0, 4))  # the error was not raised yet
     (feed,) = one.start([steps([4, 5])], 6)
     with pytest.raises(OSError, match="disk on fire"):
         list(feed)

@@ -1,4 +1,4 @@
-"""Quorums: who may propose the next one, and who is left behind. The store is a dict, and nobody dies by itself."""
+"""Quorums: which process may propose the next one, and which are left out. The store is a dict, deaths are given."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from jaxche.distributed import _elastic_group as module
 
 
 class Liveness:
-    """Of processes that are dead as the test says."""
+    """The liveness of processes; the test says which of them are dead."""
 
     incarnation, is_connected = 1, True
 

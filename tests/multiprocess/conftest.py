@@ -92,7 +92,7 @@ def launcher():
 
 @pytest.fixture
 def gone():
-    """Whether a process ends in time; one whose end nobody asked for yet has ended."""
+    """Whether a process ends in time; a zombie, which its parent has not waited for, has ended."""
 
     def ended(pid, within_s=5.0):
         deadline = time.monotonic() + within_s

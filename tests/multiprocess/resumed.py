@@ -164,7 +164,7 @@ def cut_connections():
 
 
 def pause_in_merge(seconds):
-    """Stop at the next merge, where the others wait in the same collective; somebody has to wake this process."""
+    """Stop this process at the next merge, where the others wait in the same collective; continue it after a while."""
     arguments = _merge.Merge.arguments
 
     def stop(self, *args):

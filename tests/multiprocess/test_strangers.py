@@ -1,4 +1,4 @@
-"""A run on this machine listens on the loopback alone, and ends as if nobody had come whoever connects there."""
+"""A run on this machine listens on the loopback only, and connections of other programs do not change it."""
 
 import ipaddress
 import json
@@ -55,7 +55,7 @@ def test_a_run_on_this_machine_listens_on_the_loopback_alone(run):
     run(seen.extend)
     for told in seen:
         listening = {port: ipaddress.ip_address(host) for host, port in told["listening"]}
-        # Gloo listens where the name of this machine leads to, and nobody everywhere.
+        # Gloo listens at the address of the host name, and no process listens at all addresses.
         assert not [host for host in listening.values() if host.is_unspecified]
         for host, port, *_ in told["addresses"].values():
             assert host == str(listening[port]) == "127.0.0.1"

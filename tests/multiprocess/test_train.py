@@ -195,7 +195,7 @@ def test_a_pace_nobody_can_keep_is_one_line(tmp_path):
 
 
 def test_a_worker_that_dies_fails_the_run(tmp_path):
-    # Rank 1 fails on its own, with nobody else to know.
+    # Only rank 1 fails.
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('JAXCHE_PROCESS_ID') == '1':\n"

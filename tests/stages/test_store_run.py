@@ -137,7 +137,7 @@ def test_a_saved_state_says_what_the_run_is(start):
     for process in first:
         process.kill()
     again = start(1)
-    assert identity_of(again) == identity  # and it waits for nobody
+    assert identity_of(again) == identity  # and it does not wait
     late = StoreRun(again.run.root, (0,), 3, 20.0)
     assert late.find_saved()
     assert late.objects.names("stage-002-state") == ["stage-002-state/step-0000000001"]

@@ -24,7 +24,7 @@ RATE = 0.3
 
 @pytest.fixture(scope="module")
 def gpus():
-    """One or two: on a single one, replicas have nobody to meet there."""
+    """The first two GPUs, or the only one, on which replicas cannot merge with others."""
     return jax.devices("gpu")[:2]
 
 

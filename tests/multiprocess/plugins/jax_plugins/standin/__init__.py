@@ -22,5 +22,5 @@ def _make():
 
 
 def initialize():
-    # Least of all: where JAX_PLATFORMS names nothing it is there, and nobody's default.
+    # The lowest priority: available without JAX_PLATFORMS, but never the default backend.
     xla_bridge.register_backend_factory("standin", _make, priority=-2000)
