@@ -9,13 +9,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxche.cadence import ApplyPolicy
 from jaxche.data import StreamReader, from_json, is_stream, to_json
@@ -25,6 +24,7 @@ from jaxche.training._checkpoint_reader import CheckpointReader
 from jaxche.training._checksums import checksum_of_metadata, checksums
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._metrics_log import MetricsLog, no_space
+from jaxche.training._orbax import align_operation_ids, barriers, close_manager, end_threads, handlers, spanning
 from jaxche.training._rounds import Rounds
 from jaxche.training._state import Stop, TrainerState
 from jaxche.training._state_dict import (
@@ -47,8 +47,6 @@ _POLL_S = 0.5
 _MUCH_S, _MUCH = 20.0, 0.2
 # Seconds before each further try of the last checkpoint, if there was no space.
 _PAUSES_S = (1.0, 3.0, 6.0)
-# The most errors of one save that Orbax raises, one after another: those of its threads, and of its metadata.
-_ERRORS = 8
 
 
 @dataclass(frozen=True)
@@ -232,11 +230,11 @@ class CheckpointManager(Hook):
         """Continue with the present members from the state of the run."""
         self._in_flight, self._saves, self._missing = 0, 0, ""
         if shrunk:
-            _end_threads(cancels=True)
+            end_threads(cancels=True)
             # Some processes may have started to save a round that is now repeated.
             self._abandoned = max(self._group.all_gather(self._started))
         else:
-            self._align_operation_ids()
+            align_operation_ids(self._group)
         self._manager = self._open()
         kept = self._log.truncate(run.state.round)
         # The process that wrote the record may have died before it wrote the last rounds.
@@ -264,7 +262,7 @@ class CheckpointManager(Hook):
         args, state_dict = self._ocp.args, self._trainer._engine.state_dict(state.local_states)
         trees = state_dict.trees()
         if len(self._group.members) < 2 <= jax.process_count():
-            trees = jax.tree.map(_spanning, trees)
+            trees = jax.tree.map(spanning, trees)
         meta = metadata(self._with_iterators(state)) | {
             "format": FORMAT,
             "jaxche": installed_version(),
@@ -281,7 +279,7 @@ class CheckpointManager(Hook):
         self._wait_for_last_save()
         self._in_flight, self._saves = state.round, self._saves + 1
         self._barrier = self._group.thread_barrier(f"save-{self._saves}")
-        with self._unless_lost("begun"), _barriers(self._wait_for_others):
+        with self._unless_lost("begun"), barriers(self._wait_for_others):
             try:
                 self._manager.save(state.round, args=args.Composite(run=args.JsonSave(meta), **items), force=True)
             except threading.BrokenBarrierError:
@@ -334,7 +332,7 @@ class CheckpointManager(Hook):
             ended = pool.submit(self._manager.wait_until_finished)
             while not wait([ended], _POLL_S).done:
                 if self._group.lost():
-                    _end_threads(cancels=True)
+                    end_threads(cancels=True)
                 # Threads may wait for folders that the first process was to make. The first process does not cancel:
                 # there Orbax would count the save as written, and delete older ones.
                 if self._barrier.is_broken and not self._group.is_first:
@@ -342,13 +340,13 @@ class CheckpointManager(Hook):
         try:
             ended.result()
         except Exception as error:
-            _end_threads()
+            end_threads()
             return error
         return None
 
     def _discard(self, step: int) -> None:
         """Remove the files of a checkpoint whose save failed, and begin with a new manager."""
-        _close(self._manager)
+        close_manager(self._manager)
         self._group.barrier()  # none writes any more
         if self._group.is_first:
             for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
@@ -386,7 +384,7 @@ class CheckpointManager(Hook):
         return replace(state, stream=state.stream._replace(states=reader.states_of(gathered)))
 
     def _open(self) -> Any:
-        group, options, settings, handlers = self._group, self._ocp.options, {}, None
+        group, options, settings, registry = self._group, self._ocp.options, {}, None
         # Orbax's own barrier waits for a process that has failed, or died, until its timeout.
         sync = self._wait_for_others if group.num_processes > 1 else None
         settings["async_options"] = options.AsyncOptions(timeout_secs=_CENTURY_S, barrier_sync_fn=sync)
@@ -397,7 +395,7 @@ class CheckpointManager(Hook):
                 active_processes=set(group.members),
                 barrier_sync_key_prefix=f"jaxche-{group.quorum_id}",
             )
-            handlers = _handlers(multiprocessing)
+            registry = handlers(multiprocessing)
         options = self._ocp.CheckpointManagerOptions(
             max_to_keep=self._config.keep,
             # Remove unfinished checkpoints of dead processes only when a run starts.
@@ -405,15 +403,7 @@ class CheckpointManager(Hook):
             create=is_first_quorum,
             **settings,
         )
-        return self._ocp.CheckpointManager(self._folder, options=options, handler_registry=handlers)
-
-    def _align_operation_ids(self) -> None:
-        """Set Orbax's number of the next save, which must be equal in all processes."""
-        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
-
-        most = max(self._group.all_gather(int(OperationIdGenerator.get_current_operation_id())))
-        while int(OperationIdGenerator.get_current_operation_id()) < most:
-            OperationIdGenerator.next_operation_id()
+        return self._ocp.CheckpointManager(self._folder, options=options, handler_registry=registry)
 
     def close(self, kind: Any, error: Any, trace: Any) -> None:
         """Wait until all saves are written, but not after the death of a process."""
@@ -422,7 +412,7 @@ class CheckpointManager(Hook):
         if error is None:
             self._settle()
         with self._unless_lost("finished"):
-            failed = _close(self._manager)
+            failed = close_manager(self._manager)
             if failed is not None and not (error is not None and no_space(failed)):
                 raise failed
 
@@ -438,91 +428,3 @@ class CheckpointManager(Hook):
                 raise
             text = "checkpoint %s was not %s, the loss of a process was detected: %s"
             _log.warning(text, self._started, what, str(error)[:300])
-
-
-@contextlib.contextmanager
-def _barriers(wait: Callable[..., None]) -> Iterator[None]:
-    """Orbax calls ``wait`` at barriers of some of the processes; its own wait for minutes for those that have died."""
-    from orbax.checkpoint._src.multihost import multihost
-
-    own = multihost.get_barrier_sync_fn
-    multihost.get_barrier_sync_fn = lambda processes=None: wait
-    try:
-        yield
-    finally:
-        multihost.get_barrier_sync_fn = own
-
-
-def _close(manager: Any) -> Exception | None:
-    """Wait for all threads of a manager and close it; returns the first error of a save that failed."""
-    first = None
-    for _ in range(_ERRORS):  # each is raised once
-        try:
-            manager.close()
-            break
-        except Exception as error:
-            first = first or error
-    return first
-
-
-def _end_threads(cancels: bool = False) -> None:
-    """End the threads of a save that failed; those that wait for its folders would do so for minutes.
-
-    If the process that was to make the folders has died, they have to be cancelled.
-    """
-    from orbax.checkpoint._src.futures import future
-    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
-
-    threads = [thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)]
-    for thread in threads if cancels else []:
-        thread.cancel()
-    operation = OperationIdGenerator.get_current_operation_id()
-    signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract(operation)
-    future.set_signals(signals, operation_id=operation)
-    for thread in threads:
-        threading.Thread.join(thread)  # its own join raises its error
-
-
-def _handlers(multiprocessing: Any) -> Any:
-    """Orbax's handlers that write through a process other than 0, which may be dead.
-
-    The manager's own option of that name does not reach them.
-    """
-    import orbax.checkpoint as ocp
-    from orbax.checkpoint import type_handlers
-    from orbax.checkpoint._src.metadata.array_metadata_store import Store
-
-    # Orbax refuses metadata of a single process where there are several.
-    store = Store() if len(multiprocessing.active_processes) > 1 else None
-    # In parallel, replicas would also write parts of arrays for processes that are dead.
-    handler = type_handlers.ArrayHandler(
-        primary_host=multiprocessing.primary_host, use_replica_parallel=False, array_metadata_store=store
-    )
-    absl = logging.getLogger("absl")
-    level = absl.level
-    absl.setLevel(logging.ERROR)  # it warns of every replacement
-    type_handlers.register_type_handler(jax.Array, handler, override=True)
-    absl.setLevel(level)
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for args, kind in (
-        (ocp.args.StandardSave, ocp.StandardCheckpointHandler),
-        (ocp.args.JsonSave, ocp.JsonCheckpointHandler),
-    ):
-        registry.add(None, args, kind(multiprocessing_options=multiprocessing))
-    return registry
-
-
-def _spanning(array: jax.Array) -> jax.Array:
-    """An array of this process as one replica of an array on two processes, of which the other may be dead.
-
-    In a run of several processes Orbax saves only arrays that span processes, even if all others are dead.
-    """
-    assert isinstance(array.sharding, jax.sharding.NamedSharding)
-    mesh, spec = array.sharding.mesh, array.sharding.spec
-    assert isinstance(mesh, jax.sharding.Mesh)
-    own = mesh.devices.flat[0]
-    others = [device for device in own.client.devices() if device.process_index != own.process_index]
-    both = np.array([*mesh.devices.flat, *others[: mesh.size]]).reshape(2, *mesh.devices.shape)
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(both, ("absent", *mesh.axis_names)), spec)
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
