@@ -34,19 +34,27 @@ from jaxche.distributed import (
 
 # Variables of gRPC, in lower or upper case.
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+_CLUSTERS = {"ompi": _jax_clusters.OmpiCluster, "slurm": _jax_clusters.SlurmCluster, "k8s": _jax_clusters.K8sCluster}
 # Seconds longer than the others have to join that a coordinator waits for the first process.
 _START_S = 60.0
 
 
 def resolve_scheduler(found: Detected, timeout_s: float) -> Detected:
     """Completes the address and process numbers by JAX's own detection."""
-    if found.address is not None:
-        return found
-    address, count, number, local = _jax_clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, found.launcher, max(1, math.ceil(timeout_s))
+    # Not by name, because JAX has none for Kubernetes.
+    cluster = _CLUSTERS[found.launcher]
+    if not cluster.is_env_present():  # a pod reads its job there
+        raise RuntimeError(f"JAX does not find the scheduler {found.launcher!r} in this process")
+    count = cluster.get_process_count()
+    if count == 1:
+        return dataclasses.replace(found, num_processes=1, process_id=0)
+    return dataclasses.replace(
+        found,
+        address=cluster.get_coordinator_address(max(1, math.ceil(timeout_s)), os.environ.get("JAX_COORDINATOR_PORT")),
+        num_processes=count,
+        process_id=cluster.get_process_id(),
+        local_id=cluster.get_local_process_id(),
     )
-    local_id = local[0] if local else None
-    return dataclasses.replace(found, address=address, num_processes=count, process_id=number, local_id=local_id)
 
 
 def local_device_ids(found: Detected) -> list[int] | None:

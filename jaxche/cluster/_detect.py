@@ -100,6 +100,11 @@ def _scheduler(environ: Mapping[str, str]) -> Detected | None:
             f"cannot find process 0. Write: mpirun -n {count} -x {COORDINATOR}=<host of rank 0>:1234 "
             f"-x {NUM_PROCESSES}={count} python train.py"
         )
+    if name == "PMI_SIZE":
+        raise ValueError(
+            f"PMI_SIZE={count}: JAX cannot find process 0 of the mpirun of MPICH or Intel MPI. Write: "
+            f"{COORDINATOR}=<host of rank 0>:1234 {NUM_PROCESSES}={count} mpirun -n {count} python train.py"
+        )
     if name == "SLURM_NTASKS":
         return Detected("slurm")
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:

@@ -136,7 +136,10 @@ def initialize(
         _refuse_change(joined, num_processes, process_id)
         return joined
 
+    deadline = time.monotonic() + timeout_s
     found = detect(os.environ, coordinator_address, num_processes, process_id)
+    if found.num_processes is None:
+        found = resolve_scheduler(found, timeout_s)
     if found.num_processes == 1:
         if not _xla_bridge.backends_are_initialized():
             _single_kind(visible_devices(_environ()))
@@ -147,8 +150,6 @@ def initialize(
             "the others. Move the line `jaxche.initialize()` up, right after the imports: before the first "
             "jax.devices(), jax.device_count(), jnp.* or jax.random.* call."
         )
-    deadline = time.monotonic() + timeout_s
-    found = resolve_scheduler(found, timeout_s)
     local_ids = local_device_ids(found)
     seen = visible_devices(_environ(), local_ids)
     kind = _single_kind(seen)

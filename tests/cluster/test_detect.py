@@ -23,6 +23,8 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     # mpirun inside a Slurm job: Slurm's numbers are of the machines, not of the processes.
     assert detect(SLURM | OPEN_MPI) == Detected("ompi")
     assert detect(SLURM) == Detected("slurm")
+    assert detect(SLURM | {"SLURM_STEP_NUM_TASKS": "2"}) == Detected("slurm")
+    assert detect(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2"}) == Detected("slurm")  # srun --mpi=pmi2
     assert detect(OPEN_MPI) == Detected("ompi")
     assert detect({}) == Detected("none", None, 1, 0)
 
@@ -32,7 +34,9 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     [
         SLURM | {"SLURM_NTASKS": "1"},
         {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"},  # inside sbatch
+        SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # the shell of salloc
         {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"},
         {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a notebook in a pod
     ],
 )
@@ -53,6 +57,14 @@ def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):
 def test_open_mpi_without_an_address():
     with pytest.raises(ValueError, match=r"mpirun -n 2 -x JAXCHE_COORDINATOR="):
         detect({"OMPI_COMM_WORLD_SIZE": "2"})
+
+
+def test_mpich_has_no_address_either():
+    mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}
+    # In a Slurm job its processes have the numbers of what started them on their machine.
+    for environ in (mpich, SLURM | mpich):
+        with pytest.raises(ValueError, match=r"Write: JAXCHE_COORDINATOR=.* JAXCHE_NUM_PROCESSES=2 mpirun -n 2"):
+            detect(environ)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import functools
 import json
 import os
 import socket
+import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -138,6 +140,49 @@ def test_under_slurm_jax_detects_and_the_second_call_returns_the_first(monkeypat
     assert not any("shard_autotuning" in flag for flag in flags)
     with pytest.raises(RuntimeError, match="num_processes=3, but"):
         initialize("h:1", 3, 1)
+
+
+class _Pod:
+    """As the package ``kubernetes`` answers in a pod of the indexed job ``train``."""
+
+    ApiException = LookupError
+
+    def __init__(self, pods):
+        self.config = self.client = self.exceptions = self
+        self.spec = SimpleNamespace(parallelism=pods, subdomain="service")
+        self.metadata = SimpleNamespace(name="train", labels={"job-name": "train"}, owner_references=[self])
+        self.controller, self.kind, self.items = True, "Job", [self]
+        self.CoreV1Api = self.BatchV1Api = lambda: self
+        self.load_incluster_config = lambda: None
+        self.list_namespaced_pod = self.read_namespaced_job = lambda **_: self
+
+
+@pytest.mark.parametrize("pods", [2, 1])
+def test_in_a_pod_jax_asks_kubernetes(monkeypatch, pods):
+    monkeypatch.setitem(sys.modules, "kubernetes", _Pod(pods))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+    cluster = connecting._CLUSTERS["k8s"]
+    for name in ("_pod", "_job", "_controller"):  # JAX asks once in a process
+        monkeypatch.setattr(cluster, name, classmethod(getattr(cluster, name).__func__.__wrapped__))
+    monkeypatch.setattr(cluster, "_namespace", lambda: "default")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", str(pods - 1))
+    monkeypatch.setenv("HOSTNAME", "train-1")
+    if pods == 1:
+        assert initialize() == ClusterInfo(0, 1, "k8s")
+        return
+    _idle_backend(monkeypatch)
+    calls = []
+
+    def connect(*arguments):
+        calls.append(arguments)
+        raise TimeoutError("far enough")
+
+    monkeypatch.setattr(module, "connect", connect)
+    with pytest.raises(TimeoutError, match="far enough"):
+        initialize()
+    assert calls[0][0] == Detected("k8s", "train-0.service:55527", 2, 1)
 
 
 def test_flag_and_caches_of_mixed_kinds(join, tmp_path):
