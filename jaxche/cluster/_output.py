@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from jaxche.distributed import FileErrors
 
 # gloo prints these lines at every log level.
 _GLOO = "[Gloo] Rank "
-_END = re.compile(rb"\r\n|\n|\r")
 _LISTED = 12
 
 
@@ -45,37 +44,21 @@ class OutputReader(threading.Thread):
     ``last`` has the last 20 lines.
     """
 
-    def __init__(self, pipe: IO[bytes], rank: int, printer: LinePrinter, stream: TextIO | None) -> None:
+    def __init__(self, pipe: BinaryIO, rank: int, printer: LinePrinter, stream: TextIO | None) -> None:
         super().__init__(daemon=True)
         self.last: collections.deque[str] = collections.deque(maxlen=20)
         self._pipe, self._rank, self._printer, self._stream = pipe, rank, printer, stream
         self.start()
 
     def run(self) -> None:
-        rest = b""
-        with self._pipe:
-            while chunk := os.read(self._pipe.fileno(), 65536):
-                rest = self._lines(rest + chunk)
-        if rest.strip():
-            self._line(rest)
-
-    def _lines(self, text: bytes) -> bytes:
-        start = 0
-        for end in _END.finditer(text):
-            if end[0] == b"\r":
-                # Perhaps the first half of \r\n: wait for more.
-                if end.end() == len(text):
-                    break
+        # Lines with their ends: "\n", "\r\n", or "\r" of a progress bar.
+        with io.TextIOWrapper(self._pipe, "utf8", "replace", newline="") as lines:
+            for line in lines:
                 # A progress bar returns to the start of an empty line.
-                if end.start() == start:
-                    start = end.end()
-                    continue
-            self._line(text[start : end.start()])
-            start = end.end()
-        return text[start:]
+                if line != "\r":
+                    self._line(line.rstrip("\r\n"))
 
-    def _line(self, text: bytes) -> None:
-        line = text.decode(errors="replace")
+    def _line(self, line: str) -> None:
         if line.startswith(_GLOO):
             return
         self.last.append(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import queue
@@ -22,6 +23,9 @@ from jaxche.distributed import PREEMPTED_CODE, RESTART, Coordinator
 
 # Seconds for the other ranks to print their errors after a failure.
 _ERROR_OUTPUT_S = 1.0
+
+# Errors of a command, not of the system.
+_COMMAND_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 # Exit code of coreutils' `timeout`.
 HUNG = 124
@@ -73,6 +77,8 @@ class WorkerGroup:
         self._placements: list[tuple[Mapping[str, str], Placement]] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
+        # Process groups that may have processes.
+        self._groups: set[int] = set()
         # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
         self._expendable: set[int] = set()
         self.replaced = 0
@@ -105,11 +111,14 @@ class WorkerGroup:
                     stderr=subprocess.PIPE,
                     start_new_session=True,
                 )
-        except (FileNotFoundError, PermissionError) as error:
+        except OSError as error:
+            if error.errno not in _COMMAND_ERRORS:
+                raise
             raise ValueError(
                 f"command={list(command)!r} cannot be run: {error.strerror}. For a script write: "
                 f'launch([sys.executable, "train.py"], processes=...)'
             ) from None
+        self._groups.add(child.pid)
         self._context.reaper.add(child.pid)
         self._context.log.write("start", restart=restart, rank=rank, pid=child.pid, place=str(placement))
         assert child.stdout is not None
@@ -124,7 +133,6 @@ class WorkerGroup:
 
     def _replace(self, rank: int) -> None:
         """Restarts a dead rank while the others continue."""
-        _signal_group(self._ranks[rank], signal.SIGKILL)  # its children
         for reader in self._readers[rank]:
             reader.join(timeout=2.0)
         self._replacements, self.replaced = self._replacements - 1, self.replaced + 1
@@ -189,7 +197,7 @@ class WorkerGroup:
             self._context.log.write("hang", restart=self._restart, rank=rank)
             self._heartbeats.forget(rank)
             self._expendable.add(rank)
-            _signal_group(self._ranks[rank], signal.SIGKILL)
+            _signal_group(self._ranks[rank].pid, signal.SIGKILL)
 
     def _next_exit(self) -> GroupResult | None:
         """Waits a moment for the exit of a rank; the result of the group if that ends it."""
@@ -210,6 +218,9 @@ class WorkerGroup:
         others_continue = self._running or (has_ended and rank in self._expendable)
         if context.elastic and not is_preempted and others_continue:
             context.print(f"rank {rank} {describe(code)}; the others continue")
+            # Its children end now, because the system may reuse the number of the group before the others end.
+            _signal_group(self._ranks[rank].pid, signal.SIGKILL)
+            self._groups.discard(self._ranks[rank].pid)
             if self._replacements and not has_ended:
                 self._replace(rank)
             return None
@@ -223,10 +234,10 @@ class WorkerGroup:
 
     def end(self) -> None:
         """Kills the remaining processes with their children, and reads their output to the end."""
-        for child in self._ranks:
-            _signal_group(child, signal.SIGKILL)
+        for group in self._groups:
+            _signal_group(group, signal.SIGKILL)
         if self._coordinator is not None:
-            _signal_group(self._coordinator.process, signal.SIGKILL)
+            _signal_group(self._coordinator.process.pid, signal.SIGKILL)
             self._coordinator.process.wait()
             assert self._coordinator.process.stdin is not None
             self._coordinator.process.stdin.close()
@@ -239,8 +250,8 @@ class WorkerGroup:
         self._context.reaper.clear()
 
     def _stop(self, number: int, grace_s: float) -> None:
-        for child in self._ranks:
-            _signal_group(child, number)
+        for group in self._groups:
+            _signal_group(group, number)
         self._all_end(grace_s)
         running = [str(rank) for rank, child in enumerate(self._ranks) if child.poll() is None]
         if running and number != signal.SIGKILL:
@@ -261,7 +272,7 @@ class WorkerGroup:
                     break
 
     def _log_exit(self, rank: int, code: int) -> None:
-        name = {"signal": signal.Signals(-code).name} if code < 0 else {"code": code}
+        name = {"signal": _name(-code)} if code < 0 else {"code": code}
         self._context.log.write("exit", restart=self._restart, rank=rank, **name)
 
     def _report(self, rank: int, code: int) -> None:
@@ -275,10 +286,15 @@ def describe(code: int) -> str:
     if code >= 0:
         return f"failed with exit code {code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
+    return f"was ended by {_name(-code)}{hint}"
 
 
-def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
+def _name(number: int) -> str:
+    # Python has no names for most real-time signals.
+    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+
+
+def _signal_group(group: int, number: int) -> None:
     # The process group exists as long as children of the rank run.
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, number)
+        os.killpg(group, number)

@@ -43,6 +43,14 @@ def test_a_missing_program_is_named():
         launch(["no-such-program"], 1, env={"JAX_PLATFORMS": "cpu"})
 
 
+def test_a_file_that_is_no_program_is_named(tmp_path):
+    (tmp_path / "train.sh").write_text("echo no interpreter is named above")
+    (tmp_path / "train.sh").chmod(0o755)
+    for program in (tmp_path / "train.sh", tmp_path / "train.sh" / "below"):
+        with pytest.raises(ValueError, match=f"{program}.*cannot be run.*sys.executable"):
+            launch([str(program)], 1, env={"JAX_PLATFORMS": "cpu"})
+
+
 def _parse(*words):
     return make_parser().parse_args(["launch", *words])
 

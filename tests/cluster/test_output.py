@@ -21,6 +21,7 @@ FULL = "/dev/full"
         ([b"no end"], ["no end"]),
         ([b"a\r", b"\nb\n"], ["a", "b"]),
         ([b"a\n\nb\n"], ["a", "", "b"]),
+        ([b"a\n\rb\r\rc\r\n"], ["a", "b", "c"]),
         ([b"[Gloo] Rank 0 is connected to 1 peer ranks.\nb\n"], ["b"]),
         ([b"\r 10%", b"\r 20%\n"], [" 10%", " 20%"]),
         (["é".encode()[:1], "é".encode()[1:] + b"\xff\n"], ["é�"]),

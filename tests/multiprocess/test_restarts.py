@@ -234,6 +234,42 @@ def test_replacements_are_used_up_and_one_that_comes_too_late_is_stopped(script,
     assert time.monotonic() - start < 50
 
 
+def test_children_of_a_rank_that_dies_end_at_once_and_its_number_gets_no_later_signal(
+    script, monkeypatch, tmp_path, json_lines
+):
+    command = script(f"""
+        import fcntl
+        from pathlib import Path
+        signal.alarm(30)
+        with open({str(tmp_path / "lock")!r}, "w") as lock:
+            held = Path(lock.name + "ed")
+            if rank == 1:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.fork():
+                    held.touch()
+                    os._exit(3)
+                time.sleep(100)  # a child that stays, and holds the lock
+            while not held.exists():
+                time.sleep(0.05)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    """)
+    signalled, send = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group) or send(group, number))
+    events = tmp_path / "events.jsonl"
+    assert launch(command, 2, elastic=True, grace_s=0.5, events=events) == 0
+    (dead,) = [event["pid"] for event in json_lines(events) if (event["event"], event.get("rank")) == ("start", 1)]
+    assert signalled.count(dead) == 1
+
+
+def test_signals_without_a_name_are_numbers(script, capfd, tmp_path, json_lines):
+    command = script("os.kill(os.getpid(), signal.SIGRTMIN + 6) if rank else time.sleep(100)")
+    events = tmp_path / "events.jsonl"
+    number = signal.SIGRTMIN + 6
+    assert launch(command, 2, grace_s=0.5, events=events) == 128 + number
+    assert f"rank 1 was ended by signal {number}" in capfd.readouterr().err
+    assert f"signal {number}" in [event.get("signal") for event in json_lines(events)]
+
+
 def test_replacements_alone_are_no_run_that_has_ended_well(script, capfd):
     command = script("""
         if rank == 0 and restart == 0:
