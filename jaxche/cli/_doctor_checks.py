@@ -81,18 +81,22 @@ def proxies(environ: Mapping[str, str]) -> Finding:
 
 def ports() -> Finding:
     """Whether this machine can open a port and connect to it by its host name."""
+    from jaxche.distributed import is_loopback
+
     host = socket.gethostname()
     try:
-        address = socket.gethostbyname(host)
-        with socket.create_server((address, 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=3.0).close()
+        # IPv4 if there is any: its number is the smallest.
+        family, *_, place = min(socket.getaddrinfo(host, None), key=lambda found: found[0])
+        address = str(place[0])
+        with socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=3.0).close()
     except OSError as error:
         return Finding(
             "ports",
             f"this machine cannot reach itself as {host!r} ({error}), which Slurm gives as its address",
             f"a line in /etc/hosts: <address of this machine> {host}",
         )
-    known = " (on this machine alone)" if address.startswith("127.") else ""
+    known = " (on this machine alone)" if is_loopback(address) else ""
     return Finding("ports", f"open; {host} is {address}{known}")
 
 

@@ -80,13 +80,16 @@ def _explicit(launcher: str, given: dict[str, str | int | None], write: str) -> 
     if not isinstance(number, int) or not 0 <= number < count:
         raise ValueError(f"{id_name}={number!r} must be one of 0 to {count - 1} ({count_name}={count}).")
     if not isinstance(address, str) or not _is_address(address):
-        raise ValueError(f"{address_name}={address!r} must be 'host:port'. Write: {write}")
+        raise ValueError(
+            f"{address_name}={address!r} must be 'host:port', with brackets around an IPv6 address. Write: {write}"
+        )
     return Detected(launcher, address, count, number)
 
 
 def _is_address(address: str) -> bool:
     host, _, port = address.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+    is_host = bool(host) and (":" not in host or (host[0], host[-1]) == ("[", "]"))
+    return is_host and port.isdigit() and 0 < int(port) < 65536
 
 
 def _scheduler(environ: Mapping[str, str]) -> Detected | None:

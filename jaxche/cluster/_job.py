@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -59,3 +60,11 @@ def parse_nodes(text: str) -> tuple[Nodes, ...]:
 def total_tasks(groups: Sequence[Nodes]) -> int:
     """Processes of the job."""
     return sum(group.tasks for group in groups)
+
+
+def check_failures(max_restarts: int, hang_timeout_s: float | None) -> None:
+    """Refuses wrong limits of restarts and hangs."""
+    if not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ValueError(f"max_restarts={max_restarts!r} must be a whole number, 0 or more. Write: max_restarts=3")
+    if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
+        raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")

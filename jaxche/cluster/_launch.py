@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxche.cluster._heartbeat import Heartbeats
+from jaxche.cluster._job import check_failures
 from jaxche.cluster._output import LinePrinter, event_log
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
 from jaxche.cluster._reaper import start_reaper
@@ -120,7 +121,8 @@ def launch(
       0
     """
     _check(command, processes, on_cpu, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
-    _check_restarts(max_restarts, survivors, hang_timeout_s)
+    check_failures(max_restarts, hang_timeout_s)
+    _check_survivors(survivors, max_restarts)
     _check_heartbeats(heartbeat_timeout_s, elastic)
     base = {**os.environ, **(env or {})}
     if elastic:
@@ -275,16 +277,12 @@ def _check(
             raise ValueError(f"pace_ms={list(pace_ms)!r}: {pace!r} must be positive milliseconds.")
 
 
-def _check_restarts(max_restarts: int, survivors: bool, hang_timeout_s: float | None) -> None:
-    if not isinstance(max_restarts, int) or max_restarts < 0:
-        raise ValueError(f"max_restarts={max_restarts!r} must be a whole number, 0 or more. Write: max_restarts=3")
+def _check_survivors(survivors: bool, max_restarts: int) -> None:
     if survivors and max_restarts < 2:
         raise ValueError(
             f"survivors=True with max_restarts={max_restarts}: a rank is removed after it failed first twice in a row. "
             "Write: max_restarts=3"
         )
-    if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
-        raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")
 
 
 def _check_heartbeats(heartbeat_timeout_s: float | None, elastic: bool) -> None:

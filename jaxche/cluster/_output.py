@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 from jaxche.distributed import FileErrors
 
@@ -44,7 +44,7 @@ class OutputReader(threading.Thread):
     ``last`` has the last 20 lines.
     """
 
-    def __init__(self, pipe: BinaryIO, rank: int, printer: LinePrinter, stream: TextIO | None) -> None:
+    def __init__(self, pipe: IO[bytes], rank: int, printer: LinePrinter, stream: TextIO | None) -> None:
         super().__init__(daemon=True)
         self.last: collections.deque[str] = collections.deque(maxlen=20)
         self._pipe, self._rank, self._printer, self._stream = pipe, rank, printer, stream

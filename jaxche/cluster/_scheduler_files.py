@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import string
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from jaxche.cluster._job import PORT, Job, Nodes, parse_nodes, total_tasks
+from jaxche.cluster._job import PORT, Job, Nodes, check_failures, parse_nodes, total_tasks
 from jaxche.cluster._jobset import jobset
 from jaxche.distributed import ELASTIC, HANG_TIMEOUT, LIVENESS, PROCESS_ID
 
@@ -92,9 +91,9 @@ _MPIRUN = _Template("""\
 # A signal to mpirun itself looks like a failure and restarts the run.
 set -u
 slots=(%%slots)
-IFS=, read -r -a hosts <<<"$HOSTS"
+IFS=, read -r -a hosts <<<"${HOSTS-}"
 if [ "${#hosts[@]}" -ne "${#slots[@]}" ]; then
-  echo "HOSTS has ${#hosts[@]} name(s), ${#slots[@]} are needed" >&2
+  echo "HOSTS has ${#hosts[@]} name(s), ${#slots[@]} are needed. Write: HOSTS=node1,node2,... bash $0" >&2
   exit 2
 fi
 where=
@@ -275,8 +274,7 @@ def emit(
             f"--volume {volume}: --emit jobset takes the name of a PersistentVolumeClaim and an absolute path, the "
             "others take none. Write: --emit jobset --volume training:/checkpoints"
         )
-    if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
-        raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")
+    check_failures(max_restarts, hang_timeout_s)
     variables = {"PYTHONUNBUFFERED": "1", **({ELASTIC: "1"} if elastic else {})}
     if hang_timeout_s is not None:
         variables[HANG_TIMEOUT] = f"{hang_timeout_s:g}"

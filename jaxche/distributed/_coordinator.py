@@ -62,8 +62,8 @@ def start_coordinator(
     arguments = [address, bind or address, str(num_processes), str(start_s)]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, *arguments],
-        # jaxlib logs what it does, and jaxche may be a checkout that is not installed.
-        env={"TF_CPP_MIN_LOG_LEVEL": "2", **env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        # jaxlib logs what it does, and jaxche may be a checkout that is not installed, also in this folder ("").
+        env={"TF_CPP_MIN_LOG_LEVEL": "2", **env, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         stdin=subprocess.PIPE if is_launcher else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

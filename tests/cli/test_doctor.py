@@ -96,13 +96,21 @@ def test_variables():
 
 
 def test_unresolved_host_name(monkeypatch):
-    def unknown(host):
+    def unknown(host, port):
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     found = _doctor_checks.ports()
     assert "cannot reach itself as" in found.text
     assert "/etc/hosts" in found.fix
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_machine_may_have_an_address_of_either_version(monkeypatch, address):
+    monkeypatch.setattr(socket, "gethostname", lambda: address)
+    found = _doctor_checks.ports()
+    assert not found.fix
+    assert found.text == f"open; {address} is {address} (on this machine alone)"
 
 
 def test_wrong_gradient(monkeypatch):

@@ -77,6 +77,7 @@ def test_mpich_has_no_address_either():
         (("h:1", 2, -1), "process_id=-1"),
         (("h", 2, 0), "coordinator_address='h' must be 'host:port'"),
         (("h:99999", 2, 0), "host:port"),
+        (("fd00::1:1234", 2, 0), "brackets around an IPv6 address"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):

@@ -103,6 +103,11 @@ def test_invalid_hang_timeout(seconds):
         emit("slurm", COMMAND, "2", hang_timeout_s=seconds)
 
 
+def test_invalid_restarts():
+    with pytest.raises(ValueError, match=r"max_restarts=-1 must be a whole number.*Write: max_restarts=3"):
+        emit("slurm", COMMAND, "2", max_restarts=-1)
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])
 @pytest.mark.parametrize("nodes", ["4", "2x8", "2x8:h100,4x1:l4"])
 def test_shell_syntax(scheduler, nodes):
@@ -258,7 +263,7 @@ echo "$JAX_LOCAL_DEVICE_IDS" >"gpu-$JAXCHE_PROCESS_ID"
     assert [len((tmp_path / f"starts-{rank}").read_text()) for rank in range(3)] == [6, 6, 4]
 
 
-def test_mpirun_arguments_and_restarts(tmp_path):
+def test_mpirun_arguments_and_restarts(tmp_path, monkeypatch):
     mpirun = 'echo "$JAXCHE_COORDINATOR $JAXCHE_NUM_PROCESSES $JAXCHE_RESTART"; printf "<%s>" "$@"; exit $CODE'
     text = emit("mpirun", COMMAND, "1x8:h100,2x1:l4", max_restarts=1)
     done = run(text, tmp_path, {"HOSTS": "a,b,c", "CODE": "9"}, mpirun=mpirun)
@@ -272,7 +277,10 @@ def test_mpirun_arguments_and_restarts(tmp_path):
     assert done.stdout.count("a:61234") == 1
     done = run(text, tmp_path, {"HOSTS": "a,b", "CODE": "0"}, mpirun=mpirun)
     assert done.returncode == 2
-    assert "HOSTS has 2 name(s), 3 are needed" in done.stderr
+    assert "HOSTS has 2 name(s), 3 are needed. Write: HOSTS=node1,node2,... bash " in done.stderr
+    monkeypatch.delenv("HOSTS", raising=False)
+    done = run(text, tmp_path, {"CODE": "0"}, mpirun=mpirun)
+    assert (done.returncode, done.stderr[:18]) == (2, "HOSTS has 0 name(s")
 
 
 @pytest.fixture
