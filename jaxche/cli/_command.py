@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import math
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,10 +73,26 @@ class Command:
     def run(self, args: argparse.Namespace) -> int:
         """Runs the action and returns the exit code; an invalid argument is one line on standard error, and code 2."""
         try:
-            return self.action(args)
+            code = self.action(args)
+            sys.stdout.flush()
+            return code
+        except KeyboardInterrupt:
+            return 130
         except (ValueError, ImportError, OSError) as error:
+            if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+                return 141
             print_error(self.name, error)
             return 2
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Whether the program that reads a stream has ended, as in ``| head``; then it is not written any more."""
+    probe = select.poll()
+    probe.register(stream, 0)
+    has_ended = bool(probe.poll(0))
+    if has_ended:  # Python would print the error again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return has_ended
 
 
 def non_default_options(

@@ -2,6 +2,9 @@
 
 import argparse
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -39,6 +42,25 @@ def test_options_as_words():
 def test_error_format(capsys):
     assert main(["simulate", "--ms", "20"]) == 2
     assert capsys.readouterr().err.startswith("jaxche simulate: error: a simulation needs two or more ranks")
+
+
+@pytest.mark.parametrize("rounds", ["2", "5000"])
+def test_an_output_without_a_reader_is_no_error(rounds):
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "jaxche", "simulate", "--ranks", "64", "--rounds", rounds]
+    with os.fdopen(writer) as out:
+        done = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_ctrl_c_is_an_exit_code(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxche.cli._simulate._fleet", interrupted)
+    assert main(["simulate"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
