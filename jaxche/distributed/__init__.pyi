@@ -28,7 +28,7 @@ from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
 from ._liveness_server import LEAST_TIMEOUT_S
 from ._shared_folder import shared_folder
-from ._transfer import padded
+from ._transfer import aligned, padded
 from ._watchdog import PREEMPTED_CODE, FileErrors, hang_timeout, on_sigterm
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "PeerLostError",
     "RankError",
     "TakenForDeadError",
+    "aligned",
     "connect",
     "coordinator_bind",
     "hang_timeout",

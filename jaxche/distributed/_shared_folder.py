@@ -42,20 +42,17 @@ def _refuse_unwritable(folder: Path) -> None:
 
 def _refuse_not_shared(group: Group, folder: Path) -> None:
     """Refuse a folder that is local to a machine: processes that write there would wait for each other's files."""
-    error, sign = None, folder / f".shared-{group.broadcast(os.urandom(6).hex())}"
-    try:
+    sign = folder / f".shared-{group.broadcast(os.urandom(6).hex())}"
+    with group.errors_everywhere(group.process_index, _PLACE):
         if group.is_first:
             sign.touch()
-    except OSError as e:
-        error = e
-    group.barrier()
-    if error is None and not _appears(sign):
-        error = ValueError(
-            f"checkpoints={str(folder)!r} is not the folder that process {group.members[0]} has under that name; "
-            "give one that all machines share, as a mount of a file server"
-        )
     try:
-        group.raise_everywhere(error, group.process_index, _PLACE)
+        with group.errors_everywhere(group.process_index, _PLACE):
+            if not _appears(sign):
+                raise ValueError(
+                    f"checkpoints={str(folder)!r} is not the folder that process {group.members[0]} has under that "
+                    "name; give one that all machines share, as a mount of a file server"
+                )
     finally:
         if group.is_first:
             sign.unlink(missing_ok=True)

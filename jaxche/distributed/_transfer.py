@@ -20,15 +20,22 @@ from jaxche.distributed._group import PeerLostError
 _LENGTHS, _CHECKSUM = struct.Struct(">QQ"), struct.Struct(">I")
 # A piece that was read for the checksum is still in the cache of the core when it is sent.
 _PIECE_BYTES = 1 << 18
-# The CPU devices of JAX take memory in without a copy if it begins at a multiple of so many bytes.
+# XLA on CPU uses a NumPy array without a copy if its address is a multiple of this.
 _ALIGNMENT = 64
 # How long to wait for bytes to move before asking whether the peer is alive.
 _SLICE_S = 0.5
 
 
 def padded(size: int) -> int:
-    """The bytes that an array of this size takes in a state."""
+    """The bytes that an array of this size takes among others, so that the next one is aligned too."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def aligned(size: int) -> np.ndarray:
+    """Uninitialized bytes that become an array on the CPU backend without a copy."""
+    room = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    return room[start : start + size]
 
 
 def send_state(sock: socket.socket, message: Any, arrays: Sequence[np.ndarray], waiting: Callable[[], None]) -> None:
@@ -87,8 +94,7 @@ def _send(sock: socket.socket, data: Any, checksum: int, waiting: Callable[[], N
 
 def _receive(sock: socket.socket, size: int, checksum: int, waiting: Callable[[], None]) -> tuple[np.ndarray, int]:
     """So many bytes, and the checksum of those before and of these."""
-    data = np.empty(size + _ALIGNMENT, np.uint8)
-    data = data[(start := -data.ctypes.data % _ALIGNMENT) : start + size]
+    data = aligned(size)
     view = data.data
     while view:
         try:

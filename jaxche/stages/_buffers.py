@@ -1,4 +1,4 @@
-"""Buffers of arrays: aligned memory, arrays on host and device without a copy, and writes of many buffers at once."""
+"""Buffers of arrays: arrays on host and device without a copy, and writes of many buffers at once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxche.sharding import Device
 
-# XLA on CPU uses a NumPy array without a copy if its address is a multiple of this.
-ALIGNMENT = 64
 _MAX_BUFFERS = 512  # in one call; operating systems accept 1024
-
-
-def aligned(nbytes: int) -> np.ndarray:
-    """Uninitialized bytes that become an array on the CPU backend without a copy."""
-    room = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + nbytes]
 
 
 def to_host(leaves: Sequence[Any]) -> list[np.ndarray]:

@@ -23,7 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from jaxche.stages._buffers import aligned, write_all
+from jaxche.distributed import aligned
+from jaxche.stages._buffers import write_all
 
 # Polling delays a reader by at most a twentieth of the time that it has waited.
 _FIRST_WAIT_S, _MAX_WAIT_S, _WAIT_GROWTH = 0.00005, 0.1, 1.05

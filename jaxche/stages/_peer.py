@@ -21,9 +21,9 @@ import numpy as np
 # The client of the coordination service has no public name.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.distributed import Listener, connect, own_address
+from jaxche.distributed import Listener, aligned, connect, own_address
 from jaxche.sharding import Device
-from jaxche.stages._buffers import aligned, are_small_and_ready, on_device, write_all
+from jaxche.stages._buffers import are_small_and_ready, on_device, write_all
 from jaxche.stages._stage import describe
 from jaxche.stages._wire import Mailbox, Tag
 

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxche.stages._buffers import ALIGNMENT, to_host
+from jaxche.distributed import padded
+from jaxche.stages._buffers import to_host
 
 _MAGIC = b"jaxchetr"
 _VERSION = 2
@@ -62,10 +63,6 @@ class Leaf(NamedTuple):
         return f"{self.name or 'the only leaf'}: {self.dtype}{list(self.shape)}"
 
 
-def _padded(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
 class _Layout(NamedTuple):
     """Header and size of the objects of all trees with the same structure, shapes and dtypes."""
 
@@ -94,10 +91,10 @@ def _cached_layout(structure: Any, kinds: tuple[tuple[Any, tuple[int, ...]], ...
             )
         leaves.append(Leaf(name, jnp.dtype(dtype).name, tuple(int(n) for n in shape)))
     text = json.dumps([list(leaf) for leaf in leaves], separators=(",", ":")).encode()
-    header = text.ljust(_padded(_START + len(text)) - _START)
+    header = text.ljust(padded(_START + len(text)) - _START)
     if len(header) > _HEADER_LIMIT:
         raise ValueError(f"a tree whose leaves take {len(header)} bytes to name cannot be stored: stack its leaves")
-    return _Layout(tuple(leaves), header, _START + len(header) + sum(_padded(leaf.nbytes) for leaf in leaves))
+    return _Layout(tuple(leaves), header, _START + len(header) + sum(padded(leaf.nbytes) for leaf in leaves))
 
 
 def read_limit(like: Any) -> int:
@@ -119,8 +116,8 @@ def encode(tree: Any) -> list[Any]:
     length = 0
     for leaf, value in zip(layout.leaves, to_host(jax.tree.leaves(tree)), strict=True):
         flat = np.ascontiguousarray(value, dtype=jnp.dtype(leaf.dtype)).reshape(-1).view(np.uint8)
-        length += _padded(flat.size)
-        payload += [part for part in (flat, np.zeros(_padded(flat.size) - flat.size, np.uint8)) if part.size]
+        length += padded(flat.size)
+        payload += [part for part in (flat, np.zeros(padded(flat.size) - flat.size, np.uint8)) if part.size]
     prefix = _PREFIX.pack(_MAGIC, _VERSION, len(layout.header), length, _checksum(*payload))
     return [prefix + _CHECKSUM.pack(_checksum(prefix, layout.header)) + layout.header, *payload]
 
@@ -143,7 +140,7 @@ def decode(data: Any, size: int, like: Any, key: str) -> Any:
     values, offset, flat = [], 0, np.frombuffer(payload, np.uint8)
     for leaf in expected.leaves:
         values.append(flat[offset : offset + leaf.nbytes].view(jnp.dtype(leaf.dtype)).reshape(leaf.shape))
-        offset += _padded(leaf.nbytes)
+        offset += padded(leaf.nbytes)
     return jax.tree.unflatten(jax.tree.structure(like), values)
 
 

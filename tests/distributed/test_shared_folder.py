@@ -51,3 +51,17 @@ def test_a_file_server_may_show_a_file_late(tmp_path, second):
     seen = second(tmp_path, looks=3)
     assert shared_folder(Group(), tmp_path) == tmp_path
     assert len(seen) == 3
+
+
+def test_the_others_do_not_wait_for_a_process_that_cannot_read_the_folder(tmp_path, second, monkeypatch):
+    second(tmp_path)
+    reports = []
+    monkeypatch.setattr(Group, "all_gather", lambda self, value: reports.append(value) or [value])
+
+    def stale(folder):
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(_shared_folder.os, "listdir", stale)
+    with pytest.raises(OSError, match="Stale file handle"):
+        shared_folder(Group(), tmp_path)
+    assert reports[-1]["message"] == "Stale file handle"

@@ -4,14 +4,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxche.distributed import aligned
 from jaxche.stages import _buffers as buffers
 
 
 def test_aligned_bytes_become_an_array_without_a_copy():
     for nbytes in (4, 4096):
-        data = buffers.aligned(nbytes)
+        data = aligned(nbytes)
         assert data.shape == (nbytes,)
-        assert data.ctypes.data % buffers.ALIGNMENT == 0
+        assert data.ctypes.data % 64 == 0
     array = buffers.on_device(data.view(np.float32), jax.devices()[0])
     assert array.unsafe_buffer_pointer() == data.ctypes.data
 
