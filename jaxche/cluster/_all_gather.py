@@ -10,13 +10,12 @@ from jax._src import distributed as _jax_distributed
 from jaxche.cluster._output import format_ranks
 
 
-def all_gather_text(name: str, text: str, timeout_s: float, replacement: bool = False, state: Any = None) -> list[str]:
+def all_gather_text(name: str, text: str, timeout_s: float, replacement: bool = False) -> list[str]:
     """Gathers one text of each process on all processes, in their order; each process calls it once per name.
 
-    A ``replacement`` of a dead process reads the texts of the others and does not wait. ``state`` is that of
-    ``jax.distributed``; default: that of this process.
+    A ``replacement`` of a dead process reads the texts of the others and does not wait.
     """
-    state = state or _jax_distributed.global_state
+    state: Any = _jax_distributed.global_state
     client, process_id = state.client, state.process_id
     key, wait_ms = f"jaxche/share/{name}", max(1, int(1e3 * timeout_s))
     deadline = time.monotonic() + timeout_s

@@ -10,7 +10,6 @@ import platform
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._gpus import has_cuda, visible_gpus
@@ -67,11 +66,11 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
     return gpus or [("", "cpu")]
 
 
-def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False, state: Any = None) -> list[ProcessInfo]:
-    """Gathers the values of all processes; ``replacement`` and ``state`` as in :func:`all_gather_text`."""
+def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False) -> list[ProcessInfo]:
+    """Gathers the values of all processes; ``replacement`` as in :func:`all_gather_text`."""
     text = json.dumps(dataclasses.asdict(mine))
     try:
-        texts = all_gather_text("handshake", text, timeout_s, replacement, state)
+        texts = all_gather_text("handshake", text, timeout_s, replacement)
     except TimeoutError as error:
         raise TimeoutError(
             f"{error}. Does it call jaxche.initialize(), of this version, and not jax.distributed.initialize()?"

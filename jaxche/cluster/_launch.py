@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._job import check_failures
-from jaxche.cluster._output import LinePrinter, event_log
+from jaxche.cluster._output import EventLog, LinePrinter
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
 from jaxche.cluster._reaper import start_reaper
 from jaxche.cluster._worker_group import GroupResult, LaunchContext, WorkerGroup
@@ -136,7 +136,8 @@ def launch(
         placements = [dataclasses.replace(placement, core=None) for placement in placements]
     paces = [None] * processes if pace_ms is None else list(pace_ms)
     specs = [WorkerSpec(placement, pace) for placement, pace in zip(placements, paces, strict=True)]
-    with event_log(events) as log, start_reaper(term_grace_s) as reaper, _signals() as signals:
+    log = EventLog(events)
+    with start_reaper(term_grace_s) as reaper, _signals() as signals:
         context = LaunchContext(
             command=command,
             printer=LinePrinter(prefix),

@@ -9,8 +9,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import IO, Any, BinaryIO, TextIO
+from collections.abc import Sequence
+from typing import IO, Any, TextIO
 
 from jaxche.distributed import FileErrors
 
@@ -73,30 +73,24 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 class EventLog:
-    """Writes events to an unbuffered file, or to none; drops events if the disk is full."""
+    """Appends events to a file, or writes none; drops events if the disk is full.
 
-    def __init__(self, file: BinaryIO | None) -> None:
-        self._file, self._errors = file, FileErrors()
+    Raises:
+      ValueError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._path, self._errors = path, FileErrors()
+        if path is not None:
+            try:
+                open(path, "ab").close()
+            except OSError as error:
+                raise ValueError(f"events={os.fspath(path)!r} cannot be written: {error.strerror}") from None
 
     def write(self, event: str, **fields: Any) -> None:
         """Writes ``{"time": <Unix seconds>, "event": event, ...}``."""
-        if self._file is None:
+        if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"
-        with self._errors.reported_once(f"events={self._file.name!r}"):
-            self._file.write(line.encode())
-
-
-@contextlib.contextmanager
-def event_log(path: str | os.PathLike[str] | None) -> Iterator[EventLog]:
-    """Opens an event log for appending; None writes no file."""
-    if path is None:
-        yield EventLog(None)
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            # Unbuffered, so that readers see each event at once.
-            file = stack.enter_context(open(path, "ab", buffering=0))
-        except OSError as error:
-            raise ValueError(f"events={os.fspath(path)!r} cannot be written: {error.strerror}") from None
-        yield EventLog(file)
+        with self._errors.reported_once(f"events={os.fspath(self._path)!r}"), open(self._path, "ab") as file:
+            file.write(line.encode())

@@ -33,5 +33,12 @@ class Service:
 
 
 @pytest.fixture
-def service():
-    return Service
+def service(monkeypatch):
+    """Joins a :class:`Service`."""
+
+    def join(*args):
+        state = Service(*args)
+        monkeypatch.setattr("jax._src.distributed.global_state", state)
+        return state
+
+    return join

@@ -48,21 +48,23 @@ def test_missing_package_is_a_mismatch():
 def test_handshake_keeps_the_order(service):
     mine = local_process_info(11, "cpu")
     texts = {i: json.dumps(vars(mine) | {"host": f"n{i}"}) for i in (10, *range(10)) if i != 3}
-    heard = handshake(mine, 1.0, state=service(3, 11, "handshake", texts))
+    service(3, 11, "handshake", texts)
+    heard = handshake(mine, 1.0)
     assert [member.host for member in heard] == ["n0", "n1", "n2", mine.host, *(f"n{i}" for i in range(4, 11))]
 
 
 def test_handshake_timeout_names_processes(service):
-    silent = service(1, 3, "handshake", {}, RuntimeError("DEADLINE_EXCEEDED"))
+    service(1, 3, "handshake", {}, RuntimeError("DEADLINE_EXCEEDED"))
     with pytest.raises(
         TimeoutError, match=r"process 0, 2 joined, but sent nothing for 'handshake' within 0 s.*jaxche.initialize\(\)"
     ):
-        handshake(local_process_info(3, "cpu"), 0.01, state=silent)
+        handshake(local_process_info(3, "cpu"), 0.01)
 
 
 def test_other_errors_are_no_timeout(service):
+    service(1, 3, "handshake", {}, RuntimeError("UNAVAILABLE"))
     with pytest.raises(RuntimeError, match="UNAVAILABLE"):
-        handshake(local_process_info(3, "cpu"), 60.0, state=service(1, 3, "handshake", {}, RuntimeError("UNAVAILABLE")))
+        handshake(local_process_info(3, "cpu"), 60.0)
 
 
 def test_visible_devices(monkeypatch):

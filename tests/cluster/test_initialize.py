@@ -103,10 +103,7 @@ def join(monkeypatch, service):
 
         def joined(*args, **kwargs):
             calls.append((args, kwargs))
-            state = module._jax_distributed.global_state
-            client = service(1, 2, "handshake", {0: other})
-            for name, value in {"process_id": 1, "num_processes": 2, "client": client}.items():
-                monkeypatch.setattr(state, name, value)
+            service(1, 2, "handshake", {0: other}).coordinator_address = args[0]
 
         monkeypatch.setattr(jax.distributed, "initialize", joined)
         monkeypatch.setattr(jax.distributed, "shutdown", lambda: calls.append("left"))

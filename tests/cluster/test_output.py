@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxche.cluster import launch
-from jaxche.cluster._output import LinePrinter, OutputReader, event_log
+from jaxche.cluster._output import EventLog, LinePrinter, OutputReader
 
 FULL = "/dev/full"
 
@@ -52,10 +52,9 @@ def test_a_narrow_or_closed_terminal_does_not_stop_the_reader():
 def test_events_are_appended(tmp_path):
     path = tmp_path / "events"
     for number in (1, 2):
-        with event_log(path) as log:
-            log.write("start", rank=number)
-            last = json.loads(path.read_text().splitlines()[-1])
-            assert (last["event"], last["rank"]) == ("start", number)
+        EventLog(path).write("start", rank=number)
+        last = json.loads(path.read_text().splitlines()[-1])
+        assert (last["event"], last["rank"]) == ("start", number)
     assert len(path.read_text().splitlines()) == 2
 
 
