@@ -53,7 +53,8 @@ def _run(args: argparse.Namespace) -> int:
     if not _is_liveness(liveness):
         raise ValueError(f"JAXCHE_LIVENESS={liveness!r} is no address. Write: {_EXPORT} jaxche coordinator")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # jaxlib logs what it does
-    serve_coordinator(found.address, bind, str(found.num_processes), "inf", liveness)
+    assert found.num_processes is not None
+    serve_coordinator(found.address, bind, found.num_processes, liveness=liveness)
 
 
 def _is_liveness(text: str) -> bool:

@@ -20,7 +20,7 @@ from jaxche.cluster._job import check_failures
 from jaxche.cluster._output import EventLog, LinePrinter
 from jaxche.cluster._placement import Placement, assign_placements, rank_environment
 from jaxche.cluster._reaper import start_reaper
-from jaxche.cluster._worker_group import GroupResult, LaunchContext, WorkerGroup
+from jaxche.cluster._worker_group import BAD_INPUT, GroupResult, LaunchContext, WorkerGroup
 from jaxche.distributed import (
     ELASTIC,
     EVENTS,
@@ -34,9 +34,6 @@ from jaxche.distributed import (
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 # Default seconds without a heartbeat of one rank in an elastic run; more than a large model takes to compile.
 _RANK_TIMEOUT_S = 120.0
-
-# Exit code for bad input, which a restart does not change.
-_BAD_INPUT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +174,7 @@ def _supervise(
     while True:
         ended, replaced = _run_group(context, specs, base, restart, max_restarts - restart)
         restart += replaced
-        if ended.code in (0, _BAD_INPUT) or ended.by_signal or restart == max_restarts:
+        if ended.code in (0, BAD_INPUT) or ended.by_signal or restart == max_restarts:
             context.log.write("end", restart=restart, code=ended.code)
             return ended.code
         restart += 1

@@ -27,6 +27,8 @@ _ERROR_OUTPUT_S = 1.0
 # Errors of a command, not of the system.
 _COMMAND_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
+# Exit code for bad input, which a restart does not change.
+BAD_INPUT = 2
 # Exit code of coreutils' `timeout`.
 HUNG = 124
 
@@ -221,7 +223,7 @@ class WorkerGroup:
             # Its children end now, because the system may reuse the number of the group before the others end.
             _signal_group(self._ranks[rank].pid, signal.SIGKILL)
             self._groups.discard(self._ranks[rank].pid)
-            if self._replacements and not has_ended:
+            if self._replacements and not has_ended and code != BAD_INPUT:
                 self._replace(rank)
             return None
         context.print(f"rank {rank} {describe(code)}; stopping the others")

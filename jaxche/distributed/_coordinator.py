@@ -92,6 +92,8 @@ def heartbeat_timeout_s(env: Mapping[str, str]) -> float:
 
 
 def _is_input_open() -> bool:
+    if sys.stdin is None:  # closed from the start, and the number 0 may be that of another file
+        return False
     return not select.select([0], [], [], 0)[0] or bool(os.read(0, 1))
 
 
@@ -113,8 +115,10 @@ def coordinator_bind(address: str, env: Mapping[str, str]) -> str:
     return env.get("JAX_COORDINATOR_BIND_ADDRESS") or (address if is_loopback(host) else f"[::]:{port}")
 
 
-def serve_coordinator(address: str, bind: str, num_processes: str, start_s: str, liveness: str = "") -> NoReturn:
-    """Serve until the run has ended; the arguments are those of :func:`start_coordinator` as text.
+def serve_coordinator(
+    address: str, bind: str, num_processes: int, start_s: float = math.inf, liveness: str = ""
+) -> NoReturn:
+    """Serve until the run has ended; the arguments are those of :func:`start_coordinator`.
 
     ``liveness`` is the address of the :class:`LivenessServer` in JSON, if the processes already have it; otherwise the
     server gets a free port, and its address is printed.
@@ -126,7 +130,7 @@ def serve_coordinator(address: str, bind: str, num_processes: str, start_s: str,
     services = [
         _jax.get_distributed_runtime_service(
             bind,
-            int(num_processes),
+            num_processes,
             heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout=1,
             recoverable=True,
@@ -149,10 +153,10 @@ def serve_coordinator(address: str, bind: str, num_processes: str, start_s: str,
         null = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # readers of the pipes do not wait for the end of this process
             os.dup2(null, stream.fileno())
-    server.serve(_EMPTY_S, float(start_s), _is_input_open)
+    server.serve(_EMPTY_S, start_s, _is_input_open)
     assert services  # they end with their last reference
     os._exit(int(server.is_run_lost))  # without waiting for clients
 
 
 if __name__ == "__main__":
-    serve_coordinator(*sys.argv[1:])
+    serve_coordinator(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

@@ -37,7 +37,8 @@ def test_variables_are_checked_first(monkeypatch, capsys, changed, message):
     assert message in capsys.readouterr().err
 
 
-def test_it_serves_as_long_as_its_standard_input_is_open(monkeypatch):
+@pytest.mark.parametrize("start", [[], ["sh", "-c", 'exec "$@" <&-', "sh"]], ids=["open", "closed from the start"])
+def test_it_serves_as_long_as_its_standard_input_is_open(monkeypatch, start):
     ports = []
     with socket.socket() as one, socket.socket() as other:
         for probe in (one, other):
@@ -47,7 +48,8 @@ def test_it_serves_as_long_as_its_standard_input_is_open(monkeypatch):
     monkeypatch.setenv("JAXCHE_NUM_PROCESSES", "2")
     address = ["127.0.0.1", ports[1], None, TOKEN]
     monkeypatch.setenv("JAXCHE_LIVENESS", json.dumps(address))
-    with subprocess.Popen([sys.executable, "-m", "jaxche", "coordinator"], stdin=subprocess.PIPE) as process:
+    command = [*start, sys.executable, "-m", "jaxche", "coordinator"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
             sock = None
             while sock is None:
@@ -57,10 +59,11 @@ def test_it_serves_as_long_as_its_standard_input_is_open(monkeypatch):
                 except ConnectionRefusedError:
                     continue
             sock.close()
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(timeout=1.0)
             assert process.stdin is not None
-            process.stdin.close()
+            if not start:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(timeout=1.0)
+                process.stdin.close()
             assert process.wait(timeout=30) == 0
         finally:
             process.kill()

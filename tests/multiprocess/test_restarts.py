@@ -270,6 +270,15 @@ def test_signals_without_a_name_are_numbers(script, capfd, tmp_path, json_lines)
     assert f"signal {number}" in [event.get("signal") for event in json_lines(events)]
 
 
+def test_a_rank_that_refuses_its_input_is_not_replaced(script, capfd):
+    command = script("""
+        time.sleep(rank)
+        sys.exit(2)
+    """)
+    assert launch(command, 2, elastic=True, max_restarts=3, grace_s=0.5) == 2
+    assert capfd.readouterr().err.count("rank 0 failed with exit code 2") == 1
+
+
 def test_replacements_alone_are_no_run_that_has_ended_well(script, capfd):
     command = script("""
         if rank == 0 and restart == 0:
