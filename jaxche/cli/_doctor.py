@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
-from jaxche.cli._command import Command, directory_path, integer, join, launcher, number, paint
+from jaxche.cli._command import (
+    Command,
+    directory_path,
+    exit_at_once,
+    integer,
+    join,
+    launcher,
+    number,
+    paint,
+    print_error,
+)
 from jaxche.cli._doctor_checks import Finding
 
 if TYPE_CHECKING:
@@ -70,12 +80,9 @@ def _run(args: argparse.Namespace) -> int:
     try:
         info = join(args.timeout) if launcher() != "none" else ClusterInfo(0, 1, "none")
     except (ValueError, TimeoutError) as error:
-        sys.stderr.write(f"jaxche doctor: the processes cannot join: {error}\n")
-        sys.stderr.flush()
-        if jax.distributed.is_initialized():
-            # The exit handlers of Python would wait for the missing processes.
-            os._exit(1)
-        return 1
+        print_error("doctor", f"the processes cannot join: {error}")
+        # The exit handlers of Python would wait for the missing processes.
+        return exit_at_once(1) if jax.distributed.is_initialized() else 1
     if info.launcher == "none" and (args.processes or 1) > 1:
         command = [sys.executable, "-m", "jaxche", *args.words]
         return launch(command, args.processes, prefix=False, only_rank0=True)
@@ -86,8 +93,7 @@ def _run(args: argparse.Namespace) -> int:
         driver = device_checks.read_driver()
         drivers = [] if driver == device_checks.Driver() else [device_checks.driver_finding(driver)]
         _print([checks.versions(), checks.machine(), *drivers, device_checks.not_started(args.timeout)])
-        sys.stdout.flush()
-        os._exit(1)  # the exit handlers of Python may wait for the devices
+        exit_at_once(1)
     findings = _examine(args.store if info.process_id == 0 else None, info.launcher, errors)
     if info.num_processes == 1:
         _print(findings)
@@ -95,12 +101,10 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return _together(findings, info, args.timeout)
     except (RuntimeError, TimeoutError) as error:
-        # A device or a link failed, so the exit handlers of Python would wait for the other processes.
+        # A device or a link failed.
         _print(findings)
-        sys.stderr.write(f"jaxche doctor: process {info.process_id}: {error}\n")
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
+        print_error("doctor", f"process {info.process_id}: {error}")
+        exit_at_once(1)
 
 
 def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Finding]:

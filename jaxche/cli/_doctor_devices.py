@@ -55,12 +55,6 @@ class Runtime(NamedTuple):
     error: str = ""
 
 
-def wants_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether ``JAX_PLATFORMS`` lets JAX start GPUs."""
-    wanted = environ.get("JAX_PLATFORMS", "").lower()
-    return not wanted or "cuda" in wanted or "gpu" in wanted
-
-
 @contextlib.contextmanager
 def plugin_errors() -> Iterator[list[str]]:
     """Collects why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
@@ -106,7 +100,7 @@ def not_started(timeout_s: float) -> Finding:
 
 def device_finding() -> Finding:
     """The devices of JAX, compared with those of the driver."""
-    from jaxche.cluster import count_gpus, has_cuda
+    from jaxche.cluster import count_gpus, has_cuda, wants_gpus
     from jaxche.sharding import local_devices
 
     try:
@@ -120,7 +114,7 @@ def device_finding() -> Finding:
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
     if all(limits):
         text += f", {min(limits) / 2**30:.1f} GiB each"
-    gpus = count_gpus() if wants_gpu(os.environ) else 0
+    gpus = count_gpus() if wants_gpus(os.environ) else 0
     if gpus and local[0].platform != "gpu":
         what = "and cannot use them" if has_cuda() else "but JAX is installed without CUDA"
         fix = "JAX_PLATFORMS=cuda jaxche doctor, which shows the error of JAX" if has_cuda() else install_line()
@@ -133,8 +127,10 @@ def gpu_findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list
 
     ``errors`` are the :func:`plugin_errors` of starting the devices.
     """
+    from jaxche.cluster import wants_gpus
+
     driver, plugins = read_driver(), installed_plugins()
-    if not wants_gpu(environ) or (driver == Driver() and not plugins):
+    if not wants_gpus(environ) or (driver == Driver() and not plugins):
         return []
     if driver == Driver():
         return [Finding("driver", "no nvidia-smi and no /proc/driver/nvidia: no GPU of NVIDIA, although JAX has CUDA")]

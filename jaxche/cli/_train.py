@@ -347,10 +347,9 @@ def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
 
 
 def _gpus() -> tuple[int, str | None]:
-    from jaxche.cluster import count_gpus, has_cuda
+    from jaxche.cluster import count_gpus, has_cuda, wants_gpus
 
-    wanted = os.environ.get("JAX_PLATFORMS", "").lower()
-    if wanted and "cuda" not in wanted and "gpu" not in wanted:
+    if not wants_gpus(os.environ):
         return 0, None
     gpus = count_gpus()
     if gpus and not has_cuda():

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 
 import jaxche
-from jaxche.cli._command import print_error
+from jaxche.cli._command import exit_at_once, print_error
 from jaxche.cli._progress import Progress, print_once, round_header
 from jaxche.cli._replay import replay
 from jaxche.cli._result import (
@@ -249,11 +248,7 @@ def _exit_together(error: Exception, prints: bool) -> int:
 
 
 def _exit(code: int) -> int:
-    if jax.process_count() > 1:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
-    return code
+    return exit_at_once(code) if jax.process_count() > 1 else code
 
 
 def _exit_code(error: Exception) -> int:

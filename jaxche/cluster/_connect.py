@@ -22,7 +22,7 @@ from jax._src import clusters as _jax_clusters
 from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxche.cluster._detect import Detected
-from jaxche.cluster._gpus import gpu_ids
+from jaxche.cluster._gpus import gpu_ids, wants_gpus
 from jaxche.distributed import (
     HEARTBEAT_TIMEOUT_S,
     LIVENESS,
@@ -61,8 +61,7 @@ def local_device_ids(found: Detected) -> list[int] | None:
     """The GPU of this process, if a scheduler numbers the processes of a machine; None for all visible GPUs."""
     if found.local_id is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
-    platforms = os.environ.get("JAX_PLATFORMS", "").lower()
-    gpus = gpu_ids(os.environ) if not platforms or "cuda" in platforms or "gpu" in platforms else []
+    gpus = gpu_ids(os.environ) if wants_gpus(os.environ) else []
     # If the scheduler binds GPUs, each process sees only its own, as number 0.
     if len(gpus) == 1:
         return [0]

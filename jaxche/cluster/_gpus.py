@@ -57,6 +57,12 @@ def parse_listing(listing: str) -> list[tuple[str, str]]:
     return found
 
 
+def wants_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether ``JAX_PLATFORMS`` lets JAX start GPUs of NVIDIA."""
+    wanted = environ.get("JAX_PLATFORMS", "").lower()
+    return not wanted or "cuda" in wanted or "gpu" in wanted
+
+
 def has_cuda() -> bool:
     """Whether the CUDA plugin of JAX is installed."""
     return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))

@@ -243,12 +243,15 @@ class WorkerGroup:
             self._coordinator.process.wait()
             assert self._coordinator.process.stdin is not None
             self._coordinator.process.stdin.close()
+            self._coordinator = None
         for child in self._ranks:
             # A process in an uninterruptible wait ends later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=5.0)
         for reader in (one for pair in self._readers for one in pair):
             reader.join(timeout=2.0)
+        # The system may reuse their numbers.
+        self._groups.clear()
         self._context.reaper.clear()
 
     def _stop(self, number: int, grace_s: float) -> None:
