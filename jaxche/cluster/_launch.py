@@ -121,7 +121,8 @@ def launch(
     check_failures(max_restarts, hang_timeout_s)
     _check_survivors(survivors, max_restarts)
     _check_heartbeats(heartbeat_timeout_s, elastic)
-    base = {**os.environ, **(env or {})}
+    # This process may be a rank of another elastic run.
+    base = {name: value for name, value in os.environ.items() if name not in (ELASTIC, LIVENESS)} | dict(env or {})
     if elastic:
         base[ELASTIC] = "1"
     if heartbeat_timeout_s is not None:

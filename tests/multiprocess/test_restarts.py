@@ -270,6 +270,15 @@ def test_signals_without_a_name_are_numbers(script, capfd, tmp_path, json_lines)
     assert f"signal {number}" in [event.get("signal") for event in json_lines(events)]
 
 
+def test_a_launch_within_an_elastic_run_is_a_run_of_its_own(script, monkeypatch, capfd):
+    for name in ("JAXCHE_ELASTIC", "JAXCHE_LIVENESS"):
+        monkeypatch.setenv(name, "outer")
+    command = script('print(os.environ.get("JAXCHE_ELASTIC"), os.environ.get("JAXCHE_LIVENESS", "none")[:10])')
+    assert launch(command, 2, prefix=False) == 0
+    assert launch(command, 2, prefix=False, elastic=True) == 0
+    assert capfd.readouterr().out.split("\n") == [*["None none"] * 2, *['1 ["127.0.0.'] * 2, ""]
+
+
 def test_a_rank_that_refuses_its_input_is_not_replaced(script, capfd):
     command = script("""
         time.sleep(rank)
