@@ -10,13 +10,15 @@ import re
 import subprocess
 from collections.abc import Mapping
 
+_DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")
+
 
 def count_gpus() -> int:
     """Counts the GPUs that are visible to a process started here, without starting CUDA.
 
     Returns:
       The number of entries of ``CUDA_VISIBLE_DEVICES`` if it is set, else the number of GPUs in ``nvidia-smi -L`` (with
-      MIG the number of partitions), else 0.
+      MIG the number of partitions) or, without that program, in ``/proc/driver/nvidia``, else 0.
 
     Example:
       >>> count_gpus() >= 0
@@ -28,7 +30,10 @@ def count_gpus() -> int:
 def gpu_ids(environ: Mapping[str, str]) -> list[str]:
     """The visible GPUs as entries of ``CUDA_VISIBLE_DEVICES``."""
     visible = _visible(environ)
-    return [uuid for uuid, _ in parse_listing(_nvidia_smi())] if visible is None else visible
+    if visible is not None:
+        return visible
+    # Numbers, because the driver has "GPU-????????-..." for a GPU that is not in use.
+    return [uuid for uuid, _ in parse_listing(_nvidia_smi())] or [str(i) for i in range(len(_driver_files()))]
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -97,9 +102,10 @@ def _nvidia_smi() -> str:
 def _driver_files() -> list[tuple[str, str]]:
     # For containers without nvidia-smi. The directories sort by PCI address, as nvidia-smi does.
     found = []
-    for path in sorted(pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information")):
+    for path in sorted(_DRIVER.glob("*/information")):
         with contextlib.suppress(OSError):
             lines = (line.partition(":") for line in path.read_text().splitlines())
             fields = {name.strip(): value.strip() for name, _, value in lines}
-            found.append((fields.get("GPU UUID", ""), fields.get("Model", "GPU")))
+            uuid = fields.get("GPU UUID", "")
+            found.append(("" if "?" in uuid else uuid, fields.get("Model", "GPU")))
     return found

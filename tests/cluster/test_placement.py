@@ -30,6 +30,18 @@ def test_gpus_from_variable_or_nvidia_smi(monkeypatch):
     assert count_gpus() == 0
 
 
+def test_a_container_without_nvidia_smi_has_gpus_too(monkeypatch, tmp_path):
+    for address, kind in (("0000:3b:00.0", "NVIDIA L4"), ("0000:01:00.0", "NVIDIA H100")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "information").write_text(f"Model: \t\t {kind}\nGPU UUID: \t GPU-????\n")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("jaxche.cluster._gpus._DRIVER", tmp_path)
+    assert gpu_ids({}) == ["0", "1"]
+    # An unknown UUID is none: two processes would seem to share a GPU.
+    assert visible_gpus({}) == [("", "NVIDIA H100"), ("", "NVIDIA L4")]
+    assert gpu_ids(NO_GPU) == []
+
+
 def test_visible_gpus(monkeypatch):
     plain = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA L4 (UUID: GPU-bb)\n"
     monkeypatch.setattr("jaxche.cluster._gpus._nvidia_smi", lambda: plain)
