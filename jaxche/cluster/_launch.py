@@ -36,14 +36,6 @@ _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 _RANK_TIMEOUT_S = 120.0
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerSpec:
-    """The device and the pace of one rank, the same in every start."""
-
-    placement: Placement
-    pace_ms: float | None = None
-
-
 def launch(
     command: Sequence[str],
     processes: int,
@@ -133,7 +125,9 @@ def launch(
     if not pin:
         placements = [dataclasses.replace(placement, core=None) for placement in placements]
     paces = [None] * processes if pace_ms is None else list(pace_ms)
-    specs = [WorkerSpec(placement, pace) for placement, pace in zip(placements, paces, strict=True)]
+    placements = [
+        dataclasses.replace(placement, pace_ms=pace) for placement, pace in zip(placements, paces, strict=True)
+    ]
     log = EventLog(events)
     with start_reaper(term_grace_s) as reaper, _signals() as signals:
         context = LaunchContext(
@@ -148,51 +142,51 @@ def launch(
             only_rank0=only_rank0,
             elastic=elastic,
         )
-        return _supervise(context, specs, base, max_restarts, survivors)
+        return _supervise(context, placements, base, max_restarts, survivors)
 
 
-def next_specs(
-    specs: Sequence[WorkerSpec], failed: int | None, blamed: WorkerSpec | None, survivors: bool
-) -> tuple[list[WorkerSpec], WorkerSpec | None]:
-    """The ranks of the next start, and the one that failed first, for the next call.
+def next_placements(
+    placements: Sequence[Placement], failed: int | None, blamed: Placement | None, survivors: bool
+) -> tuple[list[Placement], Placement | None]:
+    """The ranks of the next start, and the one that failed first, for the next call; equal ranks are different objects.
 
     ``failed`` is the rank that failed first, or None after a hang. With ``survivors`` it is removed if it is
     ``blamed``, the one that failed first before.
     """
     if failed is None:
-        return list(specs), None
-    culprit = specs[failed]
-    if survivors and culprit is blamed and len(specs) > 1:
-        return [spec for spec in specs if spec is not culprit], None
-    return list(specs), culprit
+        return list(placements), None
+    culprit = placements[failed]
+    if survivors and culprit is blamed and len(placements) > 1:
+        return [placement for placement in placements if placement is not culprit], None
+    return list(placements), culprit
 
 
 def _supervise(
-    context: LaunchContext, specs: Sequence[WorkerSpec], base: Mapping[str, str], max_restarts: int, survivors: bool
+    context: LaunchContext, placements: Sequence[Placement], base: Mapping[str, str], max_restarts: int, survivors: bool
 ) -> int:
     """Runs groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
-    specs, blamed, restart = list(specs), None, 0
+    placements, blamed, restart = list(placements), None, 0
     while True:
-        ended, replaced = _run_group(context, specs, base, restart, max_restarts - restart)
+        ended, replaced = _run_group(context, placements, base, restart, max_restarts - restart)
         restart += replaced
         if ended.code in (0, BAD_INPUT) or ended.by_signal or restart == max_restarts:
             context.log.write("end", restart=restart, code=ended.code)
             return ended.code
         restart += 1
-        specs, blamed = next_specs(specs, ended.rank, blamed, survivors)
-        context.print(f"restart {restart} of {max_restarts} with {len(specs)} process(es)")
-        context.log.write("restart", restart=restart, processes=len(specs), rank=ended.rank, code=ended.code)
+        placements, blamed = next_placements(placements, ended.rank, blamed, survivors)
+        context.print(f"restart {restart} of {max_restarts} with {len(placements)} process(es)")
+        context.log.write("restart", restart=restart, processes=len(placements), rank=ended.rank, code=ended.code)
 
 
 def _run_group(
-    context: LaunchContext, specs: Sequence[WorkerSpec], base: Mapping[str, str], restart: int, restarts_left: int
+    context: LaunchContext, placements: Sequence[Placement], base: Mapping[str, str], restart: int, restarts_left: int
 ) -> tuple[GroupResult, int]:
     """Runs one start; returns how it ended and how many ranks were replaced."""
     # A new port each time: the last one may be in TIME_WAIT, and ranks of an earlier start must not join.
     address = f"127.0.0.1:{_free_port()}"
     coordinator = None
-    if context.elastic and len(specs) > 1:
-        coordinator = start_coordinator(address, len(specs), is_launcher=True, env=base)
+    if context.elastic and len(placements) > 1:
+        coordinator = start_coordinator(address, len(placements), is_launcher=True, env=base)
         base = {**base, LIVENESS: json.dumps(coordinator.liveness)}
     group = WorkerGroup(context, restart, restarts_left, coordinator)
     hang_timeout_s = context.hang_timeout_s
@@ -203,17 +197,17 @@ def _run_group(
             context.reaper.add_folder(str(beats))
         # The ranks end before the directory is removed.
         stack.callback(group.end)
-        context.print(f"{len(specs)} process(es) on {', '.join(str(spec.placement) for spec in specs)}")
-        for rank, spec in enumerate(specs):
-            env = rank_environment(base, rank, len(specs), address, spec.placement, spec.pace_ms)
+        context.print(f"{len(placements)} process(es) on {', '.join(map(str, placements))}")
+        for rank, placement in enumerate(placements):
+            env = rank_environment(base, rank, len(placements), address, placement)
             if beats is not None:
                 env[HEARTBEAT] = str(beats / str(rank))
-            group.start(env, spec.placement)
+            group.start(env, placement)
         watch = None
         if beats is not None:
             rank_timeout_s = (hang_timeout_s or _RANK_TIMEOUT_S) if context.elastic else None
             watch = Heartbeats(
-                [beats / str(rank) for rank in range(len(specs))], hang_timeout_s or math.inf, rank_timeout_s
+                [beats / str(rank) for rank in range(len(placements))], hang_timeout_s or math.inf, rank_timeout_s
             )
         return group.wait(watch), group.replaced
 

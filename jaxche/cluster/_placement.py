@@ -16,12 +16,14 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A GPU, a core, all cores (next to ranks on GPUs), or the devices of a platform."""
+    """A GPU, a core, all cores (next to ranks on GPUs), or the devices of a platform; and the pace of steps there."""
 
     gpu: str | None = None
     core: int | None = None
     platform: str = ""
     shared_cpu: bool = False
+    # The wall time in ms to which the trainer pads each local step.
+    pace_ms: float | None = None
 
     def __str__(self) -> str:
         if self.gpu is not None:
@@ -71,19 +73,17 @@ def rank_environment(
     processes: int,
     coordinator: str,
     placement: Placement,
-    pace_ms: float | None = None,
 ) -> dict[str, str]:
     """The environment variables of one rank; XLA flags and thread counts in ``base`` take precedence.
 
-    ``coordinator`` is ``host:port`` of rank 0; ``pace_ms`` is the wall time in ms to which the trainer pads each local
-    step.
+    ``coordinator`` is ``host:port`` of rank 0.
     """
     variables = dict(base)
     variables[COORDINATOR] = coordinator
     variables[NUM_PROCESSES] = str(processes)
     variables[PROCESS_ID] = str(rank)
-    if pace_ms is not None:
-        variables[PACE_MS] = f"{pace_ms:g}"
+    if placement.pace_ms is not None:
+        variables[PACE_MS] = f"{placement.pace_ms:g}"
     variables["PYTHONUNBUFFERED"] = "1"
     # In a pipe each update of a progress bar is a line.
     variables.setdefault("TQDM_MININTERVAL", "5")

@@ -90,7 +90,7 @@ def test_other_devices_are_left_to_jax():
 
 def test_the_variables_of_a_cpu_rank():
     base = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true", "OMP_NUM_THREADS": "3", "KEPT": "1"}
-    made = rank_environment(base, 1, 2, "127.0.0.1:5", Placement(core=0, platform="cpu"), pace_ms=12.5)
+    made = rank_environment(base, 1, 2, "127.0.0.1:5", Placement(core=0, platform="cpu", pace_ms=12.5))
     assert made["JAXCHE_COORDINATOR"] == "127.0.0.1:5"
     assert (made["JAXCHE_NUM_PROCESSES"], made["JAXCHE_PROCESS_ID"]) == ("2", "1")
     assert made["JAXCHE_PACE_MS"] == "12.5"
