@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ import numpy as np
 from jax._src import distributed as _jax_distributed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-_PINGS, _REPEATS = 8, 7
+from jaxche.cluster._all_gather import all_gather_text
+
+_BARRIERS, _REPEATS = 8, 7
 
 
 class AllReduce(NamedTuple):
@@ -59,33 +62,24 @@ def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any]) -
     return statistics.median(taken)
 
 
-def clocks(process_id: int, num_processes: int, timeout_s: float) -> list[Clock] | None:
+def clocks(timeout_s: float) -> list[Clock]:
     """Compares the clocks of all processes with that of process 0; every process must call it.
 
-    Each process in turn sends requests over the coordination service, and process 0 answers with its time. The error is
-    half the round trip; the request with the smallest error counts.
+    All processes leave a barrier after all have entered it. So a clock is ahead by at least its time of entry minus the
+    time at which process 0 leaves, and at most by its time of leaving minus the time at which process 0 enters.
     """
     client: Any = _jax_distributed.global_state.client
-    wait_ms = max(1, int(1e3 * timeout_s))
-    if process_id == 0:
-        found = [Clock(0.0, 0.0)]
-        for rank in range(1, num_processes):
-            for ping in range(_PINGS):
-                client.blocking_key_value_get(f"jaxche/clock/ask/{rank}/{ping}", wait_ms)
-                client.key_value_set(f"jaxche/clock/answer/{rank}/{ping}", repr(time.time()))
-            text = client.blocking_key_value_get(f"jaxche/clock/found/{rank}", wait_ms)
-            found.append(Clock(*map(float, text.split())))
-        return found
-    best = Clock(0.0, float("inf"))
-    for ping in range(_PINGS):
-        sent = time.time()
-        client.key_value_set(f"jaxche/clock/ask/{process_id}/{ping}", "")
-        turns = 1 if ping else process_id
-        answer = float(client.blocking_key_value_get(f"jaxche/clock/answer/{process_id}/{ping}", turns * wait_ms))
-        received = time.time()
-        error_ms = 1e3 * (received - sent) / 2
-        # The first request includes the wait for the turn.
-        if error_ms < best.error_ms:
-            best = Clock(1e3 * ((sent + received) / 2 - answer), error_ms)
-    client.key_value_set(f"jaxche/clock/found/{process_id}", f"{best.ahead_ms!r} {best.error_ms!r}")
-    return None
+    times = []
+    for number in range(_BARRIERS):
+        entered = time.time()
+        client.wait_at_barrier(f"jaxche/clocks/{number}", max(1, int(1e3 * timeout_s)))
+        times.append((entered, time.time()))
+    texts = all_gather_text("clocks", json.dumps(times), timeout_s)
+    return compare_clocks([json.loads(text) for text in texts])
+
+
+def compare_clocks(times: Sequence[Any]) -> list[Clock]:
+    """Compares clocks by the times in s at which each process entered and left barriers, [process, barrier, 2]."""
+    entered, left = np.moveaxis(1e3 * np.array(times), -1, 0)
+    least, most = (entered - left[0]).max(-1), (left - entered[0]).min(-1)
+    return [Clock(*pair) for pair in zip(((least + most) / 2).tolist(), ((most - least) / 2).tolist(), strict=True)]
