@@ -27,7 +27,7 @@ def test_a_clock_is_ahead_within_its_error():
     for barriers in (1, 8):
         entered = rng.uniform(0, 1, (3, barriers)) + 10 * np.arange(barriers)
         left = entered.max(0) + rng.uniform(0, 1e-3, (3, barriers))
-        found = compare_clocks(np.stack([entered, left], -1) + ahead[:, None, None])
+        found = compare_clocks((np.stack([entered, left], -1) + ahead[:, None, None]).tolist())
         for clock, true in zip(found, 1e3 * ahead, strict=True):
             assert abs(clock.ahead_ms - true) <= clock.error_ms
         assert max(clock.error_ms for clock in found) < (1100 if barriers == 1 else 600)
