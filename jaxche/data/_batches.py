@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxche.cadence import Piece, RoundPlan
 from jaxche.drawing import short_traceback
@@ -382,7 +383,25 @@ def join_pieces(step: Step, read: Callable[[Key], Any]) -> tuple[Any, list[tuple
     parts, taken = [jax.tree.map(itemgetter(rows), batch) for _, rows, batch in cuts], [cut[:2] for cut in cuts]
     if len(parts) < 2:
         return parts[0] if parts else None, taken
+    _check_joinable(parts)
     return jax.tree.map(_concatenate, *parts), taken
+
+
+def _check_joinable(parts: Sequence[Any]) -> None:
+    """Refuse parts of batches that differ in more than their number of rows."""
+
+    def row_shapes(part: Any) -> dict[str, tuple[int, ...]]:
+        return {keystr(path): np.shape(x)[1:] for path, x in tree_flatten_with_path(part)[0]}
+
+    first, *others = map(row_shapes, parts)
+    for other in others:
+        if other != first:
+            name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+            raise ValueError(
+                f"an update joins batches of different shapes: a row of {name or 'a batch'} has shape "
+                f"{first.get(name, 'none')} in one and {other.get(name, 'none')} in another; pad the batches to one "
+                "shape, or write policy='sync' with rows='equal' or joined_batches=1, which join no batches"
+            )
 
 
 def _concatenate(*parts: Any) -> Any:

@@ -258,7 +258,7 @@ class MergeProgram:
         else:
             params, outer_state = outer_step(self._outer, x0, progress, outer_state)
         merged |= {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
-        merged["model_state"] = add_replica_axis(finish(total["statistics"], total["examples"]))
+        merged["model_state"] = add_replica_axis(finish(total["statistics"], jnp.maximum(total["examples"], 1)))
         if self._opt_mode == "average":
             for i, moment in moments.items():
                 opt_leaves[i] = moment.astype(opt_leaves[i].dtype)
@@ -339,7 +339,9 @@ class MergeProgram:
                 drop_replica_axis(measured["tracked"]), None, None, None, sums[0, 0]
             )
         total = self._sum(payload)
-        examples, weight = total["sums"][0], self._some_weight(total["sums"])
+        # The first merge only compiles and has no examples: 0 / 0 would be an error under jax_debug_nans.
+        some = total["sums"].at[0].max(1)
+        examples, weight = some[0], self._some_weight(some)
         packing = self._packings.get("grads")
         summed = packing.unpack(total["grads"]) if packing else total["grads"]
         grads = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), summed, params)

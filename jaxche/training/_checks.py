@@ -376,13 +376,27 @@ def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> N
         )
 
 
+def shapes_of_state(tx: Any, params: Any) -> Any:
+    """The shapes of ``tx.init(params)``; refuses masks and labels of another structure than the parameters."""
+    try:
+        return jax.eval_shape(tx.init, params)
+    except ValueError as error:
+        if "pytree" not in str(error):
+            raise
+        raise ValueError(
+            f"a mask or labels in tx have another structure than params ({type(params).__name__}); write them as "
+            "functions of params, e.g. optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, "
+            f"params)), which also fit nnx.Optimizer. optax says: {error}"
+        ) from None
+
+
 def check_unscaled(tx: Any, params: Any) -> None:
     """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed."""
 
     def wrapped(node: Any) -> bool:
         return isinstance(node, ScaleLearningRateState)
 
-    if any(map(wrapped, jax.tree.leaves(jax.eval_shape(tx.init, params), is_leaf=wrapped))):
+    if any(map(wrapped, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=wrapped))):
         raise ValueError(
             "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
             "noise; give the inner optimizer and the rule separately: "

@@ -143,7 +143,7 @@ def fit(
         stack.callback(bar.close)
         hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(callbacks, log_every)]
         run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
-        _train(trainer, run, bar)
+        _train(trainer, run)
     run.history.memory = tuple(trainer.memory)
     has_momentum = bool(jax.tree.leaves(run.state.local_states[0].outer_state))
     if has_momentum and len(run.history) < _FEW_ROUNDS:
@@ -188,7 +188,7 @@ def training_rounds(trainer: Rounds, run: Run) -> Iterator[RoundInfo]:
         yield info
 
 
-def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
+def _train(trainer: Rounds, run: Run) -> None:
     """Train to the end, or until a hook, a signal or an error ends it."""
     group, membership = trainer._group, trainer._membership
     if membership:
@@ -216,7 +216,9 @@ def _train(trainer: Rounds, run: Run, bar: ProgressHook) -> None:
         if group.num_processes > 1:
             raise
         _stop(run)
-        bar.write(f"interrupted: the state after round {run.state.round - 1} is returned")
+        # Also without progress: a loop around fit goes on.
+        done = f"after round {run.state.round - 1}" if run.state.round else "from before the first round"
+        _log.warning("interrupted: fit returns the state %s, and the script goes on after it", done)
     except Exception:
         trainer.last_good_state = run.state
         raise

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
+from jaxche.training._checks import shapes_of_state
 
 if TYPE_CHECKING:
     from flax import linen as nn
@@ -177,7 +178,7 @@ class NNXLoss:
 
     def _start_state(self, optimizer: nnx.Optimizer) -> Any:
         """The state of the optimizer with dicts in place of nnx states; the leaves have the same order."""
-        form = jax.eval_shape(optimizer.tx.init, self.params)
+        form = shapes_of_state(optimizer.tx, self.params)
         leaves = jax.tree.leaves(optimizer.opt_state)
         if [x.shape for x in jax.tree.leaves(form)] != [x.shape for x in leaves]:
             raise ValueError(

@@ -95,6 +95,22 @@ def test_pieces_of_one_batch_are_read_once_and_joined():
     reader.close()
 
 
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        ({"x": np.zeros((2, 5)), "y": np.zeros(2)}, r"\['x'\] has shape \(3,\) in one and \(5,\) in another"),
+        ({"x": np.zeros((2, 3))}, r"\['y'\] has shape \(\) in one and none in another"),
+    ],
+)
+def test_rows_of_unlike_batches_are_not_joined(second, named):
+    batches = [{"x": np.zeros((4, 3)), "y": np.zeros(4)}, second]
+    reader = Reader(batches)
+    (feed,) = reader.start([[(Piece((0, 0)), Piece((0, 1)))]])
+    with pytest.raises(ValueError, match=named + ".*joined_batches=1"):
+        list(feed)
+    reader.close()
+
+
 def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
     class Data:
         def __init__(self):

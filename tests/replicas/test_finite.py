@@ -168,3 +168,15 @@ def test_only_what_was_finite_before_counts():
     assert stayed_finite((), ())
     assert not all_finite({"a": jnp.ones(2), "b": jnp.array(1j * jnp.inf)})
     assert all_finite({"a": jnp.ones(2), "n": jnp.arange(2)})
+
+
+@pytest.mark.parametrize("options", [{"policy": "sync"}, {"average": "gradients"}, {}], ids=["sync", "sums", "local"])
+def test_no_nan_is_made_where_none_is_given(devices, options):
+    def with_state(params, batch, model_state):
+        return loss(params, batch), ({}, {"mean": model_state["mean"] + 1})
+
+    trainer = jaxche.Trainer(with_state, optax.sgd(0.05), replicas=devices[:2], **options)
+    state = trainer.init(params(), model_state={"mean": jnp.zeros(2)})
+    with jax.debug_nans(True):
+        state, _ = trainer.fit(state, data(), progress=False)
+    assert finite(state)

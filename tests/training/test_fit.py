@@ -82,13 +82,14 @@ def test_dry_run_tries_everything_and_changes_nothing(trainer, problem):
         other.fit(other.init(problem.params), bad, dry_run=True)
 
 
-def test_an_interrupt_returns_what_was_reached(trainer, problem):
+def test_an_interrupt_returns_what_was_reached_and_says_so_without_progress(trainer, problem, caplog):
     def interrupt(state, info):
         if info.round == 1:
             raise KeyboardInterrupt
 
     state, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[interrupt], progress=False)
     assert state.round == len(history) == 2
+    assert "interrupted: fit returns the state after round 1, and the script goes on after it" in caplog.text
 
 
 def test_an_error_keeps_the_last_good_state(trainer, problem):

@@ -336,6 +336,26 @@ class Stacked(nnx.Module):
         return self.out(forward(x, self.layers))
 
 
+def test_a_mask_of_another_structure_gets_the_line_that_fits_nnx_and_the_trainer(data):
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    def mask(params):
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    fixed = optax.adamw(1e-2, mask=mask(nnx.state(model, nnx.Param)))
+    line = r"structure than params \(dict\); write them as functions of params, e.g. optax.adamw\("
+    with pytest.raises(ValueError, match=line):
+        jaxche.NNXLoss(model, loss_fn, nnx.Optimizer(model, fixed, wrt=nnx.Param))
+    loss = jaxche.NNXLoss(model, loss_fn)
+    with pytest.raises(ValueError, match=line):
+        jaxche.Trainer(loss, fixed).init(loss.params)
+    loss = jaxche.NNXLoss(model, loss_fn, nnx.Optimizer(model, optax.adamw(1e-2, mask=mask), wrt=nnx.Param))
+    jaxche.Trainer(loss, loss.tx).init(loss.params, loss.model_state, loss.opt_state)
+
+
 def masks_of(loss, index, seed=7):
     """The masks of the batch of this number, and the state after it, as a replica asks for them."""
     rng = jax.random.fold_in(jax.random.key(seed), index)
