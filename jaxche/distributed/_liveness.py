@@ -17,8 +17,8 @@ from jaxche.distributed._watchdog import Watchdog
 # The number of processes that have had each index.
 _INCARNATIONS = "jaxche/incarnations/"
 # How long to wait for a key before checking whether its writer is alive.
-_SLICE_MS = 500
-_POLL_S, _RETRY_S, _CONNECT_S, _JOIN_S = 0.2, 0.2, 10.0, 10.0
+_SLICE_MS = 100
+_POLL_S, _RETRY_S, _CONNECT_S, _JOIN_S = 0.05, 0.2, 10.0, 10.0
 
 
 class Liveness:

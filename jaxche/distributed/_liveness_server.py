@@ -22,9 +22,10 @@ from jaxche.distributed._listener import Listener
 INTERVAL_S, TIMEOUT_S = 0.5, 15.0
 # The least timeout: some heartbeats may be late.
 LEAST_TIMEOUT_S = 4 * INTERVAL_S
-# Seconds for a live process to connect again: something between the machines may close connections too.
-_GRACE_S = 1.0
-_POLL_S = 0.2
+# Seconds for a live process to connect again: something between the machines may close connections too. A local socket
+# closes only if its process ends, or connects again after this one was stopped for long.
+_GRACE_S, _LOCAL_GRACE_S = 1.0, 0.1
+_POLL_S = 0.1
 # What a process sends in place of a heartbeat if no process is left that it could join.
 RUN_LOST = b"!"
 # A longer time between two looks means that this process itself was stopped, and read no heartbeats: in seconds, and as
@@ -62,12 +63,13 @@ class LivenessServer:
         self.ended: set[Incarnation] = set()
         self._accepted: queue.SimpleQueue[tuple[socket.socket, Incarnation]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
-        # The incarnation of each connection, the last heartbeat of each, and when those without one lost it.
+        # The incarnation of each connection, the last heartbeat of each, and until when those without one may return.
         self._peers: dict[socket.socket, Incarnation] = {}
         self._heartbeats: dict[Incarnation, float] = {}
-        self._disconnected: dict[Incarnation, float] = {}
+        self._missing: dict[Incarnation, float] = {}
         self._looked = time.monotonic()
-        self._listener, self.is_run_lost = Listener(host, self._accept, port=port, token=token), False
+        self._listener = Listener(host, self._accept, local=True, port=port, token=token)
+        self.is_run_lost = False
         self.address = self._listener.address
 
     @property
@@ -99,13 +101,13 @@ class LivenessServer:
         self._register_accepted()
         now = time.monotonic()
         if now - self._looked > self._pause_s:
-            for times in (self._heartbeats, self._disconnected):
+            for times in (self._heartbeats, self._missing):
                 times.update((one, since + now - self._looked) for one, since in times.items())
         self._looked = now
         silent = [one for one in self.alive if now - self._heartbeats[one] > self._timeout_s]
-        gone = [one for one, since in self._disconnected.items() if now - since > _GRACE_S]
+        gone = [one for one, until in self._missing.items() if now > until]
         for one in (*silent, *gone):
-            self._disconnected.pop(one, None)
+            self._missing.pop(one, None)
             self._end(one)
 
     def close(self) -> None:
@@ -127,7 +129,7 @@ class LivenessServer:
                 sock.setblocking(False)
                 self._selector.register(sock, selectors.EVENT_READ)
                 self._peers[sock], self._heartbeats[peer] = peer, time.monotonic()
-                self._disconnected.pop(peer, None)
+                self._missing.pop(peer, None)
                 for earlier in [one for one in self.alive if one.process == peer.process and one.number < peer.number]:
                     self._end(earlier)
                 self._send(sock, *sorted(self.ended))
@@ -148,7 +150,8 @@ class LivenessServer:
         sock.close()
         peer = self._peers.pop(sock)
         if peer not in self._peers.values() and peer not in self.ended:
-            self._disconnected[peer] = time.monotonic()
+            grace_s = _LOCAL_GRACE_S if sock.family == socket.AF_UNIX else _GRACE_S
+            self._missing[peer] = time.monotonic() + grace_s
 
     def _end(self, one: Incarnation) -> None:
         self.ended.add(one)

@@ -111,7 +111,8 @@ class CheckpointReader:
             _log.warning(text, step, meta["rows"]["residual"])
         # From here on processes run collectives.
         local_states = self._trainer._engine.with_previous_gradient(state_dict.load(found, rows))
-        return with_metadata(replace(state, local_states=local_states), meta)
+        differ = "opt_state" in state_dict.rows and rows.get("opt_state") == self._trainer.world_size
+        return with_metadata(replace(state, local_states=local_states, opt_states_differ=differ), meta)
 
     def _corrupt(self, found: dict[str, Any], meta: Any) -> Exception | None:
         """An error if arrays are not those that were saved; all processes call this together."""

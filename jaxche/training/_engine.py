@@ -147,6 +147,7 @@ class Engine:
         self._memory: dict[int, dict[str, int]] = {}
         self._row_limits: dict[int, float] = {}
         self._form: Any = None  # of the state that was last checked
+        self._opt_states_differ: bool | None = None
         self._cut: Any = None  # of the last round whose batches were joined
         self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="jaxche-replica")
 
@@ -196,12 +197,27 @@ class Engine:
     def state_dict(self, local_states: Sequence[LocalState]) -> StateDict:
         """The state of these replicas, to save or to send to an admitted process."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        # The rounding errors of coded moments stay with their replica, and so does what it has accumulated.
-        differs = self._settings.wire != "float32" and self._settings.opt_state == "average"
-        differs = differs or any(are_accumulators(local_states[0].opt_state))
-        alike = self._settings.average == "gradients" or (self._settings.opt_state != "local" and not differs)
-        own = ("model_state", "residual") if alike else ("model_state", "opt_state", "residual")
+        differ = self.opt_states_differ(local_states[0])
+        own = ("model_state", "opt_state", "residual") if differ else ("model_state", "residual")
         return StateDict(self._replica_mesh, own, self.world_size, self._fitted(local_states))
+
+    def opt_states_differ(self, local: LocalState) -> bool:
+        """Whether merges leave each replica an optimizer state of its own, or a part of one."""
+        if self._opt_states_differ is None:
+            opt_state = self._settings.opt_state
+            # The rounding errors of coded moments stay with their replica, and so does what it has accumulated.
+            differ = opt_state == "local" or (self._settings.wire != "float32" and opt_state == "average")
+            differ = differ or any(are_accumulators(local.opt_state))
+            self._opt_states_differ = differ and self.average != "gradients"
+        return self._opt_states_differ
+
+    def with_mean_opt_state(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
+        """The local states with the mean of the optimizer states of all replicas."""
+        self._set_layout(without_replica_axis(local_states[0].params))
+        state_dict = StateDict(self._replica_mesh, ("opt_state",), self.world_size, local_states)
+        with self._group.collective():
+            mean = state_dict.pooled()["opt_state"]
+            return jax.block_until_ready(state_dict.load({"opt_state": mean}, {}))
 
     def _fitted(self, local_states: Sequence[LocalState]) -> tuple[LocalState, ...]:
         """The local states with residuals for this number of replicas."""

@@ -95,6 +95,7 @@ class Membership:
         if self._group.is_first:
             message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
             message["measured"] = list(self._measured.items())
+            message["opt_states_differ"] = state.opt_states_differ
             arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
         self._group.admit(admitted, message, arrays)
         engine.arrange(order, state.local_states)
@@ -135,7 +136,9 @@ class Membership:
         che = trainer._che and replace(
             trainer._che, world_size=trainer.world_size, batch_counts=(), ms_per_batch=(), ms_samples=()
         )
-        run.state = with_metadata(replace(state, local_states=local_states, che=che), message["state"])
+        differ = message["opt_states_differ"]
+        state = replace(state, local_states=local_states, che=che, opt_states_differ=differ)
+        run.state = with_metadata(state, message["state"])
         run.previous, run.history = None, History.from_json(message["history"])
         try:
             self._call_hooks(run, shrunk=False)

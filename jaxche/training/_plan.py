@@ -150,6 +150,7 @@ class PlannedRound(NamedTuple):
       overlapped: with a merge in flight, the steps of each replica before it takes in the result.
       groups: the replicas that merge among themselves within it.
       group_merges: its merges, the last one of all replicas included.
+      opt_states_differ: whether its merge leaves each replica an optimizer state of its own.
     """
 
     state: TrainerState
@@ -165,6 +166,7 @@ class PlannedRound(NamedTuple):
     overlapped: tuple[int, ...] = ()
     groups: Groups = Groups()
     group_merges: int = 1
+    opt_states_differ: bool = False
 
     @property
     def starts(self) -> tuple[LocalState, ...]:

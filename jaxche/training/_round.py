@@ -308,6 +308,7 @@ def advance(
         clock_ms=times.clock_ms,
         clock_merge_ms=times.clock_merge_ms,
         steps=info.steps_done,
+        opt_states_differ=planned.opt_states_differ,
         in_flight=None,
     )
     after = planned.reader.advance(state, after, plan, table.counts, table.ended)

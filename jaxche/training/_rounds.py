@@ -257,6 +257,9 @@ class Rounds(Arguments):
         reader = engine.reader(data)
         if state.in_flight is not None and not engine.overlaps:  # the state of another trainer
             state = state.merged()
+        if state.opt_states_differ and engine.average == "gradients":  # else each would update its own parameters
+            local_states = engine.with_mean_opt_state(state.local_states)
+            state = replace(state, local_states=local_states, opt_states_differ=False)
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         plan = self._prepared_plan(reader, state, data, end, given)
@@ -275,6 +278,7 @@ class Rounds(Arguments):
             overlapped=self._overlapped(state, plan, given),
             groups=engine.groups,
             group_merges=given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1),
+            opt_states_differ=engine.opt_states_differ(state.local_states[0]),
         )
 
     def _set_programs(self, state: TrainerState) -> None:
@@ -382,10 +386,14 @@ class Rounds(Arguments):
         return replace(state, wire=choice)
 
     def _with_shares(self, state: TrainerState, planned: PlannedRound, info: RoundInfo) -> TrainerState:
-        """The state with the rows of each replica, if they follow from its speed."""
+        """The state with the rows of each replica, if they follow from its speed, and the choice of ``"auto"``.
+
+        A replay makes the choices of the record.
+        """
         if self.rows != "speed" or planned.reader.is_sharded:
             return state
-        return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows)
+        after = next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows)
+        return after if planned.given.done is None else replace(after, choice=state.choice)
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""

@@ -44,6 +44,8 @@ class TrainerState:
       accumulated: batches whose averaged gradients an ``optax.MultiSteps`` has accumulated but not applied.
       steps: batches trained on so far, by all replicas.
       group_merges: with ``groups=``, the merges of the next round, of which the last one is of all replicas.
+      opt_states_differ: whether replicas have optimizer states of their own, as with ``opt_state="local"``. The first
+        round that averages gradients gives all of them the mean.
       clock_merge_ms: the part of ``clock_ms`` that stands for the last merge.
       in_flight: with ``overlap=``, the merge of the last round while it runs, else None. ``local_states`` are then the
         replicas before it; the views and :meth:`merged` wait for it.
@@ -76,6 +78,7 @@ class TrainerState:
     clock_merge_ms: float = 0.0
     group_merges: int = 1
     stream: StreamPosition | None = None
+    opt_states_differ: bool = False
     in_flight: MergeInFlight | None = field(default=None, repr=False, compare=False)
     _view: Callable[[str, Any], Any] = field(default=lambda name, trees: trees, repr=False, compare=False)
 

@@ -1,6 +1,7 @@
 """Connections of processes to the server that detects their ends, over real sockets and a store that is a dict."""
 
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -25,9 +26,9 @@ def run(monkeypatch, store):
         while not over.is_set():
             server.step()
 
-    def connected(process):
-        state = SimpleNamespace(process_id=process, client=store)
-        ends.append(client_module.Liveness(state, server.address, Watchdog()))
+    def connected(process, local=True):
+        state, (host, port, name, token) = SimpleNamespace(process_id=process, client=store), server.address
+        ends.append(client_module.Liveness(state, [host, port, name if local else None, token], Watchdog()))
         return ends[-1]
 
     thread = threading.Thread(target=serve)
@@ -122,7 +123,7 @@ def test_a_later_incarnation_ends_the_one_before(run, until):
 
 def test_a_process_that_is_cut_off_and_connects_again_is_alive(run, until):
     server, connected = run
-    one = connected(1)
+    one = connected(1, local=False)
     assert until(lambda: server._peers)
     (cut,) = server._peers
     cut.shutdown(socket.SHUT_RDWR)
@@ -130,6 +131,30 @@ def test_a_process_that_is_cut_off_and_connects_again_is_alive(run, until):
     time.sleep(1.2 * module._GRACE_S)
     assert server.ended == set()
     assert one.is_connected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has local sockets with names that are not files")
+def test_only_a_process_of_another_machine_has_time_to_connect_again(monkeypatch, until):
+    now, local, remote = [0.0], module.Incarnation(0, 1), module.Incarnation(1, 1)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "_POLL_S", 0.0)
+    server = LivenessServer("127.0.0.1")
+    host, port, _, token = server.address
+    ends = [connect(server.address, "0 1", 10.0), connect([host, port, None, token], "1 1", 10.0)]
+    assert until(lambda: server.step() or server.alive == {local, remote})
+    for sock in ends:
+        sock.close()
+    assert until(lambda: server.step() or not server._peers)
+    now[0] = 0.2  # no more than what connects again after a stop of the server
+    server.step()
+    assert server.ended == {local}
+    now[0] = 0.9
+    server.step()
+    assert server.ended == {local}
+    now[0] = 1.1
+    server.step()
+    assert server.ended == {local, remote}
+    server.close()
 
 
 def test_silence_ends_an_incarnation_but_not_a_pause_of_the_server(monkeypatch):

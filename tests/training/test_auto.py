@@ -1,12 +1,17 @@
 """policy="auto": a run changes between exact sync and local steps without losing an example or its place."""
 
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxche
+from jaxche import ApplyPolicy
 from jaxche.training import Checkpoints
+from jaxche.training import _plan as plan_module
 
 
 def trainer(problem, devices, ms=(20, 20, 40, 80), sync_ms=11.0, tx=None, **options):
@@ -75,6 +80,67 @@ def test_a_run_repeats_resumes_and_replays(large, devices, same, tmp_path, told)
     resumed, whole = fit(other, large, epochs=4, checkpoints=Checkpoints(tmp_path))
     same(one.params(state), other.params(resumed))
     assert told(whole) == told(history)
+
+
+def alternate(monkeypatch):
+    """Choose exact sync and local steps in turns, three rounds each."""
+
+    def choose(now, shares, che, batch_rows, round, unit=1):
+        return replace(now, policy=ApplyPolicy.CADENCE if (round + 1) // 3 % 2 else ApplyPolicy.SYNC)
+
+    monkeypatch.setattr(plan_module, "choose", choose)
+
+
+@pytest.mark.parametrize(
+    ("tx", "options"),
+    [(optax.MultiSteps(optax.adam(0.05), 4), {}), (optax.adam(0.05), {"opt_state": "local"})],
+    ids=["accumulates", "local moments"],
+)
+def test_exact_sync_after_local_steps_has_one_optimizer_state(problem, devices, monkeypatch, same, tx, options):
+    alternate(monkeypatch)
+    one = trainer(problem, devices, ms=(20, 50), tx=tx, **options)
+    state, policies = one.init(problem.params), []
+    for _ in range(12):
+        state, info = one.round(state, problem.data)
+        policies.append(info.policy)
+        for leaf in jax.tree.leaves(state.params):  # without the mean each replica updates its own parameters
+            np.testing.assert_array_equal(leaf[0], leaf[1])
+        assert state.opt_states_differ == (info.policy == "cadence")
+    assert policies == 2 * (3 * ["sync"] + 3 * ["cadence"])
+
+
+@pytest.mark.parametrize("options", [{"policy": "sync"}, {"average": "gradients"}], ids=lambda one: next(iter(one)))
+def test_so_does_another_trainer_that_averages_gradients(problem, devices, same, options):
+    tx = optax.adam(0.05)
+    one = jaxche.Trainer(problem.loss, tx, opt_state="local", replicas=devices[:2])
+    state, _ = one.round(one.init(problem.params), problem.data, counts=(5, 2))
+    moments = state.opt_state[0].mu["w"]
+    assert state.opt_states_differ
+    assert (moments[0] != moments[1]).any()
+    other = jaxche.Trainer(problem.loss, tx, replicas=devices[:2], **options)
+    after, _ = other.round(state, problem.data)
+    assert not after.opt_states_differ
+    for leaf in jax.tree.leaves(after.params):
+        np.testing.assert_array_equal(leaf[0], leaf[1])
+    # The same as from the mean, given by hand.
+    adam, rest = state.opt_state
+    by_hand = jax.tree.map(lambda x: x.mean(0).astype(x.dtype), adam), jax.tree.map(lambda x: x[0], rest)
+    begun = replace(other.init(one.params(state), opt_state=by_hand), cursor=state.cursor, che=state.che)
+    expected, _ = other.round(begun, problem.data)
+    same(other.params(after), other.params(expected))
+
+
+def test_a_replay_makes_the_choices_of_the_record(problem, devices, monkeypatch, same):
+    with monkeypatch.context() as recorded:
+        alternate(recorded)
+        one = trainer(problem, devices, ms=(20, 50), tx=optax.MultiSteps(optax.adam(0.05), 4))
+        state, history = fit(one, problem)
+    assert [info.policy for info in history[:7]] == [*3 * ["sync"], *3 * ["cadence"], "sync"]
+    # Devices that would train otherwise.
+    other = trainer(problem, devices, ms=(50, 50), sync_ms=500.0, tx=optax.MultiSteps(optax.adam(0.05), 4))
+    again, repeated = other.replay(other.init(problem.params), problem.data, history)
+    assert [info.policy for info in repeated] == [info.policy for info in history]
+    same(one.params(state), other.params(again))
 
 
 def test_one_replica_trains_plainly(problem, devices, same):
