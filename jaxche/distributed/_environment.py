@@ -23,22 +23,17 @@ def scheduled(environ: Mapping[str, str]) -> tuple[str, int]:
     """The variable of MPI or Slurm with the number of processes, and that number; ("", 1) for a single process.
 
     The number must be above 1: ``srun --pty bash``, ``mpirun -n 1``, the shell of an allocation and the script of a job
-    are single processes. In a Slurm job the number of mpirun counts, because Slurm then starts one process a machine.
+    are single processes. In a Slurm job that of mpirun comes first, because Slurm then starts one process a machine.
 
     Example:
       >>> scheduled({"OMPI_COMM_WORLD_SIZE": "4"}), scheduled({"SLURM_NTASKS": "8"})
       (('OMPI_COMM_WORLD_SIZE', 4), ('', 1))
     """
-    name, count = "", "1"
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        name = "OMPI_COMM_WORLD_SIZE"
-        count = environ[name]
-    elif "MPI_LOCALRANKID" in environ:
-        # Only mpirun of MPICH and Intel MPI sets that; srun sets PMI_SIZE too.
-        name = "PMI_SIZE"
-        count = environ.get(name, "1")
-    elif environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
+    counts = {"OMPI_COMM_WORLD_SIZE": environ.get("OMPI_COMM_WORLD_SIZE")}
+    if "MPI_LOCALRANKID" in environ:  # only mpirun of MPICH and Intel MPI sets that; srun sets PMI_SIZE too
+        counts["PMI_SIZE"] = environ.get("PMI_SIZE")
+    if environ.get("SLURM_JOB_ID") and "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
         # As in JAX. But the shell of salloc, which is a step of one task, has the number of its job.
-        name = "SLURM_NTASKS"
-        count = environ.get("SLURM_STEP_NUM_TASKS") or environ.get(name, "1")
-    return (name, int(count)) if int(count) > 1 else ("", 1)
+        counts["SLURM_NTASKS"] = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
+    found = ((name, int(count)) for name, count in counts.items() if count)
+    return next(((name, count) for name, count in found if count > 1), ("", 1))

@@ -104,7 +104,7 @@ STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0"}
         ({"JAXCHE_NUM_PROCESSES": "2"}, r"one of 2 \(JAXCHE_NUM_PROCESSES\)"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, r"one of 4 \(OMPI_COMM_WORLD_SIZE\)"),
         (STEP | {"SLURM_NTASKS": "8"}, r"one of 8 \(SLURM_NTASKS\)"),
-        (STEP | {"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "1"}, ""),  # mpirun -n 1, which Slurm starts by a step
+        (STEP | {"SLURM_NTASKS": "8", "OMPI_COMM_WORLD_SIZE": "1"}, r"one of 8 \(SLURM_NTASKS\)"),
         ({}, ""),
         (STEP | {"SLURM_NTASKS": "1"}, ""),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, ""),  # a job's own script
