@@ -383,11 +383,14 @@ def join_pieces(step: Step, read: Callable[[Key], Any]) -> tuple[Any, list[tuple
     parts, taken = [jax.tree.map(itemgetter(rows), batch) for _, rows, batch in cuts], [cut[:2] for cut in cuts]
     if len(parts) < 2:
         return parts[0] if parts else None, taken
-    _check_joinable(parts)
-    return jax.tree.map(_concatenate, *parts), taken
+    try:
+        return jax.tree.map(_concatenate, *parts), taken
+    except (TypeError, ValueError):
+        _refuse_unlike(parts)
+        raise
 
 
-def _check_joinable(parts: Sequence[Any]) -> None:
+def _refuse_unlike(parts: Sequence[Any]) -> None:
     """Refuse parts of batches that differ in more than their number of rows."""
 
     def row_shapes(part: Any) -> dict[str, tuple[int, ...]]:
@@ -401,7 +404,7 @@ def _check_joinable(parts: Sequence[Any]) -> None:
                 f"an update joins batches of different shapes: a row of {name or 'a batch'} has shape "
                 f"{first.get(name, 'none')} in one and {other.get(name, 'none')} in another; pad the batches to one "
                 "shape, or write policy='sync' with rows='equal' or joined_batches=1, which join no batches"
-            )
+            ) from None
 
 
 def _concatenate(*parts: Any) -> Any:
