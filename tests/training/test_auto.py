@@ -143,6 +143,14 @@ def test_a_replay_makes_the_choices_of_the_record(problem, devices, monkeypatch,
     same(one.params(state), other.params(again))
 
 
+def test_a_record_without_policies_is_replayed_in_exact_sync(problem, devices):
+    """Records of older versions have none."""
+    one = trainer(problem, devices, ms=(20, 50))
+    state, info = one.round(one.init(problem.params), problem.data)
+    again, (repeated,) = one.replay(one.init(problem.params), problem.data, [replace(info, policy="")])
+    assert (repeated.policy, again.round) == ("sync", state.round)
+
+
 def test_one_replica_trains_plainly(problem, devices, same):
     runs = []
     for policy in ("auto", "cadence"):
