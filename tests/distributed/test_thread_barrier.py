@@ -12,7 +12,7 @@ from jaxche.distributed._thread_barrier import ThreadBarrier
 
 @pytest.fixture
 def barriers(store):
-    """Of three processes."""
+    """The barriers of three processes."""
     states = [SimpleNamespace(process_id=i, num_processes=3, client=store) for i in range(3)]
     return [Group(state).thread_barrier("save") for state in states]
 

@@ -6,7 +6,7 @@ from jaxche.drawing import COLOURS, ranks_to_show, text_on
 
 
 def contrast(one, other):
-    """Of two colours, from 1 to 21, by the relative luminance of WCAG 2."""
+    """The contrast of two colours, from 1 to 21, by the relative luminance of WCAG 2."""
 
     def luminance(colour):
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

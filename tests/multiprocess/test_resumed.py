@@ -168,7 +168,7 @@ def test_survivors_go_on_in_memory(program, tmp_path, devices, what, capfd, stan
     assert "rank 1 was ended by SIGKILL" in err
     assert zero == two
     told = [json.loads(line) for line in options["events"].read_text().splitlines()]
-    assert {event["event"] for event in told} == {"start", "round", "exit", "end"}  # nobody was started again
+    assert {event["event"] for event in told} == {"start", "round", "exit", "end"}  # no restart
     died = next(event["time"] for event in told if event["event"] == "exit" and event.get("signal"))
     after = min(event["time"] for event in told if event["event"] == "round" and event["time"] > died)
     assert after - died < 30

@@ -311,7 +311,7 @@ def test_numbers_that_are_not_finite_are_refused_and_the_state_stays(problem, de
 
 
 def test_bytes_are_those_of_the_program(slopes, devices):
-    """Of two replicas each sends all once, also in an all-reduce; arrays have blocks of their own."""
+    """With two replicas, each sends all numbers once, also in an all-reduce. No block has numbers of two arrays."""
     params, data = slopes
     found = {}
     for wire in WIRES:

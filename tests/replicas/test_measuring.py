@@ -157,7 +157,7 @@ def test_a_step_that_is_not_measured_does_the_work_of_a_plain_one(devices, repli
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_a_run_goes_on_and_is_replayed_bit_for_bit(long, devices, same, tmp_path, replicas, rule):
-    """From between rounds that are longer than what is measured of them."""
+    """The run resumes between rounds that are longer than what is measured of them."""
 
     def make():
         che = None if replicas == 1 else jaxche.ElChe(world_size=2, anchor=10, max_anchor=10, max_batch_diff=0)
@@ -267,7 +267,7 @@ def test_an_eighth_of_the_steps_at_most_and_nobody_is_left_out_alone(counts, ave
 
 @pytest.mark.parametrize("solo", [True, False])
 def test_small_arrays_looked_at_as_one_tell_the_same(solo, close, monkeypatch):
-    """Of several dtypes, and some of them without second moments."""
+    """The arrays have several dtypes, and some have no second moments."""
     monkeypatch.setattr("jaxche.replicas._scaling._SMALL", 6)
     params = {"a": jnp.ones((2, 3)), "b": jnp.ones(2), "c": jnp.ones((), jnp.bfloat16), "d": jnp.ones(5)}
     tx, told = optax.masked(optax.adam(0.1), {"a": True, "b": True, "c": True, "d": False}), []
@@ -297,7 +297,7 @@ def test_small_arrays_looked_at_as_one_tell_the_same(solo, close, monkeypatch):
 
 @pytest.mark.slow
 def test_batches_that_stand_for_others_leave_the_estimate_unbiased():
-    """Of 20 and 3 batches each replica measures 8 at most; the truth is known."""
+    """The replicas have 20 and 3 batches and measure at most 8 of them. The true gradient is known."""
     scaling, dim, counts = Scaling(jaxche.AdaScale(), 8.0, "gradients", False, False), 16, (20, 3)
     truth, noise = jnp.full(dim, 0.3), noise_scale.init(jnp.zeros(dim), base_batch_size=8)
 

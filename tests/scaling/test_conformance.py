@@ -35,7 +35,7 @@ LAYER = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
 
 
 def layer_gradient(params, x):
-    """Of ``Linear(2, 2)`` with bias, loss = sum of the outputs."""
+    """The gradient of ``Linear(2, 2)`` with bias; the loss is the sum of the outputs."""
     return jax.grad(lambda p: jnp.sum(p["w"] @ x + p["b"]))(params)
 
 

@@ -13,7 +13,7 @@ REMOTE = RemoteDevice(process_index=1, platform="gpu", device_kind="NVIDIA L4", 
 
 @pytest.fixture
 def apart(devices, monkeypatch):
-    """As on the CPU process 0 of two, the other of which has a GPU."""
+    """Devices as process 0 of two sees them, which has CPUs while the other has a GPU."""
     monkeypatch.setattr(module, "_devices_of_run", functools.cache(dict))
     set_devices([devices[0], REMOTE])
 

@@ -207,7 +207,7 @@ class Mortal:
 
 
 def wire_of(store, stages=(0,), n_stages=2, timeout_s=20.0, save_every=1, identity="0" * 32):
-    """Of a run on which all agree, unless ``identity`` is None."""
+    """The wire of a run on which all agree, unless ``identity`` is None."""
     run = StoreRun(Objects(store, "memory://", "run"), stages, n_stages, timeout_s)
     if identity is not None:
         run._set(identity)

@@ -44,7 +44,7 @@ class Process:
 
     @property
     def identity(self):
-        """Of its run, once there is one."""
+        """The identity of its run, once there is one."""
         assert self._agreed.wait(20)
         if self.error is not None:
             raise self.error

@@ -185,7 +185,7 @@ def test_where_nothing_stays_the_line_for_augmentation_is_given_too(problem, dev
 
 
 def test_rounding_is_no_other_batch(problem, devices):
-    """As sums in several threads round: bit for bit they vary, but the examples are known."""
+    """Sums in several threads round differently at each read, but they identify the examples."""
 
     class Rounded:
         def __init__(self):

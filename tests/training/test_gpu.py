@@ -38,7 +38,7 @@ def _no_tf32():
 
 
 def gradient(params, batch):
-    """Of the problem's loss, by hand."""
+    """The gradient of the problem's loss, by hand."""
     out = np.tanh(batch["x"] @ params["w"] + params["b"])
     slope = 2 * (out - batch["y"]) * (1 - out**2) / out.size
     return {"w": batch["x"].T @ slope, "b": slope.sum(0)}
