@@ -386,14 +386,10 @@ class Rounds(Arguments):
         return replace(state, wire=choice)
 
     def _with_shares(self, state: TrainerState, planned: PlannedRound, info: RoundInfo) -> TrainerState:
-        """The state with the rows of each replica, if they follow from its speed, and the choice of ``"auto"``.
-
-        A replay makes the choices of the record.
-        """
+        """The state with the rows of each replica, if they follow from its speed, and the choice of ``"auto"``."""
         if self.rows != "speed" or planned.reader.is_sharded:
             return state
-        after = next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows)
-        return after if planned.given.done is None else replace(after, choice=state.choice)
+        return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows)
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""
