@@ -169,6 +169,7 @@ class CheckpointManager(Hook):
         run.state = CheckpointReader(self._folder, self._trainer, self._batches, self._data).newest(run.state)
         self._manager = self._open()
         run.history = self._log.truncate(run.state.round)
+        self._logged = run.history[-1] if run.history else None
         each = self._every is None and self._config.every in (None, 1)
         if self._trainer._engine.overlaps and each and self._group.is_first:
             _log.warning(
@@ -197,8 +198,7 @@ class CheckpointManager(Hook):
         return info.policy != ApplyPolicy.SYNC or run.is_due(Every(seconds=1))
 
     def on_end(self, run: Run) -> None:
-        if run.history and run.history[-1] is not self._logged:  # evaluated since
-            self._append(run.history[-1])
+        self._append_last(run)
         self._settle()
         last = run.state.round
         if last <= self._abandoned and not self._group.broadcast(last in self._manager.all_steps()):
@@ -223,6 +223,11 @@ class CheckpointManager(Hook):
         self._log.append(info)
         self._logged = info
 
+    def _append_last(self, run: Run) -> None:
+        """Append the last record, if it was evaluated since, or a keyboard interrupt came before it was written."""
+        if run.history and run.history[-1] is not self._logged:
+            self._append(run.history[-1])
+
     def on_admission(self) -> None:
         self._settle()
 
@@ -242,8 +247,10 @@ class CheckpointManager(Hook):
         for info in run.history:
             if info.round > last:
                 self._log.append(info)
+        self._logged = run.history[-1] if run.history else None
 
     def on_stop(self, run: Run, preempted: bool = False) -> None:
+        self._append_last(run)
         self._settle()
         self.save(run.state)
         if preempted:

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -378,6 +379,41 @@ def full_disk():
 
     yield limit
     limit(None)
+
+
+def test_a_run_that_has_ended_adds_nothing_to_its_record(saved, told):
+    folder, run, _, _ = saved
+    _, history = run()
+    text = (folder / "history.jsonl").read_text()
+    assert text.count("\n") == len(history)
+    _, again = run()
+    assert told(again) == told(history)
+    assert (folder / "history.jsonl").read_text() == text
+
+
+def test_a_round_whose_evaluation_is_interrupted_is_on_record(problem, devices, lockstep, tmp_path):
+    class Validation:
+        reads: ClassVar[list[int]] = []
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, i):
+            self.reads.append(i)
+            if len(self.reads) == 3:
+                raise KeyboardInterrupt
+            return problem.data[i]
+
+    def run():
+        trainer = jaxche.Trainer(problem.loss, optax.adam(0.05), che=lockstep(), replicas=devices[:2])
+        options = {"validation": Validation(), "eval_every": 1, "checkpoints": tmp_path, "progress": False}
+        return trainer.fit(trainer.init(problem.params), problem.data, epochs=2, **options)
+
+    state, part = run()
+    assert len(part) == state.round == 3
+    state, history = run()
+    assert [info.round for info in history] == list(range(state.round))
+    assert sum(info.examples for info in history) == history[-1].examples_done
 
 
 def test_rounds_on_a_full_disk_are_on_file_when_it_has_space(
