@@ -39,12 +39,14 @@ from jaxche.replicas._schedule_counts import (
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
 # ``group_ms`` is the time of the replica in merges with its group, waits included.
+# ``compile_ms`` is the time in which it compiled for batches of other shapes, which is in neither of them.
 # ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
 HOST_COLUMNS = (
     "count",
     "batches",
     "wall_ms",
     "group_ms",
+    "compile_ms",
     "last_sync_ms",
     "last_hidden_ms",
     "failed",

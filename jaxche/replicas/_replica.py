@@ -34,8 +34,8 @@ _MEMORY_SHARE = 0.8
 class LocalResult(NamedTuple):
     """The result of local steps: the carry, the time until the last step was computed, and the error if one failed.
 
-    With outputs, those of each batch. ``group_ms`` is the time of merges with its group, waits included; it is not in
-    ``wall_ms``.
+    With outputs, those of each batch. ``group_ms`` is the time of merges with its group, waits included, and
+    ``compile_ms`` that of compilations; they are not in ``wall_ms``.
     """
 
     carry: Carry
@@ -44,6 +44,7 @@ class LocalResult(NamedTuple):
     error: Exception | None = None
     outputs: Sequence[BatchOutputs] = ()
     group_ms: float = 0.0
+    compile_ms: float = 0.0
 
 
 class Pause(Protocol):
@@ -197,7 +198,7 @@ class Replica:
         losses: list[Any] = []
         outputs: list[BatchOutputs] = []
         pending: list[tuple[Any, int, Any]] = []  # outputs on the device, at most those of the steps in flight
-        steps, in_flight, limit_s = 0, _IN_FLIGHT, float("inf")
+        steps, in_flight, limit_s, compiled_s = 0, _IN_FLIGHT, float("inf"), 0.0
         together, pauses = None, list(pauses)
         if time_limit_ms is not None and isinstance(feed, Feed):
             in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.steps) // 8)), time_limit_ms / 1e3
@@ -223,8 +224,9 @@ class Replica:
                 self._taken = feed.taken if isinstance(feed, Feed) else ()
                 before, clock = self.compilations, time.perf_counter()
                 programs, batch = self._executable(local, batch, (constants, carry))
-                if self.compilations != before:
-                    start += time.perf_counter() - clock  # no compilation is ever timed
+                if self.compilations != before:  # no compilation is ever timed
+                    took_s = time.perf_counter() - clock
+                    start, due, compiled_s = start + took_s, due + took_s, compiled_s + took_s
                 step = programs.measuring if steps < measured else programs.plain
                 carry, loss, *kept = step(constants, carry, batch)
                 steps += 1
@@ -248,7 +250,7 @@ class Replica:
             carry = self._programs.finish(local, carry)
             if self._read_error is not None:
                 raise self._read_error
-            return LocalResult(carry, steps, wall_ms, outputs=outputs)
+            return LocalResult(carry, steps, wall_ms, outputs=outputs, compile_ms=1e3 * compiled_s)
         except Exception as error:
             return self.idle(local)._replace(error=error)
 

@@ -81,6 +81,7 @@ def host_rows(planned: PlannedRound, ranks: Sequence[int], results: Sequence[Loc
             plan.batches[rank] if plan.shares and steps else steps,
             result.wall_ms,
             result.group_ms,
+            result.compile_ms,
             state.sync_ms,
             state.hidden_ms,
             failed,
@@ -101,6 +102,7 @@ class RoundStatistics:
       wall_ms: time of the steps of each replica.
       group_ms: time of each replica in merges with its group, waits included.
       busy_ms: time of each replica to the end of its steps, both of them.
+      compile_ms: time in which each replica compiled meanwhile, in neither of them.
       last_sync_ms: cost of the previous merge, the median over replicas. The minimum would miss the cost of sharing a
         core; the mean would follow a replica that started late, e.g. after an evaluation.
       last_hidden_ms: the part of the previous merge that ran beside steps, the median too.
@@ -121,6 +123,7 @@ class RoundStatistics:
         self.wall_ms = tuple(host["wall_ms"].tolist())
         self.group_ms = tuple(host["group_ms"].tolist())
         self.busy_ms = tuple((host["wall_ms"] + host["group_ms"]).tolist())
+        self.compile_ms = tuple(host["compile_ms"].tolist())
         self.last_sync_ms = statistics.median(host["last_sync_ms"].tolist())
         self.last_hidden_ms = statistics.median(host["last_hidden_ms"].tolist())
         self.stop = int(host["stop"].max())

@@ -347,7 +347,7 @@ class Rounds(Arguments):
         in_flight, merge_ms = planned.state.in_flight, 0.0
         if self._fleet is None:
             # Replicas start a round together: the time beyond the slowest replica is that of the merge.
-            sync_ms = elapsed_ms - max(table.busy_ms)
+            sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
             duration_ms = in_flight.duration_ms if in_flight else 0.0
         else:
             table, merge_ms = self._fleet_times(self._fleet, planned, table)
