@@ -75,11 +75,19 @@ class PaceError(ValueError):
 class Replica:
     """A replica of this process."""
 
-    def __init__(self, group: Group, rank: int, placement: BatchPlacement, programs: Programs, pace_ms: float | None):
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        placement: BatchPlacement,
+        programs: Programs,
+        pace_ms: float | None,
+        batch_rows: int = 0,
+    ):
         self._group = group
         self.rank, self.placement, self._programs, self._pace_ms = rank, placement, programs, pace_ms
         # Rows of a whole batch: a step on a part of it is padded to that part of the pace.
-        self.batch_rows = 0
+        self.batch_rows = batch_rows
         self._executables: dict[Any, Steps] = {}
         self._padding: Any = None
         self._read_error: Exception | None = None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.cadence import AUTO_WIRES
+from jaxche.cadence import AUTO_WIRES, RoundPlan
 from jaxche.data import Feed, Reader, StreamReader, as_stream, is_same, is_stream
 from jaxche.distributed import Group
 from jaxche.replicas import (
@@ -39,7 +39,7 @@ from jaxche.replicas import (
     with_previous_gradient,
     without_replica_axis,
 )
-from jaxche.sharding import nbytes
+from jaxche.sharding import batch_size, nbytes
 from jaxche.training._checks import check_state_of_tx
 from jaxche.training._groups import Groups
 from jaxche.training._plan import PlannedRound
@@ -133,7 +133,8 @@ class Engine:
         ]
         self._set_order(range(len(self._all_placements)))
         self.columns = Columns()
-        self.batch_size = 0  # examples in a whole batch, once the data is seen
+        # Examples in a whole batch, once data is seen, and the reader of that data.
+        self.batch_size, self._sized_by = 0, None
         self._code: dict[str, str] = {}
         self.fingerprint: dict[str, str] = {}
         self._rules: MergeRules | None = None
@@ -279,6 +280,22 @@ class Engine:
     def reader(self, data: Any) -> Reader | StreamReader:
         """The reader of this data."""
         return self._settings.readers.of(data, self.processes_of_ranks)
+
+    def measure_batches(self, reader: Reader | StreamReader, plan: RoundPlan) -> None:
+        """Take the size of a whole batch from this data, if it is not that of the round before."""
+        if reader is not self._sized_by:
+            self._sized_by = reader
+            # A batch that one process cannot read is refused in the round, by all processes together.
+            with contextlib.suppress(Exception):
+                self._measured(reader, plan)
+
+    def _measured(self, reader: Reader | StreamReader, plan: RoundPlan) -> Any:
+        """The first batch of the plan; measures a whole one."""
+        batch, whole = reader.samples(plan)
+        self._sized_by, self.batch_size = reader, batch_size(whole)
+        for replica in self._replicas:
+            replica.batch_rows = self.batch_size
+        return batch
 
     def start(self, planned: PlannedRound) -> list[Feed]:
         """Start to read a round, and compile its programs before any clock starts; one feed per local replica."""

@@ -106,11 +106,8 @@ class PreparedEngine(Engine):
             with self._group.errors_everywhere(self.ranks[0], _PLACE):
                 self._set_layout(without_replica_axis(local_states[0].params))
                 data_seen = self.data_digest(data) if self._group.num_processes > 1 else ""
-                batch, whole = self.reader(data).samples(plan)
-                self.batch_size = batch_size(whole)
+                batch = self._measured(self.reader(data), plan)
                 constants = self._build(local_states[0], batch, self.batch_size)
-                for replica in self._replicas:
-                    replica.batch_rows = self.batch_size
                 self.compile([(*one, batch) for one in zip(self._replicas, local_states, strict=True)])
             # Nothing runs before all have compiled: if several processes drive a replica, each step waits for all.
             with self._group.errors_everywhere(self.ranks[0], _PLACE):
@@ -199,6 +196,7 @@ class PreparedEngine(Engine):
                 self._placements[rank],
                 programs(self._placements[rank]),
                 self._settings.paces[self.order[rank]],
+                self.batch_size,
             )
             for rank in self.ranks
         ]

@@ -300,7 +300,9 @@ class Rounds(Arguments):
         """The plan of a round, with its programs compiled."""
         reader.seek(state)
         plan = reader.fitted(self._plan(state, reader.size, end, given), state)
-        if not self._engine.is_prepared:
+        if self._engine.is_prepared:
+            self._engine.measure_batches(reader, plan)
+        else:
             self._engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan))
         if end.examples is not None:  # the size of a batch is known now
             plan = reader.fitted(self._plan(state, reader.size, end, given), state)

@@ -56,6 +56,15 @@ def test_a_single_replica_ends_exactly(problem, devices):
     assert history[-1].steps_done == 30
 
 
+def test_examples_are_counted_by_the_batches_of_the_data_at_hand(problem, make):
+    trainer, state = make(jaxche.VirtualFleet([20.0, 20.0], sync_ms=5.0))
+    state, _ = trainer.fit(state, problem.data, progress=False)
+    larger = jaxche.Batches(problem.data.arrays, 3 * problem.data.batch_size)
+    state, history = trainer.fit(state, larger, max_examples=2 * larger.batch_size, progress=False)
+    assert sum(info.examples for info in history) == 2 * larger.batch_size
+    assert history[0].wall_ms == (20.0, 20.0)  # of one batch each
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cadence", "async", "sync by speed"])
 @pytest.mark.parametrize("examples", [1, 96, 101, 250])
