@@ -10,7 +10,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet
+from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.distributed import ElasticGroup, process_group
 from jaxche.drawing import short_traceback
@@ -86,7 +86,7 @@ class Arguments:
         check_joined()
         self._group = group = process_group()
         self._has_peers = group.num_processes > 1
-        self.policy, self.seed = ApplyPolicy(policy), seed
+        self.policy, self.seed = ApplyPolicy(policy), whole_number("seed", seed, -(2**63), "seed=0")
         staged = isinstance(loss_fn, Partitioned)
         elastic = isinstance(group, ElasticGroup)
         auto = self.policy is ApplyPolicy.AUTO
@@ -152,12 +152,12 @@ class Arguments:
             opt_state=opt_state,
             outer=outer,
             placements=placements,
-            seed=seed,
+            seed=self.seed,
             paces=paces,
             scaling=scaled,
             host=host,
             readers=Readers(group, self._epoch_size),
-            joins_rows=self.rows == "speed" or self._joined != world_size,
+            joins_rows=world_size > 1 and (self.rows == "speed" or self._joined != world_size),
             wire=wire if world_size > 1 else "float32",
             overlaps=overlap > 0,
             virtual=fleet is not None,
@@ -173,7 +173,7 @@ class Arguments:
             "average": average,
             "merge": merge,
             "opt_state": opt_state,
-            "seed": str(seed),
+            "seed": str(self.seed),
             "strategy": repr(loss_fn.protocol if staged else strategy or NoShard()),
             "backend": "host" if host else "device",
             "wire": wire,

@@ -9,6 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -134,12 +135,15 @@ def check_joined() -> None:
         )
 
 
-def checked_paces(pace_ms: float | Sequence[float] | None, world_size: int) -> list[float | None]:
+def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
     """The pace of each replica in ms, from the argument or from the variable of the launcher."""
     if pace_ms is None and PACE_MS in os.environ:
         pace_ms = float(os.environ[PACE_MS])
-    paces: list[float | None] = list(pace_ms) if isinstance(pace_ms, Sequence) else [pace_ms] * world_size
-    if len(paces) != world_size or any(p is not None and not (math.isfinite(p) and p > 0) for p in paces):
+    paces: list[Any] = [pace_ms] * world_size
+    if isinstance(pace_ms, Sequence | np.ndarray) and not isinstance(pace_ms, str):
+        paces = list(pace_ms)
+    valid = (p is None or (isinstance(p, Real) and math.isfinite(p) and float(p) > 0) for p in paces)
+    if len(paces) != world_size or not all(valid):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
     return paces
 
@@ -240,7 +244,7 @@ def checked_rows(rows: Any, joined_batches: Any, policy: ApplyPolicy, world_size
     if joined_batches is not None:
         whole_number("joined_batches", joined_batches, 1, f"joined_batches={world_size}")
     default = "speed" if policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO) and not staged else "equal"
-    return rows or default, world_size if joined_batches is None else int(joined_batches)
+    return rows or default, world_size if joined_batches is None or world_size == 1 else int(joined_batches)
 
 
 def check_outputs(outputs: Any, staged: bool, placements: Sequence[BatchPlacement]) -> None:
@@ -321,11 +325,12 @@ def _name_of(callback: Any) -> str:
     return name if name.isidentifier() else "callback"
 
 
-def check_callbacks(callbacks: Any) -> None:
-    """Refuse callbacks that are not a list of functions of ``(state, info)``."""
+def checked_callbacks(callbacks: Any) -> list[Any]:
+    """The callbacks, functions of ``(state, info)``."""
     if callable(callbacks) or not isinstance(callbacks, Iterable):
         name = _name_of(callbacks)
         raise ValueError(f"callbacks={brief(callbacks)} is not a list of functions; write callbacks=[{name}]")
+    callbacks = list(callbacks)  # a generator can be read once
     for i, callback in enumerate(callbacks):
         if isinstance(callback, type):
             name = callback.__name__
@@ -344,6 +349,7 @@ def check_callbacks(callbacks: Any) -> None:
                     f"callbacks[{i}] takes {signature}, and is called with the state and the RoundInfo of each round; "
                     f"write def {_name_of(callback)}(state, info): ..."
                 ) from None
+    return callbacks
 
 
 def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> None:

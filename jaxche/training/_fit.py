@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import warnings
@@ -16,7 +17,7 @@ from jaxche.data import as_stream, is_stream
 from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
-from jaxche.training._checks import check_callbacks
+from jaxche.training._checks import checked_callbacks
 from jaxche.training._evaluate import MetricProgram, batches_of, evaluate, metric_program, number_of_batches
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
@@ -141,7 +142,7 @@ def fit(
         log_every = agreed.every["log_every"]
         bar = ProgressHook(trainer, progress, log_every)
         stack.callback(bar.close)
-        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(callbacks, log_every)]
+        hooks += [UpdatesHook(trainer), bar, LauncherHook(trainer), CallbackHook(agreed.callbacks, log_every)]
         run = Run(state, data, agreed.size, agreed.end, hooks=hooks)
         _train(trainer, run)
     run.history.memory = tuple(trainer.memory)
@@ -163,7 +164,7 @@ def _dry_round(trainer: Rounds, state: TrainerState, arguments: _Arguments, prog
     if program is None:
         return info
     evaluation = arguments.evaluation
-    batches = [next(batches_of(evaluation.data))] * trainer.world_size
+    batches = [*itertools.islice(batches_of(evaluation.data), 1)] * trainer.world_size
     return replace(info, validation=evaluate(trainer, state, batches, program, evaluation.metrics))
 
 
@@ -274,6 +275,7 @@ class _Checked(NamedTuple):
 
     end: End
     size: int  # batches in an epoch
+    callbacks: Sequence[Callback]
     every: dict[str, Every | None]
     program: MetricProgram | None
     checkpoints: Checkpoints | None
@@ -293,7 +295,7 @@ class _Arguments(NamedTuple):
 
     def checked(self, trainer: Rounds, state: TrainerState) -> _Checked:
         """The checked arguments of a fit that starts from this state."""
-        check_callbacks(self.callbacks)
+        callbacks = checked_callbacks(self.callbacks)
         trainer.check_state(state, "trainer.fit")
         limits = self.limits
         if limits["epochs"] is None and is_stream(self.data) and as_stream(self.data).has_one_epoch:
@@ -310,7 +312,7 @@ class _Arguments(NamedTuple):
         texts = {name: str(value) for name, value in (limits | every).items()}
         texts |= {"dry_run": str(self.dry_run), "checkpoints": how, "state": f"round {state.round}"}
         texts["validation"] = str(self.evaluation.data is not None)
-        return _Checked(end, size, every, self.evaluation.program(trainer), config, texts)
+        return _Checked(end, size, callbacks, every, self.evaluation.program(trainer), config, texts)
 
     def _refuse_unused(self, every: dict[str, Every | None]) -> None:
         """Refuse arguments without the one that they are about."""

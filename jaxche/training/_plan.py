@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -273,16 +274,23 @@ def _dealt(wanted: Sequence[int], total: int, lead: int | None) -> list[int]:
 
 def given_plan(state: TrainerState, size: int, rules: PlanRules, given: GivenRound) -> RoundPlan:
     """The plan of a round with given counts, e.g. recorded ones, cut at the end of the epoch."""
-    counts = given.counts or ()
+    asked: Any = given.counts
+    try:
+        counts = tuple(map(operator.index, asked))
+    except TypeError:
+        raise ValueError(
+            f"counts={asked!r} must be whole numbers, the steps of each replica; write e.g. "
+            f"counts={(4,) * rules.world_size}"
+        ) from None
     if len(counts) != rules.world_size or sum(counts) < 1:
         raise ValueError(
-            f"counts={tuple(counts)} has {len(counts)} entries for {rules.world_size} replicas; "
+            f"counts={counts} has {len(counts)} entries for {rules.world_size} replicas; "
             "give each its number of steps, and at least one step in total"
         )
     epoch, start, stop = (state.pending_batches or ((state.epoch, state.cursor, size),))[0]
     if given.shares:
         joined = min(given.joined, stop - start)
-        return RoundPlan(state.round, epoch, start, tuple(counts), size, given.shares, joined)
+        return RoundPlan(state.round, epoch, start, counts, size, given.shares, joined)
     crosses = rules.policy_of(state) is ApplyPolicy.ASYNC and not state.pending_batches
     left = sum(counts) if crosses else stop - start
     return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)

@@ -91,7 +91,8 @@ class Trainer(Rounds):
         at least 4 % and 0.5 ms shorter. Under ``cadence`` it deals out rows in short rounds, of up to four batches of
         the slowest replica, and compiles for each length of a round. ``"equal"``: whole batches; a run under ``sync``
         then repeats bit for bit, and does not follow times.
-      joined_batches: under ``sync``, the batches in an update; by default one per replica.
+      joined_batches: under ``sync``, the batches in an update; by default one per replica. A single replica makes an
+        update of each batch, whatever their number here.
       max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default
         what a device has memory for, if it says how much it has.
       outputs: ``outputs(info, batches)`` is called after every round with the :class:`RoundInfo` and the outputs of

@@ -21,6 +21,7 @@ def test_good_arguments_pass(monkeypatch):
     assert checked_paces(None, 2) == [None, None]
     assert checked_paces(20, 2) == [20, 20]
     assert checked_paces((20, 50), 2) == [20, 50]
+    assert checked_paces(np.array([20.0, 50.0]), 2) == [20, 50]
     assert checked_length([1, 2]) == 2
 
 
@@ -36,6 +37,7 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
         (lambda: one_of("merge", "mean", ("steps", "batch")), "'steps', 'batch'"),
         (lambda: checked_paces((1, 0), 2), "positive"),
         (lambda: checked_paces(float("inf"), 2), "positive"),
+        (lambda: checked_paces(["20", "50"], 2), "positive"),
         (lambda: checked_length(3), "len"),
     ],
 )

@@ -40,6 +40,13 @@ def test_every_callback_sees_every_round_and_one_can_stop(trainer, problem):
     assert state.cursor == sum(info.batches for info in history)
 
 
+def test_callbacks_may_come_from_a_generator(trainer, problem):
+    seen = []
+    callbacks = (lambda state, info, name=name: seen.append(name) for name in "ab")
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=callbacks, progress=False)
+    assert seen == ["a", "b"] * len(history)
+
+
 def test_a_requested_stop_takes_effect_in_the_next_merge(trainer, problem):
     def ask(state, info):
         if info.round == 1:
@@ -80,6 +87,12 @@ def test_dry_run_tries_everything_and_changes_nothing(trainer, problem):
     bad = [{"x": np.ones((4, 5)), "y": np.ones((3, 2))}]
     with pytest.raises(ValueError, match="leading axes"):
         other.fit(other.init(problem.params), bad, dry_run=True)
+
+
+def test_a_dry_run_refuses_validation_without_batches(trainer, problem):
+    empty = jaxche.Stream(lambda epoch: iter([]))
+    with pytest.raises(ValueError, match="the data set is empty; give at least one batch"):
+        trainer.fit(trainer.init(problem.params), problem.data, dry_run=True, validation=empty)
 
 
 def test_an_interrupt_returns_what_was_reached_and_says_so_without_progress(trainer, problem, caplog):

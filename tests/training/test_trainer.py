@@ -548,6 +548,19 @@ def test_all_counts_zero_is_refused(problem, devices):
         trainer.round(trainer.init(problem.params), problem.data, counts=(0, 0))
 
 
+@pytest.mark.parametrize("counts", [(2.5, 1), ("2", 1), 3, (1, float("nan"))])
+def test_counts_that_are_no_whole_numbers_are_refused(problem, devices, counts):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    with pytest.raises(ValueError, match=r"counts=.* must be whole numbers.*write e.g. counts=\(4, 4\)"):
+        trainer.round(trainer.init(problem.params), problem.data, counts=counts)
+
+
+@pytest.mark.parametrize("seed", ["a", None, 1.5])
+def test_a_seed_that_is_no_whole_number_is_refused(problem, devices, seed):
+    with pytest.raises(ValueError, match=f"seed={seed!r} must be a whole number; write e.g. seed=0"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=seed)
+
+
 def test_state_is_a_value(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     state = trainer.init(problem.params)
