@@ -56,6 +56,7 @@ from jaxche.replicas._schedule_counts import advance_counts as advance_counts
 from jaxche.replicas._schedule_counts import are_accumulators as are_accumulators
 from jaxche.replicas._schedule_counts import are_schedules as are_schedules
 from jaxche.replicas._schedule_counts import counts_of as counts_of
+from jaxche.replicas._schedule_counts import is_random_key as is_random_key
 from jaxche.replicas._schedule_counts import with_run_counts as with_run_counts
 
 # For users, who find them in jaxche.training; what is imported "as" itself is for the other packages.

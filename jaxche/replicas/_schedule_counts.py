@@ -121,6 +121,12 @@ def is_count(leaf: Any) -> bool:
     return getattr(leaf, "size", 0) == 1 and jnp.issubdtype(getattr(leaf, "dtype", object), jnp.signedinteger)
 
 
+def is_random_key(leaf: Any) -> bool:
+    """Whether an array in an optimizer's state is a random key, typed or as unsigned integers."""
+    dtype = getattr(leaf, "dtype", object)
+    return any(jnp.issubdtype(dtype, kind) for kind in (jax.dtypes.prng_key, jnp.unsignedinteger))
+
+
 def _is_schedule(node: Any) -> bool:
     return isinstance(node, tuple) and type(node).__name__ in _SCHEDULES
 

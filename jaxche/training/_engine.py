@@ -16,6 +16,7 @@ import optax
 from jaxche.cadence import AUTO_WIRES, RoundPlan
 from jaxche.data import Feed, Reader, StreamReader, as_stream, is_same, is_stream
 from jaxche.distributed import Group
+from jaxche.drawing import brief
 from jaxche.replicas import (
     Columns,
     Correction,
@@ -35,6 +36,7 @@ from jaxche.replicas import (
     free_rates,
     group_pauses,
     is_local,
+    is_random_key,
     spans_processes,
     with_previous_gradient,
     without_replica_axis,
@@ -209,6 +211,8 @@ class Engine:
             # The rounding errors of coded moments stay with their replica, and so does what it has accumulated.
             differ = opt_state == "local" or (self._settings.wire != "float32" and opt_state == "average")
             differ = differ or any(are_accumulators(local.opt_state))
+            # Random keys are not averaged, and the key of a replica that takes more steps is split more often.
+            differ = differ or any(map(is_random_key, jax.tree.leaves(local.opt_state)))
             self._opt_states_differ = differ and self.average != "gradients"
         return self._opt_states_differ
 
@@ -257,6 +261,14 @@ class Engine:
             )
         if (views := local_states[0].views) and views.replica_mesh is self._replica_mesh:
             return  # from a merge of this engine
+        for rank, placement, local in self.here(local_states):
+            own, other = set(placement.devices.flat), jax.tree.leaves(local.params)[0].sharding.device_set
+            if not other <= own:
+                raise ValueError(
+                    f"state is of a trainer whose replica {rank} is on {brief(sorted(other, key=str))}, and here it is "
+                    f"on {brief(sorted(own, key=str))}; write state = trainer.init(other.params(state)), with the "
+                    "trainer it is of as other"
+                )
         form = jax.tree.structure(local_states[0])
         if self._form is None or form != self._form:
             self._check_trees(local_states[0])

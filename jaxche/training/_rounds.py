@@ -103,11 +103,8 @@ class Rounds(Arguments):
         if opt_state is not None:
             check_opt_state(self._tx, shapes, opt_state, staged)
         local_states = self._engine.placement(params, model_state, opt_state)
-        choice = Choice() if self._chooses else None
-        wire = WireChoice() if self.wire == "auto" and self.world_size > 1 else None
-        return TrainerState(
-            local_states, self._che, DivergenceCorrection(), choice=choice, wire=wire, _view=self._engine.view
-        )
+        state = TrainerState(local_states, self._che, DivergenceCorrection(), _view=self._engine.view)
+        return self._with_own_choices(state)
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
@@ -252,6 +249,7 @@ class Rounds(Arguments):
 
     def _planned(self, state: TrainerState, data: Any, end: End, given: GivenRound) -> PlannedRound:
         """The next round, with its programs compiled."""
+        state = self._with_own_choices(state)
         self._set_programs(state)
         engine = self._engine
         reader = engine.reader(data)
@@ -280,6 +278,15 @@ class Rounds(Arguments):
             group_merges=given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1),
             opt_states_differ=engine.opt_states_differ(state.local_states[0]),
         )
+
+    def _with_own_choices(self, state: TrainerState) -> TrainerState:
+        """The state without the choices of a trainer with other arguments, and with those that this one makes."""
+        choice = (state.choice or Choice()) if self._chooses else None
+        wire = (state.wire or WireChoice()) if self.wire == "auto" and self.world_size > 1 else None
+        shares = state.row_shares if self.rows == "speed" else RowShares()
+        if (choice, wire, shares) == (state.choice, state.wire, state.row_shares):
+            return state
+        return replace(state, choice=choice, wire=wire, row_shares=shares)
 
     def _set_programs(self, state: TrainerState) -> None:
         """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""

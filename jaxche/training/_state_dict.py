@@ -219,10 +219,8 @@ def _pooled(name: str, rows: Any) -> Any:
     """One row of the ``[n, ...]`` arrays of this name, which are whole along ``n`` everywhere."""
 
     def pooled(x: Any) -> Any:
-        if is_float(x):  # relative to the first, so that equal numbers stay as they are
-            first = x[0].astype(sum_dtype(x.dtype))
-            mean = (first + (x - first).mean(0)).astype(x.dtype)
-            return jnp.where(jnp.isfinite(x[0]), mean, x[0])
+        if is_float(x):
+            return x.mean(0, dtype=sum_dtype(x.dtype)).astype(x.dtype)
         if name == "opt_state" and x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.signedinteger):
             return x[0] + jnp.round((x - x[0]).mean()).astype(x.dtype)  # as old as the mean of the moments
         return x[0]

@@ -93,8 +93,12 @@ def alternate(monkeypatch):
 
 @pytest.mark.parametrize(
     ("tx", "options"),
-    [(optax.MultiSteps(optax.adam(0.05), 4), {}), (optax.adam(0.05), {"opt_state": "local"})],
-    ids=["accumulates", "local moments"],
+    [
+        (optax.MultiSteps(optax.adam(0.05), 4), {}),
+        (optax.adam(0.05), {"opt_state": "local"}),
+        (optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(0.05)), {}),
+    ],
+    ids=["accumulates", "local moments", "random keys"],
 )
 def test_exact_sync_after_local_steps_has_one_optimizer_state(problem, devices, monkeypatch, same, tx, options):
     alternate(monkeypatch)

@@ -1,0 +1,76 @@
+"""A state goes from one trainer to another, which trains it by its own arguments."""
+
+import optax
+import pytest
+
+import jaxche
+from jaxche.cadence import RowShares
+
+FLEET = jaxche.VirtualFleet([10.0, 30.0], sync_ms=20.0)
+
+
+@pytest.fixture
+def make(problem, devices):
+    def trainer(policy="cadence", tx=None, fleet=FLEET, replicas=devices[:2], **options):
+        return jaxche.Trainer(problem.loss, tx or optax.adam(0.05), policy, replicas=replicas, fleet=fleet, **options)
+
+    return trainer
+
+
+def fit(trainer, data, state=None, params=None, **options):
+    state = trainer.init(params) if state is None else state
+    return trainer.fit(state, data, progress=False, **({"epochs": 1} | options))
+
+
+def test_rows_by_speed_end_with_the_trainer_that_deals_them_out(make, problem):
+    state, history = fit(make("sync"), problem.data, params=problem.params)
+    assert history[-1].shares
+    state, history = fit(make("cadence"), problem.data, state)
+    assert {info.shares for info in history} == {()}
+    assert state.row_shares == RowShares()
+
+
+def test_the_choice_of_auto_ends_with_its_trainer_and_begins_with_it(make, problem):
+    auto = make("auto")
+    state, history = fit(auto, problem.data, params=problem.params, epochs=4)
+    assert history[-1].policy == "cadence"
+    sync = make("sync")
+    state, history = fit(sync, problem.data, state)
+    assert {(info.policy, info.average) for info in history} == {("sync", "gradients")}
+    assert sync.explain(state).startswith("policy='sync', as given")
+    state, history = fit(auto, problem.data, state)
+    assert history[0].policy == "sync"
+    assert state.choice is not None
+
+
+def test_a_checkpoint_of_auto_goes_on_by_the_policy_of_the_trainer(make, problem, tmp_path):
+    fit(make("auto"), problem.data, params=problem.params, epochs=4, checkpoints=tmp_path)
+    _, history = fit(make("sync"), problem.data, params=problem.params, epochs=5, checkpoints=tmp_path)
+    assert {info.policy for info in history if info.epoch == 4} == {"sync"}
+
+
+def test_a_wire_as_given_takes_the_place_of_a_chosen_one(make, problem):
+    state, _ = fit(make(wire="auto", fleet=None), problem.data, params=problem.params)
+    _, history = fit(make(wire="int4"), problem.data, state)
+    assert {info.wire for info in history} == {"int4"}
+    state, _ = fit(make(wire="int4"), problem.data, params=problem.params)
+    assert state.wire is None
+    state, _ = fit(make(wire="auto", fleet=None), problem.data, state)
+    assert state.wire is not None
+
+
+def test_a_merge_in_flight_ends_before_the_state_goes_on(make, problem):
+    one = make(overlap=0.5)
+    state, _ = one.round(one.init(problem.params), problem.data, counts=(2, 2))
+    assert state.in_flight is not None
+    after, _ = make(overlap=0.5).round(state, problem.data, counts=(2, 2))
+    assert after.merged().steps == 8
+    after, _ = make().round(state, problem.data, counts=(2, 2))
+    assert after.in_flight is None
+
+
+def test_a_state_on_other_devices_is_refused(make, problem, devices):
+    state = make().init(problem.params)
+    other = make(replicas=devices[1:3])
+    with pytest.raises(ValueError, match=r"replica 0 is on .*id=0.*, and here it is on .*id=1.*other.params\(state\)"):
+        other.round(state, problem.data)
