@@ -52,12 +52,11 @@ from jaxche.replicas._replica_mesh import ReplicaMesh as ReplicaMesh
 from jaxche.replicas._scaling import MergeScale as MergeScale
 from jaxche.replicas._scaling import Scaling as Scaling
 from jaxche.replicas._scaling import with_previous_gradient as with_previous_gradient
-from jaxche.replicas._schedule_counts import advance_counts as advance_counts
 from jaxche.replicas._schedule_counts import are_accumulators as are_accumulators
 from jaxche.replicas._schedule_counts import are_schedules as are_schedules
 from jaxche.replicas._schedule_counts import counts_of as counts_of
 from jaxche.replicas._schedule_counts import is_random_key as is_random_key
-from jaxche.replicas._schedule_counts import with_run_counts as with_run_counts
+from jaxche.replicas._schedule_counts import update_in_round as update_in_round
 
 # For users, who find them in jaxche.training; what is imported "as" itself is for the other packages.
 __all__ = ["BatchOutputs", "MergeMismatchError", "PaceError"]

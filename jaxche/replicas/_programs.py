@@ -19,7 +19,7 @@ from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._packing import Deferred, Packed, Packing
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
-from jaxche.replicas._schedule_counts import advance_counts, are_schedules, counts_of, with_run_counts
+from jaxche.replicas._schedule_counts import are_schedules, counts_of, update_in_round
 from jaxche.sharding import batch_size, mean_of
 
 
@@ -200,13 +200,10 @@ class Carry(NamedTuple):
 
 
 class Programs(Protocol):
-    """The programs of a replica; ``begin(local, index, merge_scale) -> (constants, carry)`` starts a round."""
+    """The programs of a replica."""
 
-    @property
-    def begin(self) -> Callable[[LocalState, Any, MergeScale], tuple[Constants, Carry]]: ...
-
-    def constants(self, local: LocalState, made: Constants) -> Constants:
-        """The constants from :meth:`begin`, with those that are arrays of the local state itself."""
+    def begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
+        """The constants and the carry of a round; the carry is a copy, so that ``local`` stays valid."""
         ...
 
     def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
@@ -267,16 +264,15 @@ class LocalPrograms:
         return other
 
     def begin(self, local: LocalState, index: Any, merge_scale: MergeScale) -> tuple[Constants, Carry]:
-        """The constants and the carry of a round from ``local``."""
         packed = local.packed(self._packings)
         places = {name: self._packings[name].places(one) for name, one in packed.items()}
         # Without what no step needs: each array and each number takes time to dispatch.
         needed = local._replace(outer_state=(), residual=None, **packed)
-        if self._average == "parameters" or self._scaling is not None:
-            return self._begin_program(needed, places, index, MergeScale(*map(np.float32, merge_scale)))
-        return self._begin_program(needed._replace(opt_state=()), places, index, None)
-
-    def constants(self, local: LocalState, made: Constants) -> Constants:
+        scale = MergeScale(*map(np.float32, merge_scale))
+        if self._average == "gradients" and self._scaling is None:
+            needed, scale = needed._replace(opt_state=()), None
+        made, carry = self._begin_program(needed, places, index, scale)
+        # Arrays of the local state itself are no outputs of a program.
         made = made._replace(frozen=self._frozen)
         if self._average == "gradients":
             made = made._replace(params=local.params)
@@ -284,7 +280,7 @@ class LocalPrograms:
             made = made._replace(counts=local.counts)
         if self._scaling is not None:
             made = made._replace(progress=local.progress, noise=None if self._scaling.solo else local.noise)
-        return made
+        return made, carry
 
     def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
         measuring, plain = self._step.lower(start, carry, batch, measures=True), None
@@ -375,12 +371,8 @@ class LocalPrograms:
         loss, grads, row, carry, outputs = self._value_and_grad(params, start.frozen, carry, batch)
         if self._scaling is not None:
             scaled, carry = self._scale(start, carry, grads, row[0], measures)
-        if start.stride is None:
-            params, opt_state = self._placement.update(self._tx, grads, opt_state, params, value=loss, **scaled)
-        else:
-            seen = with_run_counts(opt_state, drop_replica_axis(start.counts), start.stride)
-            params, updated = self._placement.update(self._tx, grads, seen, params, value=loss, **scaled)
-            opt_state = advance_counts(opt_state, seen, updated)
+        update = partial(self._placement.update, self._tx, grads, params=params, value=loss, **scaled)
+        params, opt_state = update_in_round(update, opt_state, drop_replica_axis(start.counts), start.stride)
         if scaled:
             gain = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
             carry = carry._replace(scaled=carry.scaled + gain[None])

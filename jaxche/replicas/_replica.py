@@ -94,14 +94,9 @@ class Replica:
         self._taken: Sequence[tuple[Key, slice]] = ()  # the batches of the present step
         self.compilations = 0
 
-    def begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> Carry:
-        """The carry of a round before its first step."""
-        return self._begin(local, index, merge_scale)[1]
-
-    def _begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
+    def begin(self, local: LocalState, index: int, merge_scale: MergeScale = _NO_SCALE) -> tuple[Constants, Carry]:
         """The constants and the carry of a round before its first step."""
-        made, carry = self._programs.begin(local, np.uint32(index % 2**32), merge_scale)
-        return self._programs.constants(local, made), carry
+        return self._programs.begin(local, np.uint32(index % 2**32), merge_scale)
 
     def _executable(self, local: LocalState, batch: Any, begun: Any = None) -> tuple[Steps, Any]:
         """The steps compiled for the shapes of this batch, and the batch on the devices."""
@@ -120,7 +115,7 @@ class Replica:
 
     def _lower(self, local: LocalState, batch: Any, begun: Any = None) -> Callable[[], None]:
         batch_size(batch)  # refuses ragged batches by name before XLA sees them
-        start, carry = begun or self._begin(local, 0)
+        start, carry = begun or self.begin(local, 0)
         with self._named(batch):
             compiled = self._programs.lower(start, carry, batch)
 
@@ -165,7 +160,7 @@ class Replica:
 
     def warm_up(self, local: LocalState, batch: Any) -> None:
         """Run steps on a copy of the state until caches are warm; raises PaceError if a step exceeds the pace."""
-        start, carry = self._begin(local, 0)
+        start, carry = self.begin(local, 0)
         steps, batch = self._executable(local, batch, (start, carry))
         fastest, pace_ms = float("inf"), self._pace(batch)
         if steps.plain is not steps.measuring:
@@ -214,7 +209,7 @@ class Replica:
                 processes = sorted({device.process_index for device in self.placement.devices.flat})
                 together = self._group.flag_broadcast(processes, f"rank {self.rank}")
         try:
-            constants, carry = self._begin(local, index, merge_scale)
+            constants, carry = self.begin(local, index, merge_scale)
             start = due = time.perf_counter()
             batches = iter(self._padded(feed))
             while True:
@@ -275,7 +270,8 @@ class Replica:
 
     def idle(self, local: LocalState) -> LocalResult:
         """The result of a round without steps."""
-        return LocalResult(self._programs.idle(local, self.begin(local, 0)), 0, 0.0)
+        _, carry = self.begin(local, 0)
+        return LocalResult(self._programs.idle(local, carry), 0, 0.0)
 
     def _padded(self, feed: Iterable[Any]) -> Iterator[Any]:
         """The batches of a feed, padded after a failed read if several processes drive the replica.

@@ -9,7 +9,7 @@ number of mini-steps. Counts of moments, such as that of Adam's bias correction,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -77,23 +77,27 @@ def are_accumulators(opt_state: Any) -> list[bool]:
     return jax.tree.leaves(jax.tree.map(mark, opt_state, is_leaf=found))
 
 
-def with_run_counts(opt_state: Any, start: Sequence[Any], stride: Any) -> Any:
-    """The state for an update within a round: schedules count the steps of all replicas since ``start``.
+def update_in_round(
+    update: Callable[[Any], tuple[Any, Any]], opt_state: Any, start: Sequence[Any], stride: Any
+) -> tuple[Any, Any]:
+    """``update(opt_state) -> (params, opt_state)`` within a round: schedules see the steps of all replicas.
 
-    ``stride`` is the number of steps of all replicas per step of this one.
+    ``start`` are :func:`counts_of` the state at the start of the round, and ``stride`` is the number of steps of all
+    replicas per step of this one; None if no schedule needs them. In the state itself a count still counts own steps.
     """
-
-    def one(count: Any, first: Any, scheduled: bool) -> Any:
-        return first + jnp.round((count - first) * stride).astype(count.dtype) if scheduled else count
-
-    found = zip(counts_of(opt_state), start, are_schedules(opt_state), strict=True)
-    return with_counts(opt_state, [one(*each) for each in found])
-
-
-def advance_counts(before: Any, seen: Any, after: Any) -> Any:
-    """The state after an update, which got ``seen`` from :func:`with_run_counts` and returned ``after``."""
-    found = zip(*map(counts_of, (before, seen, after)), are_schedules(before), strict=True)
-    return with_counts(after, [own + new - old if scheduled else new for own, old, new, scheduled in found])
+    if stride is None:
+        return update(opt_state)
+    scheduled, own = are_schedules(opt_state), counts_of(opt_state)
+    seen = [
+        first + jnp.round((count - first) * stride).astype(count.dtype) if is_schedule else count
+        for count, first, is_schedule in zip(own, start, scheduled, strict=True)
+    ]
+    params, updated = update(with_counts(opt_state, seen))
+    counts = [
+        count + new - old if is_schedule else new
+        for count, old, new, is_schedule in zip(own, seen, counts_of(updated), scheduled, strict=True)
+    ]
+    return params, with_counts(updated, counts)
 
 
 def advance_by_batches(batches: Any, before: Any, after: Any, accumulated: Any) -> tuple[Any, Any]:

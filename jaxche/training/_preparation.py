@@ -129,7 +129,7 @@ class PreparedEngine(Engine):
         if self.world_size > 1:
             self._warm_up_merge(local_states)
         for group in self._local_groups:  # compile before any clock starts
-            carries = [self._replicas[place].begin(local_states[place], 0) for place in group]
+            carries = [self._replicas[place].begin(local_states[place], 0)[1] for place in group]
             merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
 
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:

@@ -28,7 +28,6 @@ from jaxche.replicas import (
     ReplicaMesh,
     Steps,
     add_replica_axis,
-    advance_counts,
     are_schedules,
     check_local_devices,
     counts_of,
@@ -36,7 +35,7 @@ from jaxche.replicas import (
     drop_replica_axis,
     is_local,
     stayed_finite,
-    with_run_counts,
+    update_in_round,
     without_replica_axis,
 )
 from jaxche.sharding import Device, RemoteDevice, batch_size
@@ -97,24 +96,22 @@ class StagedPrograms:
         # keep_unused: the arguments also say on which device the zeros are made.
         self._begin = jax.jit(self._copy_state, keep_unused=True)
         self._update = jax.jit(self._update_stage, donate_argnums=(1, 2))
+        self._update_on_device = placement.by_stage[0].update
         self._add = jax.jit(add_weighted, donate_argnums=0)
         self._count = jax.jit(_add_to_sums, donate_argnums=0)
         self._stayed_finite = jax.jit(stayed_finite)
 
-    def constants(self, local: LocalState, made: Constants) -> Constants:
-        if self._average == "gradients":
-            return made._replace(params=local.params)
-        return made if made.stride is None else made._replace(counts=tuple(map(counts_of, local.opt_state)))
-
     def begin(self, local: LocalState, index: Any, merge_scale: Any) -> tuple[Constants, Carry]:
-        """The constants and the carry of a round; the carry is a copy, so that ``local`` stays valid."""
-        follows = self._average == "parameters" and not self._solo and any(are_schedules(local.opt_state))
         begun = [self._begin(*stage) for stage in zip(local.params, local.opt_state, strict=True)]
         trees: dict[str, Any] = {name: tuple(one[name] for one in begun) for name in begun[0]}
         sums = jax.device_put(np.zeros((1, 2), np.float32), self._devices[-1])
-        return Constants(stride=np.float32(merge_scale.stride) if follows else None), Carry(
-            None, int(index), sums, **trees
-        )
+        constants = Constants()
+        if self._average == "gradients":
+            constants = Constants(params=local.params)
+        elif not self._solo and any(are_schedules(local.opt_state)):
+            counts = tuple(map(counts_of, local.opt_state))
+            constants = Constants(counts=counts, stride=np.float32(merge_scale.stride))
+        return constants, Carry(None, int(index), sums, **trees)
 
     def lower(self, start: Constants, carry: Carry, batch: Any) -> Callable[[], Steps]:
         examples = batch_size(batch)
@@ -178,10 +175,8 @@ class StagedPrograms:
         self, grads: Any, opt_state: Any, params: Any, loss: Any, begun: Any, stride: Any
     ) -> tuple[Any, Any]:
         grads, opt_state, params, begun = drop_replica_axis((grads, opt_state, params, begun))
-        seen = opt_state if begun is None else with_run_counts(opt_state, begun, stride)
-        updates, updated = self._tx.update(grads, seen, params, value=loss)
-        opt_state = updated if begun is None else advance_counts(opt_state, seen, updated)
-        return add_replica_axis((optax.apply_updates(params, updates), opt_state))
+        update = functools.partial(self._update_on_device, self._tx, grads, params=params, value=loss)
+        return add_replica_axis(update_in_round(update, opt_state, begun, stride))
 
 
 def _add_to_sums(sums: Any, loss: Any, examples: Any) -> Any:

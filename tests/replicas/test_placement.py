@@ -243,7 +243,7 @@ def test_what_gradients_are_divided_by_is_cut_like_them(problem, devices):
     )
     state = trainer.init(problem.params)
     trainer.round(state, problem.data)
-    seen = trainer._engine._replicas[0]._begin(state.local_states[0], 0)[0].preconditioner
+    seen = trainer._engine._replicas[0].begin(state.local_states[0], 0)[0].preconditioner
     for factor, params in zip(
         jax.tree.leaves(seen.factors), jax.tree.leaves(state.local_states[0].params), strict=True
     ):

@@ -83,14 +83,14 @@ def test_an_error_becomes_part_of_the_outcome(make):
 
 def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monkeypatch):
     replica, local = make()
-    begun, failures = replica._begin, [MemoryError("full")]
+    begun, failures = replica.begin, [MemoryError("full")]
 
     def full_once(*args):
         if failures:
             raise failures.pop()
         return begun(*args)
 
-    monkeypatch.setattr(replica, "_begin", full_once)
+    monkeypatch.setattr(replica, "begin", full_once)
     result = replica.run(local, [np.ones(2, np.float32)], 0)
     assert isinstance(result.error, MemoryError)
     assert result.steps == 0
@@ -99,7 +99,7 @@ def test_what_stops_a_round_from_beginning_is_part_of_the_outcome_too(make, monk
 def test_compiling_again_copies_nothing(make, monkeypatch):
     replica, local = make()
     replica.lower(local, np.ones(2, np.float32))()
-    monkeypatch.setattr(replica, "_begin", lambda *_: pytest.fail("a copy of the state"))
+    monkeypatch.setattr(replica, "begin", lambda *_: pytest.fail("a copy of the state"))
     assert replica.lower(local, np.ones(2, np.float32)) is None
 
 

@@ -9,12 +9,11 @@ import pytest
 import jaxche
 from jaxche.replicas._schedule_counts import (
     advance_by_batches,
-    advance_counts,
     are_accumulators,
     are_schedules,
     counts_of,
+    update_in_round,
     with_counts,
-    with_run_counts,
 )
 
 BATCHES = 24
@@ -287,9 +286,13 @@ def test_moments_of_unlike_ages_are_handed_over_as_one_of_their_mean_age(devices
 def test_counts_by_hand():
     state = (optax.ScaleByAdamState(jnp.int32(7), jnp.ones(2), jnp.ones(2)), optax.ScaleByScheduleState(jnp.int32(20)))
     assert are_schedules(state) == [False, True]
-    assert [int(n) for n in counts_of(with_run_counts(state, [jnp.int32(5), jnp.int32(18)], 2.5))] == [7, 23]
-    seen, after = (with_counts(state, list(map(jnp.int32, counts))) for counts in ((7, 23), (8, 24)))
-    assert [int(n) for n in counts_of(advance_counts(state, seen, after))] == [8, 21]
+
+    def update(seen):
+        assert [int(n) for n in counts_of(seen)] == [7, 23]
+        return "params", with_counts(seen, list(map(jnp.int32, (8, 24))))
+
+    params, after = update_in_round(update, state, [jnp.int32(5), jnp.int32(18)], 2.5)
+    assert (params, [int(n) for n in counts_of(after)]) == ("params", [8, 21])
     after, accumulated = advance_by_batches(5, state, with_counts(state, list(map(jnp.int32, (8, 21)))), 0)
     assert ([int(n) for n in counts_of(after)], int(accumulated)) == ([8, 25], 0)
     assert counts_of({"key": jax.random.key(0), "n": jnp.uint32(3), "x": jnp.zeros(()), "i": jnp.arange(2)}) == []
