@@ -347,6 +347,7 @@ class Feed:
     def __init__(self, reader: BatchReader, steps: Sequence[Step]):
         self._reader = reader
         self.steps = list(steps)
+        self._is_stopped = False
         self.taken: Sequence[tuple[Key, slice]] = ()  # the batches, and their rows, of the step that was last taken
 
     def request(self, position: int) -> None:
@@ -355,7 +356,8 @@ class Feed:
                 self._reader.request(piece.key)
 
     def stop(self) -> None:
-        """End the round after an error."""
+        """End the round after an error, or before its end: no further batches are taken."""
+        self._is_stopped = True
         self._reader.stop()
 
     def peek(self, position: int) -> Any:
@@ -364,6 +366,8 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         for position, step in enumerate(self.steps):
+            if self._is_stopped:
+                return
             batch, self.taken = join_pieces(step, self._reader.take)
             self.request(position + self._reader.depth)
             if batch is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -382,9 +382,18 @@ class Engine:
                 result = result._replace(group_ms=1e3 * groups[0].merge.waited_s[groups[0].member])
             return result
 
-        results = list(
-            self._pool.map(run_one, self._replicas, planned.state.local_states, feeds, self._pauses(planned))
-        )
+        running: list[Future[LocalResult]] = []
+        try:
+            for one in zip(self._replicas, planned.state.local_states, feeds, self._pauses(planned), strict=True):
+                running.append(self._pool.submit(run_one, *one))
+            results = [one.result() for one in running]
+        except BaseException:
+            # Of a keyboard interrupt, too: what still runs would take batches and threads of the next round.
+            for feed in feeds:
+                feed.stop()
+            if self._group.num_processes == 1:  # else the others may wait, and the interrupt ends this process
+                wait(running)
+            raise
         if planned.state.in_flight is not None:
             planned.state.in_flight.result()
         return results

@@ -238,9 +238,14 @@ def evaluate(
         return _run(program, group, sources[rank], placement, local) if rank in sources else []
 
     with group.errors_everywhere(engine.ranks[0], "an evaluation"):
-        for rank, results in zip(engine.ranks, engine.map(run_one, state.local_states), strict=True):
-            if rank in sources and sources[rank].owned:
-                found |= {result.index: result for result in results}
+        try:
+            for rank, results in zip(engine.ranks, engine.map(run_one, state.local_states), strict=True):
+                if rank in sources and sources[rank].owned:
+                    found |= {result.index: result for result in results}
+        except BaseException:  # of a keyboard interrupt, too
+            for source in sources.values():
+                source.stop()
+            raise
         for source in sources.values():
             if source.error:
                 raise source.error

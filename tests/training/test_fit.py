@@ -1,6 +1,9 @@
 """Epochs in a row: callbacks, stopping, dry runs, progress, interrupts."""
 
 import itertools
+import os
+import signal
+import time
 
 import jax
 import numpy as np
@@ -8,6 +11,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.replicas._replica import Replica
 from jaxche.training._state import Stop
 
 
@@ -103,6 +107,36 @@ def test_an_interrupt_returns_what_was_reached_and_says_so_without_progress(trai
     state, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[interrupt], progress=False)
     assert state.round == len(history) == 2
     assert "interrupted: fit returns the state after round 1, and the script goes on after it" in caplog.text
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_interrupt_within_a_round_ends_its_steps(problem, devices, monkeypatch, same, streams):
+    """What still ran took batches and threads of the next fit, which then waited forever for a stream."""
+    run, active, calls = Replica.run, [], []
+
+    def interrupted(self, local, feed, *rest):
+        active.append(self.rank)
+        calls.append(self.rank)
+        if len(calls) == 3:  # the first one in the second round
+            time.sleep(0.2)  # until the other one runs, too
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        result = run(self, local, feed, *rest)
+        active.remove(self.rank)
+        return result
+
+    monkeypatch.setattr(Replica, "run", interrupted)
+    data = jaxche.Stream(lambda epoch: iter([*problem.data.epoch(epoch)])) if streams else problem.data
+    che = jaxche.ElChe(2, 3, max_anchor=3, max_batch_diff=0)
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), che=che, replicas=devices[:2])
+    state, history = trainer.fit(trainer.init(problem.params), data, progress=False)
+    assert (state.round, len(history), active) == (1, 1, [])
+    state, _ = trainer.fit(state, data, max_steps=len(problem.data) - state.steps, progress=False)
+    assert state.examples == len(problem.data) * problem.data.batch_size
+    other = jaxche.Trainer(problem.loss, optax.adam(0.02), che=che, replicas=devices[:2])
+    whole, _ = other.fit(other.init(problem.params), problem.data, progress=False)
+    if not streams:  # whose replicas take batches in another order
+        same(trainer.params(state), other.params(whole))
 
 
 def test_an_error_keeps_the_last_good_state(trainer, problem):
