@@ -1,8 +1,8 @@
 """Epochs in a row: callbacks, stopping, dry runs, progress, interrupts."""
 
 import itertools
-import os
 import signal
+import threading
 import time
 
 import jax
@@ -109,6 +109,14 @@ def test_an_interrupt_returns_what_was_reached_and_says_so_without_progress(trai
     assert "interrupted: fit returns the state after round 1, and the script goes on after it" in caplog.text
 
 
+def interrupt():
+    """Interrupt ``fit`` as Ctrl-C does, once it waits: Python can miss a signal on the way into a wait."""
+    time.sleep(0.3)
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_interrupt_within_a_round_ends_its_steps(problem, devices, monkeypatch, same, streams):
     """What still ran took batches and threads of the next fit, which then waited forever for a stream."""
@@ -118,8 +126,7 @@ def test_an_interrupt_within_a_round_ends_its_steps(problem, devices, monkeypatc
         active.append(self.rank)
         calls.append(self.rank)
         if len(calls) == 3:  # the first one in the second round
-            time.sleep(0.2)  # until the other one runs, too
-            os.kill(os.getpid(), signal.SIGINT)
+            interrupt()
             time.sleep(0.5)
         result = run(self, local, feed, *rest)
         active.remove(self.rank)
@@ -137,6 +144,21 @@ def test_an_interrupt_within_a_round_ends_its_steps(problem, devices, monkeypatc
     whole, _ = other.fit(other.init(problem.params), problem.data, progress=False)
     if not streams:  # whose replicas take batches in another order
         same(trainer.params(state), other.params(whole))
+
+
+def test_an_interrupt_does_not_wait_for_a_stream_that_has_stalled(problem, devices):
+    returned, waits = threading.Event(), []
+
+    def batches(epoch):
+        yield from itertools.islice(problem.data.epoch(epoch), 4)
+        interrupt()
+        waits.append(returned.wait(20))
+
+    che = jaxche.ElChe(2, 3, max_anchor=3, max_batch_diff=0)
+    trainer = jaxche.Trainer(problem.loss, optax.adam(0.02), che=che, replicas=devices[:2])
+    trainer.fit(trainer.init(problem.params), jaxche.Stream(batches), progress=False)
+    assert waits == []
+    returned.set()
 
 
 def test_an_error_keeps_the_last_good_state(trainer, problem):
