@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, RowShares
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
+from jaxche.replicas import LocalState
 from jaxche.reports import History
 from jaxche.training._fingerprint import NONDETERMINISTIC
 from jaxche.training._hooks import Run
@@ -98,9 +99,9 @@ class Membership:
             message["opt_states_differ"] = state.opt_states_differ
             arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
         self._group.admit(admitted, message, arrays)
-        engine.arrange(order, state.local_states)
-        self._pending = None
-        run.state, run.previous = state, None
+        # Before the collectives that follow: if a process dies in them, the state has the ranks of the engine.
+        run.state, run.previous, self._pending = state, None, None
+        self._arrange(order, state.local_states)
         processes = ", ".join(map(str, admitted))
         _log.warning("process %s joined: continuing from round %s with %s", processes, state.round, len(order))
         self._call_hooks(run, shrunk=False)
@@ -114,7 +115,7 @@ class Membership:
         """
         trainer, engine, group, state = self._trainer, self._trainer._engine, self._group, run.state
         own = [engine.order[rank] for rank in engine.ranks]
-        engine.arrange(own, state.local_states)
+        self._arrange(own, state.local_states)
         plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)
         engine.prepare(state.local_states, run.data, plan, trainer._fingerprint_of(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"
@@ -132,15 +133,16 @@ class Membership:
                 _log.warning("process %s was not admitted, and tries again: %s", group.process_index, error)
                 group.restart()
         self._measured = {rank: (steps, ms) for rank, (steps, ms) in message["measured"]}
-        engine.arrange(message["order"], local_states)
+        order = message["order"]
         che = trainer._che and replace(
-            trainer._che, world_size=trainer.world_size, batch_counts=(), ms_per_batch=(), ms_samples=()
+            trainer._che, world_size=len(order), batch_counts=(), ms_per_batch=(), ms_samples=()
         )
         differ = message["opt_states_differ"]
         state = replace(state, local_states=local_states, che=che, opt_states_differ=differ)
         run.state = with_metadata(state, message["state"])
         run.previous, run.history = None, History.from_json(message["history"])
         try:
+            self._arrange(order, local_states)
             self._call_hooks(run, shrunk=False)
         except PeerLostError as error:
             self.recover(run, error)
@@ -180,7 +182,7 @@ class Membership:
         while True:
             try:
                 (state, order, lost), before = self._common_state(state, before, error), None
-                self._trainer._engine.arrange(order, state.local_states)
+                self._arrange(order, state.local_states)
             except PeerLostError as another:  # another process died meanwhile
                 if another is error or isinstance(another, TakenForDeadError):
                     raise
@@ -216,6 +218,12 @@ class Membership:
         if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round
             trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured.get(order[0], (1, 0.0))[0]
         return state, order, lost
+
+    def _arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
+        """Continue with these ranks; all members call it together."""
+        engine = self._trainer._engine
+        engine.arrange(order, local_states)
+        engine.connect(local_states)
 
     def _count_false_alarm(self, round: int, error: PeerLostError) -> None:
         """Raise the error if connections have broken too often in one round while all processes are alive."""

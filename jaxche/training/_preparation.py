@@ -53,6 +53,7 @@ class PreparedEngine(Engine):
     """An engine, from the placement of its replicas to the first step, and after a change of its replicas."""
 
     _merge_type: Any = Merge  # of several replicas
+    _own_resources: Sequence[tuple[int, dict[str, int], float]] = ()  # of the local replicas, once they are compiled
 
     def placement(self, params: Any, model_state: Any, opt_state: Any = None) -> tuple[LocalState, ...]:
         """Put the same parameters and states on every local replica."""
@@ -89,6 +90,11 @@ class PreparedEngine(Engine):
             replica.rank = rank
         if replicas:
             self._set_merge(self._make_merge(local_states[0]))
+
+    def connect(self, local_states: Sequence[LocalState]) -> None:
+        """Merge once over the connections of the ranks of :meth:`arrange`; all processes call it together."""
+        if self._replicas:
+            self._share_resources()
             self._warm_up_merge(local_states)
 
     def prepare(
@@ -122,10 +128,8 @@ class PreparedEngine(Engine):
         except Exception:
             self._replicas = []  # so that a corrected call prepares again
             raise
-        self._memory, self._row_limits = {}, {}
-        everywhere = self._group.all_gather(self._resources(local_states))
-        for rank, memory, rows in itertools.chain.from_iterable(everywhere):
-            self._memory[rank], self._row_limits[rank] = memory, rows
+        self._own_resources = self._resources(local_states)
+        self._share_resources()
         if self.world_size > 1:
             self._warm_up_merge(local_states)
         for group in self._local_groups:  # compile before any clock starts
@@ -246,6 +250,12 @@ class PreparedEngine(Engine):
         if self._digest is None or self._digest[0] is not reader:
             self._digest = (reader, data_digest(reader, len(data)))
         return self._digest[1]
+
+    def _share_resources(self) -> None:
+        """Exchange what the replicas of all processes need, because the rows of each follow from the memory of all."""
+        self._memory, self._row_limits = {}, {}
+        for rank, memory, rows in itertools.chain.from_iterable(self._group.all_gather(self._own_resources)):
+            self._memory[rank], self._row_limits[rank] = memory, rows
 
     def _resources(self, local_states: Sequence[LocalState]) -> list[tuple[int, dict[str, int], float]]:
         """For each local replica its rank, the bytes that a round needs, and its largest step in rows."""

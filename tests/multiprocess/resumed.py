@@ -21,6 +21,7 @@ import jaxche
 from jaxche.distributed import _elastic_group
 from jaxche.replicas import _merge
 from jaxche.training import _plan
+from jaxche.training._preparation import PreparedEngine
 
 EPOCHS = 3
 # Of a run long enough for a replacement to come.
@@ -186,7 +187,7 @@ def die_in_merge():
 
 
 def die_in_admission(moment):
-    """Process 0 dies while it sends its state, or the first replacement of process 1 while it receives one."""
+    """Process 0 dies while it sends its state, a replacement while it receives one, or process 2 right after that."""
     restart = int(os.environ.get("JAXCHE_RESTART", 0))
 
     def die(*args):
@@ -196,6 +197,15 @@ def die_in_admission(moment):
         _elastic_group.send_state = die
     if moment == "candidate" and jax.process_index() == 1 and restart == 1:
         _elastic_group.receive_state = die
+    if moment == "member" and jax.process_index() == 2 and not restart:
+        arrange = PreparedEngine.arrange
+
+        def arrange_or_die(self, order, local_states):
+            if len(order) > self.world_size:
+                die()
+            arrange(self, order, local_states)
+
+        PreparedEngine.arrange = arrange_or_die
 
 
 def fail_to_read(step):

@@ -274,16 +274,16 @@ def test_process_0_dies_in_a_merge_and_at_the_end(program, tmp_path, capfd, what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["sender", "candidate"])
+@pytest.mark.parametrize("moment", ["sender", "candidate", "member"])
 def test_a_death_in_an_admission_costs_another_try(program, tmp_path, capfd, moment):
-    what = f"JOIN unsaved dies-{moment}"
+    what, victim = f"JOIN unsaved dies-{moment}", {"sender": 0, "candidate": 1, "member": 2}[moment]
     code, results = run(tmp_path / "run", what, 3, processes=3, elastic=True, max_restarts=2)
     err = capfd.readouterr().err
     assert code == 0, err
     assert len(results) >= 2
     assert all(result == results[0] for result in results)
     assert read(results[0]["rounds"]) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
-    assert f"rank {0 if moment == 'sender' else 1} was ended by SIGKILL" in err
+    assert f"rank {victim} was ended by SIGKILL" in err
     if moment == "sender":
         assert "was not admitted, and tries again" in err
 

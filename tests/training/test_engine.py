@@ -77,3 +77,17 @@ def test_user_data_is_never_read_from_two_threads_at_once(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:4])
     state, _ = trainer.fit(trainer.init(problem.params), Touchy(), epochs=3, progress=False)
     assert state.epoch == 3
+
+
+def test_after_a_change_of_the_ranks_all_have_the_limits_of_all(trainer, problem, monkeypatch):
+    """A process that joins later has seen no other memory, and that of a rank may be new."""
+    state, _ = trainer.round(trainer.init(problem.params), problem.data)
+    engine = trainer._engine
+    before = engine.max_rows
+    first = engine._own_resources[0]
+    theirs = [[(0, first[1] | {"in all": 7}, 4.0)], engine._own_resources[1:]]
+    monkeypatch.setattr(type(trainer._group), "all_gather", lambda self, value: theirs)
+    engine.arrange([0, 1, 2], state.local_states)
+    engine.connect(state.local_states)
+    assert engine.max_rows == [4.0, *before[1:]]
+    assert trainer.memory[0]["in all"] == 7
