@@ -92,7 +92,7 @@ class Arguments:
         auto = self.policy is ApplyPolicy.AUTO
         if auto:
             given = {"average": average, "outer": outer, "scaling": scaling, "che": che}
-            check_auto(given | {"joined_batches": joined_batches}, staged, elastic)
+            check_auto(given | {"joined_batches": joined_batches}, staged)
         average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
         self.overlap = overlap = checked_overlap(overlap)
         if merge == "auto":
@@ -165,9 +165,11 @@ class Arguments:
             max_rows=checked_max_rows(max_rows, self.rows, world_size),
         )
         self._engine = self._local_engine = (StagedEngine if staged else PreparedEngine)(settings)
+        self._engines = [self._engine]
         self._chooses = auto and world_size > 1
         if self._chooses:  # the programs of exact sync beside those of local steps
             self._sync_engine = PreparedEngine(replace(settings, average="gradients", merge="steps", opt_state="local"))
+            self._engines.append(self._sync_engine)
         self._fingerprint = {
             "policy": self.policy.value,
             "average": average,

@@ -167,7 +167,7 @@ def check_fleet(fleet: Any, world_size: int, num_processes: int, pace_ms: Any) -
         raise ValueError(f"pace_ms={pace_ms!r} pads real time, and fleet= replaces it; leave one of them out")
 
 
-def check_auto(given: Mapping[str, Any], staged: bool, elastic: bool) -> None:
+def check_auto(given: Mapping[str, Any], staged: bool) -> None:
     """Refuse arguments of one policy where ``policy="auto"`` changes between two."""
     for name, value in given.items():
         if value is not None:
@@ -175,9 +175,10 @@ def check_auto(given: Mapping[str, Any], staged: bool, elastic: bool) -> None:
                 f"policy='auto' changes between exact sync and local steps, and {name}= is of one of them; leave it "
                 "out, or write policy='sync' or policy='cadence'"
             )
-    if staged or elastic:
-        what = "a jaxche.Partitioned" if staged else "an elastic run"
-        raise ValueError(f"policy='auto' has no programs for {what}; write policy='cadence' or policy='sync'")
+    if staged:
+        raise ValueError(
+            "policy='auto' has no programs for a jaxche.Partitioned; write policy='cadence' or policy='sync'"
+        )
 
 
 def checked_overlap(overlap: Any) -> float:

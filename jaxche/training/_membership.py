@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxche.cadence import ApplyPolicy, ElChe, RoundPlan, RowShares
+from jaxche.cadence import ApplyPolicy, Choice, ElChe, RoundPlan, RowShares
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
 from jaxche.replicas import LocalState
 from jaxche.reports import History
@@ -91,7 +91,7 @@ class Membership:
         for hook in run.hooks:
             hook.on_admission()
         # The broadcast waits for all: all members admit them, or none.
-        state = replace(run.state, che=self._agreed(run.state.che, order), row_shares=RowShares())
+        state = self._of_ranks(run.state, order)
         message, arrays = {}, []
         if self._group.is_first:
             message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
@@ -117,7 +117,8 @@ class Membership:
         own = [engine.order[rank] for rank in engine.ranks]
         self._arrange(own, state.local_states)
         plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)
-        engine.prepare(state.local_states, run.data, plan, trainer._fingerprint_of(state, plan))
+        for one in trainer._engines:
+            one.prepare(state.local_states, run.data, plan, trainer._fingerprint_of(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"
         _log.warning(text, group.process_index)
         while True:
@@ -214,16 +215,31 @@ class Membership:
         if not order:
             error.add_note(f"process {', '.join(map(str, lost))} died, and the remaining processes cannot continue")
             raise error
-        state = replace(state, che=self._agreed(state.che, order), row_shares=RowShares())
+        state = self._of_ranks(state, order)
         if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round
             trainer._solo_steps = 1 if trainer.policy is ApplyPolicy.SYNC else self._measured.get(order[0], (1, 0.0))[0]
         return state, order, lost
 
     def _arrange(self, order: Sequence[int], local_states: Sequence[LocalState]) -> None:
-        """Continue with these ranks; all members call it together."""
-        engine = self._trainer._engine
-        engine.arrange(order, local_states)
-        engine.connect(local_states)
+        """Continue with these ranks on all engines of the trainer; all members call it together."""
+        # All engines have the same ranks, also if a process dies in the collectives that follow.
+        for engine in self._trainer._engines:
+            engine.arrange(order, local_states)
+        for engine in self._trainer._engines:
+            engine.connect(local_states)
+
+    def _of_ranks(self, state: TrainerState, order: Sequence[int]) -> TrainerState:
+        """The state of these ranks; ``policy="auto"`` begins again with exact sync.
+
+        Each update of exact sync measures a merge. Local steps measure one in whole rounds only, and where a round is
+        longer than an epoch none is whole.
+        """
+        choice = state.choice
+        if choice is not None and len(order) > 1:
+            choice = Choice(reason="not measured again since the processes changed: exact sync", since=state.round)
+        elif choice is not None:
+            choice = Choice(ApplyPolicy.CADENCE, reason="one replica is left, which merges nothing", since=state.round)
+        return replace(state, che=self._agreed(state.che, order), row_shares=RowShares(), choice=choice)
 
     def _count_false_alarm(self, round: int, error: PeerLostError) -> None:
         """Raise the error if connections have broken too often in one round while all processes are alive."""

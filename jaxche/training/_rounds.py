@@ -199,7 +199,8 @@ class Rounds(Arguments):
     @property
     def _rules(self) -> PlanRules:
         """The rules of the next plan; an elastic run changes the number of replicas."""
-        return PlanRules(self.policy, self.world_size, self._joined, self._unit, self._solo_steps)
+        joined = self.world_size if self._chooses else self._joined
+        return PlanRules(self.policy, self.world_size, joined, self._unit, self._solo_steps)
 
     def _fingerprint_of(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
         """The fingerprint of a run from its arguments, parameters and data; the engine adds that of the code."""
@@ -311,6 +312,10 @@ class Rounds(Arguments):
             self._engine.measure_batches(reader, plan)
         else:
             self._engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan))
+        # In an elastic run all of them: a process that joins later has to have the same.
+        for engine in self._engines if self._membership else [self._engine]:
+            if not engine.is_prepared:
+                engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan))
         if end.examples is not None:  # the size of a batch is known now
             plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         return plan

@@ -155,6 +155,19 @@ def test_a_record_without_policies_is_replayed_in_exact_sync(problem, devices):
     assert (repeated.policy, again.round) == ("sync", state.round)
 
 
+def test_with_fewer_replicas_an_update_has_as_many_whole_batches(problem, devices):
+    """As after a death in an elastic run: rows of joined batches would be compiled for."""
+    one = trainer(problem, devices, ms=(20, 20, 40))
+    state, _ = one.round(one.init(problem.params), problem.data)
+    for engine in one._engines:
+        engine.arrange([0, 2], state.local_states)
+    fewer = replace(
+        state, che=jaxche.ElChe(2, 1), row_shares=jaxche.cadence.RowShares(), choice=jaxche.cadence.Choice()
+    )
+    plan = one._plan(fewer, len(problem.data))
+    assert (plan.counts, plan.shares) == ((1, 1), ())
+
+
 def test_one_replica_trains_plainly(problem, devices, same):
     runs = []
     for policy in ("auto", "cadence"):

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxche.cadence import ElChe
+from jaxche.cadence import ApplyPolicy, Choice, DivergenceCorrection, ElChe, RowShares
 from jaxche.distributed import PeerLostError
 from jaxche.training._groups import Groups
 from jaxche.training._membership import Membership, ranks_of
+from jaxche.training._state import TrainerState
 
 
 def test_ranks_train_whose_processes_are_all_there():
@@ -83,3 +84,19 @@ def test_counts_that_the_limit_of_the_lead_held_back_stay_so_without_the_slowest
     assert che.batch_counts == (2, 6, 6)  # rounds of (2, 2, 2)
     two = membership(che).rearranged(che, [1, 2])
     assert two.batch_counts == (2, 2)
+
+
+def test_the_choice_between_sync_and_local_steps_is_made_again_from_exact_sync():
+    che = ElChe(3, 4, 0.1).report_timing([40.0, 80.0, 160.0], [4, 4, 4], 1.0)
+    one, shares = membership(che), RowShares().report([1, 1], [8, 8], [20.0, 50.0])
+    one._group = SimpleNamespace(broadcast=lambda value: value)
+    choice = Choice(ApplyPolicy.CADENCE, active=(True, False, True), reason="measured", since=3)
+    state = TrainerState((), che, DivergenceCorrection(), round=9, row_shares=shares, choice=choice)
+    two = one._of_ranks(state, [0, 2])
+    assert (two.choice.policy, two.choice.active, two.choice.since) == (ApplyPolicy.SYNC, (), 9)
+    assert two.choice.reason.startswith("not measured again")
+    assert two.row_shares == RowShares()
+    assert two.che.world_size == 2
+    one._trainer._engine.order = [0, 2]
+    alone = one._of_ranks(two, [2])
+    assert (alone.choice.policy, alone.che) == (ApplyPolicy.CADENCE, None)

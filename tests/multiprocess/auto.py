@@ -1,0 +1,98 @@
+"""An elastic run with policy="auto", some processes of which die and are replaced; run by ``jaxche launch``."""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxche
+from jaxche import ApplyPolicy
+from jaxche.training import _plan, _preparation
+from jaxche.training._state_dict import metadata
+
+WORLD = 3
+# Rounds of all processes before the next death, and before the end.
+BETWEEN = 14
+# Each process measures these for itself, and the table of a round has those of all.
+LOCAL = ("sync_ms", "hidden_ms")
+
+
+class Problem:
+    """The same in every process, and in the test."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(8 * 40, 5)).astype(np.float32)
+        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
+        self.data = jaxche.Batches({"x": x, "y": y}, batch_size=8, seed=3)
+        self.params = {"w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3, "b": np.zeros(2, np.float32)}
+
+    @staticmethod
+    def loss(params, batch, rng):
+        out = batch["x"] @ params["w"] + params["b"]
+        return jnp.mean((jnp.tanh(out * jax.random.bernoulli(rng, 0.8, out.shape)) - batch["y"]) ** 2)
+
+    def trainer(self, replicas):
+        return jaxche.Trainer(self.loss, optax.adam(0.02), policy="auto", replicas=replicas)
+
+
+def alternate():
+    """Once replicas and merges are measured, exact sync and local steps in turns, whatever this machine measures."""
+    choose = _plan.choose
+
+    def chosen(now, shares, che, batch_rows, round, unit=1):
+        found = choose(now, shares, che, batch_rows, round, unit)
+        if found is now:  # not measured yet
+            return now
+        policy, joined = (ApplyPolicy.CADENCE, 0) if round // 5 % 2 else (ApplyPolicy.SYNC, che.world_size + 1)
+        since = now.since if policy is now.policy else round
+        return replace(found, policy=policy, joined=joined, active=(), since=since)
+
+    _plan.choose = chosen
+
+
+def main(folder, *victims):
+    # A stall of this machine cuts no round short.
+    _plan._MIN_EXTRA_MS = 60_000.0
+    alternate()
+    jaxche.initialize(timeout_s=60)
+    own, restart = jax.process_index(), int(os.environ["JAXCHE_RESTART"])
+    # Processes whose devices have different memory: one of them takes its rows in several steps.
+    _preparation.row_limit = lambda *_: 4.0 if own == 0 else 100.0
+    problem, worlds, states = Problem(), [], {}
+    trainer = problem.trainer(jaxche.devices())
+
+    def callback(state, info):
+        world = len(info.counts)
+        worlds.append(world)
+        states[info.round] = {name: value for name, value in metadata(state).items() if name not in LOCAL}
+        if world < WORLD:
+            time.sleep(0.3)  # so that a replacement comes in time
+        deaths = sum(before == WORLD > after for before, after in itertools.pairwise(worlds))
+        if worlds[-BETWEEN:] != [WORLD] * BETWEEN:
+            return False
+        if not restart and deaths < len(victims) and int(victims[deaths]) == own:
+            signal.raise_signal(signal.SIGKILL)
+        return deaths == len(victims)
+
+    start = trainer.init(problem.params)
+    state, history = trainer.fit(start, problem.data, 1000, callbacks=[callback], progress=False)
+    result = {
+        "params": jax.tree.map(np.ndarray.tolist, jax.device_get(trainer.params(state))),
+        "history": history.to_json(),
+        "states": states,
+    }
+    (Path(folder) / f"{own}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
