@@ -226,7 +226,9 @@ def connect(address: list[Any], text: str, timeout_s: float) -> socket.socket:
 def _open(host: str, port: int, name: str | None, timeout_s: float) -> socket.socket:
     if _LOCAL and name is not None:
         sock = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError):  # it is on another machine or in another container
+        # With a timeout it is an error, and no wait, if too many connections wait for a listener that is stopped.
+        sock.settimeout(timeout_s)
+        with contextlib.suppress(OSError):  # or it is on another machine or in another container
             sock.connect(f"\0{name}")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             return sock

@@ -1,5 +1,6 @@
 """Who greets with the token is handed over, by the shorter way where there is one; all others get nowhere."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import queue
 import resource
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -57,6 +59,32 @@ def test_on_one_machine_the_local_socket_is_taken(heard):
     other, text = heard.queue.get(timeout=20)
     assert (sock.family, text) == (socket.AF_UNIX, "stage 3")
     talk(sock, other)
+
+
+@linux
+def test_a_listener_that_is_stopped_holds_up_nobody():
+    """Its queue of local connections is full, and the system would wait for ever."""
+    name, found = f"jaxche-test-{os.getpid()}", []
+
+    def call(port):
+        with pytest.raises(TimeoutError) as raised:
+            connect(["127.0.0.1", port, name, 32 * "t"], "x", 0.2)
+        found.append(str(raised.value))
+
+    with contextlib.ExitStack() as stack:
+        remote = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind(f"\0{name}")
+        local.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sock.setblocking(False)
+                sock.connect(f"\0{name}")
+        thread = threading.Thread(target=call, args=[remote.getsockname()[1]], daemon=True)
+        thread.start()
+        thread.join(10)
+        assert "did not accept a connection within 0.2 s" in found[0]
 
 
 @pytest.mark.parametrize("name", ["jaxche-of-another-machine", None])
