@@ -80,13 +80,15 @@ class Liveness:
             return False
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            with contextlib.suppress(OSError), self._sock:
+        while True:
+            with contextlib.suppress(OSError), self._sock:  # closes it, also if this process stopped while it connected
                 self._exchange(self._sock)
             while not self._closed.wait(_RETRY_S):
                 with contextlib.suppress(OSError):
                     self._sock = self._connect()
                     break
+            else:
+                return
 
     def _exchange(self, sock: socket.socket) -> None:
         """Send heartbeats and read which incarnations have ended, until the connection breaks."""

@@ -133,6 +133,25 @@ def test_a_process_that_is_cut_off_and_connects_again_is_alive(run, until):
     assert one.is_connected
 
 
+def test_a_process_that_stops_while_it_connects_again_leaves_no_connection(run, until):
+    server, connected = run
+    one = connected(1, local=False)
+    assert until(lambda: server._peers)
+    (cut,), connect_again, connecting = server._peers, one._connect, threading.Event()
+
+    def connect_late():
+        connecting.set()
+        one._closed.wait()
+        return connect_again()
+
+    one._connect = connect_late
+    cut.shutdown(socket.SHUT_RDWR)
+    assert connecting.wait(20)
+    one.stop()
+    assert one._sock.fileno() == -1
+    assert until(lambda: server.ended == {(1, 1)})
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has local sockets with names that are not files")
 def test_only_a_process_of_another_machine_has_time_to_connect_again(monkeypatch, until):
     now, local, remote = [0.0], module.Incarnation(0, 1), module.Incarnation(1, 1)
