@@ -15,6 +15,7 @@ while read -r word rest; do
   case $word in
     end) exit 0 ;;
     clear) groups= folder= ;;
+    remove) kept=; for group in $groups; do [ "$group" = "$rest" ] || kept="$kept $group"; done; groups=$kept ;;
     folder) folder=$rest ;;
     *) groups="$groups $word" ;;
   esac
@@ -47,6 +48,10 @@ class Reaper:
     def add(self, group: int) -> None:
         """Adds a process group."""
         self._send(str(group))
+
+    def remove(self, group: int) -> None:
+        """Removes a process group that has ended, because the system may reuse its number."""
+        self._send(f"remove {group}")
 
     def add_folder(self, path: str) -> None:
         """Adds the temporary folder of the launcher, which is removed after the groups have ended."""

@@ -212,6 +212,8 @@ class WorkerGroup:
         self._log_exit(rank, code)
         self._running.discard(rank)
         if code == 0:
+            if not _signal_group(self._ranks[rank].pid, 0):  # it has left no children
+                self._forget(self._ranks[rank].pid)
             if context.elastic and not has_ended:
                 self._end_deadline = time.monotonic() + context.grace_s
             return None
@@ -222,7 +224,7 @@ class WorkerGroup:
             context.print(f"rank {rank} {describe(code)}; the others continue")
             # Its children end now, because the system may reuse the number of the group before the others end.
             _signal_group(self._ranks[rank].pid, signal.SIGKILL)
-            self._groups.discard(self._ranks[rank].pid)
+            self._forget(self._ranks[rank].pid)
             if self._replacements and not has_ended and code != BAD_INPUT:
                 self._replace(rank)
             return None
@@ -233,6 +235,11 @@ class WorkerGroup:
         if self._stop_signal is not None:
             return GroupResult(128 + self._stop_signal, by_signal=True)
         return GroupResult(128 - code if code < 0 else code, rank)
+
+    def _forget(self, group: int) -> None:
+        """Forgets a process group that has ended, because the system may reuse its number."""
+        self._groups.discard(group)
+        self._context.reaper.remove(group)
 
     def end(self) -> None:
         """Kills the remaining processes with their children, and reads their output to the end."""
@@ -299,7 +306,9 @@ def _name(number: int) -> str:
     return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
 
 
-def _signal_group(group: int, number: int) -> None:
-    # The process group exists as long as children of the rank run.
+def _signal_group(group: int, number: int) -> bool:
+    """Signals a process group, which exists as long as children of the rank run; returns whether it does."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
+        return True
+    return False

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-# Gives the groups in its arguments to an start_reaper, and waits to be killed.
+# Gives the groups in its arguments to a reaper, takes back those with a minus sign, and waits to be killed.
 LAUNCHER = """
 import sys, time
 from jaxche.cluster._reaper import start_reaper
 with start_reaper(float(sys.argv[1])) as home:
     home.add_folder(sys.argv[2])
     for group in sys.argv[3:]:
-        home.add(int(group))
+        home.add(int(group)) if int(group) > 0 else home.remove(-int(group))
     print("ready", flush=True)
     time.sleep(100)
 """
@@ -62,6 +62,17 @@ def test_dead_ranks_do_not_shorten_the_grace_of_others(start, tmp_path):
     assert other.wait(timeout=20) == -signal.SIGTERM
     assert saves.wait(timeout=20) == 143
     assert (tmp_path / "checkpoint").exists()
+
+
+def test_a_group_that_has_ended_and_whose_number_is_another_program_gets_no_signal(start, tmp_path):
+    rank, other, third = start("sleep", "100"), start("sleep", "100"), start("sleep", "100")
+    groups = [str(number) for number in (rank.pid, other.pid, third.pid, -other.pid)]
+    launcher = start(sys.executable, "-c", LAUNCHER, "1", str(tmp_path / "none"), *groups)
+    until_ready(launcher)
+    launcher.kill()
+    # In their order: the third gets its signal after the other would have got one.
+    assert [one.wait(timeout=20) for one in (rank, third)] == [-signal.SIGTERM] * 2
+    assert other.poll() is None
 
 
 def test_kill_after_the_grace_and_no_folder_is_left(start, tmp_path, until):

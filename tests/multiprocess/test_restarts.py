@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxche.cluster import launch
+from jaxche.cluster._reaper import Reaper
 
 
 @pytest.fixture
@@ -253,12 +254,49 @@ def test_children_of_a_rank_that_dies_end_at_once_and_its_number_gets_no_later_s
                 time.sleep(0.05)
             fcntl.flock(lock, fcntl.LOCK_EX)
     """)
-    signalled, send = [], os.killpg
-    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group) or send(group, number))
+    signalled, removed = recorded(monkeypatch)
     events = tmp_path / "events.jsonl"
     assert launch(command, 2, elastic=True, grace_s=0.5, events=events) == 0
-    (dead,) = [event["pid"] for event in json_lines(events) if (event["event"], event.get("rank")) == ("start", 1)]
-    assert signalled.count(dead) == 1
+    dead = pid_of(1, json_lines(events))
+    assert [group for group, _ in signalled].count(dead) == 1
+    assert dead in removed
+
+
+def test_the_number_of_a_rank_that_has_succeeded_gets_no_later_signal(script, monkeypatch, tmp_path, json_lines):
+    command = script(f"""
+        import fcntl
+        with open({str(tmp_path / "lock")!r}, "w") as lock:
+            held = lock.name + "ed"
+            if rank == 1:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                open(held, "w").close()
+                sys.exit(0)
+            while not os.path.exists(held):
+                time.sleep(0.05)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # once the other has ended
+            time.sleep(1.0)
+            sys.exit(3)
+    """)
+    signalled, removed = recorded(monkeypatch)
+    events = tmp_path / "events.jsonl"
+    assert launch(command, 2, grace_s=0.5, events=events) == 3
+    ended = pid_of(1, json_lines(events))
+    assert [number for group, number in signalled if group == ended] == [0]  # whether it has left children
+    assert ended in removed
+
+
+def recorded(monkeypatch):
+    """The signals that the launcher sends to process groups, and the groups that its reaper forgets."""
+    signalled, send = [], os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append((group, number)) or send(group, number))
+    removed, remove = [], Reaper.remove
+    monkeypatch.setattr(Reaper, "remove", lambda self, group: removed.append(group) or remove(self, group))
+    return signalled, removed
+
+
+def pid_of(rank, events):
+    (pid,) = [event["pid"] for event in events if (event["event"], event.get("rank")) == ("start", rank)]
+    return pid
 
 
 def test_signals_without_a_name_are_numbers(script, capfd, tmp_path, json_lines):
