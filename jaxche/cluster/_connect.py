@@ -27,8 +27,9 @@ from jaxche.distributed import (
     HEARTBEAT_TIMEOUT_S,
     LIVENESS,
     coordinator_bind,
-    is_coordinator,
+    is_alive,
     is_loopback,
+    liveness_here,
     start_coordinator,
 )
 
@@ -90,6 +91,7 @@ def connect(
             if LIVENESS not in os.environ:
                 _start_coordinator(found, loopback_only, timeout_s)
         _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
+        _refuse_second(found)
     elif found.process_id == 0:
         _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
     else:
@@ -121,12 +123,36 @@ def _start_coordinator(found: Detected, loopback_only: bool, timeout_s: float) -
     assert found.address is not None
     assert found.num_processes is not None
     host, _, port = found.address.rpartition(":")
-    if is_coordinator(int(port)):
+    if liveness_here(int(port)):
         return
     _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
     bind = coordinator_bind(found.address, os.environ)
     started = start_coordinator(found.address, found.num_processes, bind, timeout_s + _START_S)
     os.environ[LIVENESS] = json.dumps(started.liveness)
+
+
+def _refuse_second(found: Detected) -> None:
+    """Refuse to take the place of a process that is alive.
+
+    This has to come before JAX connects: the service of JAX has one connection for each number, and ends the first
+    process some minutes after the second has come. A process on another machine than the coordinator can ask only if
+    its environment has the address.
+    """
+    assert found.address is not None
+    assert found.process_id is not None
+    host, _, port = found.address.rpartition(":")
+    liveness = os.environ.get(LIVENESS)
+    if liveness is None and (found.process_id == 0 or is_loopback(host)):
+        liveness = liveness_here(int(port))
+    if not liveness:
+        return
+    with contextlib.suppress(OSError):  # a coordinator that has just started has no processes
+        if is_alive(json.loads(liveness), found.process_id):
+            raise RuntimeError(
+                f"coordinator_address={found.address!r}: process {found.process_id} of a run at this address is alive. "
+                "A second run needs another address, the same in all its processes (JAXCHE_COORDINATOR or "
+                "coordinator_address=), or has to wait until the first one has ended."
+            )
 
 
 @contextlib.contextmanager

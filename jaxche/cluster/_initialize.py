@@ -118,8 +118,9 @@ def initialize(
     Raises:
       ValueError: if the values are incomplete or invalid, the port is in use, or this process sees GPUs of several
         kinds.
-      RuntimeError: if JAX has already started its backend, the run was joined with other values, or the processes
-        disagree on their number or their versions.
+      RuntimeError: if JAX has already started its backend, the run was joined with other values, the processes
+        disagree on their number or their versions, or a process of an elastic run at this address has this number and
+        is alive.
       TimeoutError: if process 0 does not answer within ``timeout_s``. If process 0 answers but other processes are
         missing, jaxlib ends the process, after a line on stderr.
 

@@ -4,7 +4,7 @@ from ._coordinator import (
     HEARTBEAT_TIMEOUT_S,
     Coordinator,
     coordinator_bind,
-    is_coordinator,
+    liveness_here,
     serve_coordinator,
     start_coordinator,
 )
@@ -26,6 +26,7 @@ from ._environment import (
 )
 from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
+from ._liveness import is_alive
 from ._liveness_server import LEAST_TIMEOUT_S
 from ._shared_folder import shared_folder
 from ._transfer import aligned, padded
@@ -58,8 +59,9 @@ __all__ = [
     "connect",
     "coordinator_bind",
     "hang_timeout",
-    "is_coordinator",
+    "is_alive",
     "is_loopback",
+    "liveness_here",
     "on_sigterm",
     "own_address",
     "padded",

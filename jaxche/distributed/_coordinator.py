@@ -17,6 +17,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +30,8 @@ from jaxche.distributed._liveness_server import INTERVAL_S, LEAST_TIMEOUT_S, TIM
 HEARTBEAT_TIMEOUT_S = 100
 # Seconds for a replacement of the last process to connect.
 _EMPTY_S = 5.0
+# Seconds for a coordinator of this machine to answer, and its pause after `accept` has failed.
+_ANSWER_S, _PAUSE_S = 5.0, 0.1
 
 
 class Coordinator(NamedTuple):
@@ -97,16 +101,37 @@ def _is_input_open() -> bool:
     return not select.select([0], [], [], 0)[0] or bool(os.read(0, 1))
 
 
-def is_coordinator(port: int) -> bool:
-    """Whether the coordinator of a run serves at a port of this machine."""
+def liveness_here(port: int) -> str | None:
+    """The address in JSON of the :class:`LivenessServer` of the coordinator that serves at a port of this machine."""
     if sys.platform != "linux":
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(_name(port)) == 0
+        return None
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(_ANSWER_S)
+        sock.connect(_name(port))
+        with sock.makefile(encoding="utf8") as text:
+            return text.read()
+    return None
 
 
 def _name(port: int) -> str:
     return f"\0jaxche-coordinator-{port}"
+
+
+def _serve_address(port: int, liveness: str) -> None:
+    """Give the address of the :class:`LivenessServer` to the processes of this machine, on a thread."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(_name(port))
+    server.listen()
+
+    def serve() -> None:
+        while True:
+            try:
+                with server.accept()[0] as sock:
+                    sock.sendall(liveness.encode())  # it fits into the buffer of the socket, and waits for no reader
+            except OSError:
+                time.sleep(_PAUSE_S)
+
+    threading.Thread(target=serve, daemon=True).start()
 
 
 def coordinator_bind(address: str, env: Mapping[str, str]) -> str:
@@ -145,9 +170,7 @@ def serve_coordinator(
     else:
         server = LivenessServer(own_address(address), timeout_s)
     if sys.platform == "linux":  # only there a name of a local socket needs no file
-        name = socket.socket(socket.AF_UNIX)
-        name.bind(_name(int(address.rpartition(":")[2])))
-        name.listen()
+        _serve_address(int(address.rpartition(":")[2]), json.dumps(server.address))
     if not liveness:
         print(json.dumps(server.address), flush=True)
         null = os.open(os.devnull, os.O_WRONLY)

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxche.distributed._group import PeerLostError, suppress_timeout
 from jaxche.distributed._listener import connect
-from jaxche.distributed._liveness_server import INTERVAL_S, RUN_LOST, Incarnation
+from jaxche.distributed._liveness_server import ALIVE, INTERVAL_S, RUN_LOST, Incarnation
 from jaxche.distributed._watchdog import Watchdog
 
 # The number of processes that have had each index.
@@ -19,6 +19,17 @@ _INCARNATIONS = "jaxche/incarnations/"
 # How long to wait for a key before checking whether its writer is alive.
 _SLICE_MS = 100
 _POLL_S, _RETRY_S, _CONNECT_S, _JOIN_S = 0.05, 0.2, 10.0, 10.0
+
+
+def is_alive(address: list[Any], process: int) -> bool:
+    """Whether the process of a run with this index is alive, from the :class:`LivenessServer` at this address.
+
+    Raises:
+      OSError: the server cannot be reached, or does not answer.
+    """
+    with connect(address, f"{process} 0", _CONNECT_S) as sock:
+        sock.settimeout(_CONNECT_S)
+        return sock.recv(1) == ALIVE
 
 
 class Liveness:

@@ -26,6 +26,11 @@ LEAST_TIMEOUT_S = 4 * INTERVAL_S
 # closes only if its process ends, or connects again after this one was stopped for long.
 _GRACE_S, _LOCAL_GRACE_S = 1.0, 0.1
 _POLL_S = 0.1
+# Whether a process is alive, seconds after the question: it is if it sends a heartbeat later than the first number, and
+# it is not if it sends none until the second one.
+_ALIVE_S, _SILENT_S = 2 * INTERVAL_S, LEAST_TIMEOUT_S
+# The answers.
+ALIVE, NOT_ALIVE = b"1", b"0"
 # What a process sends in place of a heartbeat if no process is left that it could join.
 RUN_LOST = b"!"
 # A longer time between two looks means that this process itself was stopped, and read no heartbeats: in seconds, and as
@@ -44,7 +49,7 @@ class LivenessServer:
     """Accepts a connection of each process, and sends to all of them which processes have ended.
 
     A process greets with its incarnation and sends a byte per heartbeat. It receives a line, ``process incarnation``,
-    for each incarnation that has ended.
+    for each incarnation that has ended. Who greets with number 0 asks whether the process is alive, and gets a byte.
 
     Args:
       host: the address of this machine to listen at.
@@ -67,6 +72,9 @@ class LivenessServer:
         self._peers: dict[socket.socket, Incarnation] = {}
         self._heartbeats: dict[Incarnation, float] = {}
         self._missing: dict[Incarnation, float] = {}
+        # The process that each question is about, and when it came.
+        self._questions: dict[socket.socket, int] = {}
+        self._asked: dict[socket.socket, float] = {}
         self._looked = time.monotonic()
         self._listener = Listener(host, self._accept, local=True, port=port, token=token)
         self.is_run_lost = False
@@ -101,7 +109,8 @@ class LivenessServer:
         self._register_accepted()
         now = time.monotonic()
         if now - self._looked > self._pause_s:
-            for times in (self._heartbeats, self._missing):
+            clocks: list[dict[Any, float]] = [self._heartbeats, self._missing, self._asked]
+            for times in clocks:
                 times.update((one, since + now - self._looked) for one, since in times.items())
         self._looked = now
         silent = [one for one in self.alive if now - self._heartbeats[one] > self._timeout_s]
@@ -109,6 +118,8 @@ class LivenessServer:
         for one in (*silent, *gone):
             self._missing.pop(one, None)
             self._end(one)
+        for sock in list(self._questions):
+            self._answer(sock, now)
 
     def close(self) -> None:
         """Close the listener and all connections."""
@@ -116,6 +127,8 @@ class LivenessServer:
         self._register_accepted()
         for sock in list(self._peers):
             self._drop(sock)
+        for sock in self._questions:
+            sock.close()
         self._selector.close()
 
     def _accept(self, sock: socket.socket, text: str) -> None:
@@ -127,12 +140,28 @@ class LivenessServer:
             while True:
                 sock, peer = self._accepted.get_nowait()
                 sock.setblocking(False)
+                if not peer.number:
+                    self._questions[sock], self._asked[sock] = peer.process, time.monotonic()
+                    continue
                 self._selector.register(sock, selectors.EVENT_READ)
                 self._peers[sock], self._heartbeats[peer] = peer, time.monotonic()
                 self._missing.pop(peer, None)
                 for earlier in [one for one in self.alive if one.process == peer.process and one.number < peer.number]:
                     self._end(earlier)
                 self._send(sock, *sorted(self.ended))
+
+    def _answer(self, sock: socket.socket, now: float) -> None:
+        """Answer whether a process is alive, once that is known."""
+        asked, process = self._asked[sock], self._questions[sock]
+        beats = [self._heartbeats[one] for one in self.alive if one.process == process]
+        last = max(beats, default=-math.inf)
+        # What a process sent before its death may be read somewhat later.
+        is_alive = last > asked + _ALIVE_S
+        if beats and not is_alive and now - max(last, asked) <= _SILENT_S:
+            return
+        del self._questions[sock], self._asked[sock]
+        with sock, contextlib.suppress(OSError):
+            sock.send(ALIVE if is_alive else NOT_ALIVE)
 
     def _read(self, sock: Any) -> None:
         try:

@@ -121,6 +121,62 @@ def test_a_later_incarnation_ends_the_one_before(run, until):
     assert server.alive == {(1, 2)}
 
 
+def test_whether_a_process_is_alive(run, monkeypatch):
+    monkeypatch.setattr(module, "_ALIVE_S", 0.1)
+    monkeypatch.setattr(module, "_SILENT_S", 30.0)
+    server, connected = run
+    one = connected(1)
+    assert client_module.is_alive(server.address, 1)
+    assert not client_module.is_alive(server.address, 0)  # it has not come
+    one.stop()
+    assert not client_module.is_alive(server.address, 1)
+    assert server.alive == set()
+    assert server.ended == {(1, 1)}
+
+
+def test_a_process_is_alive_if_it_sends_heartbeats_after_the_question(monkeypatch):
+    now, one, ends = [100.0], module.Incarnation(1, 1), []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "_POLL_S", 0.0)
+    server = LivenessServer("127.0.0.1")
+
+    def asked(last):
+        """A question that comes now, about a process whose last heartbeat was read at this time."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        ends.append(ours)
+        server._heartbeats = {one: last}
+        server._accepted.put((theirs, module.Incarnation(1, 0)))
+        step()
+        return ours
+
+    def step(to=None):
+        now[0] = to or now[0]
+        server.step()
+
+    question = asked(99.8)
+    server._heartbeats[one] = 100.9  # sent before its death, perhaps
+    step(102.8)
+    with pytest.raises(BlockingIOError):
+        question.recv(1)
+    step(103.0)
+    assert question.recv(2) == module.NOT_ALIVE
+    question = asked(102.9)
+    server._heartbeats[one] = 104.1
+    step(104.2)
+    assert question.recv(2) == module.ALIVE
+    question = asked(104.1)
+    step(110.0)  # the server was stopped, and has read nothing
+    with pytest.raises(BlockingIOError):
+        question.recv(1)
+    step(112.1)
+    assert question.recv(2) == module.NOT_ALIVE
+    assert server.ended == set()
+    server.close()
+    for end in ends:
+        end.close()
+
+
 def test_a_process_that_is_cut_off_and_connects_again_is_alive(run, until):
     server, connected = run
     one = connected(1, local=False)

@@ -1,5 +1,6 @@
 """Elastic runs of processes that no launcher of jaxche started, and of processes that are cut off from each other."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -79,6 +80,50 @@ def test_process_0_starts_the_coordinator_where_nobody_else_did_and_may_die(tmp_
     assert worlds[3:5] == [2, 1]
     assert worlds[-1] == 2
     assert until(lambda: not coordinators(address), within_s=15)
+
+
+def test_a_second_run_at_the_same_address_is_refused_and_the_first_goes_on(tmp_path, script, until):
+    command = script("""
+        from pathlib import Path
+        import jaxche
+        from jaxche.distributed import process_group
+        jaxche.initialize(timeout_s=60)
+        here = Path(sys.argv[1])
+        (here / f"{os.getpid()}.joined").touch()
+        while not (here / "stop").exists():
+            time.sleep(0.05)
+        group = process_group()
+        assert (group.all_gather(rank), group.lost()) == ([0, 1], [])
+    """)
+    env = os.environ | {"JAXCHE_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXCHE_NUM_PROCESSES": "2"}
+
+    def start(rank):
+        own = {"JAXCHE_PROCESS_ID": str(rank), "JAXCHE_ELASTIC": "1", "JAXCHE_RESTART": "0"}
+        words = [*command, str(tmp_path)]
+        return subprocess.Popen(words, env=env | own, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    with contextlib.ExitStack() as stack:
+
+        def ended(child):
+            with child:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+
+        first = [start(rank) for rank in range(2)]
+        for child in first:
+            stack.callback(ended, child)
+        assert until(lambda: len(list(tmp_path.glob("*.joined"))) == 2, within_s=60)
+        for rank in range(2):
+            second = start(rank)
+            stack.callback(ended, second)
+            _, err = second.communicate(timeout=60)
+            assert second.returncode == 1
+            assert f"process {rank} of a run at this address is alive. A second run needs another address" in err
+        (tmp_path / "stop").touch()
+        for child in first:
+            _, err = child.communicate(timeout=60)
+            assert child.returncode == 0, err
+    assert len(list(tmp_path.glob("*.joined"))) == 2
 
 
 @pytest.fixture
