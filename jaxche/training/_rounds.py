@@ -310,8 +310,6 @@ class Rounds(Arguments):
         plan = reader.fitted(self._plan(state, reader.size, end, given), state)
         if self._engine.is_prepared:
             self._engine.measure_batches(reader, plan)
-        else:
-            self._engine.prepare(state.local_states, data, plan, self._fingerprint_of(state, plan))
         # In an elastic run all of them: a process that joins later has to have the same.
         for engine in self._engines if self._membership else [self._engine]:
             if not engine.is_prepared:
