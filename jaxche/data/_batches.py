@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxche.cadence import Piece, RoundPlan
+from jaxche.cadence import Piece, RoundPlan, whole_number
 from jaxche.drawing import short_traceback
 from jaxche.sharding import batch_size
 
@@ -44,6 +44,16 @@ def checked_length(data: Any) -> int:
         raise ValueError(
             f"data is a Hugging Face {type(data).__name__}, whose data[i] is one example; write jaxche.Stream(lambda "
             "epoch: dataset.shuffle(seed=epoch).with_format('numpy').iter(batch_size=32))"
+        )
+    if isinstance(data, str | bytes):
+        raise ValueError(
+            f"data={data!r} is a text, not a sequence of batches; load the arrays, and write "
+            "jaxche.Batches(arrays, batch_size=32)"
+        )
+    if any(one.__module__.startswith("torch.utils.data") for one in type(data).__mro__):
+        raise ValueError(
+            f"data is a PyTorch {type(data).__name__}, whose data[i] is one example; write "
+            "torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)"
         )
     if len(data) == 0:
         raise ValueError("len(data) is 0: the data set is empty; give at least one batch")
@@ -166,6 +176,8 @@ class Batches:
             raise ValueError("arrays hold no examples: the data set is empty")
         if int(self.batch_size) != self.batch_size or self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1, e.g. batch_size=32")
+        if self.seed is not None:
+            whole_number("seed", self.seed, 0, "seed=0, or seed=None for the order of the arrays")
 
     def __repr__(self) -> str:
         return f"Batches({self._examples:,} examples in {len(self):,} batches of {self.batch_size}, seed={self.seed})"

@@ -319,6 +319,9 @@ def make_placements(replicas: Sequence[Any] | None, strategy: ShardingStrategy, 
     check_strategy(strategy)
     if virtual and replicas is None and isinstance(strategy, NoShard):
         replicas = list(itertools.islice(itertools.cycle(local_devices()), virtual))
+    if isinstance(replicas, int | jax.Device | Mesh):
+        one = f"jaxche.devices()[:{replicas}]" if isinstance(replicas, int) else "[replica]"
+        raise ValueError(f"replicas={replicas!r} is not a list of devices or of meshes; write replicas={one}")
     given = _default_replicas(strategy) if replicas is None else list(replicas)
     devices = [d for r in given for d in (r.devices.flat if isinstance(r, Mesh) else (r,))]
     if (

@@ -123,7 +123,7 @@ class History(list[RoundInfo]):
         """Reads the JSON lines of :meth:`to_json`.
 
         Args:
-          source: a ``Path`` to the file, or its text as a string.
+          source: the file, or its text. A string is a text if it is empty, begins with ``{`` or has several lines.
           skip_damaged: whether to skip damaged lines, with a warning that has their number. An incomplete last line
             is skipped without a warning.
 
@@ -132,9 +132,11 @@ class History(list[RoundInfo]):
 
         Raises:
           ValueError: a line is damaged.
+          FileNotFoundError: there is no such file.
         """
-        record = read_record(source.read_bytes() if isinstance(source, Path) else source.encode())
-        name = str(source) if isinstance(source, Path) else "the text"
+        is_text = isinstance(source, str) and (not source or source.lstrip().startswith("{") or "\n" in source)
+        record = read_record(str(source).encode() if is_text else Path(source).read_bytes())
+        name = "the text" if is_text else str(source)
         if skip_damaged:
             warn_of_damage(name, record)
         elif bad := sorted({*record.damaged, *record.unfinished}):

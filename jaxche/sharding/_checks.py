@@ -51,7 +51,11 @@ def check_transform(name: str, tx: Any) -> None:
             "loss = jaxche.NNXLoss(model, loss_fn, optimizer), tx=loss.tx and trainer.init(loss.params, "
             "loss.model_state, loss.opt_state), or tx=optimizer.tx to begin with a new state"
         )
-    made = f"optax.{tx.__name__}(0.1)" if getattr(tx, "__module__", "").startswith("optax") else "optax.adam(1e-3)"
+    made, name_of = "optax.adam(1e-3)", getattr(tx, "__qualname__", "")
+    if "<locals>" in name_of:  # a function that another one returned, as optax.cosine_decay_schedule does
+        made = "optax.adam(learning_rate=schedule) for a schedule"
+    elif getattr(tx, "__module__", "").startswith("optax"):
+        made = f"optax.{name_of}(0.1)"
     raise ValueError(f"{name}={brief(tx)} is not an optax transformation; write e.g. {name}={made}")
 
 

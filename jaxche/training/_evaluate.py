@@ -164,6 +164,20 @@ class MetricProgram:
                 self._compiled[key] = make(placement, local, batch)
             return self._compiled[key]
 
+    def check(self, placement: Any, local: LocalState, batch: Any, metrics: Any) -> None:
+        """Trace the function on a batch, and update metrics with zeros of the shapes that it returns."""
+        examples = batch_size(batch)
+        placement.put(batch)  # refuses text and objects
+        if isinstance(placement, StagedPlacement):
+            return
+
+        def run(params: Any, model_state: Any, batch: Any) -> Any:
+            return self._run(drop_replica_axis(params), drop_replica_axis(model_state), batch, 0)
+
+        shapes = jax.eval_shape(run, local.params, local.model_state, batch)
+        outputs = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        total_of(outputs, metrics).add(outputs, examples)
+
     def _whole(self, placement: Placement, local: LocalState, batch: Any) -> Callable[[LocalState, Any, int], Any]:
         def run(params: Any, model_state: Any, batch: Any, index: Any) -> Any:
             outputs = self._run(drop_replica_axis(params), drop_replica_axis(model_state), batch, index)
@@ -250,6 +264,21 @@ def evaluate(
             if source.error:
                 raise source.error
     return _combined(group, metrics, parts, [found[index] for index in sorted(found)])
+
+
+def check_evaluation(trainer: Rounds, state: TrainerState, data: Any, program: MetricProgram, metrics: Any) -> None:
+    """Refuse what an evaluation would refuse, as far as one batch and the shapes of its results show it."""
+    engine = trainer._engine
+    engine.prepare_evaluation(state.local_states)
+    batch = next(batches_of(data), None)
+    if batch is None:
+        raise ValueError("validation: the data set is empty; give at least one batch")
+    _, placement, local = engine.here(state.local_states)[0]
+    try:
+        program.check(placement, local, batch, metrics)
+    except Exception as error:
+        error.add_note("raised by the first batch of validation data, before the first step")
+        raise
 
 
 def number_of_batches(data: Any, group: Group) -> int | None:

@@ -18,7 +18,14 @@ from jaxche.distributed import PREEMPTED_CODE, PeerLostError
 from jaxche.reports import Every, History, RoundInfo, as_every
 from jaxche.training._checkpoints import CheckpointManager, Checkpoints
 from jaxche.training._checks import checked_callbacks
-from jaxche.training._evaluate import MetricProgram, batches_of, evaluate, metric_program, number_of_batches
+from jaxche.training._evaluate import (
+    MetricProgram,
+    batches_of,
+    check_evaluation,
+    evaluate,
+    metric_program,
+    number_of_batches,
+)
 from jaxche.training._fingerprint import refuse_differences
 from jaxche.training._hooks import Callback, CallbackHook, EvaluationHook, Hook, LauncherHook, ProgressHook, Run
 from jaxche.training._plan import End, GivenRound
@@ -312,7 +319,10 @@ class _Arguments(NamedTuple):
         texts = {name: str(value) for name, value in (limits | every).items()}
         texts |= {"dry_run": str(self.dry_run), "checkpoints": how, "state": f"round {state.round}"}
         texts["validation"] = str(self.evaluation.data is not None)
-        return _Checked(end, size, callbacks, every, self.evaluation.program(trainer), config, texts)
+        program = self.evaluation.program(trainer)
+        if program is not None:
+            check_evaluation(trainer, state, self.evaluation.data, program, self.evaluation.metrics)
+        return _Checked(end, size, callbacks, every, program, config, texts)
 
     def _refuse_unused(self, every: dict[str, Every | None]) -> None:
         """Refuse arguments without the one that they are about."""

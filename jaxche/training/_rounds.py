@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.core
@@ -108,15 +108,15 @@ class Rounds(Arguments):
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return self._engine.unreplicate(state.merged().local_states[0].params)
+        return self._engine.unreplicate(_checked_state(state).merged().local_states[0].params)
 
     def model_state(self, state: TrainerState) -> Any:
         """The merged model state: one plain pytree without a replica axis."""
-        return self._engine.unreplicate(state.merged().local_states[0].model_state)
+        return self._engine.unreplicate(_checked_state(state).merged().local_states[0].model_state)
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
-        return self._engine.unreplicate(state.local_states[0].noise)
+        return self._engine.unreplicate(_checked_state(state).local_states[0].noise)
 
     @short_traceback
     def round(
@@ -155,10 +155,8 @@ class Rounds(Arguments):
 
     def check_state(self, state: Any, call: str) -> None:
         """Refuse a value that is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
-        if not isinstance(state, TrainerState):
-            _refuse_state(state)
         check_untraced(call)
-        self._engine.check_state(state.local_states)
+        self._engine.check_state(_checked_state(state).local_states)
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop after the next round; its merge carries the request."""
@@ -422,8 +420,10 @@ def check_untraced(call: str) -> None:
         )
 
 
-def _refuse_state(state: Any) -> NoReturn:
-    """Refuse a value that is not a state of a trainer."""
+def _checked_state(state: Any) -> TrainerState:
+    """The state; refuses a value that is not a state of a trainer."""
+    if isinstance(state, TrainerState):
+        return state
     if hasattr(state, "apply_fn") and hasattr(state, "opt_state"):
         line = "state = trainer.init(train_state.params, opt_state=train_state.opt_state)"
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):

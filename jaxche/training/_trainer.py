@@ -270,6 +270,7 @@ class Trainer(Rounds):
           >>> trainer.evaluate(state, data, metric_fn)
           {'large': 7.0, 'mean': 4.5}
         """
+        self.check_state(state, "trainer.evaluate")
         return evaluate(self, state, data, metric_program(self, metric_fn, metrics), metrics)
 
     @short_traceback
@@ -341,6 +342,7 @@ class Trainer(Rounds):
         Args:
           state: after the rounds from which speeds and merges are measured.
         """
+        state = self._with_own_choices(state)
         if state.choice is not None:
             return state.choice.reason
         policy = f"policy={self.policy.value!r}, as given"

@@ -133,6 +133,19 @@ class Loader:
         return 1
 
 
+class Images:
+    """Like a data set of torch, whose indices are those of examples."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return X[i], 3
+
+
+Images.__module__ = "torch.utils.data.dataset"
+
+
 def other_trainer():
     adam = trainer(tx=optax.adam(0.1))
     return adam.fit(trainer().init(PARAMS), DATA)
@@ -274,6 +287,23 @@ MISTAKES = [
         "return loss or (loss, metrics)",
     ),
     ("weights per token", lambda: fit(lambda p, b: jaxche.Weighted(1.0, X)), "weight of the loss", "mask.sum()"),
+    ("data set of torch", lambda: fit(data=Images()), "data[i] is one example", "torch.utils.data.DataLoader(dataset"),
+    ("name of a file as data", lambda: fit(data="train.npz"), "data='train.npz' is a text", "jaxche.Batches(arrays"),
+    ("negative seed", lambda: jaxche.Batches(ARRAYS, 4, seed=-1), "seed=-1 must be at least 0", "seed=None"),
+    (
+        "schedule as tx",
+        lambda: trainer(tx=optax.linear_schedule(0.1, 0.0, 9)),
+        "tx=<function",
+        "adam(learning_rate=sch",
+    ),
+    (
+        "number of replicas",
+        lambda: jaxche.Trainer(loss_fn, optax.sgd(0.1), replicas=2),
+        "replicas=2 is not a list",
+        "replicas=jaxche.devices()[:2]",
+    ),
+    ("evaluate, swapped", lambda: trainer().evaluate(DATA, None), "state=Batches(", "state = trainer.init(params)"),
+    ("params of parameters", lambda: trainer().params(PARAMS), "state={", "state = trainer.init(params)"),
     ("outputs of nothing", lambda: trainer(outputs=[]), "outputs=[] is not a function", "outputs=lambda info, batches"),
 ]
 

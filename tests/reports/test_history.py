@@ -46,8 +46,10 @@ def test_json_round_trip(tmp_path: Path, told, round_info):
     text = history.to_json(path)
     assert path.read_text() == text
     assert [json.loads(line)["round"] for line in text.splitlines()] == [0, 1]
-    assert told(History.from_json(path)) == told(history)
-    assert told(History.from_json(text)) == told(history)
+    for source in (path, str(path), text):
+        assert told(History.from_json(source)) == told(history)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        History.from_json("nowhere/history.jsonl")
 
 
 def test_json_of_nan_and_infinity(told, round_info):

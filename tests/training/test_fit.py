@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxche
 from jaxche.replicas._replica import Replica
@@ -91,6 +92,28 @@ def test_dry_run_tries_everything_and_changes_nothing(trainer, problem):
     bad = [{"x": np.ones((4, 5)), "y": np.ones((3, 2))}]
     with pytest.raises(ValueError, match="leading axes"):
         other.fit(other.init(problem.params), bad, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metric_fn": lambda params, batch: {"error": batch["z"].mean()}}, "'z'"),
+        ({"metric_fn": lambda params, batch: {"error": batch["x"]}}, "metric 'error' has shape"),
+        ({"validation": [{"x": np.ones((4, 2)), "y": np.ones((4, 1))}]}, "dot_general"),
+        ({"validation": [{"x": np.ones((4, 3)), "y": np.array(list("abcd"))}]}, "text or objects and not numbers"),
+        (
+            {"metric_fn": lambda params, batch: {"loss": 1.0}, "metrics": nnx.metrics.Average("error")},
+            "Expected keyword argument 'error'",
+        ),
+    ],
+)
+def test_what_an_evaluation_would_refuse_is_refused_before_the_first_step(trainer, problem, arguments, message):
+    seen = []
+    options = {"validation": problem.data, "callbacks": [lambda state, info: seen.append(info)]} | arguments
+    with pytest.raises((KeyError, TypeError, ValueError), match=message) as caught:
+        trainer.fit(trainer.init(problem.params), problem.data, progress=False, **options)
+    assert seen == []
+    assert "raised by the first batch of validation data, before the first step" in caught.value.__notes__
 
 
 def test_a_dry_run_refuses_validation_without_batches(trainer, problem):
