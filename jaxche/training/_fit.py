@@ -90,7 +90,8 @@ def fit(
         ``RoundInfo.clock_ms``, not compilation, evaluation, callbacks and checkpoints. On a
         :class:`~jaxche.VirtualFleet` these are its seconds.
       validation: data to evaluate the merged parameters on, as for :meth:`Trainer.evaluate`. The results are in
-        ``RoundInfo.validation``, and so in the history, its plot, the progress line and the loggers.
+        ``RoundInfo.validation``, and so in the history, its plot, the progress line and the loggers. One batch is
+        read before the first step, to refuse what could not be evaluated.
       metric_fn: of the evaluation, see :meth:`Trainer.evaluate`.
       metrics: of the evaluation, as for :meth:`Trainer.evaluate`.
       eval_every: when to evaluate, an :class:`~jaxche.Every` or a number of steps; by default after every epoch. The
