@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxche.averaging import is_float
@@ -76,6 +77,7 @@ def check_params(params: Any, init: str) -> Any:
             f'write {init}(variables["params"], variables["{others[0]}"]), or with jaxche.linen_loss(module, loss_fn) '
             f'{init}(variables.pop("params"), variables)'
         )
+    check_not_deleted(params, "params", f"give {init} the parameters of the last state, or copies from before the step")
     for path, leaf in leaves:
         name = f"params{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
@@ -92,6 +94,17 @@ def check_params(params: Any, init: str) -> Any:
             kind = getattr(leaf, "dtype", type(leaf).__name__)
             raise ValueError(f"{name} is {kind}, not float; move it into {init}(params, model_state=...)")
     return params
+
+
+def check_not_deleted(tree: Any, name: str, line: str) -> None:
+    """ValueError for arrays whose buffers were donated, with the ``line`` to write instead."""
+    if not any(map(_is_deleted, jax.tree.leaves(tree))):  # without paths, because steps call this
+        return
+    path = next(path for path, leaf in jax.tree.leaves_with_path(tree) if _is_deleted(leaf))
+    raise ValueError(
+        f"{name}{jax.tree_util.keystr(path)} was deleted: a step takes the buffers of the state that it is given; "
+        f"{line}"
+    )
 
 
 def is_maker(params: Any) -> bool:
@@ -210,6 +223,10 @@ def _refuse_model(params: Any, init: str) -> None:
         )
     if hasattr(params, "apply_gradients") and hasattr(params, "params"):
         raise ValueError(f"params is a TrainState; write {init}(state.params, opt_state=state.opt_state)")
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _made_by(make: Any, init: str) -> Any:

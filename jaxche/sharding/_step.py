@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxche.drawing import short_traceback
+from jaxche.drawing import brief, short_traceback
 from jaxche.sharding._checks import (
     check_arguments,
     check_batch,
     check_mesh,
+    check_not_deleted,
     check_params,
     check_state,
     is_maker,
@@ -203,8 +204,16 @@ class ShardedStep:
           ``(state, metrics)``; ``metrics["loss"]`` and the loss function's metrics are means over the batch.
 
         Raises:
-          ValueError: a batch whose rows the devices do not divide, or a state of another optimizer, mesh or layout.
+          ValueError: a batch whose rows the devices do not divide, a state of another optimizer, mesh or layout, or one
+            that was given to an earlier step.
         """
+        if not isinstance(state, ShardedState):
+            raise ValueError(
+                f"state is {brief(state)}, not the state of a sharded step; write state = step.init(params), then "
+                "state, metrics = step(state, batch)"
+            )
+        # A program on several devices that is given deleted buffers ends the process.
+        check_not_deleted(state, "state", "write state, metrics = step(state, batch)")
         leaves, treedef = jax.tree.flatten(state)
         laid_out = treedef, [(getattr(x, "shape", None), getattr(x, "sharding", None)) for x in leaves]
         if self._checked is None or self._checked[0] != laid_out:

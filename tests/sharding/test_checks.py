@@ -90,6 +90,25 @@ def test_the_line_that_is_told_makes_batches_that_divide(size, examples, devices
         state, _ = jax.block_until_ready(step(state, better[i]))
 
 
+def test_a_state_that_a_step_has_taken(devices):
+    """XLA would end the process."""
+    step, batch = make(devices[:4]), np.ones((4, 8), np.float32)
+    state = step.init(PARAMS)
+    jax.block_until_ready(step(state, batch))
+    with pytest.raises(
+        ValueError, match=r"state\.params\['w'\] was deleted.*write state, metrics = step\(state, batch"
+    ):
+        step(state, batch)
+    with pytest.raises(ValueError, match=r"params\['w'\] was deleted.*give step.init the parameters of the last state"):
+        step.init(state.params)
+
+
+@pytest.mark.parametrize("state", [PARAMS, (PARAMS, ()), None])
+def test_a_value_that_is_no_state(state, devices):
+    with pytest.raises(ValueError, match=r"^state is .*, not the state of a sharded step; write state = step.init"):
+        make(devices[:2])(state, np.ones((4, 8), np.float32))
+
+
 def test_parameters_on_another_mesh(devices):
     elsewhere = make(devices[4:]).init(PARAMS).params
     with pytest.raises(ValueError, match=r"\['w'\] is on a mesh of 4 .*one of 2.*init\(jax.device_get\(params\)\)"):
