@@ -160,7 +160,7 @@ def bytes_in_theory(layout: Layout, accumulate: int = 1, compute_dtype: Any = No
     With ``n`` devices along ``shard``, ``R`` along ``replica`` and ``k`` micro-batches, for a leaf of ``P`` bytes:
     :math:`(n-1)/n \cdot P` for each gather and each reduce-scatter (FullShard: ``2k`` and ``k``, ShardGradOp: 1 and
     ``k``), :math:`2 (R-1)/R \cdot P/n` for the sum of slices over ``replica``, and :math:`2 (nR-1)/(nR) \cdot P` for
-    a leaf that is whole. ``compute_dtype`` is the dtype in which parameters are gathered, if not their own.
+    a leaf that is whole. ``compute_dtype`` is the dtype in which real parameters are gathered, if not their own.
     """
     nodes, count = layout.mesh.shape.get(REPLICA, 1), layout.mesh.shape[SHARD]
     total = 0.0
@@ -171,7 +171,8 @@ def bytes_in_theory(layout: Layout, accumulate: int = 1, compute_dtype: Any = No
             total += 2 * (layout.devices - 1) / layout.devices * summed
             continue
         if layout.strategy.shards_params:
-            gathered = 2 * accumulate * elements * jnp.dtype(compute_dtype or leaf.dtype).itemsize
+            cast = compute_dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating)
+            gathered = 2 * accumulate * elements * jnp.dtype(compute_dtype if cast else leaf.dtype).itemsize
         else:
             gathered = size
         total += (count - 1) / count * (gathered + accumulate * summed) + 2 * (nodes - 1) / nodes * summed / count

@@ -42,7 +42,7 @@ def value_and_grad(
         is a mean over the batch.
       layout: the layout of parameters and gradients.
       accumulate: number of micro-batches into which a batch is cut, computed one after the other.
-      compute_dtype: dtype in which ``call`` gets float parameters and float arrays of the batch; default: their own.
+      compute_dtype: dtype in which ``call`` gets real float parameters and arrays of the batch; default: their own.
 
     Returns:
       ``fn(params, model_state, batch, rng) -> ((loss, (metrics, model_state)), grads)``. Loss and metrics are means
@@ -252,4 +252,10 @@ def _is_weighted(value: Any) -> bool:
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda x: x if dtype is None or not is_float(x) else jnp.asarray(x).astype(dtype), tree)
+    """Real floats in ``dtype``; in it complex arrays would lose their imaginary part."""
+
+    def cast(x: Any) -> Any:
+        real = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return jnp.asarray(x).astype(dtype) if real else x
+
+    return tree if dtype is None else jax.tree.map(cast, tree)

@@ -261,7 +261,7 @@ def sharded_step(
       strategy: ``FullShard()``, ``ShardGradOp()``, ``NoShard()``, ``HybridShard(n)`` or ``HybridShardGradOp(n)``.
       mesh: from ``strategy.mesh(devices)``; default: a mesh of all devices.
       accumulate: number of micro-batches of a batch, computed one after the other; gradients are averaged.
-      compute_dtype: dtype in which ``loss_fn`` gets float parameters and float arrays of the batch, e.g.
+      compute_dtype: dtype in which ``loss_fn`` gets real float parameters and arrays of the batch, e.g.
         ``jnp.bfloat16``; parameters, sums of gradients and the optimizer state keep their own.
       seed: seed of ``rng=``.
 

@@ -95,6 +95,17 @@ def test_computing_in_half_precision_leaves_labels_and_masks_as_they_are(devices
     assert seen == {"x": "bfloat16", "label": "int32", "mask": "bool"}
 
 
+@pytest.mark.parametrize("name", ["none", "full"])
+def test_computing_in_half_precision_keeps_imaginary_parts(name, devices, problem):
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(batch["z"][:, None] * params["w"] * params["a"]) ** 2)
+
+    batch, params = {"z": np.full(4, 1 + 2j, np.complex64)}, {"w": np.full(4, 3 - 4j, np.complex64), "a": np.ones(4)}
+    step = make_step(problem, name, devices[:2], optax.sgd(0.1), loss, compute_dtype=jnp.bfloat16)
+    _, metrics = step(step.init(params), batch)
+    assert float(metrics["loss"]) == pytest.approx(5 * 25, rel=1e-5)
+
+
 def drawn_by(problem, name, devices, steps=1, **knobs):
     """Mean and mean square over devices and micro-batches of the numbers a loss function draws in each step."""
 
