@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxche.drawing import aligned, html_table
-from jaxche.sharding._checks import batch_size
+from jaxche.sharding._checks import batch_size, check_strategy
 from jaxche.sharding._explain import Explanation, as_bytes, show_bytes
 from jaxche.sharding._step import sharded_step
 from jaxche.sharding._strategy import (
@@ -166,12 +166,14 @@ def compare_strategies(
       ([('NoShard()', False), ('FullShard()', True)], 'FullShard()')
     """
     devices = list(jax.devices() if devices is None else devices)
-    chosen = _default_strategies(devices) if strategies is None else tuple(strategies)
-    if not chosen:
+    if strategies is not None and (isinstance(strategies, ShardingStrategy) or not strategies):
         raise ValueError(
             f"strategies={strategies!r} has nothing to compare; write strategies=[jaxche.NoShard(), "
             "jaxche.FullShard()], or leave it out for all of them"
         )
+    chosen = _default_strategies(devices) if strategies is None else tuple(strategies)
+    for strategy in chosen:
+        check_strategy(strategy)
     limit = None if memory is None else as_bytes(memory)
     # All meshes before the first compilation, so that errors come at once.
     steps = [

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import path_names
+from jaxche.drawing import brief
 
 REPLICA, SHARD = "replica", "shard"
 
@@ -80,6 +81,8 @@ class Layout:
     """
 
     def __init__(self, strategy: Slicing, mesh: Mesh, params: Any):
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh={brief(mesh)} is not a mesh; write mesh = strategy.mesh(devices)")
         if mesh.axis_names != strategy.axes:
             raise ValueError(
                 f"the mesh has the axes {mesh.axis_names}, but {type(strategy).__name__} needs {strategy.axes}; "

@@ -14,6 +14,7 @@ import optax
 
 from jaxche.averaging import is_float
 from jaxche.sharding._checks import batch_size as rows_of
+from jaxche.sharding._checks import check_count
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._strategy import Device, ShardingStrategy
 
@@ -85,6 +86,11 @@ def plan(
       advice: NoShard(), the default of the trainer: it fits 6.0 MiB, and no other strategy sends less
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("devices=[] has no devices; leave it out for all of them, jax.devices()")
+    check_count("accumulate", accumulate, "micro-batches")
+    if batch_size is not None:
+        check_count("batch_size", batch_size, "rows, on all devices")
     step = _traced(make)
     parts = len(devices) * accumulate
     rows = batch_size or math.ceil(rows_of(step.batch) / parts) * parts

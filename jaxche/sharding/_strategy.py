@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
@@ -52,8 +53,8 @@ class ShardingStrategy:
     shards_state: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.min_size < 0:
-            raise ValueError(f"min_size={self.min_size} is a number of elements, 0 or more; write min_size=0")
+        if not _is_number(self.min_size, numbers.Real, 0):
+            raise ValueError(f"min_size={self.min_size!r} is a number of elements, 0 or more; write min_size=0")
         if not isinstance(self.scanned, tuple) or not all(isinstance(name, str) for name in self.scanned):
             raise ValueError(f'scanned={self.scanned!r} is not a tuple of names; write scanned=("layers",)')
 
@@ -195,9 +196,9 @@ class _Hybrid(ShardingStrategy):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.intra_node_size < 1:
+        if not _is_number(self.intra_node_size, numbers.Integral, 1):
             raise ValueError(
-                f"intra_node_size={self.intra_node_size} is the number of devices in a node, 1 or more; "
+                f"intra_node_size={self.intra_node_size!r} is the number of devices in a node, 1 or more; "
                 f"write {type(self).__name__}(intra_node_size={jax.local_device_count()})"
             )
 
@@ -254,6 +255,10 @@ class HybridShardGradOp(_Hybrid):
     """
 
     shards_params: ClassVar[bool] = False
+
+
+def _is_number(value: Any, kind: type, least: int) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
 
 
 def _svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:

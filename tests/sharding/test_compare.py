@@ -166,6 +166,8 @@ def test_what_the_step_is_given_is_compared(devices):
         ({"memory": "lots"}, "memory='lots' is not a size; write bytes or text such as \"16GiB\""),
         ({"memory": 0}, "memory=0"),
         ({"strategies": []}, r"strategies=\[\] has nothing to compare; write strategies=\[jaxche.NoShard"),
+        ({"strategies": FullShard()}, r"strategies=FullShard\(.*write strategies=\[jaxche.NoShard"),
+        ({"strategies": [FullShard]}, "strategy=.*FullShard.* is not a sharding strategy"),
         ({"strategies": [HybridShard(3)]}, "intra_node_size=3 does not divide the 8 devices"),
     ],
 )

@@ -122,6 +122,21 @@ def test_other_values_are_refused(make, message, devices):
         plan(make, devices=devices[:2], **TWO)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": []}, r"devices=\[\] has no devices; leave it out"),
+        ({"accumulate": 0}, "accumulate=0 is a number of micro-batches, 1 or more; write accumulate=1"),
+        ({"batch_size": -4}, "batch_size=-4 is a number of rows"),
+        ({"batch_size": 0}, "batch_size=0 is a number of rows"),
+        ({"batch_size": "8"}, "batch_size='8' is a number of rows"),
+    ],
+)
+def test_other_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan(FORMS["linen and inputs"], **(TWO | arguments))
+
+
 def test_arguments_are_refused_by_name(devices):
     def make(width, *more, depth=3, heads, **rest):
         pass

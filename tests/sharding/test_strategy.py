@@ -74,7 +74,11 @@ def test_shardings_of_parameters(strategy, share, devices):
         (lambda d: HybridShard(0), r"intra_node_size=0.*write HybridShard\(intra_node_size=8\)"),
         (lambda d: HybridShard(3).mesh(d), r"=3 does not divide the 8 devices; write HybridShard\(intra_node_size=2\)"),
         (lambda d: HybridShardGradOp(16).mesh(d), r"=16 does not divide the 8.*HybridShardGradOp\(intra_node_size=8\)"),
+        (lambda d: HybridShard("2"), r"intra_node_size='2'.*write HybridShard\(intra_node_size=8\)"),
+        (lambda d: HybridShard(2.0), r"intra_node_size=2\.0"),
         (lambda d: FullShard(min_size=-1), "min_size=-1.*write min_size=0"),
+        (lambda d: FullShard(min_size="1MB"), "min_size='1MB'.*write min_size=0"),
+        (lambda d: FullShard().shardings(jnp.zeros(8), d), r"mesh=\[.* is not a mesh; write mesh = strategy.mesh"),
         (lambda d: FullShard(scanned="layers"), r'scanned=\'layers\'.*write scanned=\("layers",\)'),
         (lambda d: FullShard().mesh([]), r"devices=\[\].*write strategy.mesh\(jax.devices\(\)\)"),
         (
