@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from jaxche.averaging._trees import is_float, path_names, sum_dtype
 
+_VALUE = jax.tree_util.GetAttrKey("value")
+
 
 def to_moments(tree: Any, reference: Any) -> list[tuple[Any, Any]]:
     r"""First and second moment of each ``mean`` that has a sibling ``var``, about a common reference.
@@ -74,7 +76,11 @@ def from_moments(moments: Any, reference: Any) -> Any:
 
 def _pairs(tree: Any) -> list[tuple[int, int]]:
     """Positions of each ``var`` and of the ``mean`` of the same shape beside it; floats only."""
-    flat = [(path_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+    # The path of an array in a variable of nnx, or in a box of linen, ends in the attribute with its value.
+    flat = [
+        (path_names(path[:-1] if path[-1:] == (_VALUE,) else path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
     positions = {names: i for i, (names, _) in enumerate(flat)}
     pairs = []
     for i, (names, var) in enumerate(flat):

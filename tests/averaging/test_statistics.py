@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,3 +87,10 @@ def test_low_precision_statistics_are_shifted_in_float32():
     [(shift, moment)] = to_moments(tree, {"mean": jnp.ones(1, jnp.bfloat16), "var": jnp.zeros(1, jnp.bfloat16)})
     assert (shift.dtype, moment.dtype) == (jnp.float32, jnp.float32)
     assert moment.tolist() == [257.0**2]
+
+
+def test_statistics_in_variables_of_nnx_and_boxes_of_linen():
+    plain = {"bn": {"mean": jnp.array([[0.0], [2.0]]), "var": jnp.ones((2, 1))}}
+    for kind in (nnx.BatchStat, lambda x: linen.Partitioned(x, (None,))):
+        pooled = pool(jax.tree.map(kind, plain), [1, 1])
+        assert [x.tolist() for x in jax.tree.leaves(pooled)] == [[1.0], [2.0]]
