@@ -69,7 +69,7 @@ def merge_weights(
         raw, alpha = [b if c else 0.0 for b, c in zip(sizes, n, strict=True)], 1.0
     else:
         shares = _checked("p", p, n) if p is not None else n
-        shares = [share / sum(shares) for share in shares]
+        shares = [share / (sum(shares) or 1.0) for share in shares]
         raw = [share / c if c else 0.0 for share, c in zip(shares, n, strict=True)]
         alpha = sum(raw) * sum(share * c for share, c in zip(shares, n, strict=True))
     norm = sum(raw)

@@ -327,6 +327,11 @@ def update(
     options = {"opt_state": opt_state, "b2": b2, "eps": eps}
     b = jnp.asarray(batch_sizes)
     if axis_name is not None:
+        if b.shape != ():
+            raise ValueError(
+                f"batch_sizes has shape {b.shape}, and with axis_name= it is the one number of this device; write "
+                "batch_sizes[0]"
+            )
         _check_contributors(noise, lax.axis_size(axis_name))
         _check_not_summed(grads, axis_name)
         if mean_grads is None:

@@ -126,6 +126,13 @@ def test_an_unbound_axis_is_refused():
         weighted_mean(jnp.ones(3), 1.0, "replica")
 
 
+@pytest.mark.parametrize("weight", [[1.0], [1.0, 2.0, 3.0]])
+def test_a_weight_that_is_not_a_scalar_is_refused(weight):
+    """It would weight the columns."""
+    with pytest.raises(ValueError, match=r"weight has shape .*the one number of this device.*write weight\[0\]"):
+        jax.vmap(lambda x: weighted_mean(x, jnp.array(weight), "r"), axis_name="r")(jnp.ones((2, 3)))
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 10_000))
 def test_drift_is_that_of_its_definition(replicas, seed):

@@ -82,6 +82,7 @@ def test_fednova_gives_the_objective_asked_for():
         ({"rule": "batch", "counts": [1, 2], "batch_sizes": [8]}, "batch_sizes has 1 entries for 2"),
         ({"rule": "fednova", "counts": [1, 2], "p": [0.5, math.nan]}, "p="),
         ({"rule": "batch", "counts": [1, 0], "batch_sizes": [0, 8]}, "weight 0"),
+        ({"rule": "fednova", "counts": [1, 2], "p": [0, 0]}, "weight 0"),
     ],
 )
 def test_bad_input_is_named(kwargs, named):
