@@ -66,7 +66,7 @@ def scale_learning_rate(
 
     Raises:
       ValueError: ``tx`` is not a transformation, or ``rule`` is not a rule; in ``update``: no scale, a scale that is
-        not positive, or noise of other groups.
+        not one positive number, or noise of other groups.
 
     References:
       AdaptDL's ``ScalingRuleBase.step`` (Qiao et al., *Pollux*, OSDI 2021).
@@ -111,6 +111,8 @@ def scale_learning_rate(
                 "tx.update(grads, state, params, scale=8, noise=noise)"
             )
         check_positive("scale", scale, "tx.update(grads, state, params, scale=8)")
+        if jnp.shape(scale) != ():
+            raise ValueError(f"scale has shape {jnp.shape(scale)}, and it is one number; write e.g. scale=scale[0]")
         labelled = make_groups(updates, groups)
         before = jnp.asarray(state.progress if progress is None else progress).astype(jnp.float32)
         factor = jnp.asarray(rule.lr_factor(scale, noise, before)).astype(jnp.float32)
@@ -199,7 +201,15 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
 
 
 def _made_update(before: Any, after: Any) -> Any:
-    """Whether this call updated parameters; in ``MultiSteps`` only each last mini-step does."""
-    if isinstance(before, optax.MultiStepsState):
-        return jnp.asarray(after.gradient_step) != jnp.asarray(before.gradient_step)
-    return True
+    """Whether this call updated parameters; with ``MultiSteps``, in a chain too, only each last mini-step does."""
+    pairs = zip(_multi_steps(before), _multi_steps(after), strict=True)
+    made = [jnp.asarray(new.gradient_step) != jnp.asarray(old.gradient_step) for old, new in pairs]
+    return jnp.all(jnp.stack(made)) if made else True
+
+
+def _multi_steps(state: Any) -> list[optax.MultiStepsState]:
+    """The states of ``MultiSteps`` through which all updates pass: this state, or one in a chain."""
+    if isinstance(state, optax.MultiStepsState):
+        return [state]
+    # Not those in the named tuples of masks and partitions, which have some of the parameters.
+    return [found for part in state for found in _multi_steps(part)] if type(state) is tuple else []

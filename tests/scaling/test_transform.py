@@ -123,6 +123,21 @@ def test_accumulation_counts_updates_not_mini_steps(outside):
     close(seen[2], jax.tree.map(lambda g: -0.1 * 6 * 2 * g, GRADS))
 
 
+def test_accumulation_in_a_chain_counts_updates_too():
+    steps = optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation()
+    progress = {}
+    for name, inner in {
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.chain(steps)),
+        "partition": optax.partition({"a": steps, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+    }.items():
+        tx = scale_learning_rate(inner, LinearScale())
+        state = tx.init(PARAMS)
+        for _ in range(6):
+            _, state = tx.update(GRADS, state, PARAMS, scale=6)
+        progress[name] = float(state.progress)
+    assert progress == {"chain": 12.0, "partition": 36.0}  # each step updates some parameters of the partition
+
+
 def test_clipping_comes_before():
     tx = scale_learning_rate(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), LinearScale())
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, scale=4)
@@ -213,6 +228,10 @@ def test_refused():
     for bad in (0, -2.0, float("nan")):
         with pytest.raises(ValueError, match=r"scale=.*must be finite and greater than 0"):
             tx.update(GRADS, state, PARAMS, scale=bad, noise=noisy())
+    with pytest.raises(
+        ValueError, match=r"scale has shape \(1,\), and it is one number; write e\.g\. scale=scale\[0\]"
+    ):
+        tx.update(GRADS, state, PARAMS, scale=jnp.ones(1), noise=noisy())
     with pytest.raises(ValueError, match="AdaScale needs the noise scale"):
         tx.update(GRADS, state, PARAMS, scale=2)
     with pytest.raises(ValueError, match=r"write the same: noise_scale\.init"):
