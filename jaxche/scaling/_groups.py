@@ -30,8 +30,6 @@ class Groups(NamedTuple):
 def make_groups(params: Any, labels: Any | Callable[[Any], Any] | None) -> Groups:
     """Groups from labels as ``optax.partition`` takes them: a tree (or prefix) of labels, or a function giving one."""
     leaves = jax.tree.leaves(params)
-    if not leaves:
-        raise ValueError("params holds no arrays; pass the tree you train, e.g. model.init(rng, x)['params']")
     if labels is None:
         return Groups(None, (0,) * len(leaves))
     tree = labels(params) if callable(labels) else labels

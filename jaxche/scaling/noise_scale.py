@@ -259,6 +259,8 @@ def init(
     """
     if base_batch_size is not None:
         check_positive("base_batch_size", base_batch_size, "base_batch_size=32")
+    if not jax.tree.leaves(params):
+        raise ValueError("params holds no arrays; pass the tree you train, e.g. model.init(rng, x)['params']")
     grouping = make_groups(params, groups)
     zeros = jnp.zeros(grouping.count, jnp.float32)
     return NoiseScale(

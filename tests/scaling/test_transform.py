@@ -138,6 +138,13 @@ def test_accumulation_in_a_chain_counts_updates_too():
     assert progress == {"chain": 12.0, "partition": 36.0}  # each step updates some parameters of the partition
 
 
+def test_a_label_of_a_partition_may_have_no_parameters():
+    scaled = scale_learning_rate(optax.sgd(0.1), LinearScale())
+    tx = optax.partition({"a": scaled, "none": scaled}, {"w": "a", "b": "a"})
+    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, scale=6)
+    close(updates, jax.tree.map(lambda g: -0.6 * g, GRADS))
+
+
 def test_clipping_comes_before():
     tx = scale_learning_rate(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), LinearScale())
     updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, scale=4)
