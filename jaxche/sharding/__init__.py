@@ -1,9 +1,11 @@
 """Layer 2, sharding: strategies, layouts on a mesh, and the sharded step with its costs."""
 
 from jaxche.sharding._checks import batch_size as batch_size
+from jaxche.sharding._checks import check_numbers as check_numbers
 from jaxche.sharding._checks import check_params as check_params
 from jaxche.sharding._checks import check_strategy as check_strategy
 from jaxche.sharding._checks import check_transform as check_transform
+from jaxche.sharding._checks import check_update as check_update
 from jaxche.sharding._checks import collections_of as collections_of
 from jaxche.sharding._checks import is_maker as is_maker
 from jaxche.sharding._compare import Comparison, compare_strategies

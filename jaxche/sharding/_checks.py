@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -65,6 +66,23 @@ def check_transform(name: str, tx: Any) -> None:
     raise ValueError(f"{name}={brief(tx)} is not an optax transformation; write e.g. {name}={made}")
 
 
+def check_update(tx: Any, params: Any, given: str, **extra: Any) -> None:
+    """ValueError for a transformation whose update needs other arguments than those that it is ``given``."""
+
+    def update(params: Any, extra: Any) -> Any:
+        return optax.with_extra_args_support(tx).update(params, tx.init(params), params, **extra)
+
+    try:
+        jax.eval_shape(update, params, extra)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise ValueError(
+            f"tx makes no update from {given} alone: {error}; write e.g. tx=optax.adam(1e-3), or of a transformation "
+            "that has linesearch=, linesearch=None"
+        ) from error
+
+
 def check_params(params: Any, init: str) -> Any:
     """The parameters, or the shapes of those that a function makes; ValueError unless they are a tree of float arrays.
 
@@ -85,7 +103,8 @@ def check_params(params: Any, init: str) -> Any:
     check_not_deleted(params, "params", f"give {init} the parameters of the last state, or copies from before the step")
     for path, leaf in leaves:
         name = f"params{jax.tree_util.keystr(path)}"
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+        # A module of linen has a dtype, too.
+        if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
             if callable(leaf):
                 raise ValueError(
                     f"{name} is a function, {brief(leaf)}; parameters are arrays alone. With Equinox write "
@@ -190,10 +209,9 @@ def check_batch(layout: Layout, batch: Any, accumulate: int) -> None:
 def batch_size(batch: Any) -> int:
     """Examples in a batch, the common leading axis of its leaves; ValueError for a batch without one."""
     sizes = {}
+    check_numbers(batch)
     for path, leaf in jax.tree.leaves_with_path(batch):
         name = jax.tree_util.keystr(path) or "batch"
-        if not _is_numeric(leaf):
-            raise ValueError(_no_numbers(name, leaf))
         shape = jnp.shape(leaf)
         if not shape:
             raise ValueError(f"{name} is a scalar; every array of a batch needs a leading batch axis, e.g. x[None]")
@@ -207,6 +225,13 @@ def batch_size(batch: Any) -> int:
     if size == 0:
         raise ValueError("a batch with no examples (leading axis 0); leave empty batches out of the data")
     return size
+
+
+def check_numbers(batch: Any) -> None:
+    """ValueError for a batch with leaves that are not arrays of numbers."""
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if not _is_numeric(leaf):
+            raise ValueError(_no_numbers(jax.tree_util.keystr(path) or "batch", leaf))
 
 
 def _refuse_model(params: Any, init: str) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import jaxche
 from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, check_params, sharded_step
@@ -117,7 +118,11 @@ def test_parameters_on_another_mesh(devices):
 
 @pytest.mark.parametrize(
     ("params", "named"),
-    [({}, "params has no arrays"), ({"n": np.arange(3)}, r"\['n'\] is int.*move it into step.init")],
+    [
+        ({"m": nn.Dense(2)}, r"\['m'\] is a function, Dense.*parameters are arrays alone"),
+        ({}, "params has no arrays"),
+        ({"n": np.arange(3)}, r"\['n'\] is int.*move it into step.init"),
+    ],
 )
 def test_parameters_without_a_gradient(params, named, devices):
     with pytest.raises(ValueError, match=named):
@@ -131,6 +136,16 @@ def test_float_parameters_of_any_precision_pass():
 def test_the_call_that_is_told_is_the_one_that_was_made():
     with pytest.raises(ValueError, match=r"\['n'\] is int64.*move it into trainer.init\(params, model_state"):
         check_params({"n": np.arange(3)}, "trainer.init")
+
+
+@pytest.mark.parametrize(
+    ("tx", "missing"), [(optax.lbfgs(), "value_fn"), (optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0)), "value")]
+)
+def test_an_optimizer_that_needs_other_arguments(tx, missing, devices):
+    with pytest.raises(
+        ValueError, match=rf"tx makes no update from gradients, .*'{missing}'; write e.g. tx=optax.adam"
+    ):
+        make(devices[:2], tx).init(PARAMS)
 
 
 def test_a_state_of_another_optimizer(devices):
