@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
-from jaxche.drawing import short_traceback
-from jaxche.sharding import Device, local_devices
+from jaxche.drawing import brief, short_traceback
+from jaxche.sharding import Device, check_numbers, check_update, local_devices
 from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
 from jaxche.stages._runner import Pace, Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
@@ -129,16 +130,16 @@ class Partitioned:
         seed: int = 0,
         paces: Sequence[Pace] | None = None,
     ):
-        if not stages:
-            raise ValueError("stages is empty; write e.g. stages=[f0, f1] with f(params, x)")
+        if not isinstance(stages, Collection) or not stages:
+            raise ValueError(
+                f"stages={brief(stages)} is no list of functions; write e.g. stages=[f0, f1] with f(params, x)"
+            )
         if not callable(loss):
             raise ValueError(f"loss={loss!r} is not a function; write def loss(y, batch): ... return the mean")
         _check_protocol(protocol)
-        if paces is not None and len(paces) != len(stages):
-            raise ValueError(
-                f"paces has {len(paces)} entries for {len(stages)} stages; write paces=[Pace(2.0, 4.0)] * {len(stages)}"
-            )
-        remats = (remat,) * len(stages) if isinstance(remat, bool) else tuple(remat)
+        if paces is not None and (not isinstance(paces, Sequence) or len(paces) != len(stages)):
+            raise ValueError(f"paces={paces!r} for {len(stages)} stages; write paces=[Pace(2.0, 4.0)] * {len(stages)}")
+        remats = tuple(remat) if isinstance(remat, Sequence) else (remat,) * len(stages)
         if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):
             raise ValueError(f"remat={remat!r} must be one bool, or {len(stages)}, one a stage; write remat=True")
         self._stages = [Stage(i, call, own) for i, (call, own) in enumerate(zip(stages, remats, strict=True))]
@@ -187,19 +188,22 @@ class Partitioned:
 
         Args:
           params: one entry a stage, as for :meth:`value_and_grad`.
-          tx: any optax transformation. It is applied to each stage separately, so ``optax.clip_by_global_norm``, for
-            example, sees the norm of one stage.
+          tx: an optax transformation of gradients and parameters. It is applied to each stage separately, so
+            ``optax.clip_by_global_norm``, for example, sees the norm of one stage.
 
         Returns:
           The state for :meth:`step`. After a restart of this process under a protocol that saves states, the state
           after the last finished step.
 
         Raises:
-          ValueError: ``tx`` is not an optax transformation, or the parameters do not fit the stages.
+          ValueError: ``tx`` is not an optax transformation, or its update needs further arguments, such as ``value=``;
+            or the parameters do not fit the stages.
         """
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
         placed = self._place(params)
+        for tree in placed.values():
+            check_update(tx, tree, "gradients and parameters")
         tx = optax.with_extra_args_support(tx)
 
         def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -228,6 +232,11 @@ class Partitioned:
         """
         if self._update is None:
             raise ValueError("step before init; write state = model.init(params, tx) first")
+        if not isinstance(state, PartitionedState):
+            raise ValueError(
+                f"state is {brief(state)}, not the state of a partitioned model; write state = model.init(params, tx), "
+                "then state, loss = model.step(state, batch)"
+            )
         plan, placed = self._prepare(state.params, batch)
         results = self._run(plan, state.step, placed, batch)
         states = {s: self._update(results[s].grads, placed[s], state.opt_state[s]) for s in self._local}
@@ -353,6 +362,7 @@ class Partitioned:
     def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[Plan, dict[int, Any]]:
         """The plan for these shapes, and the parameters on their devices."""
         placed = self._place(params)
+        check_numbers(batch)
         given = (tuple(self._specs), spec(batch))
         leaves, structure = jax.tree.flatten(given)
         key = (structure, *leaves)
@@ -409,10 +419,11 @@ def _check_local_stages(local_stages: Sequence[int] | None, n_stages: int) -> tu
     """The stages of this process, ascending."""
     if local_stages is None:
         return tuple(range(n_stages))
-    local = tuple(sorted(int(i) for i in local_stages))
+    given = list(local_stages) if isinstance(local_stages, Iterable) else [local_stages]
+    local = tuple(sorted(map(int, given))) if all(isinstance(i, numbers.Integral) for i in given) else ()
     if not local or len(set(local)) != len(local) or local[0] < 0 or local[-1] >= n_stages:
         raise ValueError(
-            f"local_stages={list(local_stages)!r} must be different numbers from 0 to {n_stages - 1}, at least one; "
+            f"local_stages={given!r} must be different numbers from 0 to {n_stages - 1}, at least one; "
             "write e.g. local_stages=[jax.process_index()]"
         )
     return local
@@ -420,7 +431,7 @@ def _check_local_stages(local_stages: Sequence[int] | None, n_stages: int) -> tu
 
 def _check_devices(devices: Sequence[Device] | None, local: Sequence[int], n_stages: int) -> tuple[Device | None, ...]:
     """One entry a stage: its device, or None for a stage of another process."""
-    have = local_devices() if devices is None else list(devices)
+    have = local_devices() if devices is None else list(devices) if isinstance(devices, Iterable) else [devices]
     if any(not isinstance(device, jax.Device) for device in have):
         raise ValueError(f"devices={devices!r} must be devices, e.g. devices=jax.devices()")
     if devices is not None and len(have) == n_stages:

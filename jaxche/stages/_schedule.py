@@ -151,12 +151,15 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
       A :class:`Simulation`, which a notebook draws as a Gantt chart.
 
     Raises:
-      ValueError: the schedule deadlocks; names the tasks at which the stages wait.
+      ValueError: other numbers of times than stages; or the schedule deadlocks, with the tasks at which stages wait.
 
     Example:
       >>> simulate_schedule(one_f_one_b(2, 3), [1, 1], [2, 2])
       Simulation(makespan=12.0, bubble=0.25, peak=(2, 1))
     """
+    for name, times in (("forward", forward), ("backward", backward)):
+        if len(times) != len(schedule):
+            raise ValueError(f"{name} has {len(times)} times for {len(schedule)} stages; give one a stage")
     last = len(schedule) - 1
     done: dict[tuple[str, int, int], float] = {}
     clock, position = [0.0] * len(schedule), [0] * len(schedule)

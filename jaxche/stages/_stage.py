@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
+from jaxche.drawing import brief
 from jaxche.sharding import collections_of
 
 
@@ -78,8 +79,11 @@ def check_stage_params(params: Any, n_stages: int) -> None:
                 f'train all; give variables["params"], and keep {others[0]} in the stage function'
             )
         for path, leaf in jax.tree.leaves_with_path(tree):
+            name = f"params[{stage}]{jax.tree_util.keystr(path)}"
+            # A module of linen has a dtype, too.
+            if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
+                raise ValueError(f"{name} is {brief(leaf)}, not an array; keep it in the stage function")
             if not is_float(leaf):
-                name = f"params[{stage}]{jax.tree_util.keystr(path)}"
                 kind = getattr(leaf, "dtype", type(leaf).__name__)
                 raise ValueError(f"{name} is {kind}, not float; keep what is not trained in the stage function")
 

@@ -237,15 +237,20 @@ def test_new_shapes_are_compiled_once(make_model):
 
 
 ARGUMENTS = {
-    "stages is empty": {"stages": []},
+    r"stages=\[\] is no list of functions": {"stages": []},
+    r"stages=<function multiply> is no list of functions; write e.g. stages=\[f0, f1\]": {"stages": multiply},
     r"stages\[1\]=3 is not a function": {"stages": [multiply, 3]},
     "loss='mse' is not a function": {"loss": "mse"},
     r"protocol=<class 'jaxche.*Direct'> is not a protocol; write protocol=jaxche.Direct\(\)": {
         "protocol": jaxche.Direct
     },
     "protocol='direct' is not a protocol": {"protocol": "direct"},
+    "remat=1 must be one bool, or 2": {"remat": 1},
     r"remat=\[True\] must be one bool, or 2": {"remat": [True]},
     r"local_stages=\[2\] must be different numbers from 0 to 1": {"local_stages": [2]},
+    r"local_stages=\['0'\] must be different numbers": {"local_stages": "0"},
+    "paces=3 for 2 stages": {"paces": 3},
+    "devices=2 must be devices": {"devices": 2},
     r"local_stages=\[0\] leaves stages \[1\] to other processes, but this one is on its own": {"local_stages": [0]},
     "devices=.* must be devices": {"devices": ["cpu", "gpu"]},
     "9 stages need 9 devices, but there are 8; to put several stages on one": {"stages": [multiply] * 9},
@@ -292,12 +297,30 @@ def test_refused_calls(make_model):
         call(model.params[:2], model.batch)
     with pytest.raises(ValueError, match=r"params\[2\]\['n'\] is int32, not float"):
         call([*model.params[:2], {"n": jnp.arange(3)}], model.batch)
+    for leaf, shown in (("name", "'name'"), (jnp.tanh, "<.* tanh>"), (linen.Dense(2), "Dense")):
+        with pytest.raises(ValueError, match=rf"params\[2\]\['n'\] is {shown}.*, not an array; keep it in the stage"):
+            call([*model.params[:2], {"n": leaf}], model.batch)
     with pytest.raises(ValueError, match="the leading axes of a batch differ"):
         call(model.params, model.batch | {"y": model.batch["y"][:3]})
     with pytest.raises(ValueError, match="step before init"):
         partitioned.step((0, model.params, ()), model.batch)
     with pytest.raises(ValueError, match=r"tx=0\.1 is not an optax transformation"):
         partitioned.init(model.params, 0.1)
+    with pytest.raises(ValueError, match=r"from gradients and parameters alone: .*'value'; write e.g. tx=optax.adam"):
+        partitioned.init(model.params, optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    partitioned.init(model.params, optax.sgd(0.1))
+    with pytest.raises(
+        ValueError, match=r"^state is \[.*, not the state of a partitioned model; write state = model.init"
+    ):
+        partitioned.step(model.params, model.batch)
+
+
+@pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(1)], ids=["direct", "pipeline"])
+@pytest.mark.parametrize("text", ["abc", np.array(["a", "b"])])
+def test_text_in_a_batch_is_refused(protocol, text):
+    model = jaxche.Partitioned([lambda p, batch: batch["x"] * p, multiply], mean, protocol)
+    with pytest.raises(ValueError, match=r"\['s'\] of a batch is .*text or objects and not numbers"):
+        model.value_and_grad([1.0, 2.0], {"x": jnp.ones(2), "s": text})
 
 
 def test_a_stage_that_does_not_fit_is_named_with_shapes(make_model):

@@ -71,3 +71,8 @@ def test_tasks_begin_when_the_chart_says():
     assert all(f">{task}<" in picture for task in ("F0", "F1", "B0", "B1"))
     assert ">ms<" in picture
     assert "bubble 33.3%" in picture
+
+
+def test_times_of_other_stages_are_refused():
+    with pytest.raises(ValueError, match="backward has 1 times for 2 stages; give one a stage"):
+        simulate_schedule(gpipe(2, 1), [1, 1], [2])
