@@ -100,6 +100,8 @@ def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], b
         raise ValueError(f"params: {len(params)} entries for {len(stages)} stages; give the parameters of each stage")
     costs, x = [], batch
     for index, (call, tree) in enumerate(zip(stages, params, strict=True)):
+        here = {device for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for device in leaf.devices()}
+        x = jax.device_put(x, *here) if len(here) == 1 else x
         cost, x = _measure(Stage(index, call), tree, x)
         costs.append(cost)
     return costs

@@ -6,6 +6,7 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,12 @@ def test_costs_of_stages_with_complex_arrays():
     params = [jnp.ones((3, 3), jnp.complex64)] * 2
     costs = jaxche.stages.measure_costs([lambda w, x: x @ w] * 2, params, np.ones((4, 3), np.complex64))
     assert len(costs) == 2
+
+
+def test_costs_of_stages_on_their_devices(devices):
+    model = jaxche.Partitioned([lambda w, x: x @ w] * 2, lambda y, x: jnp.mean(y), jaxche.Direct(), devices[:2])
+    state = model.init([jnp.ones((3, 3))] * 2, optax.sgd(0.1))
+    assert len(jaxche.stages.measure_costs(model.stages, state.params, jnp.ones((4, 3)))) == 2
 
 
 def test_costs_need_parameters_for_each_stage():
