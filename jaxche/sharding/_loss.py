@@ -239,6 +239,14 @@ def _known_mistake(error: Exception, params: Any) -> str | None:
             f"averages over replicas. Leave axis_name={axis!r} out, e.g. nn.BatchNorm(use_running_average=False), "
             f"whose statistics are merged with the parameters, and leave out jax.lax.pmean(..., {axis!r})"
         )
+    if isinstance(error, ValueError) and (
+        found := re.search(r"Resource axis: (\S+) of .* not found in mesh", str(error))
+    ):
+        return (
+            f"loss_fn cuts an array over the axis {found[1]!r} of a mesh of its own, as boxes of nn.with_partitioning "
+            "do, and here the strategy cuts the parameters; give init the arrays without boxes: "
+            'nn.meta.unbox(variables["params"])'
+        )
     if type(error).__name__ == "TraceContextError":
         what = re.search(r"[Cc]annot (?:mutate|\w+) '?(\w+)'? from", str(error))
         return (

@@ -171,9 +171,11 @@ def _parameters_step(params: Any) -> _Step:
 
 
 def _linen_step(model: Any, inputs: Sequence[Any]) -> _Step:
+    from flax.core.meta import unbox
+
     arrays, with_arrays = _arrays_of(inputs)
     keys = dict(zip(("params", "dropout"), jax.random.split(jax.random.key(0)), strict=True))
-    variables = dict(model.init(keys, *inputs))
+    variables = dict(unbox(model.init(keys, *inputs)))
 
     def loss_fn(params: Any, batch: Any, rng: Any, model_state: Any) -> Any:
         output, state = model.apply(

@@ -129,6 +129,17 @@ def test_parameters_without_a_gradient(params, named, devices):
         make(devices[:2]).init(params)
 
 
+def test_parameters_in_boxes_with_axes_of_another_mesh(devices):
+    model = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("in", "out")))
+    params = model.init(jax.random.key(0), np.ones((1, 8)))["params"]
+    mesh = FullShard().mesh(devices[:2])
+    step = sharded_step(lambda p, x: jnp.mean(model.apply({"params": p}, x)), optax.sgd(0.1), FullShard(), mesh)
+    batch = np.ones((2, 8), np.float32)
+    with pytest.raises(ValueError, match=r"over the axis 'in' of a mesh of its own.*nn.meta.unbox\(variables"):
+        step(step.init(params), batch)
+    step(step.init(nn.meta.unbox(params)), batch)
+
+
 def test_float_parameters_of_any_precision_pass():
     check_params({"w": np.ones(2, np.float16), "c": np.ones(2, np.complex64)}, "step.init")
 

@@ -104,6 +104,12 @@ def test_nothing_is_computed(devices):
     assert costs.explanations[0].whole["params"] == 1 << 40
 
 
+def test_a_model_with_boxed_parameters(devices):
+    boxed = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("in", "out")))
+    plain, own = (plan(lambda model=model: (model, X), devices=devices[:2], **TWO) for model in (nn.Dense(4), boxed))
+    assert own.rows == plain.rows
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
