@@ -175,7 +175,7 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit the stages.
         """
-        step = self._next_step if step is None else step
+        step = self._next_step if step is None else int(step)
         plan, placed = self._prepare(params, batch)
         results = self._run(plan, step, placed, batch)
         loss = self._broadcast_loss(step, results)
@@ -237,12 +237,15 @@ class Partitioned:
                 f"state is {brief(state)}, not the state of a partitioned model; write state = model.init(params, tx), "
                 "then state, loss = model.step(state, batch)"
             )
+        # A checkpoint or a tree.map may have made an array of the step, and put all stages on one device.
+        step = int(state.step)
+        opt_states = {s: jax.device_put(state.opt_state[s], self.devices[s]) for s in self._local}
         plan, placed = self._prepare(state.params, batch)
-        results = self._run(plan, state.step, placed, batch)
-        states = {s: self._update(results[s].grads, placed[s], state.opt_state[s]) for s in self._local}
-        loss = self._broadcast_loss(state.step, results)
-        self._open_wire().finish(state.step, tuple(states.values()))
-        return self._state(state.step + 1, states), loss
+        results = self._run(plan, step, placed, batch)
+        states = {s: self._update(results[s].grads, placed[s], opt_states[s]) for s in self._local}
+        loss = self._broadcast_loss(step, results)
+        self._open_wire().finish(step, tuple(states.values()))
+        return self._state(step + 1, states), loss
 
     def compile(self, params: Sequence[Any], batch: Any) -> None:
         """Compile the programs for batches of these shapes, if they are not compiled yet.

@@ -315,6 +315,26 @@ def test_refused_calls(make_model):
         partitioned.step(model.params, model.batch)
 
 
+@pytest.mark.parametrize(
+    "restore",
+    [
+        lambda state: jax.tree.map(np.asarray, state),
+        lambda state: jax.tree.map(jnp.asarray, state),
+        lambda state: jax.device_put(state, jax.devices()[0]),
+    ],
+    ids=["numpy", "jax", "one device"],
+)
+def test_a_state_that_was_restored_as_arrays(restore, make_model, same):
+    model = make_model("trees", 3)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    state = partitioned.init(model.params, optax.adam(0.1))
+    state, _ = partitioned.step(state, model.batch)
+    wanted, _ = partitioned.step(state, model.batch)
+    found, _ = partitioned.step(restore(state), model.batch)
+    assert found.step == wanted.step == 2
+    same(found.params, wanted.params)
+
+
 @pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(1)], ids=["direct", "pipeline"])
 @pytest.mark.parametrize("text", ["abc", np.array(["a", "b"])])
 def test_text_in_a_batch_is_refused(protocol, text):
