@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -151,7 +152,10 @@ class Partitioned:
         self._specs: list[Any] = [None] * len(stages)  # of the parameters
         self._plans: dict[Any, Plan] = {}
         self._next_step = 0
+        # The names of activations have the step, not the thread that calls.
+        self._one_at_a_time = threading.Lock()
         self._update: Any = None
+        self._opt_structures: dict[int, Any] = {}  # of the optimizer's states, by stage
         self._outputs = [
             jax.jit(lambda params, x, s=s: s(params, x, stage_key(seed, 0, s.index, 0))) for s in self._stages
         ]
@@ -175,11 +179,12 @@ class Partitioned:
         Raises:
           ValueError: parameters or a batch that do not fit the stages.
         """
-        step = self._next_step if step is None else int(step)
-        plan, placed = self._prepare(params, batch)
-        results = self._run(plan, step, placed, batch)
-        loss = self._broadcast_loss(step, results)
-        self._open_wire().finish(step)
+        with self._one_at_a_time:
+            step = self._next_step if step is None else int(step)
+            plan, placed = self._prepare(params, batch)
+            results = self._run(plan, step, placed, batch)
+            loss = self._broadcast_loss(step, results)
+            self._open_wire().finish(step)
         return loss, self._by_stage({stage: result.grads for stage, result in results.items()})
 
     @short_traceback
@@ -212,6 +217,7 @@ class Partitioned:
 
         self._update, init = jax.jit(update), jax.jit(tx.init)
         states = tuple((tree, init(tree)) for tree in placed.values())
+        self._opt_structures = {s: jax.tree.structure(own) for s, (_, own) in zip(self._local, states, strict=True)}
         found = self._open_wire().rejoin(spec(states))
         self._next_step, states = found if found is not None else (0, states)
         pairs = zip(self._local, states, strict=True)
@@ -237,14 +243,21 @@ class Partitioned:
                 f"state is {brief(state)}, not the state of a partitioned model; write state = model.init(params, tx), "
                 "then state, loss = model.step(state, batch)"
             )
+        for stage, want in self._opt_structures.items():
+            if (have := jax.tree.structure(state.opt_state[stage])) != want:
+                raise ValueError(
+                    f"state.opt_state[{stage}] is {brief(have, 200)}, but the tx given to init last has "
+                    f"{brief(want, 200)}; write state = model.init(params, tx) with the tx of the state"
+                )
         # A checkpoint or a tree.map may have made an array of the step, and put all stages on one device.
         step = int(state.step)
         opt_states = {s: jax.device_put(state.opt_state[s], self.devices[s]) for s in self._local}
-        plan, placed = self._prepare(state.params, batch)
-        results = self._run(plan, step, placed, batch)
-        states = {s: self._update(results[s].grads, placed[s], opt_states[s]) for s in self._local}
-        loss = self._broadcast_loss(step, results)
-        self._open_wire().finish(step, tuple(states.values()))
+        with self._one_at_a_time:
+            plan, placed = self._prepare(state.params, batch)
+            results = self._run(plan, step, placed, batch)
+            states = {s: self._update(results[s].grads, placed[s], opt_states[s]) for s in self._local}
+            loss = self._broadcast_loss(step, results)
+            self._open_wire().finish(step, tuple(states.values()))
         return self._state(step + 1, states), loss
 
     def compile(self, params: Sequence[Any], batch: Any) -> None:

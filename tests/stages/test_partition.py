@@ -1,6 +1,7 @@
 """What a partitioned model refuses, keeps and recomputes; parity with the whole model is in test_parity."""
 
 import operator
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -406,6 +407,25 @@ def _breaking_once(size):
             return Broken(devices, faults)
 
     return Once()
+
+
+def test_threads_take_turns(make_model, same):
+    """Each would take the activations of the other, or wait for what the other took."""
+    model = make_model("trees", 2)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(1))
+    batches = [model.batch, jax.tree.map(lambda x: 2 * x, model.batch)]
+    wanted = [partitioned.value_and_grad(model.params, batch) for batch in batches]
+    found = [[], []]
+
+    def work(i):
+        found[i] += [partitioned.value_and_grad(model.params, batches[i]) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    same(found, [[one] * 20 for one in wanted])
 
 
 def test_a_closed_wire_wakes_who_waits():
