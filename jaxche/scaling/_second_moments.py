@@ -52,7 +52,8 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
 
     The function finds every state with ``mu``, ``nu`` and ``count`` (such as ``ScaleByAdamState``) in chains,
     ``masked``, ``partition``, ``MultiSteps`` and ``inject_hyperparams``; from the last it also reads ``b2`` and
-    ``eps``. Leaves without second moments have no factor.
+    ``eps``. Leaves without second moments have no factor. The state of ``optax.adamax`` looks like Adam's, but its
+    ``nu`` is not a mean of squares: leave ``opt_state`` out.
 
     Args:
       opt_state: state of an Adam-type optimizer; a :class:`Preconditioner` is returned as it is.

@@ -202,7 +202,8 @@ class ShardedStep:
             arrays of the whole batch, or global arrays as ``jax.make_array_from_process_local_data`` makes them.
 
         Returns:
-          ``(state, metrics)``; ``metrics["loss"]`` and the loss function's metrics are means over the batch.
+          ``(state, metrics)``; ``metrics["loss"]`` and the loss function's metrics are means over the batch. A metric
+          of the loss function that is called ``loss`` is not among them.
 
         Raises:
           ValueError: a batch whose rows the devices do not divide, a state of another optimizer, mesh or layout, or one
