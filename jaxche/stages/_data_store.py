@@ -191,6 +191,7 @@ class StoreWire:
         self._committed = self._committer.submit(self._keep_error, self._commit, sent, received, state, step + 1)
 
     def rejoin(self, like_state: Any) -> tuple[int, Any] | None:
+        limit = tensors.read_limit(like_state)  # before the first step, refuses dtypes that cannot be stored
         self._wait_committed()
         if not self._run.find_saved():
             return None
@@ -198,7 +199,7 @@ class StoreWire:
         if not self._states:
             return None
         key = self._states[-1]
-        step, found = step_of(key), self._objects.read(key, tensors.read_limit(like_state))
+        step, found = step_of(key), self._objects.read(key, limit)
         if found is None:
             raise ConnectionError(f"{key} in {self._objects} was deleted meanwhile: do two processes hold one stage?")
         try:

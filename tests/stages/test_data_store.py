@@ -432,3 +432,10 @@ def test_closing_ends_the_wait_of_others():
     thread.join(10)
     assert caught == [True]
     wire.close()
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path):
+    model = jaxche.Partitioned([lambda p, x: x * p], lambda y, x: jnp.mean(y), jaxche.DataStore(f"memory://{tmp_path}"))
+    with pytest.raises(ValueError, match=r"rng_key has dtype key<fry>, which cannot be stored"):
+        model.init([jnp.ones(2)], optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)))
+    model.close()
