@@ -197,7 +197,9 @@ def _accumulated(local: Callable[..., Any], micro: int, gathers: bool) -> Callab
                 # XLA of jax 0.12 cannot compile it for the CPU in a small loop without collectives.
                 slices, sums = lax.optimization_barrier((params, sums))
             part, index = turn
-            terms, (after,) = local(slices, before, part, jax.random.fold_in(rng, index))
+            terms, (after, *outputs) = local(slices, before, part, jax.random.fold_in(rng, index))
+            if outputs:
+                raise ValueError(f"accumulate={micro} keeps no outputs of a loss function; write as_loss(loss_fn)")
             # The dtypes of a scan's carry must not change.
             after = jax.tree.map(lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), after, before)
             return (jax.tree.map(jnp.add, sums, terms), after), None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxche.drawing import brief, short_traceback
@@ -219,6 +220,11 @@ class ShardedStep:
         leaves, treedef = jax.tree.flatten(state)
         laid_out = treedef, [(getattr(x, "shape", None), getattr(x, "sharding", None)) for x in leaves]
         if self._checked is None or self._checked[0] != laid_out:
+            if any(isinstance(x, Tracer) for x in leaves):
+                raise ValueError(
+                    "state is traced: a sharded step is a compiled program of its own, which jax.jit and jax.lax.scan "
+                    "cannot contain; write for batch in data: state, metrics = step(state, batch), which does not wait"
+                )
             programs = self._programs_for(state.params)
             check_state(programs.layout, state, programs.abstract_state(_shapes(state.model_state)))
             self._checked = laid_out, programs

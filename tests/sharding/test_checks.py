@@ -104,6 +104,14 @@ def test_a_state_that_a_step_has_taken(devices):
         step.init(state.params)
 
 
+@pytest.mark.parametrize("strategy", [NoShard(), FullShard()], ids=str)
+def test_a_step_within_another_program(strategy, devices):
+    step, batch = make(devices[:2], strategy=strategy), np.ones((4, 8), np.float32)
+    for run in (jax.jit(step), lambda state, batch: jax.lax.scan(lambda s, _: step(s, batch), state, None, length=2)):
+        with pytest.raises(ValueError, match=r"state is traced: .*write for batch in data: state, metrics = step"):
+            run(step.init(PARAMS), batch)
+
+
 @pytest.mark.parametrize("state", [PARAMS, (PARAMS, ()), None])
 def test_a_value_that_is_no_state(state, devices):
     with pytest.raises(ValueError, match=r"^state is .*, not the state of a sharded step; write state = step.init"):

@@ -38,6 +38,13 @@ def test_a_ragged_batch_is_computed_whole_by_everybody(name, devices, problem, c
     assert jax.tree.all(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), grads, layout.grads))
 
 
+def test_micro_batches_keep_no_outputs(devices):
+    layout = Layout(NoShard(), NoShard().mesh(devices[:2]), jnp.ones(3))
+    call = as_loss(lambda params, batch: (jnp.mean(batch @ params), {"y": batch @ params}), outputs=True)
+    with pytest.raises(ValueError, match=r"accumulate=2 keeps no outputs.*write as_loss\(loss_fn\)"):
+        jax.jit(value_and_grad(call, layout, accumulate=2))(jnp.ones(3), None, jnp.ones((4, 3)), jax.random.key(0))
+
+
 @pytest.mark.parametrize(
     ("strategy", "size", "gathers"),
     [(FullShard(), 4, True), (FullShard(), 3, False), (ShardGradOp(), 4, False), (NoShard(), 4, False)],
