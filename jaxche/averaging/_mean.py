@@ -65,7 +65,7 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
 
     Raises:
       NameError: ``axis_name`` is not bound: call it inside ``shard_map`` or ``pmap`` over that axis.
-      ValueError: a weight that is not a scalar.
+      ValueError: a weight that is not one number.
 
     References:
       flodl's weighted all-reduce; McMahan et al., *Communication-efficient learning of deep networks from
@@ -81,11 +81,12 @@ def weighted_mean(tree: Any, weight: Any, axis_name: str) -> Any:
     averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
     arrays = [jnp.asarray(leaves[i]) for i in averaged]
     weight = jnp.asarray(weight)
-    if weight.shape != ():
+    if weight.size != 1:
         raise ValueError(
-            f"weight has shape {weight.shape}, and it is the one number of this device; in shard_map, with in_specs "
-            f"that cut the weights over {axis_name!r}, write weight[0]"
+            f"weight has shape {weight.shape}, and it is the one number of this device; in shard_map, cut the weights "
+            f"over the axis: in_specs=P({axis_name!r})"
         )
+    weight = weight.reshape(())  # of shape [1] in a shard_map
     sums, total = psum_buckets((weighted(arrays, weight), weight.astype(jnp.float32)), axis_name)
     for i, x, s in zip(averaged, arrays, sums, strict=True):
         leaves[i] = (s / total.astype(s.dtype)).astype(x.dtype)

@@ -329,11 +329,12 @@ def update(
     options = {"opt_state": opt_state, "b2": b2, "eps": eps}
     b = jnp.asarray(batch_sizes)
     if axis_name is not None:
-        if b.shape != ():
+        if b.size != 1:
             raise ValueError(
-                f"batch_sizes has shape {b.shape}, and with axis_name= it is the one number of this device; write "
-                "batch_sizes[0]"
+                f"batch_sizes has shape {b.shape}, and with axis_name= it is the one number of this device; in "
+                f"shard_map, cut the sizes over the axis: in_specs=P({axis_name!r})"
             )
+        b = b.reshape(())  # of shape [1] in a shard_map
         _check_contributors(noise, lax.axis_size(axis_name))
         _check_not_summed(grads, axis_name)
         if mean_grads is None:

@@ -1,5 +1,6 @@
 """weighted_mean against NumPy, over every way to bind an axis."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,11 +127,17 @@ def test_an_unbound_axis_is_refused():
         weighted_mean(jnp.ones(3), 1.0, "replica")
 
 
-@pytest.mark.parametrize("weight", [[1.0], [1.0, 2.0, 3.0]])
-def test_a_weight_that_is_not_a_scalar_is_refused(weight):
-    """It would weight the columns."""
-    with pytest.raises(ValueError, match=r"weight has shape .*the one number of this device.*write weight\[0\]"):
-        jax.vmap(lambda x: weighted_mean(x, jnp.array(weight), "r"), axis_name="r")(jnp.ones((2, 3)))
+def test_a_weight_may_have_the_axis_of_a_shard_map():
+    tree, weights = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.array([1.0, 4.0])}, jnp.array([1.0, 3.0])
+    mean = jax.vmap(lambda t, w: weighted_mean(t, w, "r"), axis_name="r")
+    chex.assert_trees_all_equal(mean(tree, weights[:, None]), mean(tree, weights))
+
+
+def test_several_weights_on_one_device_are_refused():
+    """They would weight the columns."""
+    message = r"weight has shape \(3,\), .*the one number of this device.*in_specs=P\('r'\)"
+    with pytest.raises(ValueError, match=message):
+        jax.vmap(lambda x: weighted_mean(x, jnp.arange(3.0), "r"), axis_name="r")(jnp.ones((2, 3)))
 
 
 @settings(max_examples=25, deadline=None)

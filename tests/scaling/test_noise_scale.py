@@ -418,8 +418,10 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="1 leaves, but the params given to init had 2"):
         noise_scale.update(noise, jnp.zeros((2, 3)), [8, 8])
     mapped = jax.vmap(lambda g, b: noise_scale.update(noise_scale.init(g), g, b, axis_name="r"), axis_name="r")
-    with pytest.raises(ValueError, match=r"batch_sizes has shape \(1,\).*write batch_sizes\[0\]"):
-        mapped(jnp.zeros((2, 3)), jnp.full((2, 1), 8))
+    with pytest.raises(ValueError, match=r"batch_sizes has shape \(2,\).*in_specs=P\('r'\)"):
+        mapped(jnp.zeros((2, 3)), jnp.full((2, 2), 8))
+    one, same = (mapped(jnp.ones((2, 3)), sizes) for sizes in (jnp.full(2, 8), jnp.full((2, 1), 8)))
+    chex.assert_trees_all_equal(one, same)
 
 
 def test_init_refuses():
