@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src import compilation_cache
+from jax._src.interpreters import mlir
 
 import jaxche
 from jaxche.reports import RoundInfo
@@ -36,6 +38,43 @@ PLAIN_CODE = (
     *(("--xla_cpu_use_fusion_emitters=false",) if jax.version.__version_info__ < (0, 11) else ()),
 )
 
+
+def share_programs():
+    """One program serves all functions that compile to it, as long as this process lives.
+
+    JAX's cache reads, links and keeps it for each function anew. Programs belong to a client; on CPUs their keys name
+    the devices too.
+    """
+    programs = {}
+    read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
+
+    def get(key, options, backend, devices):
+        if (backend, key) not in programs:
+            found = read(key, options, backend, devices)
+            if found[0] is None:
+                return found
+            programs[backend, key] = found
+        return programs[backend, key]
+
+    def put(key, name, program, backend, seconds):
+        programs[backend, key] = program, seconds
+        write(key, name, program, backend, seconds)
+
+    compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time = get, put
+
+
+def share_contexts():
+    """The modules of a thread are lowered in one MLIR context: to load its dialects takes as long as a small module."""
+    make, own = mlir.make_ir_context, threading.local()
+
+    def context():
+        if not hasattr(own, "context"):
+            own.context = make()
+        return own.context
+
+    mlir.make_ir_context = context
+
+
 jax.config.update("jax_num_cpu_devices", DEVICES)
 _PLATFORMS = os.environ.get("JAX_PLATFORMS", "cpu").split(",")
 # An accelerator is named first: it computes what is on one device, and meshes are of fake devices all the same, because
@@ -45,6 +84,8 @@ if _PLATFORMS[0] != "cpu" and "cpu" in _PLATFORMS:
     jax.config.update("jax_default_device", jax.devices(_PLATFORMS[0])[0])
 if jax.config.jax_platforms == "cpu":
     os.environ["XLA_FLAGS"] = " ".join([*PLAIN_CODE, os.environ.get("XLA_FLAGS", "")]).strip()
+    share_programs()
+    share_contexts()
 # The compiled programs of one test serve the next, also those that took no time: eager operations and small steps are
 # compiled again and again, in every module and in every process a test starts. Child processes find the same cache.
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
