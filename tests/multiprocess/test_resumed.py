@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -40,14 +41,34 @@ def undisturbed(tmp_path_factory):
     return zero
 
 
-@pytest.mark.parametrize(
-    ("what", "first", "accelerated"), [("stop", 0, ()), ("TERM", 143, ()), ("KILL", 137, ()), ("KILL", 137, (0,))]
-)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Makes folders of a run that stopped early, which has run once."""
+    first = tmp_path_factory.mktemp("stopped")
+    code, results = run(first, "stop", 3)
+    assert code == 0
+    assert [len(r["rounds"]) for r in results] == [5, 5]
+    assert max(int(p.name) for p in (first / "checkpoints").iterdir() if p.name.isdigit()) == 5
+
+    def copy(folder):
+        shutil.copytree(first / "checkpoints", folder / "checkpoints")
+
+    return copy
+
+
+def test_a_run_that_stopped_goes_on_bit_for_bit(undisturbed, stopped, tmp_path):
+    stopped(tmp_path)
+    code, results = run(tmp_path)
+    assert code == 0
+    assert results == [undisturbed, undisturbed]
+
+
+@pytest.mark.parametrize(("what", "first", "accelerated"), [("TERM", 143, ()), ("KILL", 137, ()), ("KILL", 137, (0,))])
 def test_a_run_that_ended_early_goes_on_bit_for_bit(undisturbed, tmp_path, stand_ins, what, first, accelerated):
     env = stand_ins(*accelerated)
     code, results = run(tmp_path, what, 3, env=env)
     assert code == first
-    assert [len(r["rounds"]) for r in results] == ([5, 5] if what == "stop" else [])
+    assert results == []
     saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert saved in ((3, 4) if what == "KILL" else (5,))
     code, results = run(tmp_path, env=env)
@@ -70,9 +91,8 @@ def test_a_rank_that_dies_and_one_that_hangs_are_made_up_for(undisturbed, tmp_pa
     assert results == [undisturbed, undisturbed]
 
 
-def test_another_number_of_processes_goes_on(program, undisturbed, tmp_path, devices):
-    code, _ = run(tmp_path, "stop", 3)
-    assert code == 0
+def test_another_number_of_processes_goes_on(program, undisturbed, stopped, tmp_path, devices):
+    stopped(tmp_path)
     code, results = run(tmp_path, processes=3)
     assert code == 0
     (zero, one, two) = results
@@ -92,9 +112,8 @@ def test_another_number_of_processes_goes_on(program, undisturbed, tmp_path, dev
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.float32(b), rtol=1e-6), here, dict(zero["params"]))
 
 
-def test_a_checkpoint_that_one_process_cannot_read_is_set_aside_by_all(undisturbed, tmp_path, capfd):
-    code, _ = run(tmp_path, "stop", 3)
-    assert code == 0
+def test_a_checkpoint_that_one_process_cannot_read_is_set_aside_by_all(undisturbed, stopped, tmp_path, capfd):
+    stopped(tmp_path)
     code, results = run(tmp_path, "UNREADABLE 5")
     assert code == 0
     assert results == [undisturbed, undisturbed]
