@@ -31,11 +31,13 @@ from jaxche.cluster._heterogeneous import (
     register_devices,
 )
 from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.distributed import ELASTIC, ElasticGroup, process_group, register_cpu_client, start_cpu_client
+from jaxche.distributed import ELASTIC, ElasticGroup, RankError, process_group, register_cpu_client, start_cpu_client
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
 _PREEMPTION_SERVICE = "JAX_ENABLE_PREEMPTION_SERVICE"
+# The processes that have printed their error. Process 0 waits for them, and then until they have exited, in seconds.
+_FAILED, _PRINT_S, _EXIT_S = "jaxche/failed", 5.0, 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,19 +262,38 @@ def _exit_on_sigterm_as_process_1() -> None:
 
 
 def _exit_at_once_after_exception() -> None:
-    show, crashed = sys.excepthook, threading.Event()
+    show, errors = sys.excepthook, []
 
     def hook(*exception) -> None:
-        crashed.set()
+        errors.append(exception[1])
         show(*exception)
 
     def leave() -> None:
-        if crashed.is_set():
+        if errors:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
+            with contextlib.suppress(Exception):
+                _exit_last(errors[-1])
             os._exit(1)
 
     sys.excepthook = hook
     # Handlers run in reverse order: this one before JAX's own.
     atexit.register(leave)
+
+
+def _exit_last(error: BaseException) -> None:
+    """Let process 0 wait for the error of another process to be printed there too.
+
+    It serves JAX's coordinator, without which JAX ends the others at once. In an elastic run that is another process.
+    """
+    state = _jax_distributed.global_state
+    if state.client is None or isinstance(process_group(), ElasticGroup):
+        return
+    if state.process_id:
+        state.client.key_value_set(f"{_FAILED}/{state.process_id}", "")
+    elif isinstance(error, RankError):
+        deadline = time.monotonic() + _PRINT_S
+        for process in range(1, state.num_processes):
+            state.client.blocking_key_value_get(f"{_FAILED}/{process}", round(1e3 * (deadline - time.monotonic())))
+        time.sleep(_EXIT_S)

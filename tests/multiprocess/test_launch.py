@@ -230,3 +230,29 @@ def test_a_rank_that_hangs_ends_all_where_nobody_hears_heartbeats(script, capfd)
     assert any(re.fullmatch(r"\[[01]\] Timeout \(0:00:03\)!", line) for line in told)
     # Only one has something to tell of where it hangs.
     assert {line[:3] for line in told if line.startswith("[") and "in waits_for_ever" in line} == {"[1]"}
+
+
+def test_the_rank_that_failed_prints_its_error_also_if_it_is_slow(script, capfd, monkeypatch):
+    """JAX ends it as soon as process 0 has exited."""
+    monkeypatch.setattr("jaxche.cluster._worker_group._ERROR_OUTPUT_S", 30.0)
+    command = script("""
+        import time
+        import jax.numpy as jnp, numpy as np, optax
+        import jaxche
+
+        class Data(list):
+            def __getitem__(self, i):
+                if rank == 1:
+                    raise OSError("disk on fire")
+                return super().__getitem__(i)
+
+        jaxche.initialize(timeout_s=60)
+        show, rank = sys.excepthook, jaxche.process_shard()[0]
+        sys.excepthook = lambda *error: (time.sleep(rank), show(*error))
+        trainer = jaxche.Trainer(lambda w, batch: jnp.mean((w - batch) ** 2), optax.sgd(0.1))
+        trainer.fit(trainer.init(jnp.zeros(4)), Data([np.ones(4, np.float32)] * 8))
+    """)
+    assert launch(command, 2, grace_s=30.0) == 1
+    told = capfd.readouterr().err.splitlines()
+    assert any(line.startswith("[0] jaxche.distributed._group.RankError: rank 1 failed") for line in told)
+    assert "[1] OSError: disk on fire" in told
