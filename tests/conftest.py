@@ -42,8 +42,8 @@ PLAIN_CODE = (
 def share_programs():
     """One program serves all functions that compile to it, as long as this process lives.
 
-    JAX's cache reads, links and keeps it for each function anew. Programs belong to a client; on CPUs their keys name
-    the devices too.
+    JAX's cache reads and links it again for each of them. Programs belong to a client; on CPUs their keys name the
+    devices too.
     """
     programs = {}
     read, write = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time

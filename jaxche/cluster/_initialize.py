@@ -262,19 +262,21 @@ def _exit_on_sigterm_as_process_1() -> None:
 
 
 def _exit_at_once_after_exception() -> None:
-    show, errors = sys.excepthook, []
+    show, exits, waits = sys.excepthook, threading.Event(), []
 
     def hook(*exception) -> None:
-        errors.append(exception[1])
+        # A thread, because a call of a coordinator that is stopped has no end; started here, not while Python exits.
+        waits.append(threading.Thread(target=_exit_last, args=(exception[1], exits), daemon=True))
+        waits[-1].start()
         show(*exception)
 
     def leave() -> None:
-        if errors:
+        if waits:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
-            with contextlib.suppress(Exception):
-                _exit_last(errors[-1])
+            exits.set()
+            waits[-1].join(_PRINT_S + _EXIT_S)
             os._exit(1)
 
     sys.excepthook = hook
@@ -282,18 +284,21 @@ def _exit_at_once_after_exception() -> None:
     atexit.register(leave)
 
 
-def _exit_last(error: BaseException) -> None:
-    """Let process 0 wait for the error of another process to be printed there too.
+def _exit_last(error: BaseException, exits: threading.Event) -> None:
+    """Once this process ``exits``: let process 0 wait for the error of another process to be printed there too.
 
     It serves JAX's coordinator, without which JAX ends the others at once. In an elastic run that is another process.
     """
+    exits.wait()
     state = _jax_distributed.global_state
     if state.client is None or isinstance(process_group(), ElasticGroup):
         return
-    if state.process_id:
-        state.client.key_value_set(f"{_FAILED}/{state.process_id}", "")
-    elif isinstance(error, RankError):
-        deadline = time.monotonic() + _PRINT_S
-        for process in range(1, state.num_processes):
-            state.client.blocking_key_value_get(f"{_FAILED}/{process}", round(1e3 * (deadline - time.monotonic())))
-        time.sleep(_EXIT_S)
+    with contextlib.suppress(Exception):  # of JAX: the coordinator is gone, or a process has printed no error
+        if state.process_id:
+            state.client.key_value_set(f"{_FAILED}/{state.process_id}", "")
+        elif isinstance(error, RankError):
+            deadline = time.monotonic() + _PRINT_S
+            for process in range(1, state.num_processes):
+                left_s = deadline - time.monotonic()
+                state.client.blocking_key_value_get(f"{_FAILED}/{process}", round(1e3 * left_s))
+            time.sleep(_EXIT_S)

@@ -53,7 +53,7 @@ def checked_length(data: Any) -> int:
     if any(one.__module__.startswith("torch.utils.data") for one in type(data).__mro__):
         raise ValueError(
             f"data is a PyTorch {type(data).__name__}, whose data[i] is one example; write "
-            "torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True)"
+            "torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True), or batch_size=None if it is a batch"
         )
     if len(data) == 0:
         raise ValueError("len(data) is 0: the data set is empty; give at least one batch")

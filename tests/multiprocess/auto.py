@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+import resumed
 
 import jaxche
 from jaxche import ApplyPolicy
@@ -26,20 +26,11 @@ BETWEEN = 14
 LOCAL = ("sync_ms", "hidden_ms")
 
 
-class Problem:
-    """The same in every process, and in the test."""
+class Problem(resumed.Problem):
+    """The same in every process, and in the test: epochs long enough for some rounds of each policy."""
 
     def __init__(self):
-        rng = np.random.default_rng(0)
-        x = rng.normal(size=(8 * 40, 5)).astype(np.float32)
-        y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
-        self.data = jaxche.Batches({"x": x, "y": y}, batch_size=8, seed=3)
-        self.params = {"w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3, "b": np.zeros(2, np.float32)}
-
-    @staticmethod
-    def loss(params, batch, rng):
-        out = batch["x"] @ params["w"] + params["b"]
-        return jnp.mean((jnp.tanh(out * jax.random.bernoulli(rng, 0.8, out.shape)) - batch["y"]) ** 2)
+        super().__init__(8 * 40)
 
     def trainer(self, replicas):
         return jaxche.Trainer(self.loss, optax.adam(0.02), policy="auto", replicas=replicas)

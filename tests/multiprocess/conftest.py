@@ -47,7 +47,9 @@ def load():
     def loading(name):
         spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(HERE)  # programs import each other, as they do in their processes
+            spec.loader.exec_module(module)
         return module
 
     return loading

@@ -42,9 +42,9 @@ DEATHS, MORE_EPOCHS = 4, 24
 class Problem:
     """The same in every process, and in the test."""
 
-    def __init__(self):
+    def __init__(self, examples=96):
         rng = np.random.default_rng(0)
-        x = rng.normal(size=(96, 5)).astype(np.float32)
+        x = rng.normal(size=(examples, 5)).astype(np.float32)
         y = np.tanh(x @ rng.normal(size=(5, 2))).astype(np.float32)
         self.data = jaxche.Batches({"x": x, "y": y}, batch_size=8, seed=3)
         self.params = {"w": rng.normal(size=(5, 2)).astype(np.float32) * 0.3, "b": np.zeros(2, np.float32)}

@@ -288,7 +288,7 @@ def test_accelerators_that_no_program_can_reach_together_meet_on_the_host(device
     strategy = FullShard()
     with pytest.raises(ValueError, match=r"no program can span the accelerators.*islands whose devices are of one"):
         make_placements([strategy.mesh(jaxche.devices())], strategy)
-    assert not merges_on_host("device", placements[1:])  # a single one meets nobody
+    assert not merges_on_host("device", placements[1:])  # a single replica does not merge
     assert not merges_on_host("device", same)
 
 

@@ -35,7 +35,7 @@ def test_rounds_with_the_final_ranks(worlds, last, round_info):
 
 
 def test_effective_batch(round_info):
-    """Of (10, 4) steps weighed by their number: (sum of n^2 / 14)^2 over (sum of n^3 / 14^2), batches of 32."""
+    """(10, 4) steps, weighted by their number: (sum of n^2 / 14)^2 over (sum of n^3 / 14^2), batches of 32."""
     assert round_info().effective_batch == pytest.approx(32 * (116 / 14) / (1064 / 196))
     assert round_info(average="gradients").effective_batch == 32 * 14
 

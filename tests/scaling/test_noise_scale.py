@@ -568,7 +568,7 @@ def test_a_single_contributor_forgets_twice_as_fast_as_in_its_updates():
 
 @pytest.mark.parametrize("gap", [True, False], ids=["no pair across a gap", "pairs across gaps"])
 def test_unbiased_while_the_gradient_moves(gap):
-    """Of every 40 steps the first 8 are measured, and the gradient drifts: across 33 steps that looks like noise."""
+    """The first 8 of every 40 steps are measured. Over the other steps the gradient drifts, which looks like noise."""
     rounds, steps, measured, drift = 600, 40, 8, 0.3
     direction = jnp.ones(DIM) / jnp.sqrt(DIM)
 

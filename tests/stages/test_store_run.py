@@ -180,7 +180,7 @@ def test_who_leaves_takes_its_hello_and_no_other(start):
     assert keys() == []
 
 
-@pytest.mark.parametrize("begins", ["anew", "saved"])
+@pytest.mark.parametrize("begins", ["new", "saved"])
 def test_who_leaves_removes_what_a_killed_start_left_half_written(tmp_path, begins):
     root = open_objects(str(tmp_path), "run", {})
     torn = [tmp_path / "run" / f"stage-00{stage}-hello#1" for stage in (0, 1)]

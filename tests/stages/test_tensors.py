@@ -129,7 +129,7 @@ json_values = st.recursive(
 
 
 def forged(header, payload, announce=None):
-    """An object with right checksums and a header of somebody else's."""
+    """An object with valid checksums and this header, whatever the header says."""
     check = xxhash.xxh3_64_intdigest(payload)
     prefix = struct.pack("<8sIIQQ", b"jaxchetr", 2, len(header), announce or len(payload), check)
     return prefix + struct.pack("<Q", xxhash.xxh3_64_intdigest(prefix + header)) + header + payload
