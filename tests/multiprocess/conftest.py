@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-collect_ignore = ["card"]  # once imported, its modules would be this process's plugin of CUDA
+# What processes run is not collected: programs import each other, and a module of `card` would be this process's plugin
+# of CUDA.
+collect_ignore = ["card", "plugins", *(path.name for path in HERE.glob("*.py") if not path.name.startswith("test_"))]
 # Every script knows these.
 START = """
 import os, signal, sys, time

@@ -334,14 +334,14 @@ def test_scanned_layers_train_as_on_one_device(name, devices, problem, close):
 
     params, batches = {"in": draw(4, 8), "layers": draw(16, 8, 8)}, [draw(8, 4) for _ in range(5)]
     strategy = dataclasses.replace(problem.strategies[name](4), scanned=("layers",))
-    step = jaxche.sharded_step(loss, optax.sgd(0.1), strategy, strategy.mesh(devices[:4]))
+    step = jaxche.sharded_step(loss, optax.sgd(0.02), strategy, strategy.mesh(devices[:4]))
     state, losses = problem.run(step, step.init(params), batches)
     if strategy.shards_params:
         assert state.params["layers"].sharding.spec == P(None, "shard")  # and not its largest axis
     expected = []
     for batch in batches:
         value, grads = jax.value_and_grad(loss)(params, batch)
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        params = jax.tree.map(lambda p, g: p - 0.02 * g, params, grads)
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     close(state.params, params, atol=1e-5)
