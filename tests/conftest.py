@@ -294,6 +294,8 @@ class Store:
         with self._changed:
             return [(key, value) for key, value in self._values.items() if key.startswith(place)]
 
+    key_value_set_bytes, key_value_dir_get_bytes = key_value_set, key_value_dir_get
+
 
 @pytest.fixture
 def store():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Collection
 from typing import Any
+
+import jax
 
 # JAX has no public name for a client of the CPU devices, its collectives, or the state of jax.distributed.
 from jax._src import distributed as _jax_distributed
@@ -12,6 +16,8 @@ from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssu
 
 from jaxche.distributed._listener import is_loopback
 
+# Where Gloo writes an address under the numbers of a collective's devices and the place of its process among them.
+ADDRESSES = "cpu:gloo/"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -40,3 +46,18 @@ def _has_address(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def end_waits(store: Any, processes: Collection[int]) -> None:
+    """End the waits for the addresses of processes that died before they wrote them.
+
+    Gloo waits 30 s for an address, and fails at once if it is cut off.
+    """
+    written = dict(store.key_value_dir_get_bytes(ADDRESSES))
+    process_of = {str(device.id): device.process_index for device in jax.devices("cpu")} if written else {}
+    for place, address in {key.rpartition("/")[0]: address for key, address in written.items()}.items():
+        devices = place.removeprefix(ADDRESSES).split(",")
+        for key in (f"{place}/{i}" for i, device in enumerate(devices) if process_of.get(device) in processes):
+            if key not in written:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has written it
+                    store.key_value_set_bytes(key, address[:-1])

@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 # JAX has no public name for the state of jax.distributed.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.distributed._cpu_client import make_cpu_client
+from jaxche.distributed._cpu_client import ADDRESSES, end_waits, make_cpu_client
 from jaxche.distributed._environment import LIVENESS
 from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
@@ -28,8 +29,8 @@ from jaxche.distributed._transfer import receive_state, send_state
 
 _log = logging.getLogger("jaxche")
 
-# Keys of XLA's clients: the addresses of Gloo's sockets, and the topology of all devices.
-_ADDRESSES, _TOPOLOGY = "cpu:gloo/", "cpu:global_topology/cpu"
+# Where XLA's clients write the topology of all devices.
+_TOPOLOGY = "cpu:global_topology/cpu"
 # How long other processes wait for the topology, and how often process 0 tries to write it.
 _TOPOLOGY_MS, _ATTEMPTS = 2000, 20
 # The memberships, the address of the liveness server, requests of standby processes, the answers to them, and the fits
@@ -94,6 +95,7 @@ class ElasticGroup(Group):
         self._topology: bytes | None = None
         # A script makes its fits in the same order in all its processes.
         self._fit = 0
+        self._left = threading.Event()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -164,6 +166,8 @@ class ElasticGroup(Group):
     def begin_fit(self) -> None:
         """Count the fits of the script. A standby process joins the fit with its own number."""
         self._fit += 1
+        if self._fit == 1:
+            threading.Thread(target=self._end_waits, name="jaxche-addresses", daemon=True).start()
         if self._topology is None:
             with suppress_timeout():
                 self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
@@ -307,10 +311,18 @@ class ElasticGroup(Group):
 
     def leave(self) -> None:
         """Leave the run at exit."""
+        self._left.set()
         # jaxlib ends a process that shuts down when the store is gone.
         if self.client is not None and self._liveness.is_connected:
             jax.distributed.shutdown()
         self._liveness.stop()
+
+    def _end_waits(self) -> None:
+        """Until this process leaves, end the waits of collectives for members that died before they connected."""
+        while not self._left.wait(_POLL_MS / 1e3):
+            if lost := self.lost():
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    end_waits(self.client, lost)
 
     @property
     def _failures(self) -> str:
@@ -362,7 +374,7 @@ class ElasticGroup(Group):
         """
         place = f"jaxche/topology/{self.quorum_id}"
         if self.is_first:
-            self.client.key_value_delete(_ADDRESSES)
+            self.client.key_value_delete(ADDRESSES)
         if self.process_index == 0:
             client = start_cpu_client(self.client, make_cpu_client)
             self.client.key_value_set(place, "", allow_overwrite=True)

@@ -51,6 +51,19 @@ def test_other_runs_start_as_jax_does(started, address, resolves, client):
     assert started(address, resolves, client) == [()]
 
 
+def test_missing_addresses_of_lost_processes_are_written_cut_off(store, monkeypatch):
+    devices = [SimpleNamespace(id=i, process_index=i // 2) for i in range(6)]
+    monkeypatch.setattr(_cpu_client.jax, "devices", lambda platform: devices)
+    _cpu_client.end_waits(store, [1])  # nobody waits
+    place = _cpu_client.ADDRESSES
+    written = {"0,3,4/0": b"first", "1,4/0": b"second", "1,3/0": b"third", "1,3/1": b"own"}
+    written = {f"{place}{key}": address for key, address in written.items()}
+    for key, address in written.items():
+        store.key_value_set_bytes(key, address)
+    _cpu_client.end_waits(store, [1])
+    assert dict(store.key_value_dir_get_bytes(place)) == written | {f"{place}0,3,4/1": b"firs"}
+
+
 def _can_rename():
     return bool(shutil.which("unshare")) and not subprocess.run([*RENAME, "true"], capture_output=True).returncode
 

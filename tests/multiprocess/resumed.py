@@ -19,8 +19,8 @@ import optax
 
 import jaxche
 from jaxche.distributed import _elastic_group
-from jaxche.replicas import _merge
-from jaxche.training import _plan
+from jaxche.replicas import ReplicaMesh, _merge
+from jaxche.training import _membership, _plan
 from jaxche.training._preparation import PreparedEngine
 
 EPOCHS = 3
@@ -186,6 +186,29 @@ def die_in_merge():
     _merge.Merge.arguments = die
 
 
+def die_before_connecting():
+    """Die where the others connect for their first merge, and wait for the address of this process."""
+
+    compile_everywhere = ReplicaMesh.compile_everywhere
+
+    def compile_and_die(self, *args):
+        compile_everywhere(self, *args)
+        signal.raise_signal(signal.SIGKILL)
+
+    ReplicaMesh.compile_everywhere = compile_and_die
+
+
+def print_errors():
+    """Print the errors of collectives from which this process recovers."""
+    recover = _membership.Membership.recover
+
+    def printing(self, run, error):
+        print(error, file=sys.stderr)
+        recover(self, run, error)
+
+    _membership.Membership.recover = printing
+
+
 def die_in_admission(moment):
     """Process 0 dies while it sends its state, a replacement while it receives one, or process 2 right after that."""
     restart = int(os.environ.get("JAXCHE_RESTART", 0))
@@ -232,6 +255,9 @@ def main(what, round, folder, rules="plain"):
         fail_to_read(int(what.split()[1]))
     if "dies-" in what:
         die_in_admission(what.partition("dies-")[2])
+    print_errors()
+    if what.startswith("FIRST") and jax.process_index() == victim_of(what):
+        die_before_connecting()
     replicas = jaxche.devices()[:: 2 if rules == "overlapped" else 1]
     problem, world = Problem(), len(replicas)
     trainer = problem.trainer(world, replicas=replicas, **RULES[rules])
