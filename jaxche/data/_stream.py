@@ -170,23 +170,40 @@ def check_stream(data: Any, group: Group, spans: bool, epochs: int = 1) -> Strea
         )
     if group.num_processes == 1:
         return stream
-    if group.elastic:
-        raise ValueError(
-            "data is a stream; an elastic run redistributes batches when processes die, so it needs a sequence with "
-            "len(data) and data[i], e.g. jaxche.Batches(arrays, batch_size=32) or a grain.MapDataset"
-        )
     if stream.shards is None:
         raise ValueError(
             f"data is a {name} in a run of {group.num_processes} processes; set shards=. If each process reads its own "
             "part: index, count = jaxche.process_shard(), data = jaxche.Stream(batches(index, count), shards=True). "
             "If all read the same batches, and each trains on some: data = jaxche.Stream(batches(), shards=False)"
         )
+    if group.elastic:
+        _check_elastic(stream)
     if stream.shards and spans:
         raise ValueError(
             "shards=True gives each process its own batches, but the processes of one replica need the same ones; "
             "write jaxche.Stream(source, shards=False)"
         )
     return stream
+
+
+def _check_elastic(stream: Stream) -> None:
+    """Refuse a stream that cannot go back to a batch after a merge has failed, or that dies with its process."""
+    if stream.shards:
+        raise ValueError(
+            "shards=True gives each process its own batches, and in an elastic run those of a process that dies would "
+            "be lost; write jaxche.Stream(source, shards=False), or a sequence with len(data) and data[i]"
+        )
+    if stream.has_one_epoch and not hasattr(stream.source, "set_state"):
+        raise ValueError(
+            f"data is a {type(stream.source).__name__}, which can be read once, and an elastic run reads the batches "
+            "of a round again if its merge fails; give a function: jaxche.Stream(lambda epoch: batches(seed=epoch), "
+            "shards=False)"
+        )
+    if stream.resume == "continue":
+        raise ValueError(
+            "resume='continue' repeats or loses batches, and in an elastic run all processes read the same ones; write "
+            "jaxche.Stream(source, shards=False), which reads the earlier batches again and skips them"
+        )
 
 
 def as_batch(value: Any) -> Any:

@@ -54,6 +54,7 @@ class StreamQueue:
         self._states: dict[int, Any] = {}  # of the iterator, by the number of batches before it
         self._uses: collections.Counter[int] = collections.Counter()  # pieces that are taken in this round
         self._round_end, self._keeps = 0, False
+        self._place = 0  # of the last seek
         self._error: Exception | None = None
         self._is_raised = self._is_running = self._is_stopped = False
 
@@ -63,7 +64,8 @@ class StreamQueue:
             failed = self._is_stopped or (self._error is not None and self._is_raised)
             if not failed and self._epoch == place.epoch and self._lowest <= place.taken <= self._next:
                 self._batches = {i: batch for i, batch in self._batches.items() if i >= place.taken}
-                self._states = {i: state for i, state in self._states.items() if i >= place.taken}
+                # With those of the round before: in an elastic run the next place may be its start.
+                self._states = {i: state for i, state in self._states.items() if i >= min(self._place, place.taken)}
                 self._lowest = place.taken
             else:
                 if self._epoch == place.epoch and place.state is None:
@@ -74,7 +76,7 @@ class StreamQueue:
                 self._states = {} if place.state is None else {place.taken: place.state}
                 self._error, self._is_raised, self._is_stopped = None, False, False
             self._uses.clear()
-            self._round_end = place.taken
+            self._round_end = self._place = place.taken
             self._read_on()
 
     def start(self, steps: Sequence[Sequence[Step]], end: int, joined: int = 0, keeps: bool = False) -> list[Feed]:

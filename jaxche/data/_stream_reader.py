@@ -52,12 +52,16 @@ class StreamReader:
     def __init__(self, data: Any, stream: Stream, group: Group, processes_of_ranks: Sequence[Sequence[int]]):
         self.data = data
         self.is_sharded = bool(stream.shards) and group.num_processes > 1
-        # The stream of each rank, that of this process, and the number of streams.
-        self._streams = [processes[0] if self.is_sharded else 0 for processes in processes_of_ranks]
+        # The stream of each rank, if there are several; that of this process, and the number of streams.
+        self._sharded = [processes[0] for processes in processes_of_ranks] if self.is_sharded else []
         self._own, self._count = (group.process_index, group.num_processes) if self.is_sharded else (0, 1)
         self._queue = StreamQueue(stream)
         # A replica that stops early would leave batches between those of the others.
-        self.has_time_limit = self.is_sharded and self._streams.count(self._own) == 1
+        self.has_time_limit = self._sharded.count(self._own) == 1
+
+    def _streams(self, plan: RoundPlan) -> Sequence[int]:
+        """The stream of each rank of a plan; an elastic run, whose ranks come and go, has one."""
+        return self._sharded or [0] * len(plan.counts)
 
     def seek(self, state: DataState) -> None:
         """Go to the position of a state."""
@@ -85,7 +89,7 @@ class StreamReader:
             left = self._queue.left(plan.joined)
             return plan.cut(left) if left else plan
         ended = self._position(state).ended
-        has_batches = [not ended[stream] for stream in self._streams]
+        has_batches = [not ended[stream] for stream in self._streams(plan)]
         counts = tuple(n if has else 0 for n, has in zip(plan.counts, has_batches, strict=True))
         return replace(plan, counts=counts if any(counts) else tuple(map(int, has_batches)))
 
@@ -98,8 +102,9 @@ class StreamReader:
             return [plan.steps(rank) for rank in range(len(plan.counts))]
         taken = self._position(state).taken
         steps: list[tuple[Step, ...]] = [()] * len(plan.counts)
-        for stream in set(self._streams):
-            ranks = [rank for rank, own in enumerate(self._streams) if own == stream]
+        streams = self._streams(plan)
+        for stream in set(streams):
+            ranks = [rank for rank, own in enumerate(streams) if own == stream]
             for rank, places in zip(ranks, interleave([plan.counts[rank] for rank in ranks]), strict=True):
                 steps[rank] = tuple((Piece((plan.epoch, taken[stream] + place)),) for place in places)
         return steps
@@ -109,7 +114,8 @@ class StreamReader:
     ) -> list[Feed]:
         """Start to read a round: one feed for each of the local ranks."""
         steps = self.steps(plan, state)
-        total = plan.joined or sum(n for n, stream in zip(done, self._streams, strict=True) if stream == self._own)
+        streams = self._streams(plan)
+        total = plan.joined or sum(n for n, stream in zip(done, streams, strict=True) if stream == self._own)
         end = self._position(state).taken[self._own] + total
         return self._queue.start([steps[rank][: done[rank]] for rank in ranks], end, plan.joined, keeps)
 
@@ -159,7 +165,7 @@ class StreamReader:
         if all(ended):
             return replace(after, epoch=plan.epoch + 1, cursor=0, stream=None)
         taken, is_over = list(self._position(before).taken), [False] * self._count
-        for stream, count, end in zip(self._streams, counts, ended, strict=True):
+        for stream, count, end in zip(self._streams(plan), counts, ended, strict=True):
             taken[stream] += 0 if plan.shares else count
             is_over[stream] = end > 0
         if plan.shares:

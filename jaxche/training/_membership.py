@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxche.cadence import ApplyPolicy, Choice, ElChe, RoundPlan, RowShares
+from jaxche.data import StreamReader, to_json
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
 from jaxche.replicas import LocalState
 from jaxche.reports import History
@@ -94,7 +95,8 @@ class Membership:
         state = self._of_ranks(run.state, order)
         message, arrays = {}, []
         if self._group.is_first:
-            message = {"order": order, "state": metadata(state), "history": run.history.to_json()}
+            message = {"order": order, "history": run.history.to_json()}
+            message["state"] = metadata(self._with_iterator(state, run.data))
             message["measured"] = list(self._measured.items())
             message["opt_states_differ"] = state.opt_states_differ
             arrays = [_whole(leaf) for leaf in jax.tree.leaves(given)]
@@ -105,6 +107,18 @@ class Membership:
         processes = ", ".join(map(str, admitted))
         _log.warning("process %s joined: continuing from round %s with %s", processes, state.round, len(order))
         self._call_hooks(run, shrunk=False)
+
+    def _with_iterator(self, state: TrainerState, data: Any) -> TrainerState:
+        """The state with that of the iterator of a stream, if it can be sent: the process then need not read again."""
+        reader = self._trainer._engine.reader(data)
+        if state.stream is None or not isinstance(reader, StreamReader):
+            return state
+        found = reader.iterator_state(state)
+        try:
+            to_json(found)
+        except TypeError:
+            return state
+        return replace(state, stream=state.stream._replace(states=(found,)))
 
     def _join(self, run: Run) -> None:
         """Become a member of the run, with its state and history.
@@ -117,6 +131,7 @@ class Membership:
         own = [engine.order[rank] for rank in engine.ranks]
         self._arrange(own, state.local_states)
         plan = RoundPlan(0, 0, 0, (1,) * len(own), run.size)
+        engine.reader(run.data).seek(state)
         for one in trainer._engines:
             one.prepare(state.local_states, run.data, plan, trainer._fingerprint_of(state, plan))
         text = "process %s takes the place of one that died, and waits for the end of a round"

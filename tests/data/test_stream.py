@@ -127,7 +127,9 @@ class Processes(Group):
         (jaxche.Stream(iter([1])), Processes(1), 2, "data is a list_iterator"),
         (iter([1]), Processes(2), 1, "jaxche.process_shard.*shards=True.*shards=False"),
         (jaxche.Stream([1]), Processes(2), 1, "in a run of 2 processes; set shards="),
-        (jaxche.Stream([1], shards=True), Processes(2, elastic=True), 1, "an elastic run redistributes batches"),
+        (jaxche.Stream([1], shards=True), Processes(2, elastic=True), 1, "those of a process that dies would be lost"),
+        (jaxche.Stream(iter([1]), shards=False), Processes(2, elastic=True), 1, "reads the batches of a round again"),
+        (jaxche.Stream([1], shards=False, resume="continue"), Processes(2, elastic=True), 1, "repeats or loses"),
         (jaxche.Stream([1], shards=True), Processes(3), 1, "the processes of one replica need the same"),
     ],
 )
@@ -143,6 +145,7 @@ def test_a_stream_that_a_run_can_read_passes():
         stream = jaxche.Stream(source, shards=shards)
         assert check_stream(stream, Processes(2), False, 5) is stream
     assert check_stream(jaxche.Stream(source, shards=False), Processes(2), True, 5)
+    assert check_stream(jaxche.Stream(source, shards=False), Processes(2, elastic=True), False, 5)
 
 
 def test_batches_become_arrays():

@@ -246,6 +246,9 @@ def test_a_source_with_a_state_goes_to_any_position_and_reads_no_batch_twice(que
     assert take(other, 7, 2) == [7, 8]
     other.stop()
     assert take(other, 7, 2) == [7, 8]
+    # Back to that of the round before, whose merge has failed elsewhere.
+    assert take(other, 9, 2) == [9, 10]
+    assert take(other, 7, 2) == [7, 8]
     assert caplog.messages == []
 
 

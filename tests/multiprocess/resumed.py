@@ -92,6 +92,38 @@ class Deadly:
         return self._data[i]
 
 
+class Restorable:
+    """An iterator over batches with a state, as those of Grain have."""
+
+    def __init__(self, batches):
+        self._batches, self._at = batches, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._at == len(self._batches):
+            raise StopIteration
+        self._at += 1
+        return self._batches[self._at - 1]
+
+    def get_state(self):
+        return {"at": self._at}
+
+    def set_state(self, state):
+        self._at = state["at"]
+
+
+def stream(data, has_state):
+    """The same batches as a stream, each epoch with a state or only to read from its start."""
+
+    def batches(epoch):
+        of_epoch = data.epoch(epoch)
+        return Restorable(of_epoch) if has_state else map(of_epoch.__getitem__, range(len(of_epoch)))
+
+    return jaxche.Stream(batches, shards=False)
+
+
 def callback(what, round, world):
     """What happens in the callback after a round, on one rank, unless the run was started again."""
     rounds_here, victim = [], victim_of(what)
@@ -265,14 +297,18 @@ def main(what, round, folder, rules="plain"):
     if "twice" in what:
         trainer.fit(trainer.init(problem.params), problem.data, progress=False)
         epochs //= 2
-    rounds = []
+    rounds, data = [], problem.data
+    if what.startswith("error"):
+        data = Broken(data, int(round))
+    elif "stream" in what:
+        data = stream(data, "restored" in what)
 
     def note(state, info):
         rounds.append(info.round)
 
     state, history = trainer.fit(
         trainer.init(problem.params),
-        Broken(problem.data, int(round)) if what == "error" else problem.data,
+        data,
         epochs,
         callbacks=[note, callback(what, int(round), world)],
         progress=False,

@@ -342,6 +342,22 @@ def test_a_replacement_joins_the_survivors(program, tmp_path, devices, what, rul
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["JOIN unsaved stream", "JOIN unsaved stream restored"])
+def test_a_stream_is_read_once_by_survivors_and_a_replacement(program, tmp_path, capfd, what):
+    code, results = run(tmp_path / "run", what, 4, processes=3, elastic=True, max_restarts=1)
+    err = capfd.readouterr().err
+    assert code == 0, err
+    assert results == [results[0]] * 3
+    rounds = results[0]["rounds"]
+    worlds = [len(counts) for _, _, _, counts, _ in rounds]
+    assert {2, 3} == set(worlds)
+    assert worlds[-1] == 3
+    assert read(rounds) == [(e, i) for e in range(program.MANY_EPOCHS) for i in range(12)]
+    # A source with a state goes back; another is read again.
+    assert ("were read again and skipped" in err) == ("restored" not in what)
+
+
+@pytest.mark.slow
 def test_a_death_takes_its_group_and_a_replacement_brings_it_back(program, tmp_path, capfd):
     options = {"elastic": True, "max_restarts": 1, "rules": "groups"}
     code, results = run(tmp_path / "run", "JOIN", 3, processes=3, **options)
