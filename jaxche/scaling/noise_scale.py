@@ -707,7 +707,7 @@ def _next(
         has_previous=finite & ~several,
         previous=None
         if noise.previous is None
-        else jax.tree.map(lambda old, new: new.astype(old.dtype), noise.previous, grads),
+        else jax.tree.map(lambda old, new: jnp.asarray(new).astype(old.dtype), noise.previous, grads),
     )
 
 
@@ -736,6 +736,7 @@ def _blend(
 
 
 def _weighted_sum(share: jax.Array, stacked: jax.Array) -> jax.Array:
+    stacked = jnp.asarray(stacked)
     wide = stacked.astype(sum_dtype(stacked.dtype))
     weights = share.astype(wide.dtype).reshape(-1, *(1,) * (wide.ndim - 1))
     # A replica without examples has share 0, but its gradients may be NaN.
