@@ -417,7 +417,12 @@ class Empty:
         ({"loss_fn": lambda params: 0.0}, r"def loss_fn\(params, batch\)"),
         ({"outer": 0.7}, "outer=0.7"),
         ({"average": "gradients", "merge": "batch"}, "average='parameters'"),
-        ({"che": jaxche.ElChe(world_size=5)}, "world_size=5, but there are 2"),
+        ({"che": jaxche.ElChe(world_size=5)}, r"world_size=5, but there are 2.*write che=jaxche.ElChe\(world_size=2, "),
+        (
+            {"che": jaxche.ElChe(world_size=5), "replicas": None, "strategy": jaxche.FullShard()},
+            "world_size=5, but there is one replica; leave che= out",
+        ),
+        ({"che": 10}, r"che=10 is not a cadence; write che=jaxche.ElChe\(world_size=2, "),
         ({"pace_ms": (1, 2, 3)}, "2, one per replica"),
         ({"pace_ms": -1}, "pace_ms=-1"),
         ({"pace_ms": float("nan")}, "pace_ms=nan"),
