@@ -385,6 +385,14 @@ def test_numbers_of_python_and_numpy_are_measured_as_arrays(make):
         np.testing.assert_allclose([noise.sqr * scale, stacked.var * scale], [2, 2], rtol=1e-3)
 
 
+def test_nothing_is_nan_on_the_way_of_one_contributor():
+    with jax.debug_nans(True):
+        noise = noise_scale.init(jnp.zeros(2), differenced=True)
+        for gradient in ([[2.0, 0.0]], [[1.0, 0.0]]):
+            noise = noise_scale.update(noise, jnp.array(gradient), [16])
+        assert (float(noise.sqr), float(noise.var), float(noise.critical_batch_size)) == (2.0, 0.5, 4.0)
+
+
 @pytest.mark.parametrize("sizes", [[8, 0], [8, -1], [8, float("nan")], ["a", "b"], np.array([0, 8])])
 def test_sizes_that_cannot_be_are_refused(sizes):
     with pytest.raises(ValueError, match=r"batch_sizes=.*write e\.g\. batch_sizes="):

@@ -305,7 +305,7 @@ def test_refused_calls(make_model):
         call(model.params, model.batch | {"y": model.batch["y"][:3]})
     direct = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
     for one in (direct, partitioned):
-        with pytest.raises(ValueError, match="no examples .leading axis 0.; leave empty batches out"):
+        with pytest.raises(ValueError, match=r"no examples .* leave empty batches out of the data"):
             one.value_and_grad(model.params, jax.tree.map(lambda x: x[:0], model.batch))
     for traced in (jax.jit(call), jax.grad(lambda params, batch: call(params, batch)[0])):
         with pytest.raises(ValueError, match=r"traced.*write loss, grads = model.value_and_grad\(params, batch\)"):
