@@ -57,7 +57,7 @@ def run_stages(
     batches = {s: jax.device_put(batch, one.device) for s, one in programs.items() if one.is_first or one.is_last}
     results: dict[int, StageResult] = {}
     errors: list[BaseException] = []
-    x64 = jax.config.jax_enable_x64  # a context manager sets it for the caller's thread only
+    x64 = jax.config.read("jax_enable_x64")  # a context manager sets it for the caller's thread only
 
     def work(stage: int) -> None:
         program, tasks, pace = programs[stage], plan.schedule[stage], paces[stage]

@@ -119,7 +119,7 @@ class _Threads(ThreadPoolExecutor):
     """Threads with the 64-bit mode of the caller: ``with jax.enable_x64(True)`` sets it for one thread only."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        x64 = jax.config.jax_enable_x64
+        x64 = jax.config.read("jax_enable_x64")
 
         def call() -> Any:
             with jax.enable_x64(x64):

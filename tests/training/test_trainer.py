@@ -4,6 +4,7 @@ import dataclasses
 import re
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -274,6 +275,9 @@ def test_a_recorded_run_replays_bit_for_bit(problem, devices, same):
     trainer, start = make()
     again, _ = trainer.replay(start, problem.data, jaxche.History.from_json(history.to_json()))
     same(again.params, state.params)
+    for wrong in ("history.jsonl", Path("history.jsonl"), history.rows):
+        with pytest.raises(ValueError, match=r"history=.* is no list of rounds; write jaxche.History.from_json\(Path"):
+            trainer.replay(start, problem.data, wrong)
 
 
 def test_the_replica_view_has_a_row_per_replica_and_costs_no_copy(problem, devices):
