@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxche.averaging._trees import sum_dtype
@@ -66,8 +67,8 @@ def outer_step(
     wide = _wide(params)
     updates, outer_state = outer.update(_wide(pseudo_gradient), outer_state, wide)
     stepped = optax.apply_updates(wide, updates)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), stepped, params), outer_state
+    return jax.tree.map(lambda new, old: new.astype(jnp.asarray(old).dtype), stepped, params), outer_state
 
 
 def _wide(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), tree)
+    return jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), jax.tree.map(jnp.asarray, tree))

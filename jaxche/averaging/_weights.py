@@ -57,7 +57,10 @@ def merge_weights(
     """
     if rule not in MERGE_RULES:
         raise ValueError(f"merge={rule!r} is not a merge rule; write one of {', '.join(map(repr, MERGE_RULES))}")
-    n = [float(c) for c in counts]
+    try:
+        n = [float(c) for c in counts]
+    except (TypeError, ValueError):
+        raise ValueError(f"counts={counts!r} must be a list of numbers; write e.g. counts=[10, 23]") from None
     if not n or any(not math.isfinite(c) or c < 0 for c in n) or sum(n) == 0:
         raise ValueError(
             f"counts={list(counts)!r}: a merge needs at least one step and no negative count, e.g. counts=[10, 23]"
@@ -79,7 +82,10 @@ def merge_weights(
 
 
 def _checked(name: str, values: Sequence[float], counts: Sequence[float]) -> list[float]:
-    values = [float(v) for v in values]
+    try:
+        values = [float(v) for v in values]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={values!r} must be a list of numbers; give one per replica") from None
     if len(values) != len(counts):
         raise ValueError(f"{name} has {len(values)} entries for {len(counts)} replicas; give one per replica")
     if any(not math.isfinite(v) or v < 0 for v in values):

@@ -86,8 +86,13 @@ class VirtualFleet:
     def __post_init__(self) -> None:
         # Tuples of floats, so that fleets compare and hash.
         for name in ("ms_per_batch", "first_report_ms"):
-            row = getattr(self, name)
-            object.__setattr__(self, name, None if row is None else tuple(np.asarray(row, np.float64).tolist()))
+            if (row := getattr(self, name)) is None and name != "ms_per_batch":
+                continue
+            try:
+                object.__setattr__(self, name, tuple(map(float, row)))
+            except (TypeError, ValueError):
+                line = f"one time for each rank; write e.g. {name}=[10.0, 23.0]"
+                raise ValueError(f"{name}={row!r} must be a list of numbers, {line}") from None
         speeds = np.asarray(self.ms_per_batch)
         if not speeds.size or not (np.isfinite(speeds) & (speeds > 0)).all():
             raise ValueError(f"ms_per_batch={self.ms_per_batch} must be above 0 for each rank; write e.g. [10.0, 23.0]")
@@ -106,6 +111,10 @@ class VirtualFleet:
                 "a part of ms_per_batch"
             )
         finite_number("first_sync_ms", self.first_sync_ms, "first_sync_ms=500.0", least=0.0)
+        whole_number("seed", self.seed, 0, "seed=0")
+        if self.slowdown is not None and not isinstance(self.slowdown, Slowdown):
+            line = "slowdown=jaxche.cadence.Slowdown(rank=0, round=10, factor=2.0)"
+            raise ValueError(f"slowdown={self.slowdown!r} is not one; write {line}")
         if self.slowdown is not None and not 0 <= self.slowdown.rank < speeds.size:
             raise ValueError(f"slowdown.rank={self.slowdown.rank} is not one of {speeds.size} ranks")
 

@@ -383,4 +383,4 @@ def _square_norm(tree: Any) -> Any:
 
 def _fednova_step(counts: Any) -> Any:
     """The step length of :func:`~jaxche.merge_weights` under ``"fednova"``, from the steps of each replica."""
-    return (counts > 0).sum() * jnp.square(counts).sum() / jnp.square(counts.sum())
+    return (counts > 0).sum(dtype=jnp.float32) * jnp.square(counts).sum() / jnp.square(counts.sum())

@@ -71,7 +71,8 @@ def group_products(
 
 
 def _scaled(leaf: Any, factor: Any) -> Any:
-    x = leaf.astype(sum_dtype(leaf.dtype))
+    x = jnp.asarray(leaf)
+    x = x.astype(sum_dtype(x.dtype))
     return x if factor is None else x * factor.astype(x.dtype)
 
 

@@ -80,7 +80,7 @@ def preconditioner(opt_state: Any, grads: Any, b2: float = 0.999, eps: float = 1
     found = _find(opt_state, b2, eps)
     per_leaf: list[tuple[Any, _Moments] | None] = []
     for path, leaf in paths:
-        hits = [m for m in found if path in m.by_path and m.by_path[path].shape == leaf.shape]
+        hits = [m for m in found if path in m.by_path and m.by_path[path].shape == jnp.shape(leaf)]
         per_leaf.append((hits[0].by_path[path], hits[0]) if hits else None)
     used = [hit for hit in per_leaf if hit is not None]
     if not used:

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxche.averaging import is_float, psum_buckets, sum_dtype, weighted_mean
@@ -149,7 +150,8 @@ class NoiseScale:
         All groups together; infinite while no signal is measured, NaN before any update.
         """
         ratio = jnp.sum(self._var) * self.base_batch_size / jnp.sum(self._sqr)
-        return jnp.where(self.base_batch_size > 0, ratio, jnp.float32(jnp.nan))
+        # Of NumPy, because jax.debug_nans refuses to make an array of NaN.
+        return jnp.where(self.base_batch_size > 0, ratio, np.float32(np.nan))
 
     @property
     def _sqr(self) -> jax.Array:
@@ -653,7 +655,8 @@ def _solve(sums: Sums, mean_squares: jax.Array) -> tuple[jax.Array, jax.Array]:
     local = sums.squares / sums.weight
     a = sums.weight_per_example / sums.weight
     c = sums.weight_sq_per_example / jnp.square(sums.weight)
-    trace = (local - mean_squares) / (a - c)
+    # Of one contributor both are equal, and the caller discards the result.
+    trace = (local - mean_squares) / jnp.where(a > c, a - c, jnp.ones_like(a))
     return mean_squares - c * trace, trace
 
 
@@ -707,7 +710,7 @@ def _next(
         has_previous=finite & ~several,
         previous=None
         if noise.previous is None
-        else jax.tree.map(lambda old, new: new.astype(old.dtype), noise.previous, grads),
+        else jax.tree.map(lambda old, new: jnp.asarray(new).astype(old.dtype), noise.previous, grads),
     )
 
 
@@ -736,6 +739,7 @@ def _blend(
 
 
 def _weighted_sum(share: jax.Array, stacked: jax.Array) -> jax.Array:
+    stacked = jnp.asarray(stacked)
     wide = stacked.astype(sum_dtype(stacked.dtype))
     weights = share.astype(wide.dtype).reshape(-1, *(1,) * (wide.ndim - 1))
     # A replica without examples has share 0, but its gradients may be NaN.

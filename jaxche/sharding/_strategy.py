@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxche.drawing import COLOURS, text_on
+from jaxche.drawing import COLOURS, brief, text_on
 from jaxche.sharding._layout import REPLICA, SHARD, Layout
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
@@ -100,6 +100,8 @@ class ShardingStrategy:
         flat = np.array(jax.devices() if devices is None else devices, dtype=object).ravel()
         if flat.size == 0:
             raise ValueError("devices=[] has no devices; write strategy.mesh(jax.devices())")
+        if not all(hasattr(device, "device_kind") for device in flat):
+            raise ValueError(f"devices={brief(devices)} must be devices; write strategy.mesh(jax.devices())")
         shape = self._shape(flat.size)
         return Mesh(flat.reshape(shape), self.axes, axis_types=(AxisType.Auto,) * len(shape))
 

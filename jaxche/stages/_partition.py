@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from jaxche.drawing import brief, short_traceback
@@ -377,6 +378,11 @@ class Partitioned:
 
     def _prepare(self, params: Sequence[Any], batch: Any) -> tuple[Plan, dict[int, Any]]:
         """The plan for these shapes, and the parameters on their devices."""
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, batch))):
+            raise ValueError(
+                "params or batch is traced: the stages are compiled programs of their own, which jax.jit and jax.grad "
+                "cannot contain; write loss, grads = model.value_and_grad(params, batch), or model.step(state, batch)"
+            )
         placed = self._place(params)
         check_numbers(batch)
         given = (tuple(self._specs), spec(batch))

@@ -26,6 +26,8 @@ class MicroBatches(NamedTuple):
     def of(cls, batch: Any, size: int | None) -> MicroBatches:
         """The micro-batches of a batch, which ``size`` must divide."""
         if size is None:
+            if any(leaf.shape[:1] == (0,) for leaf in jax.tree.leaves(batch)):
+                raise ValueError("a batch with no examples (leading axis 0); leave empty batches out of the data")
             return cls(None, 1)
         examples = batch_size(batch)
         if examples % size:

@@ -57,11 +57,13 @@ def run_stages(
     batches = {s: jax.device_put(batch, one.device) for s, one in programs.items() if one.is_first or one.is_last}
     results: dict[int, StageResult] = {}
     errors: list[BaseException] = []
+    x64 = jax.config.read("jax_enable_x64")  # a context manager sets it for the caller's thread only
 
     def work(stage: int) -> None:
         program, tasks, pace = programs[stage], plan.schedule[stage], paces[stage]
         try:
-            results[stage] = _run_stage(program, tasks, wire, step, params[stage], batches.get(stage), pace)
+            with jax.enable_x64(x64):
+                results[stage] = _run_stage(program, tasks, wire, step, params[stage], batches.get(stage), pace)
         except BaseException as error:
             errors.append(error)
             wire.close()

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.distributed import ElasticGroup, process_group
-from jaxche.drawing import short_traceback
+from jaxche.drawing import brief, short_traceback
 from jaxche.replicas import BatchOutputs, FrozenArrays, Scaling, make_placements, merges_on_host
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScalingRule
@@ -55,7 +55,6 @@ class Arguments:
     # Follows the processes of an elastic run.
     _membership_type: Callable[[Any, ElasticGroup], Any] | None = None
 
-    @short_traceback
     def __init__(
         self,
         loss_fn: Callable[..., Any] | Partitioned,
@@ -191,6 +190,9 @@ class Arguments:
         self._strategy = "" if staged or strategy is None or strategy == NoShard() else str(strategy)
         self._membership = self._membership_type(self, group) if self._membership_type and elastic else None
 
+    __init__.__qualname__ = "Trainer.__init__"  # for Python's TypeError about its arguments
+    __init__ = short_traceback(__init__)
+
     def __repr__(self) -> str:
         """One line: the replicas, and the arguments by which they train."""
         world_size = self._engine.world_size
@@ -227,11 +229,12 @@ class Arguments:
 
 def _checked_cadence(che: ElChe | None, world_size: int, average: str) -> ElChe | None:
     """The cadence of several replicas, by default one for what they average."""
+    line = f"write che=jaxche.ElChe(world_size={world_size}, ...)" if world_size > 1 else "leave che= out"
+    if che is not None and not isinstance(che, ElChe):
+        raise ValueError(f"che={brief(che)} is not a cadence; {line}")
     if che is not None and che.world_size != world_size:
-        raise ValueError(
-            f"che is for world_size={che.world_size}, but there are {world_size} replicas; "
-            f"write che=jaxche.ElChe(world_size={world_size}, ...)"
-        )
+        replicas = f"are {world_size} replicas" if world_size > 1 else "is one replica"
+        raise ValueError(f"che is for world_size={che.world_size}, but there {replicas}; {line}")
     if che is not None or world_size == 1:
         return che
     # Averaged gradients make one update a round, however long it is: no replica moves on its own.

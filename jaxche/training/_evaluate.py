@@ -132,7 +132,8 @@ class MetricProgram:
             function = metric_fn.in_eval_mode()
         elif isinstance(loss_fn, Partitioned):
             function = metric_fn or loss_fn.loss
-        call, convert = as_metric(function), arguments_of if updates else partial(outputs_of, scalars_only=scalars_only)
+        call = as_metric(function, "y, batch" if isinstance(loss_fn, Partitioned) else "params, batch")
+        convert = arguments_of if updates else partial(outputs_of, scalars_only=scalars_only)
         self._seed, self._form = seed, None
         self._lock, self._compiled = threading.Lock(), {}
 
@@ -168,10 +169,12 @@ class MetricProgram:
         """Trace the function on a batch, and update metrics with zeros of the shapes that it returns."""
         examples = batch_size(batch)
         placement.put(batch)  # refuses text and objects
-        if isinstance(placement, StagedPlacement):
-            return
+        staged = isinstance(placement, StagedPlacement)
+        forward: Any = self._forward(placement) if staged else None
 
         def run(params: Any, model_state: Any, batch: Any) -> Any:
+            if staged:
+                return self._run(forward.apply(params, batch), None, batch, 0)
             return self._run(drop_replica_axis(params), drop_replica_axis(model_state), batch, 0)
 
         shapes = jax.eval_shape(run, local.params, local.model_state, batch)
@@ -195,18 +198,20 @@ class MetricProgram:
     def _staged(
         self, placement: StagedPlacement, local: LocalState, batch: Any
     ) -> Callable[[LocalState, Any, int], Any]:
-        model = placement.model
-        devices = list(placement.devices[0])
-        stages = [with_replica_axis(stage) for stage in model.stages]
-        forward = Partitioned(stages, model.loss, Direct(), devices, seed=model.seed + self._seed)
+        forward, device = self._forward(placement), placement.devices[0][-1]
         metric = jax.jit(self._run)
 
         def call(local: LocalState, batch: Any, index: int) -> Any:
             output = forward.apply(local.params, batch)
-            return metric(*jax.device_put((output, None, batch), devices[-1]), np.uint32(index))
+            return metric(*jax.device_put((output, None, batch), device), np.uint32(index))
 
         jax.block_until_ready(call(local, batch, 0))
         return call
+
+    def _forward(self, placement: StagedPlacement) -> Partitioned:
+        model = placement.model
+        stages = [with_replica_axis(stage) for stage in model.stages]
+        return Partitioned(stages, model.loss, Direct(), list(placement.devices[0]), seed=model.seed + self._seed)
 
 
 def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metrics: Any = None) -> MetricProgram:

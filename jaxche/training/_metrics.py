@@ -21,17 +21,19 @@ _FORMS = (
 )
 
 
-def as_metric(metric_fn: Callable[..., Any]) -> Callable[..., Any]:
+def as_metric(metric_fn: Callable[..., Any], takes: str = "params, batch") -> Callable[..., Any]:
     """Adapt ``metric_fn(params, batch)``, which gets ``rng=`` (or ``key=``) and ``model_state=`` if it names them.
+
+    In messages it ``takes`` the output ``y`` of the last stage in the place of parameters, if the model is in stages.
 
     Returns ``call(params, model_state, batch, rng)``.
     """
     if not callable(metric_fn):
         raise ValueError(
-            f"metric_fn={metric_fn!r} is not a function; write def metric_fn(params, batch): ... return a dict. "
+            f"metric_fn={metric_fn!r} is not a function; write def metric_fn({takes}): ... return a dict. "
             "Metrics of flax.nnx go into metrics=, and metric_fn returns the arguments of their update"
         )
-    wanted = wanted_names(metric_fn, "params, batch", (*RNG_NAMES, "model_state"), "metric_fn")
+    wanted = wanted_names(metric_fn, takes, (*RNG_NAMES, "model_state"), "metric_fn")
 
     def call(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
         named = {name: model_state if name == "model_state" else rng for name in wanted}

@@ -293,7 +293,8 @@ def given_plan(state: TrainerState, size: int, rules: PlanRules, given: GivenRou
         return RoundPlan(state.round, epoch, start, counts, size, given.shares, joined)
     crosses = rules.policy_of(state) is ApplyPolicy.ASYNC and not state.pending_batches
     left = sum(counts) if crosses else stop - start
-    return RoundPlan(state.round, epoch, start, clamp_counts(counts, left), size)
+    cut = iter(clamp_counts([n for n in counts if n], left))  # gives each at least one, and idle ranks stay so
+    return RoundPlan(state.round, epoch, start, tuple(next(cut) if n else 0 for n in counts), size)
 
 
 def time_limit_ms(che: ElChe | None, plan: RoundPlan) -> float | None:

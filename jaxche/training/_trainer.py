@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxche.cadence import DEAR, ApplyPolicy, merge_share
-from jaxche.drawing import short_traceback
+from jaxche.drawing import brief, short_traceback
 from jaxche.reports import Every, History, RoundInfo
 from jaxche.sharding import show_bytes
 from jaxche.training._checkpoints import Checkpoints
@@ -291,7 +291,11 @@ class Trainer(Rounds):
           ValueError: the history begins at another place than the state, or has another number of replicas.
         """
         self.check_state(state, "trainer.replay")
-        again, history = History(), list(history)
+        again, history = History(), list(history) if isinstance(history, Iterable) else [history]
+        if not all(isinstance(info, RoundInfo) for info in history):
+            raise ValueError(
+                f"history={brief(history)} is no list of rounds; write jaxche.History.from_json(Path('history.jsonl'))"
+            )
         for number, info in enumerate(history):
             if len(info.counts) != self.world_size:
                 raise ValueError(

@@ -12,6 +12,12 @@ SLOWMO = optax.sgd(0.5, momentum=0.9)
 DILOCO = optax.sgd(0.5, momentum=0.9, nesterov=True)
 
 
+@pytest.mark.parametrize("make", [float, np.float64])
+def test_numbers_of_python_and_numpy(make):
+    x, state = outer_step(SLOWMO, make(1), make(0.5), outer_init(SLOWMO, make(1)))
+    assert (float(x), float(state[0].trace)) == (0.75, 0.5)
+
+
 @pytest.mark.parametrize(
     ("outer", "rounds"),
     [

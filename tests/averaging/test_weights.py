@@ -79,6 +79,8 @@ def test_fednova_gives_the_objective_asked_for():
         ({"rule": "steps", "counts": []}, "counts"),
         ({"rule": "steps", "counts": [0, 0]}, "counts"),
         ({"rule": "steps", "counts": [-1, 2]}, "counts"),
+        ({"rule": "steps", "counts": 5}, r"counts=5 must be a list of numbers; write e.g. counts=\[10, 23\]"),
+        ({"rule": "batch", "counts": [1, 2], "batch_sizes": 8}, "batch_sizes=8 must be a list of numbers"),
         ({"rule": "batch", "counts": [1, 2], "batch_sizes": [8]}, "batch_sizes has 1 entries for 2"),
         ({"rule": "fednova", "counts": [1, 2], "p": [0.5, math.nan]}, "p="),
         ({"rule": "batch", "counts": [1, 0], "batch_sizes": [0, 8]}, "weight 0"),

@@ -13,7 +13,7 @@ from jaxche.cadence import DivergenceCorrection, RoundPlan
 from jaxche.data import Reader
 from jaxche.distributed import Group
 from jaxche.replicas._merge import reduce_rows
-from jaxche.replicas._merge_program import HOST_COLUMNS
+from jaxche.replicas._merge_program import HOST_COLUMNS, _fednova_step
 from jaxche.replicas._programs import Columns
 from jaxche.training import PlanMismatchError, TrainerState
 from jaxche.training._plan import PlannedRound
@@ -33,6 +33,11 @@ def test_a_merge_is_one_all_reduce(problem, devices, average, scaling):
     text = merge._program.lower(*arguments).as_text()
     assert text.count("stablehlo.all_reduce") == 1
     assert "all_gather" not in text
+
+
+def test_the_step_of_fednova_is_that_of_its_weights():
+    with jax.numpy_dtype_promotion("strict"):
+        assert float(_fednova_step(jnp.array([1.0, 3.0, 0.0]))) == jaxche.merge_weights("fednova", [1, 3, 0])[1]
 
 
 def test_drift_is_that_of_its_definition(problem, devices):

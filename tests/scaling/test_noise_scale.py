@@ -373,6 +373,26 @@ def test_leaves_that_are_not_float_are_skipped():
     assert float(noise_scale.update(noise_scale.init(params), grads, [1, 1]).var) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("make", [float, np.float64, jnp.float32])
+def test_numbers_of_python_and_numpy_are_measured_as_arrays(make):
+    states = [optax.ScaleByAdamState(jnp.int32(1000), {"w": jnp.zeros(())}, {"w": jnp.float32(4)})]
+    for options in ({}, {"opt_state": states}):
+        noise = noise_scale.init({"w": make(0)}, differenced=True)
+        for gradient in (2, 1):
+            noise = noise_scale.update_from_one(noise, {"w": make(gradient)}, 16, **options)
+        stacked = noise_scale.update(noise, {"w": np.array([1, 3], np.dtype(make))}, [16, 16], **options)
+        scale = 6.323 if options else 1  # 4 / (1 - 0.999**1000)
+        np.testing.assert_allclose([noise.sqr * scale, stacked.var * scale], [2, 2], rtol=1e-3)
+
+
+def test_nothing_is_nan_on_the_way_of_one_contributor():
+    with jax.debug_nans(True):
+        noise = noise_scale.init(jnp.zeros(2), differenced=True)
+        for gradient in ([[2.0, 0.0]], [[1.0, 0.0]]):
+            noise = noise_scale.update(noise, jnp.array(gradient), [16])
+        assert (float(noise.sqr), float(noise.var), float(noise.critical_batch_size)) == (2.0, 0.5, 4.0)
+
+
 @pytest.mark.parametrize("sizes", [[8, 0], [8, -1], [8, float("nan")], ["a", "b"], np.array([0, 8])])
 def test_sizes_that_cannot_be_are_refused(sizes):
     with pytest.raises(ValueError, match=r"batch_sizes=.*write e\.g\. batch_sizes="):

@@ -81,6 +81,7 @@ def test_shardings_of_parameters(strategy, share, devices):
         (lambda d: FullShard().shardings(jnp.zeros(8), d), r"mesh=\[.* is not a mesh; write mesh = strategy.mesh"),
         (lambda d: FullShard(scanned="layers"), r'scanned=\'layers\'.*write scanned=\("layers",\)'),
         (lambda d: FullShard().mesh([]), r"devices=\[\].*write strategy.mesh\(jax.devices\(\)\)"),
+        (lambda d: FullShard().mesh(2), r"devices=2 must be devices; write strategy.mesh\(jax.devices\(\)\)"),
         (
             lambda d: FullShard().shardings(jnp.zeros(8), jax.make_mesh((8,), ("data",))),
             r"\('data',\), but FullShard needs \('shard',\); write mesh = strategy.mesh",

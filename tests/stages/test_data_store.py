@@ -92,6 +92,15 @@ def test_a_run_is_cut_alike_by_all_its_processes(tmp_path, make_model, devices):
     jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path, micro_batch_size=4)).close()
 
 
+def test_numbers_of_64_bits_stay_such_in_all_stages(tmp_path, devices):
+    stages = [lambda params, x: x * params, lambda params, x: x + params]
+    model = jaxche.Partitioned(stages, lambda y, x: y.mean(), jaxche.DataStore(tmp_path), devices[:2])
+    with jax.enable_x64(True):
+        _, grads = model.value_and_grad([np.float64(2), np.float64(1)], np.array([1, 2 + 2**-40]))
+        assert float(grads[0]) == 1.5 + 2**-41
+    model.close()
+
+
 def test_activations_a_stage_does_not_expect_are_refused(tmp_path, make_model, devices):
     # Two processes that run different code: this one's stage 1 expects what stage 0 of the other does not send.
     model = make_model()

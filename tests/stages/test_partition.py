@@ -303,6 +303,13 @@ def test_refused_calls(make_model):
             call([*model.params[:2], {"n": leaf}], model.batch)
     with pytest.raises(ValueError, match="the leading axes of a batch differ"):
         call(model.params, model.batch | {"y": model.batch["y"][:3]})
+    direct = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    for one in (direct, partitioned):
+        with pytest.raises(ValueError, match=r"no examples .* leave empty batches out of the data"):
+            one.value_and_grad(model.params, jax.tree.map(lambda x: x[:0], model.batch))
+    for traced in (jax.jit(call), jax.grad(lambda params, batch: call(params, batch)[0])):
+        with pytest.raises(ValueError, match=r"traced.*write loss, grads = model.value_and_grad\(params, batch\)"):
+            traced(model.params, model.batch)
     with pytest.raises(ValueError, match="step before init"):
         partitioned.step((0, model.params, ()), model.batch)
     with pytest.raises(ValueError, match=r"tx=0\.1 is not an optax transformation"):

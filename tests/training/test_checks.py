@@ -121,3 +121,8 @@ def test_processes_that_were_started_together_do_not_train_apart(environ, said, 
     with pytest.raises(ValueError, match=f"{said}, but has not joined.*JAXCHE_NUM_PROCESSES=1 to train alone"):
         check_joined()
     return None
+
+
+def test_a_name_that_is_no_argument_is_one_of_the_trainer():
+    with pytest.raises(TypeError, match=r"^Trainer.__init__\(\) got an unexpected keyword argument 'tuner'"):
+        jaxche.Trainer(lambda w, x: w.sum(), optax.sgd(0.1), tuner="seed")

@@ -275,6 +275,16 @@ def test_stages_evaluate_their_output(make_problem, devices, protocol):
         return {"near": jnp.mean(jnp.abs(y - batch["y"]) < 0.5)}
 
     assert trainer.evaluate(state, problem.data, near) == {"near": pytest.approx(wanted["near"], rel=1e-5)}
+    seen = []
+    options = {"validation": problem.data, "callbacks": [lambda state, info: seen.append(info)], "progress": False}
+    for wrong, message in (
+        (lambda y, batch: {"near": jnp.abs(y)}, r"metric 'near' has shape \(8, 2\)"),
+        (lambda y, batch: {"near": y @ jnp.ones((7, 7))}, "dot_general|matmul"),
+        (lambda y: {"near": y.mean()}, r"write def metric_fn\(y, batch\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            trainer.fit(state, problem.data, metric_fn=wrong, **options)
+    assert seen == []
 
 
 class Net(nnx.Module):

@@ -53,6 +53,8 @@ def test_given_counts_are_cut_where_the_epoch_ends_except_by_async():
     assert sum(counts(ApplyPolicy.CADENCE, cursor=95)) == 5
     assert counts(ApplyPolicy.ASYNC, cursor=95) == (10, 4)
     assert sum(counts(ApplyPolicy.ASYNC, pending_batches=((0, 30, 33),))) == 3
+    idle = given_plan(state(cursor=95), 100, rules(ApplyPolicy.CADENCE), GivenRound((0, 10)))
+    assert idle.counts == (0, 5)
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (0, 0)])

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -274,6 +275,9 @@ def test_a_recorded_run_replays_bit_for_bit(problem, devices, same):
     trainer, start = make()
     again, _ = trainer.replay(start, problem.data, jaxche.History.from_json(history.to_json()))
     same(again.params, state.params)
+    for wrong in ("history.jsonl", Path("history.jsonl"), history.rows):
+        with pytest.raises(ValueError, match=r"history=.* is no list of rounds; write jaxche.History.from_json\(Path"):
+            trainer.replay(start, problem.data, wrong)
 
 
 def test_the_replica_view_has_a_row_per_replica_and_costs_no_copy(problem, devices):
@@ -417,7 +421,12 @@ class Empty:
         ({"loss_fn": lambda params: 0.0}, r"def loss_fn\(params, batch\)"),
         ({"outer": 0.7}, "outer=0.7"),
         ({"average": "gradients", "merge": "batch"}, "average='parameters'"),
-        ({"che": jaxche.ElChe(world_size=5)}, "world_size=5, but there are 2"),
+        ({"che": jaxche.ElChe(world_size=5)}, r"world_size=5, but there are 2.*write che=jaxche.ElChe\(world_size=2, "),
+        (
+            {"che": jaxche.ElChe(world_size=5), "replicas": None, "strategy": jaxche.FullShard()},
+            "world_size=5, but there is one replica; leave che= out",
+        ),
+        ({"che": 10}, r"che=10 is not a cadence; write che=jaxche.ElChe\(world_size=2, "),
         ({"pace_ms": (1, 2, 3)}, "2, one per replica"),
         ({"pace_ms": -1}, "pace_ms=-1"),
         ({"pace_ms": float("nan")}, "pace_ms=nan"),
