@@ -136,6 +136,11 @@ class Replica:
                 raise ValueError(unlike) from error
             if self._taken:
                 error.add_note(f"the step was on {self._where}")
+            if (rows := batch_size(batch)) != self.batch_rows:
+                error.add_note(
+                    f"it has {rows} rows, a whole batch {self.batch_rows}; if loss_fn needs whole batches, write "
+                    "policy='sync', rows='equal' where rows are divided, and leave out a smaller last batch"
+                )
             raise
 
     @property

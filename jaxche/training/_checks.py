@@ -445,9 +445,12 @@ def _refuse_update(error: Exception) -> NoReturn:
             "optax.scale_by_backtracking_linesearch do, and a step on one batch has one value; write "
             "optax.lbfgs(0.1, linesearch=None) with policy='sync', or optax.adam(1e-3)"
         ) from error
+    line = "tx=optax.adam(1e-3)"
+    if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
+        line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
     raise ValueError(
         "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
-        f"{type(error).__name__}: {error}; write e.g. tx=optax.adam(1e-3)"
+        f"{type(error).__name__}: {error}; write e.g. {line}"
     ) from error
 
 

@@ -65,6 +65,7 @@ def linen_loss(
       ['batch_stats']
     """
     from flax import linen as nn
+    from flax.errors import InvalidRngError
 
     if not isinstance(module, nn.Module):
         raise ValueError(f"module={brief(module)} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
@@ -76,7 +77,11 @@ def linen_loss(
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             variables = {"params": params, **collections}
-            output, updated = module.apply(variables, *args, rngs=streams, mutable=list(collections), **kwargs)
+            try:
+                output, updated = module.apply(variables, *args, rngs=streams, mutable=list(collections), **kwargs)
+            except InvalidRngError as error:
+                error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {tuple(rngs)}: add the name to rngs=")
+                raise
             collections.update(updated)
             return output
 

@@ -146,7 +146,8 @@ class PreparedEngine(Engine):
         code, shapes = jax.make_jaxpr(self._settings.loss, return_shape=True)(*one, batch, jax.random.key(0))
         if self._settings.joins_rows:
             check_rows(shapes[1][2:], batch_size(batch))
-        self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
+        if self._group.num_processes > 1:  # to trace tx for it takes a tenth of the first round
+            self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
         self.columns = Columns.of(shapes[0], shapes[1][0])
         before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
         if before != after:

@@ -156,7 +156,7 @@ class Rounds(Arguments):
     def check_state(self, state: Any, call: str) -> None:
         """Refuse a value that is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
         check_untraced(call)
-        self._engine.check_state(_checked_state(state).local_states)
+        self._engine.check_state(_checked_state(state, call).local_states)
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop after the next round; its merge carries the request."""
@@ -420,7 +420,7 @@ def check_untraced(call: str) -> None:
         )
 
 
-def _checked_state(state: Any) -> TrainerState:
+def _checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
     """The state; refuses a value that is not a state of a trainer."""
     if isinstance(state, TrainerState):
         return state
@@ -429,5 +429,5 @@ def _checked_state(state: Any) -> TrainerState:
     elif isinstance(state, tuple) and state and isinstance(state[0], TrainerState):
         line = "state, history = trainer.fit(state, data), which returns both"
     else:
-        line = "state = trainer.init(params), then trainer.fit(state, data)"
+        line = f"state = trainer.init(params), then {call}(state, data)"
     raise ValueError(f"state={brief(state)} is not a state of this trainer; write {line}")

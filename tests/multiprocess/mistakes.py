@@ -302,7 +302,12 @@ MISTAKES = [
         "replicas=2 is not a list",
         "replicas=jaxche.devices()[:2]",
     ),
-    ("evaluate, swapped", lambda: trainer().evaluate(DATA, None), "state=Batches(", "state = trainer.init(params)"),
+    (
+        "evaluate, swapped",
+        lambda: trainer().evaluate(DATA, None),
+        "state=Batches(",
+        "then trainer.evaluate(state, data)",
+    ),
     ("params of parameters", lambda: trainer().params(PARAMS), "state={", "state = trainer.init(params)"),
     ("outputs of nothing", lambda: trainer(outputs=[]), "outputs=[] is not a function", "outputs=lambda info, batches"),
 ]

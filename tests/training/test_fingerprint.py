@@ -10,6 +10,7 @@ import jaxche
 from jaxche.data._batches import Reader
 from jaxche.distributed import Group
 from jaxche.training import _fingerprint as fingerprint
+from jaxche.training import _preparation
 
 
 def test_differences_are_named_with_who_has_what(monkeypatch):
@@ -31,6 +32,13 @@ def test_the_same_code_has_the_same_digest_and_other_code_another():
     params = {"w": jax.ShapeDtypeStruct((3,), "float32")}
     digests = [fingerprint.update_digest(tx, params) for tx in (optax.adam(0.1), optax.adam(0.1), optax.adam(0.2))]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_process_alone_traces_no_code_to_compare(devices, monkeypatch):
+    monkeypatch.setattr(_preparation, "update_digest", None)
+    monkeypatch.setattr(_preparation, "digest", None)
+    trainer = jaxche.Trainer(lambda w, batch: jnp.mean((batch - w) ** 2), optax.sgd(0.1), replicas=devices[:1])
+    trainer.round(trainer.init(jnp.zeros(2)), [np.ones((4, 2), np.float32)])
 
 
 def test_long_values_that_begin_alike_stay_apart():

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.errors import InvalidRngError
 
 import jaxche
 
@@ -201,6 +202,21 @@ def test_a_linen_module_without_state_needs_none(data, devices):
     state, info = trainer.round(state, data, counts=(2, 2))
     assert np.isfinite(info.loss)
     assert trainer.model_state(state) is None
+
+
+def test_a_missing_random_stream_is_named_with_its_argument():
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + jax.random.normal(self.make_rng("noise"), x.shape)
+
+    def mean(apply, batch):
+        return apply(batch).mean()
+
+    with pytest.raises(InvalidRngError, match="noise") as caught:
+        jaxche.linen_loss(Noisy(), mean)({}, jnp.ones(2), jax.random.key(0), None)
+    assert any("rngs=) has ('dropout',): add the name" in note for note in caught.value.__notes__)
+    jaxche.linen_loss(Noisy(), mean, rngs=("noise",))({}, jnp.ones(2), jax.random.key(0), None)
 
 
 def test_the_wrong_door_is_named():

@@ -155,6 +155,18 @@ def test_replicas_draw_different_random_numbers(make_problem, devices):
     assert np.std(seen) < 0.25
 
 
+def test_a_loss_that_needs_whole_batches_is_told_how_to_get_them(make_problem, devices):
+    problem = make_problem(examples=64, batch_size=16)
+
+    def loss(params, batch):
+        return problem.loss(params, batch)[0] + jnp.mean(jnp.zeros(16) + jax.tree.leaves(batch)[0][:, 0])
+
+    one = trainer(problem, devices, TWO, loss=loss, joined_batches=1)
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        one.round(one.init(problem.params), problem.data)
+    assert any("rows='equal' where rows are divided" in note for note in caught.value.__notes__)
+
+
 def test_the_rows_of_a_sharded_replica_divide_by_its_devices(make_problem, devices):
     problem = make_problem(examples=32 * 24, batch_size=32)
     strategy = jaxche.FullShard()
