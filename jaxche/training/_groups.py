@@ -108,9 +108,9 @@ def _checked_ranks(groups: Any, world_size: int) -> list[tuple[int, ...]]:
     ranks = [rank for group in found for rank in group]
     if not ranks or isinstance(groups, str) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
         example = [list(range(world_size // 2)), list(range(world_size // 2, world_size))]
+        line = f"write e.g. groups={example}" if world_size > 2 else "it is for three replicas or more: leave it out"
         raise ValueError(
-            f"groups={groups!r} must be 'process', or lists of different ranks from 0 to {world_size - 1}; write e.g. "
-            f"groups={example}"
+            f"groups={groups!r} must be 'process', or lists of different ranks from 0 to {world_size - 1}; {line}"
         )
     return found
 

@@ -334,6 +334,7 @@ def test_numbers_that_become_infinite_in_one_replica_are_found(make, data):
         ({"groups": [[0, 4]]}, "lists of different ranks from 0 to 3"),
         ({"groups": [[0, 1.5]]}, "lists of different ranks"),
         ({"groups": []}, "lists of different ranks"),
+        ({"replicas": None, "strategy": jaxche.FullShard(), "fleet": None}, "for three replicas or more: leave it out"),
         ({"groups": 2}, "lists of different ranks"),
         ({"groups": [[0, 1, 2, 3]]}, "is one group of all replicas, .* leave groups= out"),
         ({"policy": "sync"}, "write policy='cadence' and merge='steps'"),
