@@ -136,6 +136,12 @@ class Replica:
                 raise ValueError(unlike) from error
             if self._taken:
                 error.add_note(f"the step was on {self._where}")
+            if "incompatible devices" in str(error):
+                error.add_note(
+                    f"a step runs on the devices of one replica, here of rank {self.rank}: leave shardings over other "
+                    "devices, as of jax.lax.with_sharding_constraint and jax.shard_map, out of loss_fn and its arrays; "
+                    "to shard the model, write strategy=jaxche.FullShard()"
+                )
             if (rows := batch_size(batch)) != self.batch_rows:
                 error.add_note(
                     f"it has {rows} rows, a whole batch {self.batch_rows}; if loss_fn needs whole batches, write "

@@ -51,6 +51,15 @@ def test_steps_stay_on_their_device_and_leave_the_start_alone(make, devices, ave
     assert result.carry.sums[0, 0] == 12
 
 
+def test_a_loss_with_a_sharding_over_other_devices_is_told_what_to_leave_out(make, devices):
+    mesh = jax.make_mesh((2,), ("data",), devices=devices[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    over_both = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    replica, local = make(loss=lambda w, b: jnp.mean((w - jax.lax.with_sharding_constraint(b, over_both)) ** 2))
+    with pytest.raises(ValueError, match="incompatible devices") as caught:
+        replica.lower(local, np.ones(4, np.float32))
+    assert any("of rank 3: leave shardings over other devices" in note for note in caught.value.__notes__)
+
+
 def test_the_clock_waits_for_the_last_step(make):
     """Dispatch takes microseconds; the time reported is the work's."""
 
