@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -182,8 +183,9 @@ def _next(args: argparse.Namespace, costs: Comparison) -> str:
 
 
 def _devices(count: int) -> list[Any]:
-    from jaxche.cluster import fake_devices
+    from jaxche.cluster import UNRUN_FLAGS, fake_devices, with_flags
 
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), UNRUN_FLAGS)
     try:
         return fake_devices(count)
     except RuntimeError as error:

@@ -13,6 +13,8 @@ from ._launch import launch
 from ._links import clocks as clocks
 from ._links import measure_all_reduce as measure_all_reduce
 from ._scheduler_files import emit
+from ._xla_flags import UNRUN_FLAGS as UNRUN_FLAGS
+from ._xla_flags import with_flags as with_flags
 
 __all__ = [
     "ClusterInfo",

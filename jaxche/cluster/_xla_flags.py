@@ -31,6 +31,9 @@ ELASTIC_FLAGS: Mapping[str, str] = {"xla_cpu_collective_timeout_seconds": "10"}
 # Sharded autotuning waits for a peer that compiles the same program for the same kind of GPU.
 MIXED_FLAGS: Mapping[str, str] = {"xla_gpu_shard_autotuning": "false"}
 
+# For programs that are compiled for their memory and traffic, and never run: the compilation takes half as long.
+UNRUN_FLAGS: Mapping[str, str] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
+
 # jaxlib up to this version supports all these flags. In a later one, search the library for each flag.
 _CHECKED_JAXLIB = (0, 12)
 
