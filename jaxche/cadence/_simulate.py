@@ -38,6 +38,14 @@ class Slowdown:
     factor: float
 
 
+def _numbers(name: str, row: Any) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, row))
+    except (TypeError, ValueError):
+        line = f"one time for each rank; write e.g. {name}=[10.0, 23.0]"
+        raise ValueError(f"{name}={row!r} must be a list of numbers, {line}") from None
+
+
 @dataclass(frozen=True, repr=False)
 class VirtualFleet:
     """Replicas of given speeds, with jitter, a merge cost, compilation times and a change of speed.
@@ -86,13 +94,9 @@ class VirtualFleet:
     def __post_init__(self) -> None:
         # Tuples of floats, so that fleets compare and hash.
         for name in ("ms_per_batch", "first_report_ms"):
-            if (row := getattr(self, name)) is None and name != "ms_per_batch":
-                continue
-            try:
-                object.__setattr__(self, name, tuple(map(float, row)))
-            except (TypeError, ValueError):
-                line = f"one time for each rank; write e.g. {name}=[10.0, 23.0]"
-                raise ValueError(f"{name}={row!r} must be a list of numbers, {line}") from None
+            row = getattr(self, name)
+            if row is not None or name == "ms_per_batch":
+                object.__setattr__(self, name, _numbers(name, row))
         speeds = np.asarray(self.ms_per_batch)
         if not speeds.size or not (np.isfinite(speeds) & (speeds > 0)).all():
             raise ValueError(f"ms_per_batch={self.ms_per_batch} must be above 0 for each rank; write e.g. [10.0, 23.0]")
