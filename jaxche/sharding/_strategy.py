@@ -100,7 +100,7 @@ class ShardingStrategy:
         flat = np.array(jax.devices() if devices is None else devices, dtype=object).ravel()
         if flat.size == 0:
             raise ValueError("devices=[] has no devices; write strategy.mesh(jax.devices())")
-        if not all(hasattr(device, "device_kind") for device in flat):
+        if not all(hasattr(device, "id") for device in flat):
             raise ValueError(f"devices={brief(devices)} must be devices; write strategy.mesh(jax.devices())")
         shape = self._shape(flat.size)
         return Mesh(flat.reshape(shape), self.axes, axis_types=(AxisType.Auto,) * len(shape))
