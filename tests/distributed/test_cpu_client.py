@@ -54,7 +54,7 @@ def test_other_runs_start_as_jax_does(started, address, resolves, client):
 def test_missing_addresses_of_lost_processes_are_written_cut_off(store, monkeypatch):
     devices = [SimpleNamespace(id=i, process_index=i // 2) for i in range(6)]
     monkeypatch.setattr(_cpu_client.jax, "devices", lambda platform: devices)
-    _cpu_client.end_waits(store, [1])  # nobody waits
+    _cpu_client.end_waits(store, [1])  # no collective has begun
     place = _cpu_client.ADDRESSES
     written = {"0,3,4/0": b"first", "1,4/0": b"second", "1,3/0": b"third", "1,3/1": b"own"}
     written = {f"{place}{key}": address for key, address in written.items()}
