@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from jaxche.averaging import is_float, sum_dtype
 from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules
 from jaxche.replicas._programs import Carry, LocalState
+from jaxche.replicas._replica import Threads
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
 
@@ -136,7 +137,7 @@ class OverlappedMerge:
         )
         counts = {"counts": replica_mesh.shardings("counts", counts_of(local.opt_state))} if self._has_schedules else {}
         self._numbers = jax.jit(mapped, out_shardings=(counts, NamedSharding(replica_mesh.mesh, P())))
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-merge") if in_background else None
+        self._pool = Threads(1, thread_name_prefix="jaxche-merge") if in_background else None
         self._last: Future[Any] | None = None
 
     @property
@@ -192,7 +193,7 @@ class OverlappedMerge:
         return MergeInFlight(wall_ms, cost_ms, self._last)
 
 
-def _future(function: Callable[[], Any], pool: ThreadPoolExecutor | None) -> Future[Any]:
+def _future(function: Callable[[], Any], pool: Threads | None) -> Future[Any]:
     """The result of a call in the pool, or of a call now."""
     if pool is not None:
         return pool.submit(function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxche.replicas import (
     Replica,
     ReplicaMesh,
     Scaling,
+    Threads,
     are_accumulators,
     drop_replica_axis,
     fitted,
@@ -115,19 +116,6 @@ class Settings:
         return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
-class _Threads(ThreadPoolExecutor):
-    """Threads with the 64-bit mode of the caller: ``with jax.enable_x64(True)`` sets it for one thread only."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        x64 = jax.config.read("jax_enable_x64")
-
-        def call() -> Any:
-            with jax.enable_x64(x64):
-                return fn(*args, **kwargs)
-
-        return super().submit(call)
-
-
 # No limit; unlike infinity it is valid JSON.
 MOST_ROWS = 2.0**40
 
@@ -165,7 +153,7 @@ class Engine:
         self._form: Any = None  # of the state that was last checked
         self._opt_states_differ: bool | None = None
         self._cut: Any = None  # of the last round whose batches were joined
-        self._pool = _Threads(len(self.ranks), thread_name_prefix="jaxche-replica")
+        self._pool = Threads(len(self.ranks), thread_name_prefix="jaxche-replica")
 
     def _set_order(self, order: Sequence[int]) -> None:
         """The ranks of the start of the run that are present, in their present order."""

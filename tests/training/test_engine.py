@@ -24,10 +24,11 @@ def test_replicas_run_at_once_each_on_its_own_thread(problem, devices):
     assert max(info.wall_ms) + info.sync_ms < 1000
 
 
-def test_threads_have_the_64_bits_of_the_caller(devices):
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_threads_have_the_64_bits_of_the_caller(devices, overlap):
     data = [np.full((2, 1), 1 + 2**-40)] * 2
     with jax.enable_x64(True):
-        trainer = jaxche.Trainer(lambda w, x: (x * w).mean(), optax.sgd(1.0), replicas=devices[:2])
+        trainer = jaxche.Trainer(lambda w, x: (x * w).mean(), optax.sgd(1.0), replicas=devices[:2], overlap=overlap)
         state, _ = trainer.round(trainer.init(np.float64(1)), data, counts=(1, 1))
         assert float(trainer.params(state)) == -(2**-40)
         assert trainer.evaluate(state, data) == {"loss": -(2**-40) * (1 + 2**-40)}
