@@ -135,12 +135,12 @@ jax.debug.visualize_array_sharding(state.params["blocks"][0]["up"])
 #
 # Two nodes of different speeds: inside a node parameters and optimizer state are sharded, and every step is taken
 # together. Between the nodes nothing waits: each trains at its own speed and they meet in one weighted mean, piece by
-# piece. Here one node is paced to 60 ms a step and the other to 150 ms.
+# piece. Here one node is paced to 150 ms a step and the other to 375 ms.
 
 # %%
 islands = [jaxche.FullShard().mesh(devices[:4]), jaxche.FullShard().mesh(devices[4:])]
-trainer = jaxche.Trainer(loss_fn, tx, replicas=islands, strategy=jaxche.FullShard(), pace_ms=(60, 150))
-state, history = trainer.fit(trainer.init(lambda: init(jax.random.key(0))), data, epochs=5, progress=False)
+trainer = jaxche.Trainer(loss_fn, tx, replicas=islands, strategy=jaxche.FullShard(), pace_ms=(150, 375))
+state, history = trainer.fit(trainer.init(lambda: init(jax.random.key(0))), data, epochs=3, progress=False)
 print(f"efficiency {history.efficiency:.0%}, counts of the last whole round {history[-2].counts}")
 history.plot()
 

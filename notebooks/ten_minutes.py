@@ -18,14 +18,14 @@
 # once, watch the cadence find the speeds, and compare with plain data parallelism, where everybody waits for the slow one.
 #
 # **Needs** `pip install '.[examples]' ipykernel` in a clone and a fresh kernel. There is no second device here, so the
-# processor plays two, and every step is padded to a *pace*: 10 ms on one device, 25 ms on the other. On real devices leave
+# processor plays two, and every step is padded to a *pace*: 20 ms on one device, 50 ms on the other. On real devices leave
 # out `fake_devices` and `pace_ms`; everything else stays.
 
 # %%
 import jaxche
 
 devices = jaxche.fake_devices(2)  # before the first array; says what to do when JAX has already started
-PACE_MS = (10, 25)
+PACE_MS = (20, 50)
 
 # %%
 import time
@@ -154,7 +154,7 @@ for name, (seconds, score) in results.items():
     print(f"{name:24}{seconds:9.1f}{plain_seconds / seconds:15.2f}{score:15.1%}")
 
 # %% [markdown]
-# 10 and 25 ms a step make 140 steps a second, two devices that wait for the slow one 80: a speed-up of 1.75. `sync` with
+# 20 and 50 ms a step make 70 steps a second, two devices that wait for the slow one 40: a speed-up of 1.75. `sync` with
 # equal rows waits for the slow device too. With rows by speed (its default) no device waits: each takes the rows of the
 # joined batch that it can do in the common time, and what is left is an all-reduce a step. One thousand test images leave
 # a standard error of about half a point: read the accuracies so.
