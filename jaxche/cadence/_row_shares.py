@@ -15,14 +15,18 @@ from jaxche.drawing import per_rank
 
 # Sizes of a step whose times are stored for each rank.
 _SIZES = 4
-# The shares change if that makes the round shorter by this part of it and by this number of ms, because other sizes of
-# a step need compilation. The first change needs more, so that equal devices whose times jitter keep whole batches.
+# The shares change if that makes the round shorter by this part of it and by this number of ms. The first change needs
+# more, so that equal devices whose times jitter keep whole batches.
 _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
 # Reports of each rank before the first change; a first one may include compilation.
 _REPORTS = 3
+# Shares that are stored because their programs are compiled.
+_USED = 8
 
 # Milliseconds of steps of one size: (rows of a step, the last times, newest first).
 Sample = tuple[float, tuple[float, ...]]
+# Shares: the rows of each rank, the steps in which it runs them, and the batches of the joined batch.
+Used = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,11 +38,18 @@ class RowShares:
     with ``b`` rows in a step, ``f`` the part of its time that does not depend on them, ``r_i`` the rows of rank i and
     ``n_i`` its steps. Immutable: a report returns the next value, the same on every host.
 
+    Steps of other sizes need compilation. After the first change, new shares are taken once the rounds without them
+    have lost as much time as the longest compilation took, so that of varying times compilation costs at most as much
+    as the best shares save. Shares that were used before are taken at once: their programs are compiled.
+
     Args:
       rows: rows of each rank in the next round; empty for whole batches.
       steps: steps of each rank in which it runs them.
       joined: batches of the joined batch.
       samples: the measured times of each rank, by the size of the step.
+      used: the shares so far, newest first.
+      compile_ms: the longest compilation of new shares.
+      lost_ms: what the rounds since the last new shares have lost against the best ones.
 
     Example:
       >>> shares = RowShares()
@@ -52,6 +63,9 @@ class RowShares:
     steps: tuple[int, ...] = ()
     joined: int = 0
     samples: tuple[tuple[Sample, ...], ...] = ()
+    used: tuple[Used, ...] = ()
+    compile_ms: float = 0.0
+    lost_ms: float = 0.0
 
     def __repr__(self) -> str:
         """One line, without the measured times."""
@@ -59,14 +73,23 @@ class RowShares:
             return "RowShares(whole batches)"
         return f"RowShares({per_rank(self.rows)} rows of {self.joined} batches, in {per_rank(self.steps)} steps)"
 
-    def report(self, steps: Sequence[int], rows: Sequence[float], wall_ms: Sequence[float]) -> RowShares:
-        """The shares with the times of a round: ``wall_ms`` of each rank for ``steps`` on ``rows`` in all."""
+    def report(
+        self, steps: Sequence[int], rows: Sequence[float], wall_ms: Sequence[float], compile_ms: float = 0.0
+    ) -> RowShares:
+        """The shares with the times of a round.
+
+        Args:
+          steps: the steps of each rank.
+          rows: its rows in all of them.
+          wall_ms: its time in them.
+          compile_ms: the compilation of new shares before the round.
+        """
         samples = self.samples or ((),) * len(wall_ms)
         pushed = tuple(
             _pushed(own, r / n, wall / n) if n and wall > 0 and r else own
             for own, n, r, wall in zip(samples, steps, rows, wall_ms, strict=True)
         )
-        return replace(self, samples=pushed)
+        return replace(self, samples=pushed, compile_ms=max(self.compile_ms, compile_ms))
 
     @property
     def is_measured(self) -> bool:
@@ -116,16 +139,29 @@ class RowShares:
             steps = needed.astype(np.int64)
             rows = fill(total, steps * fixed, slope, unit)
         steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
-        best = _times(fixed, slope, rows, steps).max()
+        best = float(_times(fixed, slope, rows, steps).max())
+        kept, now, gain = self, math.inf, _GAIN
         if self.rows and self.joined == joined:
-            now = _times(fixed, slope, self.rows, self.steps).max()
-            if best > min((1 - _GAIN) * now, now - _GAIN_MS):
-                return self
+            now = float(self.times().max())
         elif not self.rows and joined == len(fixed):
-            now = float((fixed + slope * batch_rows).max())
-            if best > min((1 - _FIRST_GAIN) * now, now - _GAIN_MS):
-                return self
-        return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()), joined=joined)
+            now, gain = float((fixed + slope * batch_rows).max()), _FIRST_GAIN
+        if best > _limit(now, gain):
+            return self
+        # First those whose programs are compiled.
+        fitting = [one for one in self.used if one[2] == joined and sum(one[0]) == total and _fits(*one[:2], most)]
+        if fitting:
+            found = min(fitting, key=lambda one: self.times(*one[:2]).max())
+            ms = float(self.times(*found[:2]).max())
+            if ms <= _limit(now, gain):
+                kept, now, gain = replace(self, rows=found[0], steps=found[1], joined=joined), ms, _GAIN
+        if best > _limit(now, gain):
+            return kept
+        lost_ms = self.lost_ms + (now - best if now < math.inf else self.compile_ms)
+        if lost_ms < self.compile_ms:
+            return replace(kept, lost_ms=lost_ms)
+        new = (tuple(rows.tolist()), tuple(steps.tolist()), joined)
+        used = self.used or (((batch_rows,) * len(fixed), (1,) * len(fixed), len(fixed)),)
+        return replace(self, rows=new[0], steps=new[1], joined=joined, used=(new, *used)[:_USED], lost_ms=0.0)
 
     def without(self) -> RowShares:
         """Shares of whole batches, with the measured times."""
@@ -135,7 +171,20 @@ class RowShares:
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
         """The shares from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
-        return cls(tuple(saved["rows"]), tuple(saved["steps"]), saved["joined"], samples)
+        used = tuple((tuple(rows), tuple(steps), joined) for rows, steps, joined in saved.get("used", ()))
+        rows, steps = tuple(saved["rows"]), tuple(saved["steps"])
+        costs = saved.get("compile_ms", 0.0), saved.get("lost_ms", 0.0)
+        return cls(rows, steps, saved["joined"], samples, used, *costs)
+
+
+def _limit(now_ms: float, gain: float) -> float:
+    """The longest round for which shares change, where the present ones take ``now_ms``."""
+    return min((1 - gain) * now_ms, now_ms - _GAIN_MS)
+
+
+def _fits(rows: Sequence[int], steps: Sequence[int], most: np.ndarray) -> bool:
+    """Whether every rank has memory for its steps."""
+    return all(r <= n * m for r, n, m in zip(rows, steps, most, strict=True) if r)
 
 
 def _times(fixed: np.ndarray, slope: np.ndarray, rows: Any, steps: Any) -> np.ndarray:

@@ -40,6 +40,7 @@ from jaxche.replicas._schedule_counts import (
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
 # ``group_ms`` is the time of the replica in merges with its group, waits included.
 # ``compile_ms`` is the time in which it compiled for batches of other shapes, which is in neither of them.
+# ``prepare_ms`` is the time in which its process compiled before the round, for new shares of rows.
 # ``ended`` is 0, or where the stream of the process has ended, 1 more than its batches (modulo 2**23).
 HOST_COLUMNS = (
     "count",
@@ -47,6 +48,7 @@ HOST_COLUMNS = (
     "wall_ms",
     "group_ms",
     "compile_ms",
+    "prepare_ms",
     "last_sync_ms",
     "last_hidden_ms",
     "failed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -310,18 +311,21 @@ class Engine:
             replica.batch_rows = self.batch_size
         return batch
 
-    def start(self, planned: PlannedRound) -> list[Feed]:
-        """Start to read a round, and compile its programs before any clock starts; one feed per local replica."""
+    def start(self, planned: PlannedRound) -> tuple[list[Feed], float]:
+        """Start to read a round, and compile its programs before any clock starts.
+
+        Returns one feed for each local replica, and the milliseconds of compilation.
+        """
         plan, given = planned.plan, planned.given
         feeds = planned.reader.begin(plan, planned.state, self.ranks, given.done or plan.counts, given.keeps)
-        self._compile_other_sizes(planned, feeds)
-        return feeds
+        return feeds, self._compile_other_sizes(planned, feeds)
 
-    def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> None:
+    def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> float:
         """Compile for the last batch of an epoch, which may be smaller, and for new shares of rows.
 
-        An error here occurs again in the run, and becomes part of the result.
+        An error here occurs again in the run, and becomes part of the result. Returns the milliseconds that it took.
         """
+        took_ms = 0.0
         plan, local_states = planned.plan, planned.state.local_states
         cut = (plan.joined, plan.shares, plan.counts)
         is_new, self._cut = bool(plan.shares) and cut != self._cut, cut
@@ -334,6 +338,7 @@ class Engine:
                         batches.append((replica, local, feed.peek(position)))
             if not batches:
                 continue
+            clock = time.perf_counter()
             compiled: list[tuple[Replica, LocalState, Any]] = []
             with contextlib.suppress(Exception):
                 compiled = self.compile(batches)
@@ -341,6 +346,9 @@ class Engine:
                 if not spans_processes(replica.placement):
                     with contextlib.suppress(Exception):
                         replica.warm_up(local, batch)
+            if compiled:
+                took_ms += (time.perf_counter() - clock) * 1e3
+        return took_ms
 
     def compile(self, batches: Sequence[tuple[Replica, LocalState, Any]]) -> list[tuple[Replica, LocalState, Any]]:
         """Compile steps for these batches of different replicas, all at once; returns those that were not compiled yet.

@@ -314,16 +314,21 @@ _CHANGE = 0.15
 
 
 def next_shares(
-    state: TrainerState, info: RoundInfo, rules: PlanRules, batch_size: int, max_rows: Sequence[float]
+    state: TrainerState,
+    info: RoundInfo,
+    rules: PlanRules,
+    batch_size: int,
+    max_rows: Sequence[float],
+    compile_ms: float = 0.0,
 ) -> TrainerState:
     """The state with the shares of the rows that follow from the times of the round, and with the choice.
 
-    ``max_rows`` are the most rows of a step of each replica.
+    ``max_rows`` are the most rows of a step of each replica; ``compile_ms`` is the compilation before the round.
     """
     shares, che, choice = state.row_shares, state.che, state.choice
     if che is None:
         return state
-    shares = shares.report(info.counts, info.rows, info.wall_ms)
+    shares = shares.report(info.counts, info.rows, info.wall_ms, compile_ms)
     unit = math.lcm(rules.unit, max(1, batch_size // _SHARES_OF_A_BATCH))
     if choice is not None:
         choice = choose(choice, shares, che, batch_size, info.round, unit)

@@ -67,7 +67,9 @@ _NOT_FINITE = len(HOST_COLUMNS)
 _SUMS = _NOT_FINITE + 1
 
 
-def host_rows(planned: PlannedRound, ranks: Sequence[int], results: Sequence[LocalResult], stop: int = 0) -> np.ndarray:
+def host_rows(
+    planned: PlannedRound, ranks: Sequence[int], results: Sequence[LocalResult], stop: int = 0, prepare_ms: float = 0.0
+) -> np.ndarray:
     """The numbers that the hosts of these ranks add to the table, ``[ranks, HOST_COLUMNS]``."""
     state, plan = planned.state, planned.plan
     ended = planned.reader.ended(plan, state, sum(result.steps for result in results))
@@ -82,6 +84,7 @@ def host_rows(planned: PlannedRound, ranks: Sequence[int], results: Sequence[Loc
             result.wall_ms,
             result.group_ms,
             result.compile_ms,
+            prepare_ms,
             state.sync_ms,
             state.hidden_ms,
             failed,
@@ -103,6 +106,7 @@ class RoundStatistics:
       group_ms: time of each replica in merges with its group, waits included.
       busy_ms: time of each replica to the end of its steps, both of them.
       compile_ms: time in which each replica compiled meanwhile, in neither of them.
+      prepare_ms: time of compilation before the round, that of the slowest process.
       last_sync_ms: cost of the previous merge, the median over replicas. The minimum would miss the cost of sharing a
         core; the mean would follow a replica that started late, e.g. after an evaluation.
       last_hidden_ms: the part of the previous merge that ran beside steps, the median too.
@@ -124,6 +128,7 @@ class RoundStatistics:
         self.group_ms = tuple(host["group_ms"].tolist())
         self.busy_ms = tuple((host["wall_ms"] + host["group_ms"]).tolist())
         self.compile_ms = tuple(host["compile_ms"].tolist())
+        self.prepare_ms = float(host["prepare_ms"].max())
         self.last_sync_ms = statistics.median(host["last_sync_ms"].tolist())
         self.last_hidden_ms = statistics.median(host["last_hidden_ms"].tolist())
         self.stop = int(host["stop"].max())

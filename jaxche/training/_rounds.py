@@ -219,13 +219,13 @@ class Rounds(Arguments):
         """
         planned = self._planned(state, data, end or ENDLESS, given)
         engine = self._engine
-        feeds = engine.start(planned)
+        feeds, prepare_ms = engine.start(planned)
         clock = time.perf_counter()
         results = engine.run(planned, feeds)
         if end is not None:
             self._prefetch(planned, end)
         stop = self._stop
-        rows = host_rows(planned, engine.ranks, results, stop)
+        rows = host_rows(planned, engine.ranks, results, stop, prepare_ms)
         if self._membership:
             self._membership.poll()
         merged = engine.merge(planned, results, rows)
@@ -240,7 +240,8 @@ class Rounds(Arguments):
         if engine.overlaps:
             in_flight = engine.start_merge(planned, results, rows, max(table.wall_ms), times.merge_ms)
             after = replace(after, in_flight=in_flight)
-        after = self._with_shares(self._with_wire(after, given), planned, info)
+        compile_ms = table.prepare_ms if self._fleet is None else 0.0
+        after = self._with_shares(self._with_wire(after, given), planned, info, compile_ms)
         self._log_limit(after.che)
         if self._outputs is not None and not given.keeps:
             self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
@@ -395,11 +396,13 @@ class Rounds(Arguments):
             _log.info("%s", choice.reason)
         return replace(state, wire=choice)
 
-    def _with_shares(self, state: TrainerState, planned: PlannedRound, info: RoundInfo) -> TrainerState:
+    def _with_shares(
+        self, state: TrainerState, planned: PlannedRound, info: RoundInfo, compile_ms: float
+    ) -> TrainerState:
         """The state with the rows of each replica, if they follow from its speed, and the choice of ``"auto"``."""
         if self.rows != "speed" or planned.reader.is_sharded:
             return state
-        return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows)
+        return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows, compile_ms)
 
     def _log_limit(self, che: ElChe | None) -> None:
         """Log once that a limit keeps rounds short."""

@@ -14,18 +14,19 @@ from jaxche.cadence._row_shares import fill
 BATCH = 16
 
 
-def run(ms_per_batch, fixed, total, rounds=12, jitter=0.0, shares=None, seed=0, **limits):
+def run(ms_per_batch, fixed, total, rounds=12, jitter=0.0, shares=None, seed=0, compile_ms=0.0, **limits):
     """The shares after some rounds on devices of these speeds, from whole batches."""
     noise, shares = np.random.default_rng(seed), shares or RowShares()
     world = len(ms_per_batch)
-    seen = []
+    seen, compiled = [], {()}
     for _ in range(rounds):
+        cost, _ = 0.0 if shares.rows in compiled else compile_ms, compiled.add(shares.rows)
         rows, steps = shares.rows or (BATCH,) * world, shares.steps or (1,) * world
         wall = [
             (n * fixed + (ms - fixed) * r / BATCH) * max(1 + jitter * noise.standard_normal(), 0.1)
             for ms, n, r in zip(ms_per_batch, steps, rows, strict=True)
         ]
-        shares = shares.report(steps, rows, wall).split(total // BATCH, BATCH, **limits)
+        shares = shares.report(steps, rows, wall, cost).split(total // BATCH, BATCH, **limits)
         seen.append(shares.rows)
     return shares, seen
 
@@ -86,6 +87,46 @@ def test_equal_devices_with_jitter_keep_whole_batches(seed):
 def test_jitter_rarely_moves_the_shares(seed):
     _, seen = run((20, 50), 5.0, 32, rounds=100, jitter=0.03, seed=seed)
     assert len(set(seen)) <= 5  # each is compiled for
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_varying_times_compilation_takes_at_most_what_it_saves(seed):
+    ms, options = (20, 20, 40, 80), {"rounds": 300, "jitter": 0.3, "seed": seed}
+    free, costly = (set(run(ms, 5.0, 256, **options, compile_ms=cost)[1]) for cost in (0.0, 6000.0))
+    assert len(free) > 30
+    # A round of some 120 ms loses at most half against the best shares; 6 s of compilation are 100 such rounds.
+    assert 1 < len(costly) <= 2 + 300 / 100
+
+
+def test_new_shares_are_taken_once_so_much_time_is_lost_as_their_compilation_takes():
+    shares, _ = run((20, 50), 0.0, 48, compile_ms=200.0)
+    assert shares.rows == (35, 13)
+    assert shares.compile_ms == 200
+    _, seen = run((50, 50), 0.0, 48, rounds=30, shares=shares)
+    changed = seen.index((24, 24))
+    assert set(seen[:changed]) == {(35, 13)}
+    # A round takes 50 * 35 / 16 ms instead of 75. The change of speed shows in the middle of the last times, later.
+    needed = 200 / (50 * 35 / 16 - 75)
+    assert needed <= changed + 1 <= needed + 3
+
+
+def test_shares_that_were_used_before_are_taken_at_once():
+    shares, _ = run((20, 50), 0.0, 32, compile_ms=1e6)
+    _, seen = run((50, 50), 0.0, 32, shares=shares)
+    assert seen[-1] == (16, 16)  # whole batches, whose program is compiled
+    assert len(set(seen)) == 2
+    kept, _ = run((50, 20), 0.0, 32, shares=shares)  # would be (9, 23): compilation costs too much
+    assert kept.rows == (16, 16)
+    assert kept.lost_ms > 0
+
+
+def test_shares_used_before_need_memory_and_a_joined_batch_of_their_size():
+    shares, _ = run((20, 50), 0.0, 32, compile_ms=1e6)
+    tight, _ = run((50, 50), 0.0, 32, shares=shares, max_rows=[23, 12])
+    assert (tight.rows, tight.steps) == ((23, 9), (1, 1))
+    longer = shares.split(4, BATCH)  # no shares of its length are in use: compiled at once
+    assert sum(longer.rows) == 4 * BATCH
+    assert longer.split(2, BATCH).rows == (23, 9)
 
 
 def test_little_time_is_not_worth_a_compilation():

@@ -73,6 +73,19 @@ def test_shares_that_stay_are_compiled_for_once(make_problem, devices):
     assert one.compilations == before
 
 
+@pytest.mark.parametrize("fleet", [None, TWO])
+def test_the_compilation_of_new_shares_is_a_reason_against_others(make_problem, devices, fleet):
+    """In real time only: on a virtual clock runs repeat bit for bit."""
+    problem = make_problem(examples=16 * 18, batch_size=16)
+    # Equal parts in two steps each, and once times are known, one step each.
+    one = jaxche.Trainer(
+        problem.loss, optax.sgd(0.1), policy="sync", replicas=devices[:2], fleet=fleet, joined_batches=3
+    )
+    state, _ = fit(one, problem, epochs=1)
+    assert one.compilations > 2
+    assert (state.row_shares.compile_ms > 0) is (fleet is None)
+
+
 @pytest.mark.slow
 def test_a_replay_and_a_resumed_run_are_equal(make_problem, devices, same, tmp_path, told):
     problem = make_problem(examples=8 * 20 + 3, batch_size=8)
