@@ -155,14 +155,18 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     return Choice(best.policy, best.joined, active, _reason(best, found, sync_ms), since)
 
 
-def active_counts(che: ElChe, choice: Choice, left: int) -> tuple[int, ...]:
-    """The batches of each replica where some are idle, at most ``left`` in all."""
+def active_counts(che: ElChe, choice: Choice, left: int, due: Sequence[bool] = ()) -> tuple[int, ...]:
+    """The batches of each replica where some are idle, at most ``left`` in all.
+
+    Those of the idle replicas that are ``due`` are tried on one batch: they may have been slow for a while.
+    """
     active = [rank for rank, takes_part in enumerate(choice.active) if takes_part]
     ms = [che.ms_per_batch[rank] for rank in active]
     wanted = [max(1, round(che.round_ms / one)) for one in ms]
     if len(active) == 1:
         wanted = [alone_batches(middle(che.sync_samples), ms[0])]
-    found = dict(zip(active, clamp_counts(wanted, left), strict=True))
+    tried = [rank for rank, is_due in enumerate(due) if is_due and not choice.active[rank]]
+    found = dict(zip(active + tried, clamp_counts(wanted + [1] * len(tried), left), strict=True))
     return tuple(found.get(rank, 0) for rank in range(len(choice.active)))
 
 

@@ -22,6 +22,8 @@ _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
 _REPORTS = 3
 # Shares that are stored because their programs are compiled.
 _USED = 8
+# An idle rank is tried again after so many times its longest step: this takes at most 2 % of the time.
+_PATIENCE = 50
 
 # Milliseconds of steps of one size: (rows of a step, the last times, newest first).
 Sample = tuple[float, tuple[float, ...]]
@@ -47,9 +49,10 @@ class RowShares:
       steps: steps of each rank in which it runs them.
       joined: batches of the joined batch.
       samples: the measured times of each rank, by the size of the step.
-      used: the shares so far, newest first.
+      used: the shares so far, newest first; the last are those of the start, in which every rank has rows.
       compile_ms: the longest compilation of new shares.
       lost_ms: what the rounds since the last new shares have lost against the best ones.
+      idle_ms: the time of rounds since each rank last took part.
 
     Example:
       >>> shares = RowShares()
@@ -66,6 +69,7 @@ class RowShares:
     used: tuple[Used, ...] = ()
     compile_ms: float = 0.0
     lost_ms: float = 0.0
+    idle_ms: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         """One line, without the measured times."""
@@ -84,12 +88,24 @@ class RowShares:
           wall_ms: its time in them.
           compile_ms: the compilation of new shares before the round.
         """
-        samples = self.samples or ((),) * len(wall_ms)
+        world, round_ms = len(wall_ms), max(wall_ms)
+        samples, idle_ms = self.samples or ((),) * world, self.idle_ms or (0.0,) * world
+        takes_part = [bool(n and wall > 0 and r) for n, wall, r in zip(steps, wall_ms, rows, strict=True)]
         pushed = tuple(
-            _pushed(own, r / n, wall / n) if n and wall > 0 and r else own
-            for own, n, r, wall in zip(samples, steps, rows, wall_ms, strict=True)
+            own if not takes else _pushed(own, r / n, wall / n) if not due else ((r / n, (wall / n,) * _REPORTS),)
+            for own, takes, due, n, r, wall in zip(
+                samples, takes_part, self.due() or (False,) * world, steps, rows, wall_ms, strict=True
+            )
         )
-        return replace(self, samples=pushed, compile_ms=max(self.compile_ms, compile_ms))
+        idle_ms = tuple(0.0 if takes else ms + round_ms for takes, ms in zip(takes_part, idle_ms, strict=True))
+        return replace(self, samples=pushed, compile_ms=max(self.compile_ms, compile_ms), idle_ms=idle_ms)
+
+    def due(self) -> tuple[bool, ...]:
+        """Whether each rank is to be tried again, because it has long been idle: it may have been slow for a while."""
+        return tuple(
+            bool(own) and 0 < _PATIENCE * max(middle(times) for _, times in own) <= ms
+            for ms, own in zip(self.idle_ms, self.samples, strict=False)
+        )
 
     @property
     def is_measured(self) -> bool:
@@ -125,9 +141,34 @@ class RowShares:
         """
         if not self.is_measured:
             return self
+        most = np.array(max_rows if max_rows is not None else [math.inf] * len(self.samples))
+        best = self._best(joined, batch_rows, unit, most, local)
+        compiled = self._compiled(joined, joined * batch_rows, most)
+        due = [rank for rank, is_due in enumerate(self.due()) if is_due]
+        if tried := [one for one in compiled if due and all(one.rows[rank] for rank in due)]:
+            return min(tried, key=RowShares._round_ms)
+        kept, now, gain = self, math.inf, _GAIN
+        if self.rows and self.joined == joined:
+            now = self._round_ms()
+        elif not self.rows and joined == len(self.samples):
+            fixed, slope = self.fit()
+            now, gain = float((fixed + slope * batch_rows).max()), _FIRST_GAIN
+        # First those whose programs are compiled.
+        known = min(compiled, key=RowShares._round_ms, default=None)
+        if known is not None and known._round_ms() <= _limit(now, gain):
+            kept, now, gain = known, known._round_ms(), _GAIN
+        if best._round_ms() > _limit(now, gain):
+            return kept
+        lost_ms = self.lost_ms + (now - best._round_ms() if now < math.inf else self.compile_ms)
+        if lost_ms < self.compile_ms:
+            return replace(kept, lost_ms=lost_ms)
+        *used, first = self.used or (_equal(joined, batch_rows, len(self.samples)),)
+        return replace(best, used=((best.rows, best.steps, joined), *used[: _USED - 2], first), lost_ms=0.0)
+
+    def _best(self, joined: int, batch_rows: int, unit: int, most: np.ndarray, local: bool) -> RowShares:
+        """The shares with the shortest round."""
         total = joined * batch_rows
         fixed, slope = self.fit()
-        most = np.array(max_rows if max_rows is not None else [math.inf] * len(fixed))
         steps = np.ones(len(fixed), np.int64)
         rows = fill(total, fixed, slope, unit)
         for _ in range(4):
@@ -139,29 +180,19 @@ class RowShares:
             steps = needed.astype(np.int64)
             rows = fill(total, steps * fixed, slope, unit)
         steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
-        best = float(_times(fixed, slope, rows, steps).max())
-        kept, now, gain = self, math.inf, _GAIN
-        if self.rows and self.joined == joined:
-            now = float(self.times().max())
-        elif not self.rows and joined == len(fixed):
-            now, gain = float((fixed + slope * batch_rows).max()), _FIRST_GAIN
-        if best > _limit(now, gain):
-            return self
-        # First those whose programs are compiled.
-        fitting = [one for one in self.used if one[2] == joined and sum(one[0]) == total and _fits(*one[:2], most)]
-        if fitting:
-            found = min(fitting, key=lambda one: self.times(*one[:2]).max())
-            ms = float(self.times(*found[:2]).max())
-            if ms <= _limit(now, gain):
-                kept, now, gain = replace(self, rows=found[0], steps=found[1], joined=joined), ms, _GAIN
-        if best > _limit(now, gain):
-            return kept
-        lost_ms = self.lost_ms + (now - best if now < math.inf else self.compile_ms)
-        if lost_ms < self.compile_ms:
-            return replace(kept, lost_ms=lost_ms)
-        new = (tuple(rows.tolist()), tuple(steps.tolist()), joined)
-        used = self.used or (((batch_rows,) * len(fixed), (1,) * len(fixed), len(fixed)),)
-        return replace(self, rows=new[0], steps=new[1], joined=joined, used=(new, *used)[:_USED], lost_ms=0.0)
+        return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()), joined=joined)
+
+    def _round_ms(self) -> float:
+        """The expected time of the next round."""
+        return float(self.times().max())
+
+    def _compiled(self, joined: int, total: int, most: np.ndarray) -> list[RowShares]:
+        """The shares of this length that were used before, and that all ranks have memory for."""
+        return [
+            replace(self, rows=rows, steps=steps, joined=joined)
+            for rows, steps, length in self.used
+            if length == joined and sum(rows) == total and _fits(rows, steps, most)
+        ]
 
     def without(self) -> RowShares:
         """Shares of whole batches, with the measured times."""
@@ -171,10 +202,15 @@ class RowShares:
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
         """The shares from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
+        lists = {name: tuple(saved.get(name, ())) for name in ("rows", "steps", "idle_ms")}
         used = tuple((tuple(rows), tuple(steps), joined) for rows, steps, joined in saved.get("used", ()))
-        rows, steps = tuple(saved["rows"]), tuple(saved["steps"])
-        costs = saved.get("compile_ms", 0.0), saved.get("lost_ms", 0.0)
-        return cls(rows, steps, saved["joined"], samples, used, *costs)
+        return cls(**{**saved, **lists, "samples": samples, "used": used})
+
+
+def _equal(joined: int, batch_rows: int, world: int) -> Used:
+    """Equal parts in steps of at most a batch, as before times are known; with a batch for each rank, whole batches."""
+    rows = fill(joined * batch_rows, np.zeros(world), np.ones(world))
+    return tuple(rows.tolist()), (-(-joined // world),) * world, joined
 
 
 def _limit(now_ms: float, gain: float) -> float:

@@ -230,7 +230,7 @@ def _whole_counts(state: TrainerState, rules: PlanRules, left: int) -> Sequence[
     if pending:
         return che.batch_counts
     if state.choice is not None and state.choice.active:
-        return active_counts(che, state.choice, left)
+        return active_counts(che, state.choice, left, state.row_shares.due())
     return one_each if rules.policy_of(state) is ApplyPolicy.SYNC else che.batch_counts
 
 

@@ -74,6 +74,15 @@ def test_a_device_alone_where_merges_cost_more_than_the_others_add():
     assert active_counts(che, choice, 7) == (7, 0)
 
 
+def test_an_idle_device_is_tried_on_one_batch():
+    choice = chosen((20, 50), 500.0, travel_ms=5e3)
+    _, che = measured((20, 50), 500.0)
+    alone = active_counts(che, choice, 10_000)
+    assert active_counts(che, choice, 10_000, due=(False, True)) == (alone[0], 1)
+    assert active_counts(che, choice, 10_000, due=(False, False)) == alone
+    assert sum(active_counts(che, choice, 7, due=(False, True))) == 7
+
+
 def test_a_useless_device_is_left_out():
     choice = chosen((20, 20, 4000), 0.2, fixed=15.0, now=Choice(ApplyPolicy.CADENCE))
     assert choice.policy is ApplyPolicy.CADENCE or not choice.active

@@ -102,11 +102,11 @@ def test_new_shares_are_taken_once_so_much_time_is_lost_as_their_compilation_tak
     shares, _ = run((20, 50), 0.0, 48, compile_ms=200.0)
     assert shares.rows == (35, 13)
     assert shares.compile_ms == 200
-    _, seen = run((50, 50), 0.0, 48, rounds=30, shares=shares)
-    changed = seen.index((24, 24))
+    _, seen = run((20, 90), 0.0, 48, rounds=30, shares=shares)
+    changed = seen.index((40, 8))
     assert set(seen[:changed]) == {(35, 13)}
-    # A round takes 50 * 35 / 16 ms instead of 75. The change of speed shows in the middle of the last times, later.
-    needed = 200 / (50 * 35 / 16 - 75)
+    # A round takes 90 * 13 / 16 ms instead of 50. The change of speed shows in the middle of the last times, later.
+    needed = 200 / (90 * 13 / 16 - 50)
     assert needed <= changed + 1 <= needed + 3
 
 
@@ -127,6 +127,28 @@ def test_shares_used_before_need_memory_and_a_joined_batch_of_their_size():
     longer = shares.split(4, BATCH)  # no shares of its length are in use: compiled at once
     assert sum(longer.rows) == 4 * BATCH
     assert longer.split(2, BATCH).rows == (23, 9)
+
+
+def test_a_rank_that_was_slow_for_a_while_is_tried_again():
+    shares, _ = run((20, 50), 5.0, 32)
+    slow, _ = run((20, 400), 5.0, 32, shares=shares)
+    assert slow.rows == (32, 0)
+    # Its longest step took 400 ms, and a round without it takes 35: it is tried after 20 s.
+    _, still = run((20, 400), 5.0, 32, rounds=1500, shares=slow)
+    assert 1 <= sum(rows != (32, 0) for rows in still) <= 5
+    _, seen = run((20, 50), 5.0, 32, rounds=700, shares=slow)
+    back = seen.index(shares.rows)
+    assert back == pytest.approx(50 * 400 / 35, rel=0.1)
+    assert set(seen[back:]) == {shares.rows}
+
+
+def test_a_rank_that_was_slow_from_the_start_is_tried_with_the_equal_parts_of_the_start():
+    shares, _ = run((20, 1500), 5.0, 48)
+    assert shares.rows == (48, 0)
+    later, seen = run((20, 50), 5.0, 48, rounds=1700, shares=shares)
+    assert list(dict.fromkeys(seen))[:2] == [(48, 0), (24, 24)]
+    assert later.used[-1] == ((24, 24), (2, 2), 3)
+    assert min(later.rows) > 8
 
 
 def test_little_time_is_not_worth_a_compilation():
