@@ -23,7 +23,14 @@ from jax._src import xla_bridge as _xla_bridge
 from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._connect import connect, local_device_ids, resolve_scheduler
 from jaxche.cluster._detect import detect
-from jaxche.cluster._handshake import cache_folder, handshake, local_process_info, refuse_mismatch, visible_devices
+from jaxche.cluster._handshake import (
+    ProcessInfo,
+    cache_folder,
+    handshake,
+    local_process_info,
+    refuse_mismatch,
+    visible_devices,
+)
 from jaxche.cluster._heterogeneous import (
     configure_platforms,
     describe_accelerators,
@@ -157,20 +164,7 @@ def initialize(
     seen = visible_devices(_environ(), local_ids)
     kind = _single_kind(seen)
     elastic = ELASTIC in os.environ if elastic is None else elastic
-    if elastic:
-        jax.config.update("jax_enable_recoverability", True)
-    flags = {**PROCESS_FLAGS, **(ELASTIC_FLAGS if elastic else {})}
-    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), flags)
-    # By default CUDA numbers the fastest GPU 0, while schedulers and the driver number by slot.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
-        register_cpu_client()
-    if _PREEMPTION_SERVICE not in os.environ:
-        # It handles SIGTERM, so that only `Trainer.fit` ends the process.
-        jax.config.update(_PREEMPTION_SERVICE.lower(), False)
-    _exit_on_sigterm_as_process_1()
+    _configure(elastic)
     connect(found, local_ids, timeout_s, deadline, elastic)
     group = process_group()
     replacement = False
@@ -181,15 +175,7 @@ def initialize(
     _exit_at_once_after_exception()
     state = _jax_distributed.global_state
     assert state.client is not None
-    left_s = max(_MIN_HANDSHAKE_S, deadline - time.monotonic())
-    mine = local_process_info(state.num_processes, kind, [uuid for uuid, _ in seen])
-    processes = handshake(mine, left_s, replacement)
-    try:
-        refuse_mismatch(processes)
-    except RuntimeError:
-        # All processes raise, so shut down together: if one exits first, the others lose their error message.
-        jax.distributed.shutdown()
-        raise
+    processes, mine = _compared(kind, seen, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
     if replacement and isinstance(group, ElasticGroup):
         group.enter_standby()
     _configure_mixed_kinds([process.kind for process in processes], kind)
@@ -207,6 +193,39 @@ def initialize(
     joined = _cluster_info(state.process_id, state.num_processes, found.launcher)
     _log.info("joined %s at %s", joined, state.coordinator_address)
     return joined
+
+
+def _configure(elastic: bool) -> None:
+    """Sets the options of JAX and XLA for a run of several processes, before they connect."""
+    if elastic:
+        jax.config.update("jax_enable_recoverability", True)
+    flags = {**PROCESS_FLAGS, **(ELASTIC_FLAGS if elastic else {})}
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), flags)
+    # By default CUDA numbers the fastest GPU 0, while schedulers and the driver number by slot.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if jax.config.values["jax_cpu_collectives_implementation"] in (None, "none"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
+        register_cpu_client()
+    if _PREEMPTION_SERVICE not in os.environ:
+        # It handles SIGTERM, so that only `Trainer.fit` ends the process.
+        jax.config.update(_PREEMPTION_SERVICE.lower(), False)
+    _exit_on_sigterm_as_process_1()
+
+
+def _compared(
+    kind: str, seen: Sequence[tuple[str, str]], timeout_s: float, replacement: bool
+) -> tuple[Sequence[ProcessInfo], ProcessInfo]:
+    """What all processes say of themselves, and what this one says; raises if they do not fit together."""
+    mine = local_process_info(_jax_distributed.global_state.num_processes, kind, [uuid for uuid, _ in seen])
+    processes = handshake(mine, timeout_s, replacement)
+    try:
+        refuse_mismatch(processes)
+    except RuntimeError:
+        # All processes raise, so shut down together: if one exits first, the others lose their error message.
+        jax.distributed.shutdown()
+        raise
+    return processes, mine
 
 
 @functools.cache
