@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ import numpy as np
 
 from jaxche.averaging import Weighted
 from jaxche.sharding import RNG_NAMES, wanted_names
+
+_log = logging.getLogger("jaxche")
 
 _FORMS = (
     "return a dict of means over the batch, e.g. {'accuracy': correct.mean()}, with jaxche.Weighted(total, weight) for "
@@ -141,6 +144,9 @@ class Sums:
         self._sums = {name: (total, weight) for name, (total, weight) in saved.items()}
 
     def result(self) -> dict[str, float]:
+        if empty := [name for name, (_, weight) in self._sums.items() if weight == 0]:
+            names = ", ".join(map(repr, empty))
+            _log.warning("evaluation: %s is NaN: jaxche.Weighted(total, weight) had weight 0 in all batches", names)
         return {name: total / weight if weight else math.nan for name, (total, weight) in self._sums.items()}
 
 

@@ -64,6 +64,18 @@ def test_means_weigh_examples_and_weighted_values_their_weights(cuts):
     assert found == {"mean": wanted, "tokens": 15 / 10, "none": pytest.approx(math.nan, nan_ok=True)}
 
 
+def test_a_mean_without_any_weight_is_nan_and_a_warning_has_its_name(caplog):
+    outputs = [{"loss": Weighted(0.0, 0.0), "some": Weighted(1.0, w), "recall": Weighted(0.0, 0)} for w in (0.0, 1.0)]
+    found = relayed(outputs, [8, 8], None, ())
+    assert math.isnan(found["loss"])
+    assert math.isnan(found["recall"])
+    assert found["some"] == 2.0
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'loss', 'recall' is NaN" in record.message
+    assert "weight 0 in all batches" in record.message
+
+
 @pytest.mark.parametrize("cuts", CUTS)
 def test_sums_are_in_float64(cuts):
     values = [np.float32(16777216), np.float32(1), np.float32(1)]
