@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -65,6 +66,18 @@ def test_json_of_nan_and_infinity(told, round_info):
     assert math.isnan(back.progress)
     whole = replace(odd, losses=(1.0, math.inf), metrics={"a": math.inf}, progress=4.0)
     assert told(History.from_json(History([whole]).to_json())) == told([whole])
+
+
+def test_rounds_are_equal_to_their_copies(round_info):
+    info = replace(round_info(losses=(1.0, math.nan)), metrics={"a": math.nan}, validation={"b": math.nan})
+    history = History([info, round_info(round=1)], [{"rank": 0}])
+    for copied in (pickle.loads(pickle.dumps(history)), History.from_json(history.to_json())):
+        assert isinstance(copied, History)
+        assert copied == history
+    assert pickle.loads(pickle.dumps(history)).memory == history.memory
+    for other in ({"losses": (1.0, 1.0)}, {"losses": (1.0,)}, {"metrics": {"c": math.nan}}, {"noise": 1.0}):
+        assert info != replace(info, **other)
+    assert info != "a round"
 
 
 def test_invalid_file():
