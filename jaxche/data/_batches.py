@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
-from jaxche.drawing import short_traceback
+from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import batch_size
 
 
@@ -138,9 +139,10 @@ def _on_host(x: Any) -> np.ndarray:
 class Batches:
     """Arrays in memory as a sequence of shuffled batches.
 
-    There are ``len(batches)`` batches, and ``batches[i]`` is a pytree of arrays with a leading batch axis. The order of
-    epoch ``e`` is the permutation with seed ``seed + e``, the same on every host and in every run. No example is left
-    out: the last batch of an epoch is smaller if ``batch_size`` does not divide the number of examples.
+    There are ``len(batches)`` batches, and ``batches[i]`` is a pytree of arrays with a leading batch axis. As in a
+    list, ``batches[-1]`` is the last one, and a slice is a list of batches. The order of epoch ``e`` is the permutation
+    with seed ``seed + e``, the same on every host and in every run. No example is left out: the last batch of an epoch
+    is smaller if ``batch_size`` does not divide the number of examples.
 
     Args:
       arrays: pytree of arrays with leading axes (examples) of equal length.
@@ -199,9 +201,16 @@ class Batches:
     def __len__(self) -> int:
         return -(-self._examples // self.batch_size)
 
-    def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < len(self):
-            raise IndexError(f"batch {i} of {len(self)}")
+    def __getitem__(self, i: SupportsIndex | slice) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(len(self))[i]]
+        try:
+            index = operator.index(i)
+        except TypeError:
+            raise TypeError(f"batches[{brief(i)}]: the index is a whole number or a slice, e.g. batches[0]") from None
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"batch {index} of {len(self)}")
+        i = index % len(self)
         rows = self._order[i * self.batch_size : (i + 1) * self.batch_size]
         return jax.tree.map(lambda x: np.asarray(x)[rows], self.arrays)
 

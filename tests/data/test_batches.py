@@ -47,6 +47,20 @@ def test_out_of_range_ends_iteration():
         data[3]
 
 
+def test_indices_are_those_of_a_list():
+    data = jaxche.Batches({"x": np.arange(700)}, 3)
+    listed = list(data)
+    for i in (-1, -len(data), np.int64(2), np.int8(100), jnp.int32(1), True):
+        np.testing.assert_array_equal(data[i]["x"], listed[i]["x"])
+    for part in (slice(2), slice(-2, None), slice(None, None, 100), slice(5, 5), slice(230, 1000)):
+        np.testing.assert_equal(data[part], listed[part])
+    with pytest.raises(IndexError, match=f"batch {-len(data) - 1} of {len(data)}"):
+        data[-len(data) - 1]
+    for i in ("x", 1.0, None, np.arange(2)):
+        with pytest.raises(TypeError, match=r"a whole number or a slice, e\.g\. batches\[0\]"):
+            data[i]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
