@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxche.drawing import brief
 from jaxche.scaling._checks import check_positive
 from jaxche.scaling._groups import make_groups, scale_leaves
 from jaxche.scaling._rules import ScalingRule
@@ -180,7 +181,7 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
       An ``optax.StatefulSchedule``.
 
     Raises:
-      ValueError: in ``update``, without progress.
+      ValueError: no function; in ``update``, without progress.
 
     References:
       AdaptDL (Qiao et al., *Pollux*, OSDI 2021), which advances schedulers by progress.
@@ -197,6 +198,9 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
       >>> round(float(state.inner_state.hyperparams["learning_rate"]), 3), float(state.progress)
       (0.2, 12.0)
     """
+    if not callable(schedule):
+        line = "progress_schedule(optax.linear_schedule(0.4, 0.0, transition_steps=1000))"
+        raise ValueError(f"schedule={brief(schedule)} is not a function of a step; write e.g. {line}")
     return ProgressSchedule(schedule)
 
 
