@@ -217,6 +217,20 @@ class Batches:
 
 Batches.__init__ = short_traceback(Batches.__init__)
 
+
+class Threads(ThreadPoolExecutor):
+    """Threads with the 64-bit mode of the caller: ``with jax.enable_x64(True)`` sets it for one thread only."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        x64 = jax.config.read("jax_enable_x64")
+
+        def call() -> Any:
+            with jax.enable_x64(x64):
+                return fn(*args, **kwargs)
+
+        return super().submit(call)
+
+
 Key = tuple[int, int]  # (epoch, index in the epoch)
 Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
 
@@ -245,7 +259,7 @@ class Reader:
     def __init__(self, data: Any, depth: int = 4):
         self.data = data
         self.depth = depth
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-reader")
+        self._pool = Threads(1, thread_name_prefix="jaxche-reader")
         self._ready: dict[Key, Future] = {}
         self._uses: collections.Counter[Key] = collections.Counter()
         self._lock = threading.Lock()  # replicas take pieces of one batch from several threads

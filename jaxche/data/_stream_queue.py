@@ -7,10 +7,9 @@ import copy
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxche.data._batches import Feed, Key, Step
+from jaxche.data._batches import Feed, Key, Step, Threads
 from jaxche.data._stream import Stream, as_batch
 
 _log = logging.getLogger("jaxche")
@@ -37,7 +36,7 @@ class StreamQueue:
         self.stream = stream
         # The first batch of an epoch, if this process has read it.
         self.first: Any = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-stream")
+        self._pool = Threads(1, thread_name_prefix="jaxche-stream")
         # For the thread alone: the iterable and the iterator of the epoch, and the iterable if it can be read once.
         self._iterable: Any = None
         self._iterator: Iterator[Any] = iter(())

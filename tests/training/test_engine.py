@@ -3,6 +3,7 @@
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -32,6 +33,31 @@ def test_threads_have_the_64_bits_of_the_caller(devices, overlap):
         state, _ = trainer.round(trainer.init(np.float64(1)), data, counts=(1, 1))
         assert float(trainer.params(state)) == -(2**-40)
         assert trainer.evaluate(state, data) == {"loss": -(2**-40) * (1 + 2**-40)}
+
+
+@pytest.mark.parametrize("kind", ["sequence", "stream"])
+def test_data_is_read_with_the_64_bits_of_the_caller(devices, kind):
+    dtypes = set()
+
+    class Data:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return jnp.full((2, 1), 1.0 + i)
+
+    def batches(epoch):
+        return (Data()[i] for i in range(4))
+
+    def loss(w, x):
+        dtypes.add(str(x.dtype))
+        return (x * w).mean()
+
+    with jax.enable_x64(True):
+        data = Data() if kind == "sequence" else jaxche.Stream(batches)
+        trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+        trainer.fit(trainer.init(np.float64(1)), data, epochs=2, progress=False)
+    assert dtypes == {"float64"}
 
 
 def test_every_batch_of_every_epoch_draws_its_own_numbers(problem, devices):
