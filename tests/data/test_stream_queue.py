@@ -252,6 +252,21 @@ def test_a_source_with_a_state_goes_to_any_position_and_reads_no_batch_twice(que
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("make", [Restorable, Loader])
+def test_a_source_with_a_state_goes_back_over_the_end_of_an_epoch(queue, make, caplog):
+    """The merge of the last round of an epoch has failed elsewhere."""
+    one = queue(make())
+    for _ in range(2):
+        assert take(one, 0, 20) == list(range(20))
+        for _ in range(2):
+            assert take(one, 20, 15) == list(range(20, 30))
+            assert one.length(30) == 30
+            assert take(one, 0, 2, epoch=1) == [0, 1]
+    assert take(one, 2, 2, epoch=1) == [2, 3]
+    assert caplog.messages == []
+    assert min(one._states)[0] == 1  # no more than the last round of an epoch stays
+
+
 def test_an_iterator_with_a_state_goes_back_to_its_start(queue):
     one = queue(Stateful())
     assert take(one, 0, 3) == [0, 1, 2]
