@@ -98,6 +98,17 @@ def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size
     )
 
 
+def reading(sequence: Any) -> Callable[[int], Any]:
+    """A function that reads a batch, which the source does not change when it reads the next one into its arrays."""
+    if type(sequence) in (Batches, list, tuple):
+        return sequence.__getitem__
+
+    def read(index: int) -> Any:
+        return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, sequence[index])
+
+    return read
+
+
 def non_finite_leaves(key: tuple[int, int], batch: Any) -> list[str]:
     """The leaves of a batch with values that are NaN or infinite, and the first row of each."""
     found = []
@@ -263,7 +274,7 @@ class Reader:
         self._ready: dict[Key, Future] = {}
         self._uses: collections.Counter[Key] = collections.Counter()
         self._lock = threading.Lock()  # replicas take pieces of one batch from several threads
-        self._epochs: dict[int, Any] = {}
+        self._epochs: dict[int, Callable[[int], Any]] = {}  # that read the batches of an epoch
         # Reads of these types are always equal.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
 
@@ -317,11 +328,11 @@ class Reader:
             sequence = self.data.epoch(epoch) if hasattr(self.data, "epoch") else self.data
             if hasattr(sequence, "__len__"):
                 refuse_other_length(epoch, len(sequence), len(self.data))
-            self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: sequence}
-        sequence = self._epochs[epoch]
-        batch = sequence[index]
+            self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: reading(sequence)}
+        read = self._epochs[epoch]
+        batch = read(index)
         if self.nondeterministic is None:
-            self.nondeterministic = is_nondeterministic(batch, sequence.__getitem__, index, len(self.data), self.data)
+            self.nondeterministic = is_nondeterministic(batch, read, index, len(self.data), self.data)
         return batch
 
     def start(self, steps: Iterable[Sequence[Step]]) -> list[Feed]:

@@ -247,4 +247,5 @@ def _array(path: Any, x: Any) -> Any:
             f"{name} is a scalar: does the stream yield examples? Yield batches, e.g. dataset.batch(32), or "
             "torch.utils.data.DataLoader(dataset, batch_size=32)"
         )
-    return array
+    # The source may write the next batch into the same memory while this one waits.
+    return array.copy() if array is x or array.base is not None else array

@@ -60,6 +60,28 @@ def test_data_is_read_with_the_64_bits_of_the_caller(devices, kind):
     assert dtypes == {"float64"}
 
 
+@pytest.mark.parametrize("kind", ["sequence", "stream"])
+def test_a_source_may_write_all_batches_into_one_array(devices, kind):
+    buffer = np.zeros((4, 1), np.float32)
+
+    class Data:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            buffer[:] = i
+            return buffer
+
+    def batches(epoch):
+        return (Data()[i] for i in range(8))
+
+    data = Data() if kind == "sequence" else jaxche.Stream(batches)
+    trainer = jaxche.Trainer(lambda w, x: 0.0 * w + x.mean(), optax.sgd(0.1), replicas=devices[:2])
+    state, history = trainer.fit(trainer.init(jnp.zeros(())), data, epochs=2, progress=False)
+    assert sum(info.loss * info.examples for info in history) / 64 == 3.5
+    assert trainer.evaluate(state, data) == {"loss": 3.5}
+
+
 def test_every_batch_of_every_epoch_draws_its_own_numbers(problem, devices):
     def loss(params, batch, rng):
         return problem.loss(params, batch)[0], {"drawn": jax.random.uniform(rng)}
