@@ -139,7 +139,7 @@ class Partitioned:
             )
         if not callable(loss):
             raise ValueError(f"loss={loss!r} is not a function; write def loss(y, batch): ... return the mean")
-        seed = whole_number("seed", seed, -(2**63), "seed=0")
+        seed = whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
         _check_protocol(protocol)
         if paces is not None and not (
             isinstance(paces, Sequence)

@@ -85,11 +85,16 @@ def _merges(result: Any) -> bool:
     return callable(getattr(result, "merge", None)) and callable(getattr(result, "compute", None))
 
 
-def _scalar(name: str, value: Any) -> Any:
+def _scalar(name: Any, value: Any) -> Any:
+    if not isinstance(name, str):
+        raise ValueError(f"metric {name!r} has a name that is no text; write {{'{name}': ...}}")
     parts = value if isinstance(value, Weighted) else (value,)
     if any(isinstance(part, str) or not (hasattr(part, "dtype") or np.isscalar(part)) for part in parts):
         raise ValueError(f"metric {name!r} is a {type(value).__name__}; {_FORMS}")
     for part in parts:
+        dtype = jnp.result_type(part)
+        if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(f"metric {name!r} has dtype {dtype}; metrics are real numbers, e.g. jnp.abs({name})")
         if jnp.shape(part) != ():
             raise ValueError(
                 f"metric {name!r} has shape {jnp.shape(part)}; metrics are scalars: write {name}.mean(), or "

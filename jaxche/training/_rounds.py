@@ -108,15 +108,15 @@ class Rounds(Arguments):
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return self._engine.unreplicate(_checked_state(state).merged().local_states[0].params)
+        return self._engine.unreplicate(checked_state(state).merged().local_states[0].params)
 
     def model_state(self, state: TrainerState) -> Any:
         """The merged model state: one plain pytree without a replica axis."""
-        return self._engine.unreplicate(_checked_state(state).merged().local_states[0].model_state)
+        return self._engine.unreplicate(checked_state(state).merged().local_states[0].model_state)
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
-        return self._engine.unreplicate(_checked_state(state).local_states[0].noise)
+        return self._engine.unreplicate(checked_state(state).local_states[0].noise)
 
     @short_traceback
     def round(
@@ -156,7 +156,7 @@ class Rounds(Arguments):
     def check_state(self, state: Any, call: str) -> None:
         """Refuse a value that is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
         check_untraced(call)
-        self._engine.check_state(_checked_state(state, call).local_states)
+        self._engine.check_state(checked_state(state, call).local_states)
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop after the next round; its merge carries the request."""
@@ -420,7 +420,7 @@ def check_untraced(call: str) -> None:
         )
 
 
-def _checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
+def checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
     """The state; refuses a value that is not a state of a trainer."""
     if isinstance(state, TrainerState):
         return state

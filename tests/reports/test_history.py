@@ -35,6 +35,14 @@ def test_rounds_with_the_final_ranks(worlds, last, round_info):
     assert history.last_ranks.memory == history.memory
 
 
+def test_a_sum_of_histories_is_one(round_info):
+    one, other = History([round_info()], [{"rank": 0}]), History([round_info(round=1)])
+    for both in (one + other, other + one):
+        assert isinstance(both, History)
+        assert sorted(info.round for info in both) == [0, 1]
+        assert both.memory == one.memory
+
+
 def test_effective_batch(round_info):
     """(10, 4) steps, weighted by their number: (sum of n^2 / 14)^2 over (sum of n^3 / 14^2), batches of 32."""
     assert round_info().effective_batch == pytest.approx(32 * (116 / 14) / (1064 / 196))
@@ -83,6 +91,11 @@ def test_rounds_are_equal_to_their_copies(round_info):
 def test_invalid_file():
     with pytest.raises(ValueError, match="line 1"):
         History.from_json('{"step": 3}\n')
+
+
+def test_a_table_has_a_row_or_more(round_info):
+    with pytest.raises(ValueError, match="rows=0 must be at least 1"):
+        History([round_info()]).table(0)
 
 
 def test_table_header(round_info):

@@ -165,6 +165,10 @@ def test_what_a_metric_function_may_return():
             r"'per_class' has shape \(3,\); .*: write per_class.mean\(\), or",
         ),
         ({"name": "x"}, "metric 'name' is a str; return"),
+        ({1: 1.0}, "metric 1 has a name that is no text; write {'1': ...}"),
+        ({"key": jax.random.key(0)}, "metric 'key' has dtype key<fry>; metrics are real numbers"),
+        ({"z": jnp.complex64(1j)}, r"metric 'z' has dtype complex64; .*, e\.g\. jnp\.abs\(z\)"),
+        ({"z": Weighted(jnp.complex64(1j), 1.0)}, "metric 'z' has dtype complex64"),
         ({"nested": {"a": 1.0}}, "metric 'nested' is a dict; return"),
     ],
 )

@@ -570,6 +570,12 @@ def test_a_seed_that_is_no_whole_number_is_refused(problem, devices, seed):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=seed)
 
 
+def test_a_seed_has_64_bits(problem, devices):
+    jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=2**63 - 1)
+    with pytest.raises(ValueError, match=f"seed={2**63} must be at most {2**63 - 1}; write e.g. seed=0"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=2**63)
+
+
 def test_state_is_a_value(problem, devices):
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     state = trainer.init(problem.params)
