@@ -7,6 +7,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
@@ -229,14 +230,24 @@ class Batches:
 Batches.__init__ = short_traceback(Batches.__init__)
 
 
+# The settings of JAX that numbers depend on. Their context managers set them for one thread only.
+_SETTINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_default_prng_impl": jax.default_prng_impl,
+}
+
+
 class Threads(ThreadPoolExecutor):
-    """Threads with the 64-bit mode of the caller: ``with jax.enable_x64(True)`` sets it for one thread only."""
+    """Threads with the settings that JAX has in that of the caller."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        x64 = jax.config.read("jax_enable_x64")
+        values = [(context, getattr(jax.config, name)) for name, context in _SETTINGS.items()]
 
         def call() -> Any:
-            with jax.enable_x64(x64):
+            with ExitStack() as stack:
+                for context, value in values:
+                    stack.enter_context(context(value))
                 return fn(*args, **kwargs)
 
         return super().submit(call)

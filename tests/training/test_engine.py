@@ -60,6 +60,23 @@ def test_data_is_read_with_the_64_bits_of_the_caller(devices, kind):
     assert dtypes == {"float64"}
 
 
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_threads_have_the_settings_of_the_caller(devices, overlap):
+    found = set()
+
+    def loss(w, x):
+        found.add((jax.config.jax_default_matmul_precision, str(jax.random.key(0).dtype)))
+        return (x @ w).mean()
+
+    # Batches of other shapes than the first are compiled in the threads of their replicas.
+    data = [np.ones((rows, 1), np.float32) for rows in (4, 4, 3, 2)]
+    with jax.default_matmul_precision("highest"), jax.default_prng_impl("rbg"):
+        trainer = jaxche.Trainer(loss, optax.sgd(1.0), replicas=devices[:2], overlap=overlap)
+        state, _ = trainer.round(trainer.init(jnp.zeros(1)), data, counts=(1, 1))
+        trainer.round(state, data, counts=(1, 1))
+    assert found == {("highest", "key<rbg>")}
+
+
 @pytest.mark.parametrize("kind", ["sequence", "stream"])
 def test_a_source_may_write_all_batches_into_one_array(devices, kind):
     buffer = np.zeros((4, 1), np.float32)
