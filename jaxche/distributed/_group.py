@@ -50,6 +50,9 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.rank), self.__dict__
+
 
 class PeerLostError(RuntimeError):
     """A merge between processes failed, as it does when one of them dies.

@@ -1,7 +1,9 @@
 """Failing together, seen from one process; tests/multiprocess does it with real ones."""
 
 import collections
+import copy
 import json
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -92,6 +94,18 @@ def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
         Group().raise_everywhere(None, 0, "round 2")
     assert caught.value.rank == 1
     assert "line 3" in str(caught.value)
+
+
+def test_an_error_goes_to_another_process():
+    error = RankError("rank 3 failed", rank=3)
+    error.add_note("in round 7")
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(copied), str(copied), copied.rank, copied.__notes__) == (
+            RankError,
+            "rank 3 failed",
+            3,
+            ["in round 7"],
+        )
 
 
 def test_a_report_stays_small_whatever_the_error_says(monkeypatch):

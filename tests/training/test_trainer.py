@@ -1,6 +1,7 @@
 """The trainer against slow twins that a reader can check by eye."""
 
 import dataclasses
+import pickle
 import re
 import threading
 import time
@@ -530,6 +531,10 @@ def test_a_loss_that_becomes_nan_stops_with_the_last_good_state(devices):
     assert (caught.value.rank, caught.value.round) == (1, 1)
     assert caught.value.state is state
     assert np.isfinite(trainer.params(caught.value.state))
+    copied = pickle.loads(pickle.dumps(caught.value))  # without the state, which is on the devices
+    assert (type(copied), str(copied)) == (jaxche.NonFiniteLossError, str(caught.value))
+    assert (copied.rank, copied.round, copied.state) == (1, 1, None)
+    assert copied.batches == caught.value.batches
 
 
 def test_an_error_while_reading_keeps_its_type_and_says_where(problem, devices):
