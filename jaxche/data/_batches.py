@@ -105,7 +105,14 @@ def reading(sequence: Any) -> Callable[[int], Any]:
         return sequence.__getitem__
 
     def read(index: int) -> Any:
-        return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, sequence[index])
+        try:
+            batch = sequence[index]
+        except StopIteration as error:  # it would end the loop over the batches
+            raise ValueError(
+                f"data[{index}] raised StopIteration; if it returns the next batch of an iterator, read all first: "
+                "data = list(iterator), or pass the iterator itself"
+            ) from error
+        return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
 
     return read
 

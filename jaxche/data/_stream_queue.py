@@ -54,7 +54,7 @@ class StreamQueue:
         self._uses: collections.Counter[int] = collections.Counter()  # pieces that are taken in this round
         self._round_end, self._keeps = 0, False
         self._place: Key = (0, 0)  # of the last seek
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._is_raised = self._is_running = self._is_stopped = False
 
     def seek(self, place: Place) -> None:
@@ -190,7 +190,7 @@ class StreamQueue:
                 read = [as_batch(batch) for batch in [next(self._iterator)]]
             except StopIteration:
                 pass
-            except Exception as e:
+            except BaseException as e:  # of sys.exit(), too: others wait for the batch
                 error = e
             state = self._iterator_state() if read else None
             with self._changed:
@@ -198,7 +198,7 @@ class StreamQueue:
                     self._states |= {(self._epoch, taken): one for taken, one in states.items()}
                     self._add(read, state, error)
 
-    def _add(self, read: Sequence[Any], state: Any, error: Exception | None) -> None:
+    def _add(self, read: Sequence[Any], state: Any, error: BaseException | None) -> None:
         if error is not None:
             self._error = error
         elif not read:

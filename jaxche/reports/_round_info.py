@@ -27,7 +27,7 @@ class RoundInfo:
       weights: merge weight of each replica (with averaged gradients its share of the examples).
       wall_ms: duration of the steps of each replica.
       sync_ms: cost of the merge, without the wait for the slowest replica; with ``groups=``, of all merges.
-      loss: mean loss over the examples of the round.
+      loss: mean loss over the examples of the round; nan, as a metric, if all its weights in the round are 0.
       metrics: means of the metrics of the loss function over the examples of the round.
       drift: weighted root-mean-square distance of the replicas from their mean, relative to the norm of the mean.
       drift_dir: the same distance relative to the merged progress; 0 if all replicas moved alike.

@@ -343,6 +343,21 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_taken_and_it_is_rea
     assert take(one, 4, 2) == [4, 5]
 
 
+def test_a_source_that_exits_ends_the_wait_for_its_batch(queue):
+    def source(epoch):
+        yield batch(0)
+        raise SystemExit(3)
+
+    one = queue(source)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(take, one, 0, 2)
+        try:
+            with pytest.raises(SystemExit):
+                found.result(timeout=10)
+        finally:
+            one.stop()
+
+
 def test_what_is_no_batch_is_an_error_of_the_source(queue):
     one = queue([{"text": ["a"]}])
     one.seek(Place(0, 0))

@@ -537,6 +537,22 @@ def test_a_loss_that_becomes_nan_stops_with_the_last_good_state(devices):
     assert copied.batches == caught.value.batches
 
 
+def test_data_that_reads_an_iterator_to_its_end_is_refused(problem, devices):
+    class Next:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            return problem.data[i] if i < 5 else next(iter(()))
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    with pytest.raises(ValueError, match=r"data\[5\] raised StopIteration; .* data = list\(iterator\)"):
+        trainer.fit(state, Next(), epochs=1, progress=False)
+    with pytest.raises(ValueError, match=r"data\[5\] raised StopIteration"):
+        trainer.evaluate(state, Next())
+
+
 def test_an_error_while_reading_keeps_its_type_and_says_where(problem, devices):
     class Torn:
         def __len__(self):
