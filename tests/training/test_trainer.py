@@ -591,6 +591,32 @@ def test_a_seed_that_is_no_whole_number_is_refused(problem, devices, seed):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=seed)
 
 
+def test_calls_under_a_mesh_of_all_devices_are_refused(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    calls = {
+        "trainer.init": lambda: trainer.init(problem.params),
+        "trainer.round": lambda: trainer.round(state, problem.data),
+        "trainer.fit": lambda: trainer.fit(state, problem.data, epochs=1),
+        "trainer.evaluate": lambda: trainer.evaluate(state, problem.data),
+    }
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=devices[:2])):
+        for name, call in calls.items():
+            with pytest.raises(
+                ValueError, match=rf"{name} was called under jax.set_mesh.*; write {name}\(\.\.\.\) out"
+            ):
+                call()
+    trainer.round(state, problem.data)
+
+
+def test_one_replica_trains_under_its_mesh(problem, devices):
+    strategy = jaxche.FullShard()
+    mesh = strategy.mesh(devices[:2])
+    with jax.set_mesh(mesh):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=[mesh], strategy=strategy)
+        trainer.round(trainer.init(problem.params), problem.data)
+
+
 def test_a_seed_has_64_bits(problem, devices):
     jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=2**63 - 1)
     with pytest.raises(ValueError, match=f"seed={2**63} must be at most {2**63 - 1}; write e.g. seed=0"):
