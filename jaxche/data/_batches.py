@@ -149,9 +149,12 @@ def _close(x: Any, y: Any) -> bool:
 
 
 def _on_host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _is_key(x: Any) -> bool:
+    """Whether x is an array of random keys, which NumPy does not have."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -195,10 +198,10 @@ class Batches:
             raise ValueError(f"arrays must share one leading axis of examples; got {listed or 'no arrays'}")
         if self._examples == 0:
             raise ValueError("arrays hold no examples: the data set is empty")
-        if int(self.batch_size) != self.batch_size or self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1, e.g. batch_size=32")
+        object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, 1, "batch_size=32"))
         if self.seed is not None:
-            whole_number("seed", self.seed, 0, "seed=0, or seed=None for the order of the arrays")
+            seed = whole_number("seed", self.seed, 0, "seed=0, or seed=None for the order of the arrays")
+            object.__setattr__(self, "seed", seed)
 
     def __repr__(self) -> str:
         return f"Batches({self._examples:,} examples in {len(self):,} batches of {self.batch_size}, seed={self.seed})"
@@ -231,7 +234,7 @@ class Batches:
             raise IndexError(f"batch {index} of {len(self)}")
         i = index % len(self)
         rows = self._order[i * self.batch_size : (i + 1) * self.batch_size]
-        return jax.tree.map(lambda x: np.asarray(x)[rows], self.arrays)
+        return jax.tree.map(lambda x: x[rows] if _is_key(x) else np.asarray(x)[rows], self.arrays)
 
 
 Batches.__init__ = short_traceback(Batches.__init__)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxche.cadence import whole_number
 from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
+from jaxche.drawing import brief
 from jaxche.sharding import batch_size
 
 # Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
@@ -125,7 +126,12 @@ class Stream:
     def iterable(self, epoch: int) -> Any:
         """The iterable of an epoch."""
         if not _is_iterable(self.source):
-            return self.source(epoch)
+            if not _is_iterable(found := self.source(epoch)):
+                raise ValueError(
+                    f"source({epoch}) returned {brief(found)}, not an iterable of batches; does its last line lack a "
+                    "return or a yield?"
+                )
+            return found
         for one in (self.source, *(getattr(self.source, name, None) for name in ("sampler", "dataset"))):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
