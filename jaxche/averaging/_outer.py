@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.averaging._trees import sum_dtype
+from jaxche.drawing import brief
 
 
 def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:
@@ -21,11 +22,15 @@ def outer_init(outer: optax.GradientTransformation, params: Any) -> Any:
     Returns:
       Its state, for :func:`outer_step`.
 
+    Raises:
+      ValueError: ``outer`` is not an optax transformation.
+
     Example:
       >>> import jax.numpy as jnp, optax
       >>> outer_init(optax.sgd(0.7, momentum=0.9), jnp.ones(2, jnp.bfloat16))[0].trace.dtype.name
       'float32'
     """
+    _check(outer)
     return outer.init(_wide(params))
 
 
@@ -51,7 +56,7 @@ def outer_step(
       ``(params, outer_state)`` after the step.
 
     Raises:
-      ValueError: raised by optax when the trees do not match.
+      ValueError: ``outer`` is not an optax transformation, or raised by optax when the trees do not match.
 
     References:
       Wang et al., *SlowMo*, ICLR 2020. Douillard et al., *DiLoCo*, 2023.
@@ -64,10 +69,17 @@ def outer_step(
       >>> x.tolist()
       [0.75, 1.5]
     """
+    _check(outer)
     wide = _wide(params)
     updates, outer_state = outer.update(_wide(pseudo_gradient), outer_state, wide)
     stepped = optax.apply_updates(wide, updates)
     return jax.tree.map(lambda new, old: new.astype(jnp.asarray(old).dtype), stepped, params), outer_state
+
+
+def _check(outer: Any) -> None:
+    if not (hasattr(outer, "init") and hasattr(outer, "update")):
+        line = "outer=optax.sgd(0.7, momentum=0.9)"
+        raise ValueError(f"outer={brief(outer)} is not an optax transformation; write e.g. {line}")
 
 
 def _wide(tree: Any) -> Any:

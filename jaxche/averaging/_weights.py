@@ -41,7 +41,8 @@ def merge_weights(
       ``(weights, alpha)``: a tuple of floats that sum to one, and a float.
 
     Raises:
-      ValueError: an unknown rule, no steps at all, lists of different lengths, negative or non-finite numbers.
+      ValueError: an unknown rule, no steps at all, lists of different lengths, numbers that are negative or not
+        finite, or a sum that is not.
 
     References:
       `steps` is flodl's weighted average. `fednova`: Wang et al., *Tackling the objective inconsistency problem in
@@ -76,6 +77,11 @@ def merge_weights(
         raw = [share / c if c else 0.0 for share, c in zip(shares, n, strict=True)]
         alpha = sum(raw) * sum(share * c for share, c in zip(shares, n, strict=True))
     norm = sum(raw)
+    if not all(map(math.isfinite, (sum(n), norm, alpha))):
+        raise ValueError(
+            f"merge={rule!r} with counts={list(counts)!r}: the numbers are too large or too small for sums in float64; "
+            "write e.g. counts=[10, 23]"
+        )
     if norm == 0:
         raise ValueError(f"merge={rule!r} with counts={list(counts)!r} gives every replica weight 0")
     return tuple(r / norm for r in raw), alpha

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 
-def whole_number(name: str, value: Any, least: int, write: str) -> int:
-    """``value`` as a Python int; ValueError unless it is a whole number of at least ``least``."""
+def whole_number(name: str, value: Any, least: int, write: str, most: float = math.inf) -> int:
+    """``value`` as a Python int; ValueError unless it is a whole number from ``least`` to ``most``."""
     try:
         # True is an int in Python, and a mistake as a count.
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -20,6 +20,8 @@ def whole_number(name: str, value: Any, least: int, write: str) -> int:
         raise ValueError(f"{name}={value!r} must be a whole number; write e.g. {write}")
     if number < least:
         raise ValueError(f"{name}={number} must be at least {least}; write e.g. {write}")
+    if number > most:
+        raise ValueError(f"{name}={number} must be at most {most}; write e.g. {write}")
     return number
 
 

@@ -104,7 +104,7 @@ class VirtualFleet:
             raise ValueError(
                 f"first_report_ms has {len(self.first_report_ms)} entries for {speeds.size} ranks; write one per rank"
             )
-        if not 0.0 <= self.jitter <= 1.0:
+        if not 0.0 <= finite_number("jitter", self.jitter, "jitter=0.05 for 5 %") <= 1.0:
             raise ValueError(f"jitter={self.jitter} lies outside [0, 1]; write e.g. jitter=0.05 for 5 %")
         finite_number("sync_ms", self.sync_ms, "sync_ms=5.0", least=0.0)
         finite_number("fixed_ms", self.fixed_ms, "fixed_ms=2.0", least=0.0)

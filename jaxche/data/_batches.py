@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
-from jaxche.drawing import short_traceback
+from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import batch_size
 
 
@@ -97,6 +99,24 @@ def is_nondeterministic(first: Any, read: Callable[[int], Any], index: int, size
     )
 
 
+def reading(sequence: Any) -> Callable[[int], Any]:
+    """A function that reads a batch, which the source does not change when it reads the next one into its arrays."""
+    if type(sequence) in (Batches, list, tuple):
+        return sequence.__getitem__
+
+    def read(index: int) -> Any:
+        try:
+            batch = sequence[index]
+        except StopIteration as error:  # it would end the loop over the batches
+            raise ValueError(
+                f"data[{index}] raised StopIteration; if it returns the next batch of an iterator, read all first: "
+                "data = list(iterator), or pass the iterator itself"
+            ) from error
+        return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
+
+    return read
+
+
 def non_finite_leaves(key: tuple[int, int], batch: Any) -> list[str]:
     """The leaves of a batch with values that are NaN or infinite, and the first row of each."""
     found = []
@@ -129,18 +149,22 @@ def _close(x: Any, y: Any) -> bool:
 
 
 def _on_host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _is_key(x: Any) -> bool:
+    """Whether x is an array of random keys, which NumPy does not have."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Batches:
     """Arrays in memory as a sequence of shuffled batches.
 
-    There are ``len(batches)`` batches, and ``batches[i]`` is a pytree of arrays with a leading batch axis. The order of
-    epoch ``e`` is the permutation with seed ``seed + e``, the same on every host and in every run. No example is left
-    out: the last batch of an epoch is smaller if ``batch_size`` does not divide the number of examples.
+    There are ``len(batches)`` batches, and ``batches[i]`` is a pytree of arrays with a leading batch axis. As in a
+    list, ``batches[-1]`` is the last one, and a slice is a list of batches. The order of epoch ``e`` is the permutation
+    with seed ``seed + e``, the same on every host and in every run. No example is left out: the last batch of an epoch
+    is smaller if ``batch_size`` does not divide the number of examples.
 
     Args:
       arrays: pytree of arrays with leading axes (examples) of equal length.
@@ -174,10 +198,10 @@ class Batches:
             raise ValueError(f"arrays must share one leading axis of examples; got {listed or 'no arrays'}")
         if self._examples == 0:
             raise ValueError("arrays hold no examples: the data set is empty")
-        if int(self.batch_size) != self.batch_size or self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1, e.g. batch_size=32")
+        object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, 1, "batch_size=32"))
         if self.seed is not None:
-            whole_number("seed", self.seed, 0, "seed=0, or seed=None for the order of the arrays")
+            seed = whole_number("seed", self.seed, 0, "seed=0, or seed=None for the order of the arrays")
+            object.__setattr__(self, "seed", seed)
 
     def __repr__(self) -> str:
         return f"Batches({self._examples:,} examples in {len(self):,} batches of {self.batch_size}, seed={self.seed})"
@@ -199,14 +223,45 @@ class Batches:
     def __len__(self) -> int:
         return -(-self._examples // self.batch_size)
 
-    def __getitem__(self, i: int) -> Any:
-        if not 0 <= i < len(self):
-            raise IndexError(f"batch {i} of {len(self)}")
+    def __getitem__(self, i: SupportsIndex | slice) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(len(self))[i]]
+        try:
+            index = operator.index(i)
+        except TypeError:
+            raise TypeError(f"batches[{brief(i)}]: the index is a whole number or a slice, e.g. batches[0]") from None
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"batch {index} of {len(self)}")
+        i = index % len(self)
         rows = self._order[i * self.batch_size : (i + 1) * self.batch_size]
-        return jax.tree.map(lambda x: np.asarray(x)[rows], self.arrays)
+        return jax.tree.map(lambda x: x[rows] if _is_key(x) else np.asarray(x)[rows], self.arrays)
 
 
 Batches.__init__ = short_traceback(Batches.__init__)
+
+
+# The settings of JAX that numbers depend on. Their context managers set them for one thread only.
+_SETTINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_default_prng_impl": jax.default_prng_impl,
+}
+
+
+class Threads(ThreadPoolExecutor):
+    """Threads with the settings that JAX has in that of the caller."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        values = [(context, getattr(jax.config, name)) for name, context in _SETTINGS.items()]
+
+        def call() -> Any:
+            with ExitStack() as stack:
+                for context, value in values:
+                    stack.enter_context(context(value))
+                return fn(*args, **kwargs)
+
+        return super().submit(call)
+
 
 Key = tuple[int, int]  # (epoch, index in the epoch)
 Step: TypeAlias = Sequence[Piece]  # the pieces of batches that a step joins
@@ -236,11 +291,11 @@ class Reader:
     def __init__(self, data: Any, depth: int = 4):
         self.data = data
         self.depth = depth
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-reader")
+        self._pool = Threads(1, thread_name_prefix="jaxche-reader")
         self._ready: dict[Key, Future] = {}
         self._uses: collections.Counter[Key] = collections.Counter()
         self._lock = threading.Lock()  # replicas take pieces of one batch from several threads
-        self._epochs: dict[int, Any] = {}
+        self._epochs: dict[int, Callable[[int], Any]] = {}  # that read the batches of an epoch
         # Reads of these types are always equal.
         self.nondeterministic = False if type(data) in (Batches, list, tuple) else None
 
@@ -294,11 +349,11 @@ class Reader:
             sequence = self.data.epoch(epoch) if hasattr(self.data, "epoch") else self.data
             if hasattr(sequence, "__len__"):
                 refuse_other_length(epoch, len(sequence), len(self.data))
-            self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: sequence}
-        sequence = self._epochs[epoch]
-        batch = sequence[index]
+            self._epochs = {e: s for e, s in self._epochs.items() if e >= epoch - 1} | {epoch: reading(sequence)}
+        read = self._epochs[epoch]
+        batch = read(index)
         if self.nondeterministic is None:
-            self.nondeterministic = is_nondeterministic(batch, sequence.__getitem__, index, len(self.data), self.data)
+            self.nondeterministic = is_nondeterministic(batch, read, index, len(self.data), self.data)
         return batch
 
     def start(self, steps: Iterable[Sequence[Step]]) -> list[Feed]:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxche.cadence import whole_number
 from jaxche.data._batches import checked_length
 from jaxche.distributed import Group, process_group
+from jaxche.drawing import brief
 from jaxche.sharding import batch_size
 
 # Used as the number of batches in an epoch, which is unknown: 2**32 over the golden ratio, so that the random
@@ -125,7 +126,12 @@ class Stream:
     def iterable(self, epoch: int) -> Any:
         """The iterable of an epoch."""
         if not _is_iterable(self.source):
-            return self.source(epoch)
+            if not _is_iterable(found := self.source(epoch)):
+                raise ValueError(
+                    f"source({epoch}) returned {brief(found)}, not an iterable of batches; does its last line lack a "
+                    "return or a yield?"
+                )
+            return found
         for one in (self.source, *(getattr(self.source, name, None) for name in ("sampler", "dataset"))):
             if callable(set_epoch := getattr(one, "set_epoch", None)):
                 set_epoch(epoch)
@@ -247,4 +253,5 @@ def _array(path: Any, x: Any) -> Any:
             f"{name} is a scalar: does the stream yield examples? Yield batches, e.g. dataset.batch(32), or "
             "torch.utils.data.DataLoader(dataset, batch_size=32)"
         )
-    return array
+    # The source may write the next batch into the same memory while this one waits.
+    return array.copy() if array is x or array.base is not None else array

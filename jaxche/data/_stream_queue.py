@@ -7,10 +7,9 @@ import copy
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxche.data._batches import Feed, Key, Step
+from jaxche.data._batches import Feed, Key, Step, Threads
 from jaxche.data._stream import Stream, as_batch
 
 _log = logging.getLogger("jaxche")
@@ -37,7 +36,7 @@ class StreamQueue:
         self.stream = stream
         # The first batch of an epoch, if this process has read it.
         self.first: Any = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxche-stream")
+        self._pool = Threads(1, thread_name_prefix="jaxche-stream")
         # For the thread alone: the iterable and the iterator of the epoch, and the iterable if it can be read once.
         self._iterable: Any = None
         self._iterator: Iterator[Any] = iter(())
@@ -51,32 +50,35 @@ class StreamQueue:
         # To read; and the lowest batch from which on all are ready or to be read.
         self._next = self._lowest = 0
         self._length: int | None = None  # batches in the epoch, once its end is read
-        self._states: dict[int, Any] = {}  # of the iterator, by the number of batches before it
+        self._states: dict[Key, Any] = {}  # of the iterator, by the epoch and the number of batches before it
         self._uses: collections.Counter[int] = collections.Counter()  # pieces that are taken in this round
         self._round_end, self._keeps = 0, False
-        self._place = 0  # of the last seek
-        self._error: Exception | None = None
+        self._place: Key = (0, 0)  # of the last seek
+        self._error: BaseException | None = None
         self._is_raised = self._is_running = self._is_stopped = False
 
     def seek(self, place: Place) -> None:
         """Go to a place; batches that were read ahead stay ready if they come after it."""
         with self._changed:
             failed = self._is_stopped or (self._error is not None and self._is_raised)
+            here = (place.epoch, place.taken)
+            # With those of the round before: in an elastic run the next place may be its start.
+            states = {key: state for key, state in self._states.items() if key >= min(self._place, here)}
             if not failed and self._epoch == place.epoch and self._lowest <= place.taken <= self._next:
                 self._batches = {i: batch for i, batch in self._batches.items() if i >= place.taken}
-                # With those of the round before: in an elastic run the next place may be its start.
-                self._states = {i: state for i, state in self._states.items() if i >= min(self._place, place.taken)}
-                self._lowest = place.taken
+                self._states, self._lowest = states, place.taken
             else:
-                if self._epoch == place.epoch and place.state is None:
-                    place = place._replace(state=self._states.get(place.taken))
+                if place.state is None:
+                    place = place._replace(state=states.get(here))
                 self._target, self._epoch = place, place.epoch
                 self._batches, self._length = {}, None
                 self._next = self._lowest = place.taken
-                self._states = {} if place.state is None else {place.taken: place.state}
+                self._states = {key: state for key, state in states.items() if key < here}
+                if place.state is not None:
+                    self._states[here] = place.state
                 self._error, self._is_raised, self._is_stopped = None, False, False
             self._uses.clear()
-            self._round_end = self._place = place.taken
+            self._round_end, self._place = place.taken, here
             self._read_on()
 
     def start(self, steps: Sequence[Sequence[Step]], end: int, joined: int = 0, keeps: bool = False) -> list[Feed]:
@@ -135,7 +137,7 @@ class StreamQueue:
     def state(self, taken: int) -> Any:
         """The state of the iterator after the first ``taken`` batches of the epoch; None if it has no state."""
         with self._changed:
-            return self._states.get(taken)
+            return self._states.get((self._epoch, taken))
 
     def request(self, key: Key) -> None:
         """Do nothing: the thread reads on by itself."""
@@ -188,15 +190,15 @@ class StreamQueue:
                 read = [as_batch(batch) for batch in [next(self._iterator)]]
             except StopIteration:
                 pass
-            except Exception as e:
+            except BaseException as e:  # of sys.exit(), too: others wait for the batch
                 error = e
             state = self._iterator_state() if read else None
             with self._changed:
                 if self._target is None:  # else it was read at a place that was left
-                    self._states |= states
+                    self._states |= {(self._epoch, taken): one for taken, one in states.items()}
                     self._add(read, state, error)
 
-    def _add(self, read: Sequence[Any], state: Any, error: Exception | None) -> None:
+    def _add(self, read: Sequence[Any], state: Any, error: BaseException | None) -> None:
         if error is not None:
             self._error = error
         elif not read:
@@ -206,7 +208,7 @@ class StreamQueue:
             if index == 0:
                 self.first = read[0]
             if state is not None:
-                self._states[self._next] = state
+                self._states[self._epoch, self._next] = state
             self._batches[index] = read[0]
             if index < self._round_end:
                 self._drop_unused(index)

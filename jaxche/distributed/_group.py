@@ -50,6 +50,9 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.rank), self.__dict__
+
 
 class PeerLostError(RuntimeError):
     """A merge between processes failed, as it does when one of them dies.
@@ -137,11 +140,16 @@ class Group:
         if self.num_processes == 1:
             return [value]
         call, place = next(self._calls), f"jaxche/all_gather/{self.quorum_id}"
-        self.client.key_value_set(f"{place}/{call}/{self.process_index}", json.dumps(value))
-        texts = [self.receive(f"{place}/{call}/{process}", process) for process in self.members]
+        texts = {self.process_index: json.dumps(value)}
+        self.client.key_value_set(f"{place}/{call}/{self.process_index}", texts[self.process_index])
+        while missing := [process for process in self.members if process not in texts]:
+            texts[missing[0]] = self.receive(f"{place}/{call}/{missing[0]}", missing[0])
+            if len(missing) > 1:  # all that are set in one message: one for each key were N² of N processes
+                found = self.client.key_value_dir_get(f"{place}/{call}/")
+                texts |= {int(key.rpartition("/")[2]): text for key, text in found}
         if call:  # a process that has started this call has read all values of the last one
             self.client.key_value_delete(f"{place}/{call - 1}/{self.process_index}")
-        return [json.loads(text) for text in texts]
+        return [json.loads(texts[process]) for process in self.members]
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first member, on all members."""

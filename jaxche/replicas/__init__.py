@@ -46,7 +46,6 @@ from jaxche.replicas._programs import stayed_finite as stayed_finite
 from jaxche.replicas._replica import LocalResult as LocalResult
 from jaxche.replicas._replica import PaceError
 from jaxche.replicas._replica import Replica as Replica
-from jaxche.replicas._replica import Threads as Threads
 from jaxche.replicas._replica import free_rates as free_rates
 from jaxche.replicas._replica import row_limit as row_limit
 from jaxche.replicas._replica_mesh import ReplicaMesh as ReplicaMesh

@@ -35,6 +35,7 @@ from jaxche.replicas._schedule_counts import (
     counts_of,
     select_counts,
 )
+from jaxche.scaling import with_extra_args
 
 # Columns that the host of a replica adds to the table of a merge. All are exact in float32.
 # ``count`` is the number of steps, and ``batches`` that of batches: a step may run a part of a batch.
@@ -130,7 +131,7 @@ class MergeProgram:
         self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
         self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
         self._wire = rules.wire
-        self._tx: Any = optax.with_extra_args_support(rules.tx)
+        self._tx: Any = with_extra_args(rules.tx)
         self._schedules = are_schedules(local.opt_state)
         self._accumulates = are_accumulators(local.opt_state)
         self._keeps_count = select_counts(local.opt_state, self._accumulates)

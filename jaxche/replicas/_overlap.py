@@ -27,10 +27,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import is_float, sum_dtype
+from jaxche.data import Threads
 from jaxche.replicas._merge import Merge, Merged, reduce_rows
 from jaxche.replicas._merge_program import MergeProgram, MergeRules
 from jaxche.replicas._programs import Carry, LocalState
-from jaxche.replicas._replica import Threads
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
 

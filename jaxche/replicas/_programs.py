@@ -20,6 +20,7 @@ from jaxche.replicas._packing import Deferred, Packed, Packing
 from jaxche.replicas._placement import Placement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._scaling import MergeScale, Scaling
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, update_in_round
+from jaxche.scaling import with_extra_args
 from jaxche.sharding import batch_size, mean_of
 
 
@@ -246,7 +247,7 @@ class LocalPrograms:
         self._grads_packing = self._packings.pop("grads", None)
         self._objective = placement.value_and_grad(loss.with_arrays)
         self._frozen = loss.put(placement)
-        self._tx: Any = optax.with_extra_args_support(tx)
+        self._tx: Any = with_extra_args(tx)
         self._columns, self._scaling = columns, scaling
         step = self._local_step if average == "parameters" else self._accumulate
         self._average = average

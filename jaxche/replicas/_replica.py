@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -29,19 +29,6 @@ _NO_SCALE = MergeScale()
 _NO_BATCH = object()
 # The share of a device's memory that larger steps may fill: the merge needs some, and memory breaks into pieces.
 _MEMORY_SHARE = 0.8
-
-
-class Threads(ThreadPoolExecutor):
-    """Threads with the 64-bit mode of the caller: ``with jax.enable_x64(True)`` sets it for one thread only."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        x64 = jax.config.read("jax_enable_x64")
-
-        def call() -> Any:
-            with jax.enable_x64(x64):
-                return fn(*args, **kwargs)
-
-        return super().submit(call)
 
 
 class LocalResult(NamedTuple):

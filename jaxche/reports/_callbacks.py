@@ -45,7 +45,7 @@ class LivePlot:
     """
 
     def __init__(self, every_s: float = 2.0):
-        if not every_s > 0:
+        if not isinstance(every_s, int | float) or not every_s > 0:
             raise ValueError(f"every_s={every_s!r} must be above 0; write e.g. every_s=2.0")
         self._display = _notebook_display()
         if self._display is None:

@@ -10,6 +10,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxche.cadence import whole_number
 from jaxche.drawing import aligned, html_table
 from jaxche.reports._advice import Advice, advise_from
 from jaxche.reports._plot import ROUNDS_DRAWN, draw
@@ -25,7 +26,7 @@ _REQUIRED = {field.name for field in fields(RoundInfo) if field.default is MISSI
 class History(list[RoundInfo]):
     """The rounds of a run: a list of :class:`RoundInfo` with tables, plots and files.
 
-    A slice is a history too: ``history[:20].plot()`` draws the first rounds.
+    A slice is a history too, and so is a sum: ``history[:20].plot()`` draws the first rounds.
 
     Args:
       rounds: the rounds, in order.
@@ -44,6 +45,9 @@ class History(list[RoundInfo]):
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
         return History(found, self.memory) if isinstance(key, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return History(super().__add__(other), getattr(other, "memory", ()) or self.memory)
 
     @property
     def efficiency(self) -> float:
@@ -89,6 +93,7 @@ class History(list[RoundInfo]):
         Args:
           rows: maximum number of rounds.
         """
+        rows = whole_number("rows", rows, 1, "history.table(rows=10)")
         return aligned(text_rows(self, rows)) if self else "no rounds yet"
 
     def __repr__(self) -> str:

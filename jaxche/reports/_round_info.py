@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from jaxche.drawing import COLOURS, MERGE, WAIT, Bar, Lane, lanes, per_rank, ranks_to_show
 from jaxche.scaling import effective_replicas
@@ -26,7 +27,7 @@ class RoundInfo:
       weights: merge weight of each replica (with averaged gradients its share of the examples).
       wall_ms: duration of the steps of each replica.
       sync_ms: cost of the merge, without the wait for the slowest replica; with ``groups=``, of all merges.
-      loss: mean loss over the examples of the round.
+      loss: mean loss over the examples of the round; nan, as a metric, if all its weights in the round are 0.
       metrics: means of the metrics of the loss function over the examples of the round.
       drift: weighted root-mean-square distance of the replicas from their mean, relative to the norm of the mean.
       drift_dir: the same distance relative to the merged progress; 0 if all replicas moved alike.
@@ -118,6 +119,12 @@ class RoundInfo:
     group_ms: float = 0.0
     groups: tuple[int, ...] = ()
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all values are equal. NaN equals NaN, so a round equals its copy from a file or another process."""
+        if not isinstance(other, RoundInfo):
+            return NotImplemented
+        return all(_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+
     @property
     def batches(self) -> int:
         """Batches of the round."""
@@ -167,6 +174,16 @@ class RoundInfo:
     def _repr_html_(self) -> str:
         caption = f"round {self.round}, epoch {self.epoch}: loss {self.loss:.4g}, efficiency {self.efficiency:.1%}"
         return rounds_svg([self], caption)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if isinstance(x, float) and isinstance(y, float):
+        return x == y or (math.isnan(x) and math.isnan(y))
+    if isinstance(x, tuple) and isinstance(y, tuple):
+        return len(x) == len(y) and all(map(_equal, x, y))
+    if isinstance(x, dict) and isinstance(y, dict):
+        return x.keys() == y.keys() and all(_equal(value, y[name]) for name, value in x.items())
+    return x == y
 
 
 def rounds_svg(rounds: Sequence[RoundInfo], caption: str) -> str:

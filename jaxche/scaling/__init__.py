@@ -11,7 +11,9 @@ from jaxche.scaling._rules import (
     effective_replicas,
 )
 from jaxche.scaling._transform import ScaleLearningRateState, progress_schedule, scale_learning_rate
+from jaxche.scaling._transform import with_extra_args as with_extra_args
 
+# For users; what is imported "as" itself is for the other packages.
 __all__ = [
     "AdaScale",
     "AdamScale",

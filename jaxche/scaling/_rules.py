@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxche.drawing import brief
 from jaxche.scaling._checks import check_positive
 
 
@@ -197,7 +198,7 @@ def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha:
       A float, the ``scale`` for a rule if parameters are averaged.
 
     Raises:
-      ValueError: lists of different lengths, or no progress at all.
+      ValueError: no lists of numbers, lists of different lengths, or no progress at all.
 
     Example:
       >>> from jaxche.scaling import effective_replicas
@@ -206,6 +207,11 @@ def effective_replicas(weights: Sequence[float], counts: Sequence[float], alpha:
       >>> effective_replicas([0.5, 0.5], [1, 3], alpha=1.25)
       1.6
     """
+    for name, values in (("weights", weights), ("counts", counts)):
+        try:
+            [float(value) for value in values]
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}={brief(values)} must be a list of numbers, one per replica") from None
     if len(weights) != len(counts):
         raise ValueError(f"weights has {len(weights)} entries for {len(counts)} counts; give one per replica")
     check_positive("alpha", alpha, "alpha=1.0")
@@ -226,9 +232,10 @@ def _scale(scale: Any) -> jax.Array:
 
 def _gain(rule: Any, scale: Any, noise: Any) -> jax.Array:
     s = _scale(scale)
-    if noise is None:
+    if not (hasattr(noise, "sqr") and hasattr(noise, "var")):
+        found = "" if noise is None else f", and noise={brief(noise)} is none"
         raise ValueError(
-            f"{type(rule).__name__} needs the noise scale; write noise=jaxche.noise_scale.update(noise, grads, "
+            f"{type(rule).__name__} needs the noise scale{found}; write noise=jaxche.noise_scale.update(noise, grads, "
             "batch_sizes), or take a rule that needs none, e.g. jaxche.SqrtScale()"
         )
     # Clipped again: noise may be any object with these two numbers.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxche.drawing import brief
 from jaxche.scaling._checks import check_positive
 from jaxche.scaling._groups import make_groups, scale_leaves
 from jaxche.scaling._rules import ScalingRule
@@ -81,15 +82,11 @@ def scale_learning_rate(
       >>> jnp.round(updates, 3).tolist(), float(state.factor), float(state.progress)
       ([-0.2..., -0.2...], 2.0, 4.0)
     """
-    if isinstance(tx, optax.MultiSteps):
-        # Not its gradient_transformation(), which takes no extra arguments.
-        steps: Any = tx
-        tx = optax.GradientTransformationExtraArgs(steps.init, steps.update)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
     if isinstance(rule, type) or not hasattr(rule, "lr_factor"):
         raise ValueError(f"rule={rule!r} is not a scaling rule; write e.g. rule=jaxche.AdaScale()")
-    inner = optax.with_extra_args_support(tx)
+    inner = with_extra_args(tx)
 
     def init(params: Any) -> ScaleLearningRateState:
         shape = () if groups is None else (make_groups(params, groups).count,)
@@ -180,7 +177,7 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
       An ``optax.StatefulSchedule``.
 
     Raises:
-      ValueError: in ``update``, without progress.
+      ValueError: no function; in ``update``, without progress.
 
     References:
       AdaptDL (Qiao et al., *Pollux*, OSDI 2021), which advances schedulers by progress.
@@ -197,7 +194,19 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
       >>> round(float(state.inner_state.hyperparams["learning_rate"]), 3), float(state.progress)
       (0.2, 12.0)
     """
+    if not callable(schedule):
+        line = "progress_schedule(optax.linear_schedule(0.4, 0.0, transition_steps=1000))"
+        raise ValueError(f"schedule={brief(schedule)} is not a function of a step; write e.g. {line}")
     return ProgressSchedule(schedule)
+
+
+def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
+    """The transformation with extra arguments in its update, which ignores those that it does not need."""
+    # optax takes a MultiSteps, and its gradient_transformation(), for one that needs none.
+    steps = getattr(tx.update, "__self__", None)
+    if isinstance(steps, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(steps.init, steps.update)  # type: ignore[arg-type]
+    return optax.with_extra_args_support(tx)
 
 
 def _made_update(before: Any, after: Any) -> Any:

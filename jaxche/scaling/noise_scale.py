@@ -41,6 +41,7 @@ import numpy as np
 from jax import lax
 
 from jaxche.averaging import is_float, psum_buckets, sum_dtype, weighted_mean
+from jaxche.drawing import brief
 from jaxche.scaling._checks import check_positive, is_concrete
 from jaxche.scaling._groups import Groups, group_products, group_squares, make_groups
 from jaxche.scaling._second_moments import Preconditioner, preconditioner
@@ -327,6 +328,7 @@ def update(
       >>> round(float(noise.gain(4)), 4), round(float(noise.critical_batch_size), 2)
       (1.25, 11.64)
     """
+    _check_noise(noise)
     check_positive("batch_sizes", batch_sizes, "batch_sizes=[32, 32] (leave out a replica without a batch)")
     options = {"opt_state": opt_state, "b2": b2, "eps": eps}
     b = jnp.asarray(batch_sizes)
@@ -397,6 +399,7 @@ def local_sums(
       >>> float(noise_scale.update_from_sums(noise, total, jnp.array([0.5, 0.5])).var)
       1.0
     """
+    _check_noise(noise)
     check_positive("batch_size", batch_size, "batch_size=32")
     factors = preconditioner(opt_state, grads, b2, eps).of(grads) if opt_state is not None else None
     squares = group_squares(noise.groups, jax.tree.leaves(grads), factors)
@@ -635,6 +638,7 @@ def skip(noise: NoiseScale, examples: Any) -> NoiseScale:
       >>> float(noise.var) == float(later.var), round(float(later.unbias / noise.unbias), 3)
       (True, 0.905)
     """
+    _check_noise(noise)
     check_positive("examples", examples, "examples=32 (leave the call out for a step of none)")
     b = jnp.asarray(examples).astype(jnp.float32)
     # Without a base batch there are no averages yet.
@@ -744,6 +748,11 @@ def _weighted_sum(share: jax.Array, stacked: jax.Array) -> jax.Array:
     weights = share.astype(wide.dtype).reshape(-1, *(1,) * (wide.ndim - 1))
     # A replica without examples has share 0, but its gradients may be NaN.
     return jnp.sum(jnp.where(weights > 0, weights * wide, jnp.zeros_like(wide)), axis=0)
+
+
+def _check_noise(noise: Any) -> None:
+    if not isinstance(noise, NoiseScale):
+        raise ValueError(f"noise={brief(noise)} is no NoiseScale; write noise = jaxche.noise_scale.init(params)")
 
 
 def _check_contributors(noise: NoiseScale, contributors: int) -> None:

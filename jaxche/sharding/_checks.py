@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxche.averaging import is_float
 from jaxche.drawing import brief
+from jaxche.scaling import with_extra_args
 from jaxche.sharding._layout import Layout
 from jaxche.sharding._strategy import ShardingStrategy
 
@@ -70,7 +70,7 @@ def check_update(tx: Any, params: Any, given: str, **extra: Any) -> None:
     """ValueError for a transformation whose update needs other arguments than those that it is ``given``."""
 
     def update(params: Any, extra: Any) -> Any:
-        return optax.with_extra_args_support(tx).update(params, tx.init(params), params, **extra)
+        return with_extra_args(tx).update(params, tx.init(params), params, **extra)
 
     try:
         jax.eval_shape(update, params, extra)

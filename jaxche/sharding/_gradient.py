@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxche.averaging import Weighted, from_moments, is_float, sum_dtype, to_moments
+from jaxche.scaling import with_extra_args
 from jaxche.sharding._checks import batch_size
 from jaxche.sharding._gather import DeferredTranspose, all_gather, deferred_gradients, gather_twice, reduce_scatter
 from jaxche.sharding._layout import Layout
@@ -130,7 +131,7 @@ def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: 
     grads = lax.with_sharding_constraint(grads, layout.grads)
     opt_state = lax.with_sharding_constraint(opt_state, layout.opt_state(tx))
     slices = lax.with_sharding_constraint(params, layout.grads)
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, slices, **extra)
+    updates, opt_state = with_extra_args(tx).update(grads, opt_state, slices, **extra)
     # Otherwise XLA would gather the slices of whole parameters before the sum instead of after it.
     updates = lax.with_sharding_constraint(updates, layout.grads)
     slices = lax.with_sharding_constraint(optax.apply_updates(slices, updates), layout.grads)

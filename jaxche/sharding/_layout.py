@@ -97,7 +97,10 @@ class Layout:
         # With explicit axes, jax.make_mesh's default, every operation of a loss function would need a sharding.
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         self.strategy = strategy
-        shapes = jax.eval_shape(lambda tree: tree, params)
+        try:
+            shapes = jax.eval_shape(lambda tree: tree, params)
+        except TypeError:
+            raise ValueError(f"params={brief(params)} must be a tree of arrays or of jax.ShapeDtypeStruct") from None
         self.shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
         paths, self._treedef = jax.tree.flatten_with_path(self.shapes)
         self.leaves = tuple(self._leaf(path_names(path), leaf.shape, leaf.dtype) for path, leaf in paths)

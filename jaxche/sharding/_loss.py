@@ -204,10 +204,14 @@ def _loss_value(loss: Any) -> Any:
     return _as_float32("the loss", loss)
 
 
-def _metric(name: str, value: Any) -> Any:
+def _metric(name: Any, value: Any) -> Any:
     total = value.total if isinstance(value, Weighted) else value
+    if not isinstance(name, str):
+        raise ValueError(f"metric {name!r} has a name that is no text; write {{'{name}': ...}}")
     if not _is_scalar(total) or isinstance(total, Weighted):
         raise ValueError(_no_metric(name, total))
+    if jnp.iscomplexobj(total):
+        raise ValueError(f"metric {name!r} is complex; metrics are real: write jnp.abs({name})")
     return _as_float32(f"metric {name!r}", value)
 
 

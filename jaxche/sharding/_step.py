@@ -11,6 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jaxche.cadence import whole_number
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding._checks import (
     check_arguments,
@@ -73,6 +74,7 @@ class ShardedStep:
 
     def __init__(self, loss_fn: Any, tx: Any, strategy: Any, mesh: Any, accumulate: int, compute_dtype: Any, seed: int):
         check_arguments(tx, strategy, accumulate, compute_dtype)
+        seed = whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
         self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh
         Layout(self.strategy, self.mesh, ())  # raises for a mesh of other axes now, not at the first step
         self._loss, self._tx, self._seed = as_loss(loss_fn), tx, seed

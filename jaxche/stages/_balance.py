@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import is_float
-from jaxche.stages._stage import Stage, cotangents
+from jaxche.drawing import brief
+from jaxche.stages._stage import Stage, check_stage_params, cotangents
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -45,12 +46,17 @@ def balance_stages(costs: Sequence[float], speeds: Sequence[float]) -> list[rang
       >>> jaxche.stages.balance_stages([1, 1, 1, 1, 1, 1], speeds=[2, 1])
       [range(0, 4), range(4, 6)]
     """
+    line = "write e.g. jaxche.stages.balance_stages([1, 1, 2], speeds=[1, 1])"
     for name, values, positive in (("costs", costs, ""), ("speeds", speeds, "positive ")):
-        if len(values) == 0:
-            raise ValueError(f"{name} is empty; write e.g. jaxche.stages.balance_stages([1, 1, 2], speeds=[1, 1])")
-        for i, value in enumerate(values):
+        try:
+            numbers = [float(value) for value in values]
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}={brief(values)} must be a list of numbers; {line}") from None
+        if not numbers:
+            raise ValueError(f"{name} is empty; {line}")
+        for i, value in enumerate(numbers):
             if not math.isfinite(value) or value < 0 or (positive and value == 0):
-                raise ValueError(f"{name}[{i}]={value!r} must be a {positive}number")
+                raise ValueError(f"{name}[{i}]={values[i]!r} must be a {positive}number")
     layers, stages = len(costs), len(speeds)
     if layers < stages:
         raise ValueError(
@@ -87,7 +93,7 @@ def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], b
       Milliseconds of each, the median of a few runs after compilation, for :func:`balance_stages`.
 
     Raises:
-      ValueError: ``params`` has another number of entries than ``stages``.
+      ValueError: ``stages`` is no list of functions, or ``params`` has another number of entries.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,8 +102,9 @@ def measure_costs(stages: Sequence[Callable[..., Any]], params: Sequence[Any], b
       >>> len(costs), all(cost > 0 for cost in costs)
       (2, True)
     """
-    if len(stages) != len(params):
-        raise ValueError(f"params: {len(params)} entries for {len(stages)} stages; give the parameters of each stage")
+    if not isinstance(stages, Sequence):
+        raise ValueError(f"stages={brief(stages)} is no list of functions; write e.g. [f0, f1] with f(params, x)")
+    check_stage_params(params, len(stages))
     costs, x = [], batch
     for index, (call, tree) in enumerate(zip(stages, params, strict=True)):
         here = {device for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) for device in leaf.devices()}
@@ -142,12 +149,23 @@ def order_partitions(plan: Sequence[Node], partitions: Sequence[Sequence[Node]])
 
     Raises:
       ValueError: a node that is claimed twice, by no partition, or that is not in the plan; a partition that is
-        empty, or not one stretch of the plan.
+        empty, or not one stretch of the plan; arguments that are no lists of nodes.
 
     Example:
       >>> order_partitions(["a", "b", "c", "d"], [["c", "d"], ["a", "b"]])
       [['a', 'b'], ['c', 'd']]
     """
+    line = "write e.g. jaxche.order_partitions(['a', 'b', 'c'], [['c'], ['a', 'b']])"
+    try:
+        plan = list(plan)
+        set(plan)
+    except TypeError:
+        raise ValueError(f"plan={brief(plan)} must be a list of nodes such as names; {line}") from None
+    try:
+        partitions = [list(nodes) for nodes in partitions]
+        set().union(*partitions)
+    except TypeError:
+        raise ValueError(f"partitions={brief(partitions)} must be lists of nodes of the plan; {line}") from None
     position: dict[Node, int] = {}
     for i, node in enumerate(plan):
         if node in position:

@@ -13,6 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
+from jaxche.cadence import whole_number
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import Device, check_numbers, check_update, local_devices
 from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
@@ -138,8 +139,13 @@ class Partitioned:
             )
         if not callable(loss):
             raise ValueError(f"loss={loss!r} is not a function; write def loss(y, batch): ... return the mean")
+        seed = whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
         _check_protocol(protocol)
-        if paces is not None and (not isinstance(paces, Sequence) or len(paces) != len(stages)):
+        if paces is not None and not (
+            isinstance(paces, Sequence)
+            and len(paces) == len(stages)
+            and all(pace is None or isinstance(pace, Pace) for pace in paces)
+        ):
             raise ValueError(f"paces={paces!r} for {len(stages)} stages; write paces=[Pace(2.0, 4.0)] * {len(stages)}")
         remats = tuple(remat) if isinstance(remat, Sequence) else (remat,) * len(stages)
         if len(remats) != len(stages) or any(not isinstance(r, bool) for r in remats):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxche.drawing import COLOURS, Bar, Lane, lanes
+from jaxche.cadence import whole_number
+from jaxche.drawing import COLOURS, Bar, Lane, brief, lanes
 
 
 class Task(NamedTuple):
@@ -44,6 +45,7 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
       >>> ["".join(f"{task.kind}{task.micro} " for task in tasks) for tasks in gpipe(2, 2)]
       ['F0 F1 B0 B1 ', 'F0 F1 B0 B1 ']
     """
+    stages, micro_batches = _checked(stages, micro_batches)
     tasks = tuple(Task(kind, micro) for kind in "FB" for micro in range(micro_batches))
     return (tasks,) * stages
 
@@ -68,6 +70,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
       >>> ["".join(f"{task.kind}{task.micro} " for task in tasks) for tasks in one_f_one_b(2, 3)]
       ['F0 F1 B0 F2 B1 B2 ', 'F0 B0 F1 B1 F2 B2 ']
     """
+    stages, micro_batches = _checked(stages, micro_batches)
     schedule = []
     for stage in range(stages):
         ahead = min(stages - 1 - stage, micro_batches)
@@ -77,6 +80,11 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
         tasks += [Task("B", micro) for micro in range(micro_batches - ahead, micro_batches)]
         schedule.append(tuple(tasks))
     return tuple(schedule)
+
+
+def _checked(stages: Any, micro_batches: Any) -> tuple[int, int]:
+    stages = whole_number("stages", stages, 1, "stages=2")
+    return stages, whole_number("micro_batches", micro_batches, 1, "micro_batches=8")
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"1f1b": one_f_one_b, "gpipe": gpipe}
@@ -157,9 +165,18 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
       >>> simulate_schedule(one_f_one_b(2, 3), [1, 1], [2, 2])
       Simulation(makespan=12.0, bubble=0.25, peak=(2, 1))
     """
+    rows = schedule if isinstance(schedule, Sequence) else [None]
+    if not all(isinstance(row, Sequence) and all(isinstance(task, Task) for task in row) for row in rows):
+        raise ValueError(
+            f"schedule={brief(schedule)} must be the tasks of each stage; write e.g. jaxche.stages.gpipe(2, 8)"
+        )
     for name, times in (("forward", forward), ("backward", backward)):
-        if len(times) != len(schedule):
-            raise ValueError(f"{name} has {len(times)} times for {len(schedule)} stages; give one a stage")
+        try:
+            count = len([float(time) for time in times])
+        except (TypeError, ValueError):
+            raise ValueError(f"{name}={brief(times)} must be a list of times, e.g. {name}=[1.0, 2.0]") from None
+        if count != len(schedule):
+            raise ValueError(f"{name} has {count} times for {len(schedule)} stages; give one a stage")
     last = len(schedule) - 1
     done: dict[tuple[str, int, int], float] = {}
     clock, position = [0.0] * len(schedule), [0] * len(schedule)

@@ -85,7 +85,7 @@ class Arguments:
         check_joined()
         self._group = group = process_group()
         self._has_peers = group.num_processes > 1
-        self.policy, self.seed = ApplyPolicy(policy), whole_number("seed", seed, -(2**63), "seed=0")
+        self.policy, self.seed = ApplyPolicy(policy), whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
         staged = isinstance(loss_fn, Partitioned)
         elastic = isinstance(group, ElasticGroup)
         auto = self.policy is ApplyPolicy.AUTO

@@ -104,7 +104,7 @@ class Checkpoints:
     durable: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, str | os.PathLike):
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
             raise ValueError(f"checkpoints={self.folder!r} is not a folder; write checkpoints='runs/mine/checkpoints'")
         if "://" in os.fspath(self.folder):
             raise ValueError(

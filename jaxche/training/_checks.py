@@ -23,7 +23,7 @@ from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
 from jaxche.replicas import BatchPlacement, DevicePlacement, spans_processes
 from jaxche.reports import RoundInfo
-from jaxche.scaling import AdamScale, ScaleLearningRateState
+from jaxche.scaling import AdamScale, ScaleLearningRateState, with_extra_args
 from jaxche.sharding import check_transform
 
 _log = logging.getLogger("jaxche")
@@ -430,7 +430,7 @@ def check_update(tx: Any, params: Any, staged: bool) -> None:
 
 
 def _trace_update(tx: Any, params: Any) -> None:
-    wide: Any = optax.with_extra_args_support(tx)
+    wide: Any = with_extra_args(tx)
 
     def step(params: Any, value: Any) -> Any:
         return wide.update(params, wide.init(params), params, value=value)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxche.cadence import AUTO_WIRES, RoundPlan
-from jaxche.data import Feed, Reader, StreamReader, as_stream, is_same, is_stream
+from jaxche.data import Feed, Reader, StreamReader, Threads, as_stream, is_same, is_stream
 from jaxche.distributed import Group
 from jaxche.drawing import brief
 from jaxche.replicas import (
@@ -31,7 +31,6 @@ from jaxche.replicas import (
     Replica,
     ReplicaMesh,
     Scaling,
-    Threads,
     are_accumulators,
     drop_replica_axis,
     fitted,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.cadence import split_by_ratio
-from jaxche.data import as_batch, as_stream, checked_length, is_stream
+from jaxche.data import as_batch, as_stream, checked_length, is_stream, reading
 from jaxche.distributed import Group
 from jaxche.replicas import LocalState, Placement, drop_replica_axis
 from jaxche.sharding import batch_size
@@ -323,7 +323,7 @@ def _sources(group: Group, data: Any, size: int | None, parts: Sequence[Part]) -
     for part in parts:
         if own in part.processes and part.batches:
             pads = len(part.processes) > 1
-            source = Source(part.batches, sequence.__getitem__, owned=own == part.processes[0], pads=pads)
+            source = Source(part.batches, reading(sequence), owned=own == part.processes[0], pads=pads)
             found |= dict.fromkeys(part.ranks, source)
     return found
 

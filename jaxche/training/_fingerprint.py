@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxche.averaging import escape_name, path_names
 from jaxche.data import Reader
 from jaxche.distributed import Group
 from jaxche.drawing import odd_ones
+from jaxche.scaling import with_extra_args
 
 # Relative tolerance: devices of different kinds round differently.
 _TOLERANCE = 1e-3
@@ -35,7 +35,7 @@ def digest(code: Any) -> str:
 
 def update_digest(tx: Any, params: Any) -> str:
     """The :func:`digest` of an optimizer's update for parameters of these shapes, with all its settings."""
-    wide: Any = optax.with_extra_args_support(tx)
+    wide: Any = with_extra_args(tx)
 
     def update(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
         return wide.update(grads, opt_state, params, value=value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ import numpy as np
 
 from jaxche.averaging import Weighted
 from jaxche.sharding import RNG_NAMES, wanted_names
+
+_log = logging.getLogger("jaxche")
 
 _FORMS = (
     "return a dict of means over the batch, e.g. {'accuracy': correct.mean()}, with jaxche.Weighted(total, weight) for "
@@ -82,11 +85,16 @@ def _merges(result: Any) -> bool:
     return callable(getattr(result, "merge", None)) and callable(getattr(result, "compute", None))
 
 
-def _scalar(name: str, value: Any) -> Any:
+def _scalar(name: Any, value: Any) -> Any:
+    if not isinstance(name, str):
+        raise ValueError(f"metric {name!r} has a name that is no text; write {{'{name}': ...}}")
     parts = value if isinstance(value, Weighted) else (value,)
     if any(isinstance(part, str) or not (hasattr(part, "dtype") or np.isscalar(part)) for part in parts):
         raise ValueError(f"metric {name!r} is a {type(value).__name__}; {_FORMS}")
     for part in parts:
+        dtype = jnp.result_type(part)
+        if jnp.issubdtype(dtype, jax.dtypes.extended) or jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(f"metric {name!r} has dtype {dtype}; metrics are real numbers, e.g. jnp.abs({name})")
         if jnp.shape(part) != ():
             raise ValueError(
                 f"metric {name!r} has shape {jnp.shape(part)}; metrics are scalars: write {name}.mean(), or "
@@ -141,6 +149,9 @@ class Sums:
         self._sums = {name: (total, weight) for name, (total, weight) in saved.items()}
 
     def result(self) -> dict[str, float]:
+        if empty := [name for name, (_, weight) in self._sums.items() if weight == 0]:
+            names = ", ".join(map(repr, empty))
+            _log.warning("evaluation: %s is NaN: jaxche.Weighted(total, weight) had weight 0 in all batches", names)
         return {name: total / weight if weight else math.nan for name, (total, weight) in self._sums.items()}
 
 

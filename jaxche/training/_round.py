@@ -40,7 +40,7 @@ class NonFiniteLossError(FloatingPointError):
     Attributes:
       rank: rank of the replica, or None if all replicas were finite and the merged state is not.
       round: number of the round; it is not merged.
-      state: the state before that round.
+      state: the state before that round; None in a copy or a pickle of the error.
       batches: ``(epoch, index)`` of the batches of that replica, or of all replicas, in the round.
 
     Example:
@@ -60,6 +60,10 @@ class NonFiniteLossError(FloatingPointError):
     ):
         super().__init__(message)
         self.rank, self.round, self.state, self.batches = rank, round, state, batches
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (*self.args, self.rank, self.round, None, self.batches)
+        return type(self), arguments, self.__dict__ | {"state": None}
 
 
 _COLUMN = {name: i for i, name in enumerate(HOST_COLUMNS)}

@@ -93,6 +93,7 @@ class Rounds(Arguments):
             than gradients and the loss, or an ``opt_state`` of another optimizer.
         """
         check_untraced("trainer.init")
+        self._check_context_mesh("trainer.init")
         staged = isinstance(self._engine, StagedEngine)
         shapes = check_params(params, "trainer.init")
         check_unscaled(self._tx, shapes)
@@ -108,15 +109,15 @@ class Rounds(Arguments):
 
     def params(self, state: TrainerState) -> Any:
         """The merged parameters: one plain pytree without a replica axis, on this process's first replica."""
-        return self._engine.unreplicate(_checked_state(state).merged().local_states[0].params)
+        return self._engine.unreplicate(checked_state(state).merged().local_states[0].params)
 
     def model_state(self, state: TrainerState) -> Any:
         """The merged model state: one plain pytree without a replica axis."""
-        return self._engine.unreplicate(_checked_state(state).merged().local_states[0].model_state)
+        return self._engine.unreplicate(checked_state(state).merged().local_states[0].model_state)
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""
-        return self._engine.unreplicate(_checked_state(state).local_states[0].noise)
+        return self._engine.unreplicate(checked_state(state).local_states[0].noise)
 
     @short_traceback
     def round(
@@ -154,9 +155,18 @@ class Rounds(Arguments):
         return self._round(state, data, given=GivenRound(counts))
 
     def check_state(self, state: Any, call: str) -> None:
-        """Refuse a value that is not a state of this trainer, and a ``call`` inside a function that JAX traces."""
+        """Refuse a value that is not a state of this trainer, and a ``call`` within a trace or a context of JAX."""
         check_untraced(call)
-        self._engine.check_state(_checked_state(state, call).local_states)
+        self._check_context_mesh(call)
+        self._engine.check_state(checked_state(state, call).local_states)
+
+    def _check_context_mesh(self, call: str) -> None:
+        """Refuse a call under ``jax.set_mesh``, which is for programs on all devices of one mesh."""
+        if self.world_size > 1 and not jax.sharding.get_abstract_mesh().empty:
+            raise ValueError(
+                f"{call} was called under jax.set_mesh(...), whose programs run on all devices of its mesh, and each "
+                f"replica has devices of its own; write {call}(...) outside of it"
+            )
 
     def request_stop(self, stop: Stop = Stop.ASKED) -> None:
         """Ask all processes to stop after the next round; its merge carries the request."""
@@ -423,7 +433,7 @@ def check_untraced(call: str) -> None:
         )
 
 
-def _checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
+def checked_state(state: Any, call: str = "trainer.fit") -> TrainerState:
     """The state; refuses a value that is not a state of a trainer."""
     if isinstance(state, TrainerState):
         return state

@@ -38,6 +38,7 @@ from jaxche.replicas import (
     update_in_round,
     without_replica_axis,
 )
+from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params, largest_micro_batch
 from jaxche.training._checks import check_state_of_tx
@@ -91,7 +92,7 @@ class StagedPrograms:
         self._model, self._examples, self._solo = placement.model, examples, solo
         self._average, self._devices = average, list(placement.devices[0])
         self._seed = placement.model.seed + seed
-        self._tx: Any = optax.with_extra_args_support(tx)
+        self._tx: Any = with_extra_args(tx)
         self._by_size: dict[int | None, Partitioned] = {}
         # keep_unused: the arguments also say on which device the zeros are made.
         self._begin = jax.jit(self._copy_state, keep_unused=True)

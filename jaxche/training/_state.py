@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from jaxche.cadence import Choice, DivergenceCorrection, ElChe, RowShares, WireChoice
 from jaxche.data import StreamPosition
@@ -105,6 +106,20 @@ class TrainerState:
             )
         clock_ms = self.clock_ms + self.in_flight.cost_ms
         return replace(self, local_states=merged.local_states, in_flight=None, clock_ms=clock_ms)
+
+    def __copy__(self) -> TrainerState:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainerState:
+        """This state with arrays of its own; a merge in flight, which nothing changes, is shared."""
+        return replace(self, local_states=jax.tree.map(jnp.copy, self.local_states))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a TrainerState cannot be pickled: its arrays are on the devices of its trainer. To save a run write "
+            "trainer.fit(state, data, checkpoints='runs/mine'), which also continues it; to pickle the parameters, "
+            "pickle.dumps(jax.device_get(trainer.params(state)))"
+        )
 
     @property
     def params(self) -> Any:

@@ -18,7 +18,7 @@ from jaxche.training._fit import fit
 from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
 from jaxche.training._plan import GivenRound
-from jaxche.training._rounds import Rounds
+from jaxche.training._rounds import Rounds, checked_state
 from jaxche.training._stages import StagedEngine
 from jaxche.training._state import TrainerState
 
@@ -347,7 +347,7 @@ class Trainer(Rounds):
         Args:
           state: after the rounds from which speeds and merges are measured.
         """
-        state = self._with_own_choices(state)
+        state = self._with_own_choices(checked_state(state, "trainer.explain"))
         if state.choice is not None:
             return state.choice.reason
         policy = f"policy={self.policy.value!r}, as given"

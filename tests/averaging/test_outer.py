@@ -52,3 +52,10 @@ def test_the_outer_optimizer_sees_the_parameters():
     x, outer = jnp.array([1.0, 2.0]), optax.chain(optax.add_decayed_weights(0.25), optax.sgd(1.0))
     x, _ = outer_step(outer, x, jnp.array([0.5, 0.0]), outer.init(x))
     assert x.tolist() == [0.25, 1.5]
+
+
+def test_other_outer_optimizers_are_refused():
+    x = jnp.ones(2)
+    for call in (lambda: outer_init(5, x), lambda: outer_step(5, x, x, ())):
+        with pytest.raises(ValueError, match=r"outer=5 is not an optax transformation; write e\.g\. outer=optax\.sgd"):
+            call()

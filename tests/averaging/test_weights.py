@@ -85,6 +85,10 @@ def test_fednova_gives_the_objective_asked_for():
         ({"rule": "fednova", "counts": [1, 2], "p": [0.5, math.nan]}, "p="),
         ({"rule": "batch", "counts": [1, 0], "batch_sizes": [0, 8]}, "weight 0"),
         ({"rule": "fednova", "counts": [1, 2], "p": [0, 0]}, "weight 0"),
+        ({"rule": "steps", "counts": [1e308, 1e308]}, r"counts=\[1e\+308, 1e\+308\]: the numbers are too large"),
+        ({"rule": "batch", "counts": [1, 1], "batch_sizes": [1e308, 1e308]}, "too large or too small"),
+        ({"rule": "fednova", "counts": [1e308, 1e308]}, "too large or too small"),
+        ({"rule": "fednova", "counts": [5e-324]}, "too large or too small"),
     ],
 )
 def test_bad_input_is_named(kwargs, named):

@@ -129,6 +129,7 @@ def test_plot_says_what_to_install(monkeypatch):
         (lambda: VirtualFleet([10, 0]), "ms_per_batch="),
         (lambda: VirtualFleet([10, math.inf]), "ms_per_batch="),
         (lambda: VirtualFleet([10, 20], jitter=-0.1), "jitter=-0.1"),
+        (lambda: VirtualFleet([10, 20], jitter="a"), "jitter='a' must be a finite number"),
         (lambda: VirtualFleet(20), r"ms_per_batch=20 must be a list of numbers.*write e.g. ms_per_batch=\[10.0, "),
         (lambda: VirtualFleet(["fast"]), r"ms_per_batch=\['fast'\] must be a list of numbers"),
         (lambda: VirtualFleet([10, 20], seed=1.5), "seed=1.5 must be a whole number; write e.g. seed=0"),

@@ -47,6 +47,35 @@ def test_out_of_range_ends_iteration():
         data[3]
 
 
+def test_small_integers_of_numpy_do_not_overflow():
+    data = jaxche.Batches(np.arange(700), np.int8(100), np.int8(127))
+    wanted = jaxche.Batches(np.arange(700), 100, 127)
+    for epoch in (0, 1):
+        np.testing.assert_equal(list(data.epoch(epoch)), list(wanted.epoch(epoch)))
+
+
+def test_random_keys_are_arrays_of_examples(same):
+    keys = jax.random.split(jax.random.key(0), 6)
+    data = jaxche.Batches({"x": np.arange(6), "key": keys}, 4)
+    for batch in data:
+        assert batch["key"].dtype == keys.dtype
+        same(jax.random.key_data(batch["key"]), jax.random.key_data(keys[batch["x"]]))
+
+
+def test_indices_are_those_of_a_list():
+    data = jaxche.Batches({"x": np.arange(700)}, 3)
+    listed = list(data)
+    for i in (-1, -len(data), np.int64(2), np.int8(100), jnp.int32(1), True):
+        np.testing.assert_array_equal(data[i]["x"], listed[i]["x"])
+    for part in (slice(2), slice(-2, None), slice(None, None, 100), slice(5, 5), slice(230, 1000)):
+        np.testing.assert_equal(data[part], listed[part])
+    with pytest.raises(IndexError, match=f"batch {-len(data) - 1} of {len(data)}"):
+        data[-len(data) - 1]
+    for i in ("x", 1.0, None, np.arange(2)):
+        with pytest.raises(TypeError, match=r"a whole number or a slice, e\.g\. batches\[0\]"):
+            data[i]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -56,6 +85,9 @@ def test_out_of_range_ends_iteration():
         ((np.ones((0, 3)), 2), "data set is empty"),
         ((np.ones(3), 0), "batch_size=0"),
         ((np.ones(3), 1.5), "batch_size=1.5"),
+        ((np.ones(3), 2.0), "batch_size=2.0 must be a whole number; write e.g. batch_size=32"),
+        ((np.ones(3), None), "batch_size=None must be a whole number"),
+        ((np.ones(3), np.inf), "batch_size=inf must be a whole number"),
     ],
 )
 def test_bad_arrays_are_named(arguments, named):

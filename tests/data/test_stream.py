@@ -185,3 +185,9 @@ def test_batches_become_arrays():
 def test_what_is_no_batch_of_arrays_is_named(batch, named):
     with pytest.raises(ValueError, match=named):
         as_batch(batch)
+
+
+@pytest.mark.parametrize("found", [None, 5])
+def test_a_function_that_returns_no_iterable_is_named(found):
+    with pytest.raises(ValueError, match=rf"source\(2\) returned {found}, not an iterable .* lack a return or a yield"):
+        jaxche.Stream(lambda epoch: found).iterable(2)

@@ -252,6 +252,21 @@ def test_a_source_with_a_state_goes_to_any_position_and_reads_no_batch_twice(que
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("make", [Restorable, Loader])
+def test_a_source_with_a_state_goes_back_over_the_end_of_an_epoch(queue, make, caplog):
+    """The merge of the last round of an epoch has failed elsewhere."""
+    one = queue(make())
+    for _ in range(2):
+        assert take(one, 0, 20) == list(range(20))
+        for _ in range(2):
+            assert take(one, 20, 15) == list(range(20, 30))
+            assert one.length(30) == 30
+            assert take(one, 0, 2, epoch=1) == [0, 1]
+    assert take(one, 2, 2, epoch=1) == [2, 3]
+    assert caplog.messages == []
+    assert min(one._states)[0] == 1  # no more than the last round of an epoch stays
+
+
 def test_an_iterator_with_a_state_goes_back_to_its_start(queue):
     one = queue(Stateful())
     assert take(one, 0, 3) == [0, 1, 2]
@@ -326,6 +341,21 @@ def test_an_error_of_the_source_is_raised_where_its_batch_is_taken_and_it_is_rea
     with pytest.raises(OSError, match="disk on fire"):
         list(feed)
     assert take(one, 4, 2) == [4, 5]
+
+
+def test_a_source_that_exits_ends_the_wait_for_its_batch(queue):
+    def source(epoch):
+        yield batch(0)
+        raise SystemExit(3)
+
+    one = queue(source)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(take, one, 0, 2)
+        try:
+            with pytest.raises(SystemExit):
+                found.result(timeout=10)
+        finally:
+            one.stop()
 
 
 def test_what_is_no_batch_is_an_error_of_the_source(queue):

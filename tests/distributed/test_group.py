@@ -1,10 +1,67 @@
 """Failing together, seen from one process; tests/multiprocess does it with real ones."""
 
+import collections
+import copy
 import json
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from jaxche.distributed import Group, RankError
+
+
+class Store:
+    """The key-value store of a run, in memory; counts the reads."""
+
+    def __init__(self):
+        self.values, self.reads = {}, collections.Counter()
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self._changed:
+            assert key not in self.values
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self._changed:
+            self.reads["key"] += 1
+            assert self._changed.wait_for(lambda: key in self.values, timeout_ms / 1e3)
+            return self.values[key]
+
+    def key_value_dir_get(self, prefix):
+        with self._changed:
+            self.reads["directory"] += 1
+            return [(key, value) for key, value in sorted(self.values.items()) if key.startswith(prefix)]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            del self.values[key]
+
+
+def test_all_processes_gather_all_values_in_their_order():
+    store, size = Store(), 12
+    groups = [Group(SimpleNamespace(process_id=i, num_processes=size, client=store)) for i in range(size)]
+
+    def gather(group):
+        return [group.all_gather([call, group.process_index]) for call in range(20)]
+
+    with ThreadPoolExecutor(size) as pool:
+        for found in pool.map(gather, groups):
+            assert found == [[[call, i] for i in range(size)] for call in range(20)]
+    assert len(store.values) == size  # the last call
+
+
+def test_the_last_process_reads_all_values_at_once():
+    """One read for each would be N² of N processes."""
+    store = Store()
+    for i in range(99):
+        store.key_value_set(f"jaxche/all_gather/0/0/{i}", json.dumps(i))
+    assert Group(SimpleNamespace(process_id=99, num_processes=100, client=store)).all_gather(99) == list(range(100))
+    assert store.reads.total() == 2
 
 
 def test_own_error_is_raised_as_it_is_with_its_place():
@@ -37,6 +94,18 @@ def test_an_error_elsewhere_is_told_with_its_traceback(monkeypatch):
         Group().raise_everywhere(None, 0, "round 2")
     assert caught.value.rank == 1
     assert "line 3" in str(caught.value)
+
+
+def test_an_error_goes_to_another_process():
+    error = RankError("rank 3 failed", rank=3)
+    error.add_note("in round 7")
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(copied), str(copied), copied.rank, copied.__notes__) == (
+            RankError,
+            "rank 3 failed",
+            3,
+            ["in round 7"],
+        )
 
 
 def test_a_report_stays_small_whatever_the_error_says(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -32,6 +33,14 @@ def test_rounds_with_the_final_ranks(worlds, last, round_info):
     history = History([round_info(counts=(4,) * world, round=r) for r, world in enumerate(worlds)], [{"rank": 0}])
     assert [info.round for info in history.last_ranks] == list(range(len(worlds)))[len(worlds) - last :]
     assert history.last_ranks.memory == history.memory
+
+
+def test_a_sum_of_histories_is_one(round_info):
+    one, other = History([round_info()], [{"rank": 0}]), History([round_info(round=1)])
+    for both in (one + other, other + one):
+        assert isinstance(both, History)
+        assert sorted(info.round for info in both) == [0, 1]
+        assert both.memory == one.memory
 
 
 def test_effective_batch(round_info):
@@ -67,9 +76,26 @@ def test_json_of_nan_and_infinity(told, round_info):
     assert told(History.from_json(History([whole]).to_json())) == told([whole])
 
 
+def test_rounds_are_equal_to_their_copies(round_info):
+    info = replace(round_info(losses=(1.0, math.nan)), metrics={"a": math.nan}, validation={"b": math.nan})
+    history = History([info, round_info(round=1)], [{"rank": 0}])
+    for copied in (pickle.loads(pickle.dumps(history)), History.from_json(history.to_json())):
+        assert isinstance(copied, History)
+        assert copied == history
+    assert pickle.loads(pickle.dumps(history)).memory == history.memory
+    for other in ({"losses": (1.0, 1.0)}, {"losses": (1.0,)}, {"metrics": {"c": math.nan}}, {"noise": 1.0}):
+        assert info != replace(info, **other)
+    assert info != "a round"
+
+
 def test_invalid_file():
     with pytest.raises(ValueError, match="line 1"):
         History.from_json('{"step": 3}\n')
+
+
+def test_a_table_has_a_row_or_more(round_info):
+    with pytest.raises(ValueError, match="rows=0 must be at least 1"):
+        History([round_info()]).table(0)
 
 
 def test_table_header(round_info):

@@ -435,6 +435,14 @@ def test_shapes_that_do_not_fit_are_refused():
         noise_scale.update(noise, {"a": jnp.zeros((2, 2)), "b": jnp.zeros((3, 3))}, [8, 8])
     with pytest.raises(ValueError, match="leading axes"):
         noise_scale.update(noise, {"a": jnp.zeros((2, 2)), "b": jnp.zeros((2, 3))}, 8)
+    calls = [
+        lambda: noise_scale.update(None, jnp.zeros((2, 3)), [8, 8]),
+        lambda: noise_scale.local_sums(None, jnp.zeros(3), 8),
+        lambda: noise_scale.skip(None, 8),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"noise=None is no NoiseScale; write noise = jaxche\.noise_scale\.init"):
+            call()
     with pytest.raises(ValueError, match="1 leaves, but the params given to init had 2"):
         noise_scale.update(noise, jnp.zeros((2, 3)), [8, 8])
     mapped = jax.vmap(lambda g, b: noise_scale.update(noise_scale.init(g), g, b, axis_name="r"), axis_name="r")

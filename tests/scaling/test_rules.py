@@ -53,6 +53,8 @@ def test_a_scale_that_is_none_is_refused(rule, scale):
 def test_noise_is_asked_for(rule):
     with pytest.raises(ValueError, match=r"needs the noise scale; write noise="):
         rule.lr_factor(2)
+    with pytest.raises(ValueError, match=r"needs the noise scale, and noise=5 is none; write noise="):
+        rule.lr_factor(2, 5)
 
 
 def test_progress_is_asked_for():
@@ -111,3 +113,7 @@ def test_effective_replicas_refuses():
         effective_replicas([0.5, 0.5], [0, 0])
     with pytest.raises(ValueError, match="alpha="):
         effective_replicas([1.0], [1], alpha=0)
+    with pytest.raises(ValueError, match=r"weights=1\.0 must be a list of numbers, one per replica"):
+        effective_replicas(1.0, [1])
+    with pytest.raises(ValueError, match=r"counts=\['a'\] must be a list of numbers, one per replica"):
+        effective_replicas([1.0], ["a"])

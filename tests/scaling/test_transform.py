@@ -190,6 +190,8 @@ def test_a_progress_schedule_that_gets_none_says_so():
     bare = optax.sgd(progress_schedule(optax.constant_schedule(0.1)))
     with pytest.raises(ValueError, match=r"write optax\.inject_hyperparams"):
         bare.update(GRADS, bare.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"schedule=0\.1 is not a function of a step; write e\.g\. progress_schedule"):
+        progress_schedule(0.1)
 
 
 def test_in_an_nnx_training_step():

@@ -34,6 +34,7 @@ def make(devices, tx=None, strategy=None, **knobs):
         ({"strategy": FullShard}, r"not a sharding strategy"),
         ({"accumulate": 0}, "accumulate=0 .*write accumulate=1"),
         ({"accumulate": True}, "accumulate=True"),
+        ({"seed": "a"}, "seed='a' must be a whole number; write e.g. seed=0"),
         (
             {"compute_dtype": "bf16x"},
             "compute_dtype='bf16x' is not a dtype of floats; write compute_dtype=jnp.bfloat16",

@@ -40,6 +40,19 @@ def test_refused_results(result):
         as_loss(lambda p, b: result)(1.0, None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({1: 2.0}, "metric 1 has a name that is no text; write {'1': ...}"),
+        ({1: 2.0, "a": 2.0}, "metric 1 has a name that is no text"),
+        ({"z": jnp.complex64(1j)}, r"metric 'z' is complex; metrics are real: write jnp\.abs\(z\)"),
+    ],
+)
+def test_refused_metrics(metrics, message):
+    with pytest.raises(ValueError, match=message):
+        as_loss(lambda params, batch: (params, metrics))(2.0, None, 3.0, None)
+
+
 def test_batch_size_is_the_common_leading_axis():
     assert batch_size({"x": np.ones((4, 2)), "y": np.ones(4)}) == 4
     with pytest.raises(ValueError, match=r"\['x'\]: 4, \['y'\]: 5"):

@@ -78,6 +78,7 @@ def test_shardings_of_parameters(strategy, share, devices):
         (lambda d: HybridShard(2.0), r"intra_node_size=2\.0"),
         (lambda d: FullShard(min_size=-1), "min_size=-1.*write min_size=0"),
         (lambda d: FullShard(min_size="1MB"), "min_size='1MB'.*write min_size=0"),
+        (lambda d: FullShard().shardings({"w": "a"}, FullShard().mesh(d)), r"params=.* must be a tree of arrays"),
         (lambda d: FullShard().shardings(jnp.zeros(8), d), r"mesh=\[.* is not a mesh; write mesh = strategy.mesh"),
         (lambda d: FullShard(scanned="layers"), r'scanned=\'layers\'.*write scanned=\("layers",\)'),
         (lambda d: FullShard().mesh([]), r"devices=\[\].*write strategy.mesh\(jax.devices\(\)\)"),

@@ -41,6 +41,9 @@ def test_no_cut_is_better(costs, speeds):
 @pytest.mark.parametrize(
     ("costs", "speeds", "message"),
     [
+        (5, [1], "costs=5 must be a list of numbers; write e.g. jaxche.stages.balance_stages"),
+        (["a"], [1], "costs=\\['a'\\] must be a list of numbers"),
+        ([1, 1], None, "speeds=None must be a list of numbers"),
         ([], [1], "costs is empty"),
         ([1], [], "speeds is empty"),
         ([1, -1], [1], r"costs\[1\]=-1 must be a number"),
@@ -82,6 +85,10 @@ def test_costs_of_stages_on_their_devices(devices):
 def test_costs_need_parameters_for_each_stage():
     with pytest.raises(ValueError, match="params: 1 entries for 2 stages"):
         jaxche.stages.measure_costs([lambda w, x: x * w] * 2, [jnp.ones(3)], jnp.ones(3))
+    with pytest.raises(ValueError, match="params: ArrayImpl for 1 stages; give a list"):
+        jaxche.stages.measure_costs([lambda w, x: x * w], jnp.ones(3), jnp.ones(3))
+    with pytest.raises(ValueError, match=r"stages=<function .*> is no list of functions"):
+        jaxche.stages.measure_costs(lambda w, x: x * w, [jnp.ones(3)], jnp.ones(3))
 
 
 def test_layers_cut_by_their_measured_costs_train_as_one_model(close):
@@ -122,6 +129,9 @@ def test_partitions_run_in_the_order_of_the_plan():
         ([["a", "b"], [], ["c", "d"]], r"partitions\[1\] is empty"),
         ([["a", "b"], ["c", "d", "e"]], r"partitions\[1\] claims 'e', which is not in the plan"),
         ([], "partitions is empty"),
+        (5, r"partitions=5 must be lists of nodes of the plan; write e\.g\. jaxche\.order_partitions"),
+        ([0, 1], r"partitions=\[0, 1\] must be lists of nodes"),
+        ([[["a"], "b"], ["c", "d"]], r"partitions=\[\[\['a'\], 'b'\], \['c', 'd'\]\] must be lists of nodes"),
     ],
 )
 def test_refused_partitions(partitions, message):
@@ -132,6 +142,12 @@ def test_refused_partitions(partitions, message):
 def test_a_plan_names_each_layer_once():
     with pytest.raises(ValueError, match="plan has node 'a' twice"):
         jaxche.order_partitions(["a", "b", "a"], [["a"], ["b"]])
+
+
+@pytest.mark.parametrize("plan", [5, None, [["a"], ["b"]]])
+def test_a_plan_is_a_list_of_names(plan):
+    with pytest.raises(ValueError, match=r"plan=.* must be a list of nodes such as names; write e\.g\."):
+        jaxche.order_partitions(plan, [["a"], ["b"]])
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers())

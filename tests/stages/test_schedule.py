@@ -76,3 +76,30 @@ def test_tasks_begin_when_the_chart_says():
 def test_times_of_other_stages_are_refused():
     with pytest.raises(ValueError, match="backward has 1 times for 2 stages; give one a stage"):
         simulate_schedule(gpipe(2, 1), [1, 1], [2])
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_numbers_of_a_schedule_are_whole(make):
+    for stages, micro_batches, message in (
+        ("a", 2, "stages='a' must be a whole number; write e.g. stages=2"),
+        (0, 2, "stages=0 must be at least 1"),
+        (2, 2.5, "micro_batches=2.5 must be a whole number; write e.g. micro_batches=8"),
+        (2, None, "micro_batches=None must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(stages, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "forward", "message"),
+    [
+        (5, [1.0], r"schedule=5 must be the tasks of each stage; write e\.g\. jaxche\.stages\.gpipe\(2, 8\)"),
+        ([5], [1.0], r"schedule=\[5\] must be the tasks"),
+        ([[("F", 0)]], [1.0], r"schedule=\[\[\('F', 0\)\]\] must be the tasks"),
+        (gpipe(1, 1), 1.0, r"forward=1.0 must be a list of times, e\.g\. forward=\[1.0, 2.0\]"),
+        (gpipe(1, 1), ["a"], r"forward=\['a'\] must be a list of times"),
+    ],
+)
+def test_a_simulation_takes_tasks_and_times(schedule, forward, message):
+    with pytest.raises(ValueError, match=message):
+        simulate_schedule(schedule, forward, [1.0])

@@ -3,6 +3,7 @@
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -32,6 +33,70 @@ def test_threads_have_the_64_bits_of_the_caller(devices, overlap):
         state, _ = trainer.round(trainer.init(np.float64(1)), data, counts=(1, 1))
         assert float(trainer.params(state)) == -(2**-40)
         assert trainer.evaluate(state, data) == {"loss": -(2**-40) * (1 + 2**-40)}
+
+
+@pytest.mark.parametrize("kind", ["sequence", "stream"])
+def test_data_is_read_with_the_64_bits_of_the_caller(devices, kind):
+    dtypes = set()
+
+    class Data:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return jnp.full((2, 1), 1.0 + i)
+
+    def batches(epoch):
+        return (Data()[i] for i in range(4))
+
+    def loss(w, x):
+        dtypes.add(str(x.dtype))
+        return (x * w).mean()
+
+    with jax.enable_x64(True):
+        data = Data() if kind == "sequence" else jaxche.Stream(batches)
+        trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+        trainer.fit(trainer.init(np.float64(1)), data, epochs=2, progress=False)
+    assert dtypes == {"float64"}
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_threads_have_the_settings_of_the_caller(devices, overlap):
+    found = set()
+
+    def loss(w, x):
+        found.add((jax.config.jax_default_matmul_precision, str(jax.random.key(0).dtype)))
+        return (x @ w).mean()
+
+    # Batches of other shapes than the first are compiled in the threads of their replicas.
+    data = [np.ones((rows, 1), np.float32) for rows in (4, 4, 3, 2)]
+    with jax.default_matmul_precision("highest"), jax.default_prng_impl("rbg"):
+        trainer = jaxche.Trainer(loss, optax.sgd(1.0), replicas=devices[:2], overlap=overlap)
+        state, _ = trainer.round(trainer.init(jnp.zeros(1)), data, counts=(1, 1))
+        trainer.round(state, data, counts=(1, 1))
+    assert found == {("highest", "key<rbg>")}
+
+
+@pytest.mark.parametrize("kind", ["sequence", "stream"])
+def test_a_source_may_write_all_batches_into_one_array(devices, kind):
+    buffer = np.zeros((4, 1), np.float32)
+
+    class Data:
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            buffer[:] = i
+            return buffer
+
+    def batches(epoch):
+        return (Data()[i] for i in range(8))
+
+    data = Data() if kind == "sequence" else jaxche.Stream(batches)
+    trainer = jaxche.Trainer(lambda w, x: 0.0 * w + x.mean(), optax.sgd(0.1), replicas=devices[:2])
+    state, history = trainer.fit(trainer.init(jnp.zeros(())), data, epochs=2, progress=False)
+    assert sum(info.loss * info.examples for info in history) / 64 == 3.5
+    assert trainer.evaluate(state, data) == {"loss": 3.5}
 
 
 def test_every_batch_of_every_epoch_draws_its_own_numbers(problem, devices):

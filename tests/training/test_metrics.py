@@ -64,6 +64,18 @@ def test_means_weigh_examples_and_weighted_values_their_weights(cuts):
     assert found == {"mean": wanted, "tokens": 15 / 10, "none": pytest.approx(math.nan, nan_ok=True)}
 
 
+def test_a_mean_without_any_weight_is_nan_and_a_warning_has_its_name(caplog):
+    outputs = [{"loss": Weighted(0.0, 0.0), "some": Weighted(1.0, w), "recall": Weighted(0.0, 0)} for w in (0.0, 1.0)]
+    found = relayed(outputs, [8, 8], None, ())
+    assert math.isnan(found["loss"])
+    assert math.isnan(found["recall"])
+    assert found["some"] == 2.0
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'loss', 'recall' is NaN" in record.message
+    assert "weight 0 in all batches" in record.message
+
+
 @pytest.mark.parametrize("cuts", CUTS)
 def test_sums_are_in_float64(cuts):
     values = [np.float32(16777216), np.float32(1), np.float32(1)]
@@ -153,6 +165,10 @@ def test_what_a_metric_function_may_return():
             r"'per_class' has shape \(3,\); .*: write per_class.mean\(\), or",
         ),
         ({"name": "x"}, "metric 'name' is a str; return"),
+        ({1: 1.0}, "metric 1 has a name that is no text; write {'1': ...}"),
+        ({"key": jax.random.key(0)}, "metric 'key' has dtype key<fry>; metrics are real numbers"),
+        ({"z": jnp.complex64(1j)}, r"metric 'z' has dtype complex64; .*, e\.g\. jnp\.abs\(z\)"),
+        ({"z": Weighted(jnp.complex64(1j), 1.0)}, "metric 'z' has dtype complex64"),
         ({"nested": {"a": 1.0}}, "metric 'nested' is a dict; return"),
     ],
 )

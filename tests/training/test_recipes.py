@@ -319,6 +319,32 @@ def test_small_updates_reach_parameters_in_float32_alone(devices):
     assert moved[1] == 0
 
 
+@pytest.mark.parametrize("is_object", [True, False])
+def test_multi_steps_pass_the_loss_on(problem, devices, close, is_object):
+    """As optax does; its gradient_transformation() is taken for one without further arguments."""
+
+    def multi_steps():
+        return optax.MultiSteps(optax.chain(optax.sgd(0.2), optax.contrib.reduce_on_plateau(0.5, 0, rtol=0.5)), 2)
+
+    params, steps = problem.params, multi_steps()
+    opt_state = steps.init(params)
+    for i in range(len(problem.data)):
+        (value, _), grads = jax.value_and_grad(problem.loss, has_aux=True)(params, problem.data[i])
+        updates, opt_state = steps.update(grads, opt_state, params, value=value)
+        params = optax.apply_updates(params, updates)
+    assert float(opt_state.inner_opt_state[-1].scale) < 0.5
+    tx = multi_steps() if is_object else multi_steps().gradient_transformation()
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=devices[:1])
+    state, _ = trainer.fit(trainer.init(problem.params), problem.data, epochs=1, progress=False)
+    close(trainer.params(state), params)
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(problem.loss, tx, strategy, strategy.mesh(devices[:2]))
+    sharded = step.init(problem.params)
+    for i in range(len(problem.data)):
+        sharded, _ = step(sharded, problem.data[i])
+    close(sharded.params, params)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("average", ["parameters", "gradients"])
 @pytest.mark.parametrize("name", ["polyak_sgd", "momo", "reduce_on_plateau"])

@@ -88,3 +88,5 @@ def test_explain_counts_the_batches_of_the_policy(problem, devices):
     assert merge.endswith(" of each replica, wire='float32'")
     cadence = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
     assert cadence.explain(cadence.init(problem.params)) == "policy='cadence', as given: (1, 1) batches in a round"
+    with pytest.raises(ValueError, match=r"state=5 is not a state of this trainer; .* then trainer\.explain\(state"):
+        cadence.explain(5)

@@ -1,5 +1,8 @@
 """The state is a value with a view."""
 
+import copy
+import pickle
+
 import jax
 import numpy as np
 import optax
@@ -31,3 +34,26 @@ def test_period_and_waits_follow_from_the_walls(problem, devices):
     assert info.period_ms == pytest.approx(max(info.wall_ms) + info.sync_ms)
     assert min(info.wait_ms) == 0.0
     assert info.wait_ms == tuple(max(info.wall_ms) - w for w in info.wall_ms)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": 0.5}, {"outer": optax.sgd(1)}], ids=["plain", "overlap", "outer"])
+def test_copies_train_on_alike_and_a_deep_one_has_arrays_of_its_own(problem, devices, same, options):
+    tx = optax.chain(optax.add_noise(0.1, 0.55, 0), optax.adam(0.1))  # with a random key in its state
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=devices[:2], **options)
+    state, _ = trainer.round(trainer.init(problem.params), problem.data, counts=(1, 2))
+    copies = copy.copy(state), copy.deepcopy(state)
+    compiled = trainer.compilations
+    wanted, *found = [trainer.round(one, problem.data, counts=(2, 1))[0] for one in (state, *copies)]
+    for one in found:
+        same(one.params, wanted.params)
+    assert trainer.compilations == compiled
+    before = jax.device_get(copies[1].local_states[0].params)
+    for leaf in jax.tree.leaves(state.local_states):
+        leaf.delete()
+    same(copies[1].local_states[0].params, before)
+
+
+def test_a_pickle_is_refused_with_the_line_to_write(problem, devices):
+    state = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]).init(problem.params)
+    with pytest.raises(TypeError, match=r"trainer\.fit\(state, data, checkpoints='runs/mine'\)"):
+        pickle.dumps(state)

@@ -1,6 +1,7 @@
 """The trainer against slow twins that a reader can check by eye."""
 
 import dataclasses
+import pickle
 import re
 import threading
 import time
@@ -530,6 +531,26 @@ def test_a_loss_that_becomes_nan_stops_with_the_last_good_state(devices):
     assert (caught.value.rank, caught.value.round) == (1, 1)
     assert caught.value.state is state
     assert np.isfinite(trainer.params(caught.value.state))
+    copied = pickle.loads(pickle.dumps(caught.value))  # without the state, which is on the devices
+    assert (type(copied), str(copied)) == (jaxche.NonFiniteLossError, str(caught.value))
+    assert (copied.rank, copied.round, copied.state) == (1, 1, None)
+    assert copied.batches == caught.value.batches
+
+
+def test_data_that_reads_an_iterator_to_its_end_is_refused(problem, devices):
+    class Next:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            return problem.data[i] if i < 5 else next(iter(()))
+
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    with pytest.raises(ValueError, match=r"data\[5\] raised StopIteration; .* data = list\(iterator\)"):
+        trainer.fit(state, Next(), epochs=1, progress=False)
+    with pytest.raises(ValueError, match=r"data\[5\] raised StopIteration"):
+        trainer.evaluate(state, Next())
 
 
 def test_an_error_while_reading_keeps_its_type_and_says_where(problem, devices):
@@ -568,6 +589,38 @@ def test_counts_that_are_no_whole_numbers_are_refused(problem, devices, counts):
 def test_a_seed_that_is_no_whole_number_is_refused(problem, devices, seed):
     with pytest.raises(ValueError, match=f"seed={seed!r} must be a whole number; write e.g. seed=0"):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=seed)
+
+
+def test_calls_under_a_mesh_of_all_devices_are_refused(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    calls = {
+        "trainer.init": lambda: trainer.init(problem.params),
+        "trainer.round": lambda: trainer.round(state, problem.data),
+        "trainer.fit": lambda: trainer.fit(state, problem.data, epochs=1),
+        "trainer.evaluate": lambda: trainer.evaluate(state, problem.data),
+    }
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=devices[:2])):
+        for name, call in calls.items():
+            with pytest.raises(
+                ValueError, match=rf"{name} was called under jax.set_mesh.*; write {name}\(\.\.\.\) out"
+            ):
+                call()
+    trainer.round(state, problem.data)
+
+
+def test_one_replica_trains_under_its_mesh(problem, devices):
+    strategy = jaxche.FullShard()
+    mesh = strategy.mesh(devices[:2])
+    with jax.set_mesh(mesh):
+        trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=[mesh], strategy=strategy)
+        trainer.round(trainer.init(problem.params), problem.data)
+
+
+def test_a_seed_has_64_bits(problem, devices):
+    jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=2**63 - 1)
+    with pytest.raises(ValueError, match=f"seed={2**63} must be at most {2**63 - 1}; write e.g. seed=0"):
+        jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], seed=2**63)
 
 
 def test_state_is_a_value(problem, devices):
