@@ -256,7 +256,7 @@ class Replica:
                     start, due, compiled_s = start + took_s, due + took_s, compiled_s + took_s
                 step = programs.measuring if steps < measured else programs.plain
                 carry, loss, *kept = step(constants, carry, batch)
-                steps += 1
+                steps += not isinstance(feed, Feed) or feed.ends_step
                 if kept and isinstance(feed, Feed):
                     pending.append((feed.taken, batch_size(batch), *kept))
                     if len(pending) > in_flight // 2:

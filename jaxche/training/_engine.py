@@ -20,6 +20,7 @@ from jaxche.drawing import brief
 from jaxche.replicas import (
     Columns,
     Correction,
+    DevicePlacement,
     GroupPause,
     LocalResult,
     LocalState,
@@ -314,6 +315,9 @@ class Engine:
         """Start to read a round, and compile its programs before any clock starts; one feed per local replica."""
         plan, given = planned.plan, planned.given
         feeds = planned.reader.begin(plan, planned.state, self.ranks, given.done or plan.counts, given.keeps)
+        for replica, feed in zip(self._replicas, feeds, strict=True):
+            # Gradients are summed: those of two batches, each with its rows, are that of the joined batch.
+            feed.divides = self.average == "gradients" and isinstance(replica.placement, DevicePlacement)
         self._compile_other_sizes(planned, feeds)
         return feeds
 
@@ -331,7 +335,7 @@ class Engine:
                 step = feed.steps[position] if position < len(feed.steps) else ()
                 if step and (is_new or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
                     with contextlib.suppress(Exception):
-                        batches.append((replica, local, feed.peek(position)))
+                        batches += [(replica, local, batch) for batch in feed.peek(position)]
             if not batches:
                 continue
             compiled: list[tuple[Replica, LocalState, Any]] = []
