@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -409,13 +410,20 @@ class Reader:
 
 
 class Feed:
-    """The batches of the steps of one replica in one round, in order; a step may join pieces of batches."""
+    """The batches of the steps of one replica in one round, in order; a step may join pieces of batches.
+
+    Attributes:
+      taken: the batches, and their rows, of the batch that was last taken.
+      divides: whether a step on pieces of unlike shapes yields a batch for each shape, and is not refused.
+      ends_step: whether the batch that was last taken is the last of its step.
+    """
 
     def __init__(self, reader: BatchReader, steps: Sequence[Step]):
         self._reader = reader
         self.steps = list(steps)
         self._is_stopped = False
-        self.taken: Sequence[tuple[Key, slice]] = ()  # the batches, and their rows, of the step that was last taken
+        self.taken: Sequence[tuple[Key, slice]] = ()
+        self.divides, self.ends_step = False, True
 
     def request(self, position: int) -> None:
         if position < len(self.steps):
@@ -427,55 +435,65 @@ class Feed:
         self._is_stopped = True
         self._reader.stop()
 
-    def peek(self, position: int) -> Any:
-        """The batch of a step, whose batches stay ready."""
-        return join_pieces(self.steps[position], self._reader.peek)[0]
+    def peek(self, position: int) -> list[Any]:
+        """What a step yields, whose batches stay ready."""
+        return [batch for batch, _ in join_pieces(self.steps[position], self._reader.peek, self.divides)]
 
     def __iter__(self) -> Iterator[Any]:
         for position, step in enumerate(self.steps):
             if self._is_stopped:
                 return
-            batch, self.taken = join_pieces(step, self._reader.take)
+            joined = join_pieces(step, self._reader.take, self.divides)
             self.request(position + self._reader.depth)
-            if batch is not None:
+            for left, (batch, self.taken) in zip(reversed(range(len(joined))), joined, strict=True):
+                self.ends_step = left == 0
                 yield batch
 
 
-def join_pieces(step: Step, read: Callable[[Key], Any]) -> tuple[Any, list[tuple[Key, slice]]]:
-    """One batch of the rows of all pieces, or None without rows; and the rows that it has of each batch.
+def join_pieces(
+    step: Step, read: Callable[[Key], Any], divides: bool = False
+) -> list[tuple[Any, list[tuple[Key, slice]]]]:
+    """One batch of the rows of all pieces, and the rows that it has of each batch; nothing without rows.
 
     A whole batch is not copied, and its slice has no end. ``read`` returns None for a batch after the end of a stream.
+    Pieces whose rows have unlike shapes are refused, or with ``divides`` are a batch for each shape.
     """
     if len(step) == 1 and (step[0].begin, step[0].end) == (0, step[0].of):
-        return read(step[0].key), [(step[0].key, slice(0, None))]
+        batch = read(step[0].key)
+        return [] if batch is None else [(batch, [(step[0].key, slice(0, None))])]
     batches = [(piece, read(piece.key)) for piece in step]
     cuts = [(piece.key, piece.rows(batch_size(batch)), batch) for piece, batch in batches if batch is not None]
     cuts = [(key, rows, batch) for key, rows, batch in cuts if rows.start < rows.stop]
-    parts, taken = [jax.tree.map(itemgetter(rows), batch) for _, rows, batch in cuts], [cut[:2] for cut in cuts]
+    parts = [(jax.tree.map(itemgetter(rows), batch), [(key, rows)]) for key, rows, batch in cuts]
     if len(parts) < 2:
-        return parts[0] if parts else None, taken
+        return parts
     try:
-        return jax.tree.map(_concatenate, *parts), taken
+        return [_join(parts)]
     except (TypeError, ValueError):
-        _refuse_unlike(parts)
-        raise
+        alike = [list(group) for _, group in itertools.groupby(parts, key=lambda part: _row_shapes(part[0]))]
+        if len(alike) == 1:
+            raise
+        if not divides:
+            raise _unlike(*(_row_shapes(group[0][0]) for group in alike[:2])) from None
+        return [_join(group) for group in alike]
 
 
-def _refuse_unlike(parts: Sequence[Any]) -> None:
-    """Refuse parts of batches that differ in more than their number of rows."""
+def _join(parts: Sequence[tuple[Any, list[tuple[Key, slice]]]]) -> tuple[Any, list[tuple[Key, slice]]]:
+    return jax.tree.map(_concatenate, *(batch for batch, _ in parts)), [taken[0] for _, taken in parts]
 
-    def row_shapes(part: Any) -> dict[str, tuple[int, ...]]:
-        return {keystr(path): np.shape(x)[1:] for path, x in tree_flatten_with_path(part)[0]}
 
-    first, *others = map(row_shapes, parts)
-    for other in others:
-        if other != first:
-            name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
-            raise ValueError(
-                f"an update joins batches of different shapes: a row of {name or 'a batch'} has shape "
-                f"{first.get(name, 'none')} in one and {other.get(name, 'none')} in another; pad the batches to one "
-                "shape, or write policy='sync' with rows='equal' or joined_batches=1, which join no batches"
-            ) from None
+def _row_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    return {keystr(path): np.shape(x)[1:] for path, x in tree_flatten_with_path(batch)[0]}
+
+
+def _unlike(first: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> ValueError:
+    """The error for parts of batches that differ in more than their number of rows."""
+    name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
+    return ValueError(
+        f"a step joins batches of different shapes: a row of {name or 'a batch'} has shape {first.get(name, 'none')} "
+        f"in one and {other.get(name, 'none')} in another; pad the batches to one shape, or write rows='equal', which "
+        "joins no batches"
+    )
 
 
 def _concatenate(*parts: Any) -> Any:

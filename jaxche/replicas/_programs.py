@@ -47,6 +47,10 @@ def non_finite_flag(finite: Any) -> Any:
     return 1 - jnp.float32(finite)[None, None]
 
 
+class MetricsError(ValueError):
+    """A loss function that returns other metrics for another batch."""
+
+
 @dataclass(frozen=True)
 class Columns:
     """The columns ``[examples, loss, *metrics, *weights]``.
@@ -74,8 +78,17 @@ class Columns:
         """The column with the weights of the loss (position 0) or of a metric; column 0 has the examples."""
         return 2 + len(self.metrics) + self.weighted.index(position) if position in self.weighted else 0
 
+    def __str__(self) -> str:
+        names = ("the loss", *(f"metric {name!r}" for name in self.metrics))
+        return ", ".join(f"{name} as a Weighted" if i in self.weighted else name for i, name in enumerate(names))
+
     def row(self, loss: Any, metrics: dict[str, Any], examples: Any) -> Any:
-        """The numbers that a batch adds to the sums, ``[columns]``."""
+        """The numbers that a batch adds to the sums, ``[columns]``; MetricsError for other columns than these."""
+        if (found := Columns.of(loss, metrics)) != self:
+            raise MetricsError(
+                f"loss_fn returned {found} for a batch, and {self} for the first; return the same for every batch: a "
+                "metric of some batches is a jaxche.Weighted in all of them, in the others jaxche.Weighted(0.0, 0.0)"
+            )
         values = [loss, *(metrics[name] for name in self.metrics)]
         sums = [value.total if isinstance(value, Weighted) else value * examples for value in values]
         return jnp.stack([examples, *sums, *(values[i].weight for i in self.weighted)])

@@ -17,7 +17,7 @@ from jaxche.data import Feed, Key
 from jaxche.distributed import Group
 from jaxche.replicas._outputs import BatchOutputs, of_step
 from jaxche.replicas._placement import BatchPlacement, spans_processes
-from jaxche.replicas._programs import Carry, Constants, LocalState, Programs, Steps
+from jaxche.replicas._programs import Carry, Constants, LocalState, MetricsError, Programs, Steps
 from jaxche.replicas._scaling import MergeScale
 from jaxche.sharding import batch_size, nbytes_per_device
 
@@ -132,7 +132,7 @@ class Replica:
         try:
             yield
         except Exception as error:
-            if unlike := self._unlike_the_first(batch):
+            if not isinstance(error, MetricsError) and (unlike := self._unlike_the_first(batch)):
                 raise ValueError(unlike) from error
             if self._taken:
                 error.add_note(f"the step was on {self._where}")
@@ -243,7 +243,7 @@ class Replica:
                     start, due, compiled_s = start + took_s, due + took_s, compiled_s + took_s
                 step = programs.measuring if steps < measured else programs.plain
                 carry, loss, *kept = step(constants, carry, batch)
-                steps += 1
+                steps += not isinstance(feed, Feed) or feed.ends_step
                 if kept and isinstance(feed, Feed):
                     pending.append((feed.taken, batch_size(batch), *kept))
                     if len(pending) > in_flight // 2:

@@ -220,7 +220,10 @@ def batch_size(batch: Any) -> int:
         raise ValueError("a batch without arrays; return a pytree of arrays with a leading batch axis")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(f"the leading axes of a batch differ ({listed}); every array must hold the same examples")
+        raise ValueError(
+            f"the leading axes of a batch differ ({listed}); every array must hold the same examples. A set of padded "
+            "graphs, or another batch that cannot be divided, is one example: jax.tree.map(lambda x: x[None], batch)"
+        )
     size = next(iter(sizes.values()))
     if size == 0:
         raise ValueError("a batch with no examples (leading axis 0); leave empty batches out of the data")

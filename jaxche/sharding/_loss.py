@@ -256,7 +256,8 @@ def _known_mistake(error: Exception, params: Any) -> str | None:
         return (
             f"loss_fn changes {what[1] if what else 'an nnx object'} of an nnx object that it does not get as an "
             "argument. For random numbers write def loss_fn(model, batch, rngs); for metrics, instead of updating an "
-            'nnx.MultiMetric, write return loss, {"accuracy": accuracy}, which the history averages'
+            'nnx.MultiMetric, write return loss, {"accuracy": accuracy}, which the history averages. A model that '
+            "loss_fn makes itself needs nnx.merge(graphdef, params, model_state, copy=True)"
         )
     if isinstance(error, jax.errors.JAXTypeError):
         return (

@@ -36,8 +36,10 @@ class CheckpointReader:
     """Restores the newest checkpoint that all processes can read, and refuses those of other runs.
 
     Each process reads by itself, because one that cannot read would make the others wait in a collective. Then they
-    compare.
+    compare. ``is_of_other_data`` is whether the state that was restored was trained on other data.
     """
+
+    is_of_other_data = False
 
     def __init__(self, folder: Path, trainer: Rounds, batches: int | str, data: str):
         import orbax.checkpoint as ocp
@@ -151,10 +153,7 @@ class CheckpointReader:
         if other != own:
             _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
         data = {self._data, meta.get("data", NONDETERMINISTIC)}
-        if len(data) > 1 and NONDETERMINISTIC not in data:
-            _log.warning(
-                "%s was made with other data of the same number of batches; training continues with this data", where
-            )
+        self.is_of_other_data = len(data) > 1 and NONDETERMINISTIC not in data
         trees = self._state_dict(meta, state).abstract_trees(self._rows(meta, state))
         if names := name_collision(trees, meta["format"]):
             raise ValueError(

@@ -166,7 +166,16 @@ class CheckpointManager(Hook):
         """Restore the newest checkpoint, if it is of a later round than the state of the run."""
         if self._manager is not None:  # this process was admitted, with the state of the others
             return
-        run.state = CheckpointReader(self._folder, self._trainer, self._batches, self._data).newest(run.state)
+        reader = CheckpointReader(self._folder, self._trainer, self._batches, self._data)
+        run.state = reader.newest(run.state)
+        if reader.is_of_other_data:
+            _log.warning(
+                "checkpoints=%r was made with other data of the same number of batches; %s",
+                str(self._folder),
+                "that run has ended, so nothing is trained now: give each run a folder of its own"
+                if run.is_done
+                else "training continues with this data",
+            )
         self._manager = self._open()
         run.history = self._log.truncate(run.state.round)
         self._logged = run.history[-1] if run.history else None

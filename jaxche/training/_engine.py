@@ -21,6 +21,7 @@ from jaxche.drawing import brief
 from jaxche.replicas import (
     Columns,
     Correction,
+    DevicePlacement,
     GroupPause,
     LocalResult,
     LocalState,
@@ -317,6 +318,9 @@ class Engine:
         """
         plan, given = planned.plan, planned.given
         feeds = planned.reader.begin(plan, planned.state, self.ranks, given.done or plan.counts, given.keeps)
+        for replica, feed in zip(self._replicas, feeds, strict=True):
+            # Gradients are summed: those of two batches, each with its rows, are that of the joined batch.
+            feed.divides = self.average == "gradients" and isinstance(replica.placement, DevicePlacement)
         return feeds, self._compile_other_sizes(planned, feeds)
 
     def _compile_other_sizes(self, planned: PlannedRound, feeds: Sequence[Feed]) -> float:
@@ -334,7 +338,7 @@ class Engine:
                 step = feed.steps[position] if position < len(feed.steps) else ()
                 if step and (is_new or any(piece.key[1] == plan.epoch_size - 1 for piece in step)):
                     with contextlib.suppress(Exception):
-                        batches.append((replica, local, feed.peek(position)))
+                        batches += [(replica, local, batch) for batch in feed.peek(position)]
             if not batches:
                 continue
             clock = time.perf_counter()

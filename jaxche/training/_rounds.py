@@ -33,7 +33,7 @@ from jaxche.distributed import hang_timeout
 from jaxche.drawing import brief, short_traceback
 from jaxche.replicas import MergeScale, exposed_ms, in_order
 from jaxche.reports import RoundInfo
-from jaxche.scaling import effective_replicas, noise_scale
+from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.sharding import check_params
 from jaxche.training._arguments import Arguments
 from jaxche.training._checks import (
@@ -114,6 +114,15 @@ class Rounds(Arguments):
     def model_state(self, state: TrainerState) -> Any:
         """The merged model state: one plain pytree without a replica axis."""
         return self._engine.unreplicate(checked_state(state).merged().local_states[0].model_state)
+
+    def opt_state(self, state: TrainerState) -> Any:
+        """The optimizer state: one plain pytree without a replica axis, e.g. for :meth:`init`.
+
+        If replicas have states of their own, as with ``opt_state="local"``, it is that of the first replica of this
+        process. With ``scaling=`` it is the state of the ``tx`` that was given.
+        """
+        opt_state = self._engine.unreplicate(checked_state(state).merged().local_states[0].opt_state)
+        return opt_state.inner_state if isinstance(opt_state, ScaleLearningRateState) else opt_state
 
     def noise(self, state: TrainerState) -> noise_scale.NoiseScale | None:
         """The measured gradient noise scale, or None without ``scaling=``."""

@@ -138,8 +138,23 @@ def test_rows_of_unlike_batches_are_not_joined(second, named):
     batches = [{"x": np.zeros((4, 3)), "y": np.zeros(4)}, second]
     reader = Reader(batches)
     (feed,) = reader.start([[(Piece((0, 0)), Piece((0, 1)))]])
-    with pytest.raises(ValueError, match=named + ".*joined_batches=1"):
+    with pytest.raises(ValueError, match=named + ".*rows='equal'"):
         list(feed)
+    reader.close()
+
+
+def test_a_step_on_unlike_batches_is_divided_where_it_may_be():
+    arrays = [{"x": np.arange(4 * n).reshape(4, n)} for n in (3, 3, 5)]
+    reader = Reader(arrays)
+    step = (Piece((0, 0), 1, 2, 2), Piece((0, 1)), Piece((0, 2), 0, 1, 2))
+    (feed,) = reader.start([[step, (Piece((0, 2), 1, 2, 2),)]])
+    feed.divides = True
+    taken = [(batch["x"].shape, feed.taken, feed.ends_step) for batch in feed]
+    assert taken == [
+        ((6, 3), [((0, 0), slice(2, 4)), ((0, 1), slice(0, 4))], False),
+        ((2, 5), [((0, 2), slice(0, 2))], True),
+        ((2, 5), [((0, 2), slice(2, 4))], True),
+    ]
     reader.close()
 
 

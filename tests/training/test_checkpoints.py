@@ -788,7 +788,14 @@ def test_a_smaller_step_of_the_version_and_other_data_are_told(saved, problem, c
     other = jaxche.Batches(jax.tree.map(lambda x: x + 1, problem.data.arrays), problem.data.batch_size, 3)
     run(data=other)
     assert f"was written by jaxche {major}.{minor}.99" in caplog.text
-    assert "was made with other data of the same number of batches" in caplog.text
+    told = "was made with other data of the same number of batches; "
+    assert told + "that run has ended, so nothing is trained now: give each run a folder of its own" in caplog.text
+    run(data=other, epochs=3)
+    assert told + "training continues with this data" in caplog.text
+    caplog.clear()
+    with pytest.raises(ValueError, match="is of a run with batches="):
+        run(data=jaxche.Batches(problem.data.arrays, 2 * problem.data.batch_size))
+    assert told not in caplog.text
 
 
 def test_a_bucket_is_refused_with_what_to_give():

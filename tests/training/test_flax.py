@@ -468,3 +468,27 @@ def test_stacked_streams_go_through_checkpoints_and_islands(problem, devices, sa
     one = train()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(one))
     same(train(), one)  # found done
+
+
+def test_a_model_that_is_split_and_merged_by_hand(data, devices, close):
+    model = NNXNet(nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_with(**options):
+        def loss_fn(params, batch, model_state):
+            merged = nnx.merge(graphdef, params, model_state, **options)
+            return nnx_mse(merged, batch), ({}, nnx.state(merged, nnx.Not(nnx.Param)))
+
+        return loss_fn
+
+    tx = optax.sgd(0.1)
+    wrong = jaxche.Trainer(loss_with(), tx, replicas=devices[:1])
+    with pytest.raises(ValueError, match=r"nnx\.merge\(graphdef, params, model_state, copy=True\)"):
+        wrong.fit(wrong.init(params, rest), data, progress=False)
+    trainer = jaxche.Trainer(loss_with(copy=True), tx, replicas=devices[:1])
+    state, _ = trainer.fit(trainer.init(params, rest), data, progress=False)
+    nnx.update(model, trainer.params(state), trainer.model_state(state))
+    optimizer = nnx.Optimizer(other := NNXNet(nnx.Rngs(0)), tx, wrt=nnx.Param)
+    for batch in data:
+        optimizer.update(other, nnx.grad(nnx_mse)(other, batch))
+    close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), nnx.to_pure_dict(nnx.state(other, nnx.Param)))

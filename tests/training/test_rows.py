@@ -243,3 +243,61 @@ def test_bad_arguments_are_named(problem, devices, options, message):
 def test_only_sync_joins_a_given_number_of_batches(problem, devices):
     with pytest.raises(ValueError, match="joined_batches=3 is of policy='sync'"):
         jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], joined_batches=3)
+
+
+def bucketed():
+    """Batches whose rows have 4, 6 or 8 numbers, as texts that are sorted by length; the last one is smaller."""
+    rng = np.random.default_rng(3)
+    x = [rng.normal(size=(8, 4 + 2 * rng.integers(3))).astype(np.float32) for _ in range(22)]
+    return [{"x": part, "y": part.sum(1)} for part in [*x, x[0][:3]]]
+
+
+def loss_of_buckets(params, batch):
+    predicted = jnp.tanh(batch["x"] @ params["in"][: batch["x"].shape[1]]) @ params["out"]
+    return jnp.mean((predicted - batch["y"]) ** 2), {"mean": predicted.mean()}
+
+
+BUCKETS = {"in": np.random.default_rng(4).normal(size=(8, 3)).astype(np.float32), "out": np.ones(3, np.float32)}
+
+
+def in_buckets(devices, fleet, **options):
+    options = {"policy": "sync"} | options
+    return jaxche.Trainer(
+        loss_of_buckets, optax.adam(0.05), replicas=devices[: len(fleet.ms_per_batch)], fleet=fleet, **options
+    )
+
+
+@pytest.mark.parametrize(("fleet", "joined"), [(TWO, None), (TWO, 3), (FOUR, None), (FOUR, 6)])
+def test_batches_of_unlike_shapes_make_the_update_of_one_device(devices, close, same, fleet, joined):
+    data = bucketed()
+    one = in_buckets(devices, fleet, joined_batches=joined)
+    state, history = one.fit(one.init(BUCKETS), data, epochs=3, progress=False)
+    joined, params, tx = joined or len(fleet.ms_per_batch), BUCKETS, optax.adam(0.05)
+    opt_state = tx.init(params)
+    for _, first in itertools.product(range(3), range(0, len(data), joined)):
+        batches = data[first : first + joined]
+        rows = np.array([len(batch["y"]) for batch in batches])
+        grads = [jax.grad(lambda p, batch=batch: loss_of_buckets(p, batch)[0])(params) for batch in batches]
+        mean = jax.tree.map(lambda *g, rows=rows: sum(n * x for n, x in zip(rows / rows.sum(), g, strict=True)), *grads)
+        updates, opt_state = tx.update(mean, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    close(one.params(state), params, rtol=1e-3, atol=1e-5)
+    assert all(info.counts == info.planned for info in history)
+    assert any(info.shares for info in history)
+    assert sum(info.examples for info in history) == 3 * sum(len(batch["y"]) for batch in data)
+    again, _ = one.replay(one.init(BUCKETS), data, history)
+    same(one.params(again), one.params(state))
+
+
+def test_auto_joins_batches_of_unlike_shapes(devices):
+    one = in_buckets(devices, jaxche.VirtualFleet([20, 40], sync_ms=2.0), policy="auto")
+    state, history = one.fit(one.init(BUCKETS), bucketed(), epochs=3, progress=False)
+    assert state.epoch == 3
+    assert history[-1].loss < history[0].loss
+    assert any(info.joined == 2 and info.shares for info in history)
+
+
+def test_where_batches_of_unlike_shapes_cannot_be_divided_the_line_is_given(devices):
+    one = in_buckets(devices, TWO, average="parameters")
+    with pytest.raises(ValueError, match=r"a row of \['x'\] has shape \(\d,\) in one and .*write rows='equal'"):
+        one.fit(one.init(BUCKETS), bucketed(), epochs=6, progress=False)

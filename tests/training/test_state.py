@@ -57,3 +57,32 @@ def test_a_pickle_is_refused_with_the_line_to_write(problem, devices):
     state = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2]).init(problem.params)
     with pytest.raises(TypeError, match=r"trainer\.fit\(state, data, checkpoints='runs/mine'\)"):
         pickle.dumps(state)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy": "sync"},
+        {"opt_state": "local"},
+        {"scaling": jaxche.AdamScale()},
+        {"overlap": 0.5},
+        {"strategy": jaxche.FullShard()},
+    ],
+    ids=str,
+)
+def test_the_optimizer_state_goes_on_in_a_plain_loop_and_in_another_trainer(problem, devices, same, options):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.linear_schedule(0.05, 0.0, 100)))
+    replicas = devices[:2]
+    if "strategy" in options:
+        replicas = [options["strategy"].mesh(devices[:2]), options["strategy"].mesh(devices[2:4])]
+    trainer = jaxche.Trainer(problem.loss, tx, replicas=replicas, **options)
+    state, history = trainer.fit(trainer.init(problem.params), problem.data, max_steps=8, progress=False)
+    params, opt_state = trainer.params(state), trainer.opt_state(state)
+    view = state.opt_state.inner_state if "scaling" in options else state.opt_state
+    same(opt_state, jax.tree.map(lambda x: np.asarray(x)[0], view))
+    # A plain update, with parameters on the same devices, and a fresh start of the trainer.
+    optax.apply_updates(params, tx.update(params, opt_state, params)[0])
+    again = trainer.init(params, opt_state=opt_state)
+    same(trainer.opt_state(again), opt_state)
+    assert history[-1].steps_done == int(opt_state[1][1].count) == 8

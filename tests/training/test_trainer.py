@@ -452,7 +452,7 @@ def test_bad_arguments_are_named(problem, devices, arguments, named):
         (jnp.ones((3, 4, 5)), r"one array of shape \(3, 4, 5\).*list\(array\) if each row is a batch"),
         ({"x": np.ones((72, 5)), "y": np.ones((72, 2))}, r"dict of 'x', 'y'.*jaxche\.Batches\(arrays, batch_size=32\)"),
         (Pair(np.ones((72, 5)), np.ones((72, 2))), r"Pair of 'x', 'y'.*jaxche\.Batches"),
-        ([{"x": np.ones((4, 5)), "y": np.ones((3, 2))}], r"leading axes of a batch differ.*4.*3"),
+        ([{"x": np.ones((4, 5)), "y": np.ones((3, 2))}], r"leading axes of a batch differ.*4.*3.*x\[None\], batch"),
         ([{"x": np.ones((4, 5)), "y": np.float32(1)}], "scalar"),
         ([{}], "without arrays"),
     ],

@@ -213,3 +213,42 @@ def test_no_gradient_flows_through_a_weight(devices, close):
     one = make(devices, 1, tx=optax.sgd(1.0), loss=loss)
     state, _ = one.round(one.init(PARAMS), DATA, counts=(1,))
     close(one.params(state), PARAMS - 2 * PARAMS / np.exp(PARAMS).sum())
+
+
+# Two tasks in turn: batches of different entries, each with a metric of its own.
+TASKS = [{"a": np.ones((4, 2), np.float32)}, {"b": np.ones((4, 3), np.float32)}] * 4
+
+
+def loss_of_a_task(params, batch):
+    task = "a" if "a" in batch else "b"
+    return jnp.mean((batch[task] * params - 2.0) ** 2), task
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "metrics_of",
+    [
+        lambda loss, task: {task: loss},
+        lambda loss, task: {"a": loss} | ({"b": loss} if task == "b" else {}),  # one more
+        lambda loss, task: {"a": loss} | ({"b": loss} if task == "a" else {}),  # one less
+        lambda loss, task: {"a": loss if task == "a" else jaxche.Weighted(loss, 1.0)},
+    ],
+)
+def test_metrics_of_some_batches_only_are_refused_with_the_line_to_write(metrics_of, replicas, devices):
+    def loss_fn(params, batch):
+        loss, task = loss_of_a_task(params, batch)
+        return loss, metrics_of(loss, task)
+
+    trainer = jaxche.Trainer(loss_fn, optax.sgd(0.1), replicas=devices[:replicas])
+    with pytest.raises(ValueError, match=r"return the same for every batch: .* jaxche\.Weighted\(0\.0, 0\.0\)"):
+        trainer.fit(trainer.init(jnp.zeros(())), TASKS, progress=False)
+
+
+def test_a_metric_of_some_batches_is_a_mean_over_these(devices):
+    def loss_fn(params, batch):
+        loss, task = loss_of_a_task(params, batch)
+        return loss, {"a": jaxche.Weighted(0.0, 0.0), "b": jaxche.Weighted(0.0, 0.0), task: jaxche.Weighted(3.0, 1.0)}
+
+    trainer = jaxche.Trainer(loss_fn, optax.sgd(0.1), replicas=devices[:1])
+    _, history = trainer.fit(trainer.init(jnp.zeros(())), TASKS, progress=False)
+    assert history[-1].metrics == {"a": 3.0, "b": 3.0}
