@@ -22,7 +22,8 @@ _GAIN, _FIRST_GAIN, _GAIN_MS = 0.04, 0.10, 0.5
 _REPORTS = 3
 # Shares that are stored because their programs are compiled.
 _USED = 8
-# An idle rank is tried again after so many times its longest step: this takes at most 2 % of the time.
+# An idle rank is tried again after so many times its longest step, which takes at most 2 % of the time; and if it stays
+# idle, each time after twice as long.
 _PATIENCE = 50
 
 # Milliseconds of steps of one size: (rows of a step, the last times, newest first).
@@ -53,6 +54,7 @@ class RowShares:
       compile_ms: the longest compilation of new shares.
       lost_ms: what the rounds since the last new shares have lost against the best ones.
       idle_ms: the time of rounds since each rank last took part.
+      tries: how often each idle rank was tried again.
 
     Example:
       >>> shares = RowShares()
@@ -70,6 +72,7 @@ class RowShares:
     compile_ms: float = 0.0
     lost_ms: float = 0.0
     idle_ms: tuple[float, ...] = ()
+    tries: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """One line, without the measured times."""
@@ -88,23 +91,30 @@ class RowShares:
           wall_ms: its time in them.
           compile_ms: the compilation of new shares before the round.
         """
-        world, round_ms = len(wall_ms), max(wall_ms)
-        samples, idle_ms = self.samples or ((),) * world, self.idle_ms or (0.0,) * world
-        takes_part = [bool(n and wall > 0 and r) for n, wall, r in zip(steps, wall_ms, rows, strict=True)]
-        pushed = tuple(
-            own if not takes else _pushed(own, r / n, wall / n) if not due else ((r / n, (wall / n,) * _REPORTS),)
-            for own, takes, due, n, r, wall in zip(
-                samples, takes_part, self.due() or (False,) * world, steps, rows, wall_ms, strict=True
-            )
+        world, round_ms, all_due = len(wall_ms), max(wall_ms), self.due()
+        samples, idle_ms, tries = list(self.samples or ((),) * world), [*self.idle_ms], [*self.tries]
+        idle_ms, tries = idle_ms or [0.0] * world, tries or [0] * world
+        for rank, (n, r, wall) in enumerate(zip(steps, rows, wall_ms, strict=True)):
+            is_due = bool(all_due) and all_due[rank]
+            if not (n and wall > 0 and r):
+                idle_ms[rank] += round_ms
+                continue
+            # The times from before a rank was idle are forgotten.
+            samples[rank] = ((r / n, (wall / n,) * _REPORTS),) if is_due else _pushed(samples[rank], r / n, wall / n)
+            idle_ms[rank], tries[rank] = 0.0, tries[rank] + 1 if is_due else 0
+        return replace(
+            self,
+            samples=tuple(samples),
+            compile_ms=max(self.compile_ms, compile_ms),
+            idle_ms=tuple(idle_ms),
+            tries=tuple(tries),
         )
-        idle_ms = tuple(0.0 if takes else ms + round_ms for takes, ms in zip(takes_part, idle_ms, strict=True))
-        return replace(self, samples=pushed, compile_ms=max(self.compile_ms, compile_ms), idle_ms=idle_ms)
 
     def due(self) -> tuple[bool, ...]:
         """Whether each rank is to be tried again, because it has long been idle: it may have been slow for a while."""
         return tuple(
-            bool(own) and 0 < _PATIENCE * max(middle(times) for _, times in own) <= ms
-            for ms, own in zip(self.idle_ms, self.samples, strict=False)
+            bool(own) and 0 < _PATIENCE * 2**tries * max(middle(times) for _, times in own) <= ms
+            for ms, tries, own in zip(self.idle_ms, self.tries, self.samples, strict=False)
         )
 
     @property
@@ -202,7 +212,7 @@ class RowShares:
     def from_dict(cls, saved: Mapping[str, Any]) -> RowShares:
         """The shares from the result of ``dataclasses.asdict``, also after a round trip through JSON."""
         samples = tuple(tuple((rows, tuple(ms)) for rows, ms in own) for own in saved["samples"])
-        lists = {name: tuple(saved.get(name, ())) for name in ("rows", "steps", "idle_ms")}
+        lists = {name: tuple(saved.get(name, ())) for name in ("rows", "steps", "idle_ms", "tries")}
         used = tuple((tuple(rows), tuple(steps), joined) for rows, steps, joined in saved.get("used", ()))
         return cls(**{**saved, **lists, "samples": samples, "used": used})
 
