@@ -16,7 +16,7 @@ def blocks_of(*headings):
 
 def test_two_processes_stop_and_keep_the_best_alike(script, launcher):
     blocks = blocks_of("Early stopping", "The best parameters", "Moving average of the parameters")
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     run = launcher(
         script(f"""
             import jax, jaxche
