@@ -113,7 +113,7 @@ class RowShares:
     def due(self) -> tuple[bool, ...]:
         """Whether each rank is to be tried again, because it has long been idle: it may have been slow for a while."""
         return tuple(
-            bool(own) and 0 < _PATIENCE * 2**tries * max(middle(times) for _, times in own) <= ms
+            ms > 0 and bool(own) and ms >= _PATIENCE * 2**tries * max(middle(times) for _, times in own)
             for ms, tries, own in zip(self.idle_ms, self.tries, self.samples, strict=False)
         )
 
@@ -151,34 +151,50 @@ class RowShares:
         """
         if not self.is_measured:
             return self
-        most = np.array(max_rows if max_rows is not None else [math.inf] * len(self.samples))
-        best = self._best(joined, batch_rows, unit, most, local)
-        compiled = self._compiled(joined, joined * batch_rows, most)
-        due = [rank for rank, is_due in enumerate(self.due()) if is_due]
-        if tried := [one for one in compiled if due and all(one.rows[rank] for rank in due)]:
-            return min(tried, key=RowShares._round_ms)
+        fixed, slope = self.fit()
+        most = np.array(max_rows if max_rows is not None else [math.inf] * len(fixed))
+
+        def round_ms(shares: RowShares) -> float:
+            return float(_times(fixed, slope, shares.rows, shares.steps).max())
+
+        best = self._best(fixed, slope, joined, batch_rows, unit, most, local)
         kept, now, gain = self, math.inf, _GAIN
         if self.rows and self.joined == joined:
-            now = self._round_ms()
-        elif not self.rows and joined == len(self.samples):
-            fixed, slope = self.fit()
+            now = round_ms(self)
+        elif not self.rows and joined == len(fixed):
             now, gain = float((fixed + slope * batch_rows).max()), _FIRST_GAIN
+        due = [rank for rank, is_due in enumerate(self.due()) if is_due]
+        if not due and round_ms(best) > _limit(now, gain):
+            return self
+        compiled = self._compiled(joined, joined * batch_rows, most)
+        if tried := [one for one in compiled if due and all(one.rows[rank] for rank in due)]:
+            return min(tried, key=round_ms)
         # First those whose programs are compiled.
-        known = min(compiled, key=RowShares._round_ms, default=None)
-        if known is not None and known._round_ms() <= _limit(now, gain):
-            kept, now, gain = known, known._round_ms(), _GAIN
-        if best._round_ms() > _limit(now, gain):
+        known = min(compiled, key=round_ms, default=None)
+        if known is not None and round_ms(known) <= _limit(now, gain):
+            kept, now, gain = known, round_ms(known), _GAIN
+        if round_ms(best) > _limit(now, gain):
             return kept
-        lost_ms = self.lost_ms + (now - best._round_ms() if now < math.inf else self.compile_ms)
-        if lost_ms < self.compile_ms:
-            return replace(kept, lost_ms=lost_ms)
-        *used, first = self.used or (_equal(joined, batch_rows, len(self.samples)),)
+        # The first change, and shares for joined batches of another length, wait for nothing.
+        if self.used and now < math.inf:
+            lost_ms = self.lost_ms + now - round_ms(best)
+            if lost_ms < self.compile_ms:
+                return replace(kept, lost_ms=lost_ms)
+        *used, first = self.used or (_equal(joined, batch_rows, len(fixed)),)
         return replace(best, used=((best.rows, best.steps, joined), *used[: _USED - 2], first), lost_ms=0.0)
 
-    def _best(self, joined: int, batch_rows: int, unit: int, most: np.ndarray, local: bool) -> RowShares:
+    def _best(
+        self,
+        fixed: np.ndarray,
+        slope: np.ndarray,
+        joined: int,
+        batch_rows: int,
+        unit: int,
+        most: np.ndarray,
+        local: bool,
+    ) -> RowShares:
         """The shares with the shortest round."""
         total = joined * batch_rows
-        fixed, slope = self.fit()
         steps = np.ones(len(fixed), np.int64)
         rows = fill(total, fixed, slope, unit)
         for _ in range(4):
@@ -191,10 +207,6 @@ class RowShares:
             rows = fill(total, steps * fixed, slope, unit)
         steps = np.where(rows > 0, np.maximum(steps, np.ceil(rows / most)), 0).astype(np.int64)
         return replace(self, rows=tuple(rows.tolist()), steps=tuple(steps.tolist()), joined=joined)
-
-    def _round_ms(self) -> float:
-        """The expected time of the next round."""
-        return float(self.times().max())
 
     def _compiled(self, joined: int, total: int, most: np.ndarray) -> list[RowShares]:
         """The shares of this length that were used before, and that all ranks have memory for."""

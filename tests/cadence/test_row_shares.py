@@ -110,6 +110,14 @@ def test_new_shares_are_taken_once_so_much_time_is_lost_as_their_compilation_tak
     assert needed <= changed + 1 <= needed + 3
 
 
+def test_the_first_change_waits_for_nothing():
+    """The compilation of a last batch of an epoch is no reason against it."""
+    shares = RowShares()
+    for _ in range(3):
+        shares = shares.report([1, 1], [16, 16], [20.0, 50.0], compile_ms=1e6).split(2, BATCH)
+    assert shares.rows == (23, 9)
+
+
 def test_shares_that_were_used_before_are_taken_at_once():
     shares, _ = run((20, 50), 0.0, 32, compile_ms=1e6)
     _, seen = run((50, 50), 0.0, 32, shares=shares)
