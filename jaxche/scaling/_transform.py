@@ -203,9 +203,9 @@ def progress_schedule(schedule: Callable[[Any], Any]) -> ProgressSchedule:
 def with_extra_args(tx: Any) -> optax.GradientTransformationExtraArgs:
     """The transformation with extra arguments in its update, which ignores those that it does not need."""
     # optax takes a MultiSteps, and its gradient_transformation(), for one that needs none.
-    steps = getattr(tx.update, "__self__", None)
-    if isinstance(steps, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(steps.init, steps.update)  # type: ignore[arg-type]
+    if isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps):
+        steps: Any = tx.update.__self__
+        return optax.GradientTransformationExtraArgs(steps.init, steps.update)
     return optax.with_extra_args_support(tx)
 
 
