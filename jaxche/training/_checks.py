@@ -411,6 +411,21 @@ def check_unscaled(tx: Any, params: Any) -> None:
         )
 
 
+def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> None:
+    """Refuse to average the parameters of ``optax.lbfgs``, whose memory is of the path of one replica."""
+
+    def follows(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByLBFGSState)
+
+    if average != "parameters" or world_size == 1:
+        return
+    if any(map(follows, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=follows))):
+        raise ValueError(
+            "tx holds an optax.lbfgs, which learns curvature from the path of the parameters, and a merge moves them "
+            "off it; write jaxche.Trainer(..., policy='sync'), in which all replicas take one path, or optax.adam(1e-3)"
+        )
+
+
 def check_line_search(tx: Any) -> None:
     """Refuse an optimizer that evaluates the loss again, as far as parameters of one array show it."""
     try:

@@ -38,6 +38,7 @@ from jaxche.sharding import check_params
 from jaxche.training._arguments import Arguments
 from jaxche.training._checks import (
     check_opt_state,
+    check_trajectory,
     check_unscaled,
     check_update,
 )
@@ -89,8 +90,9 @@ class Rounds(Arguments):
           The state before the first round.
 
         Raises:
-          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled or whose update needs more
-            than gradients and the loss, or an ``opt_state`` of another optimizer.
+          ValueError: no arrays, a leaf that is not float, a ``tx`` that is already scaled, whose update needs more
+            than gradients and the loss, or that follows the path of one replica, or an ``opt_state`` of another
+            optimizer.
         """
         check_untraced("trainer.init")
         self._check_context_mesh("trainer.init")
@@ -98,6 +100,7 @@ class Rounds(Arguments):
         shapes = check_params(params, "trainer.init")
         check_unscaled(self._tx, shapes)
         check_update(self._tx, shapes, staged)
+        check_trajectory(self._tx, shapes, self.average, self._engine.world_size)
         check_accumulators(self._groups, self._opt_state, self._tx, shapes)
         if model_state is not None and staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")

@@ -100,6 +100,19 @@ def test_other_needs_of_an_optimizer_are_named(devices, tx, named):
         check_update(tx, staged, staged=True)
 
 
+@pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
+def test_lbfgs_is_refused_where_parameters_are_averaged(devices, policy):
+    tx = optax.chain(optax.clip(1.0), optax.lbfgs(0.1, linesearch=None))
+
+    def trainer(policy, replicas):
+        return jaxche.Trainer(lambda p, b: p["w"].sum(), tx, policy, replicas=replicas)
+
+    with pytest.raises(ValueError, match=r"path of the parameters.*write jaxche\.Trainer\(\.\.\., policy='sync'\)"):
+        trainer(policy, devices[:2]).init(PARAMS)
+    trainer("sync", devices[:2]).init(PARAMS)
+    trainer(policy, devices[:1]).init(PARAMS)
+
+
 STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0"}
 
 
