@@ -140,6 +140,7 @@ ARMS = {
         arm("cadence, default"),
         arm("cadence, local", opt_state="local"),
         arm("cadence, uniform", merge="batch"),
+        arm("cadence, rows by speed", rows="speed"),
         arm("cadence, overlap 0.5", overlap=0.5),
         arm("cadence, overlap 0.25", overlap=0.25),
         arm("cadence, groups of two", groups=pairs),

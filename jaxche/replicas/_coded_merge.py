@@ -78,18 +78,16 @@ def _is_coded(moment: Any) -> bool:
     return is_float(moment) and _is_real(moment) and moment.size > 1
 
 
-class CodedSums(NamedTuple):
-    """The result of :func:`coded_sums` on a device; ``mean`` and ``totals`` are equal on all replicas."""
+class Means(NamedTuple):
+    """The means and sums of a merge on a device; ``mean`` and ``totals`` are equal on all replicas."""
 
     mean: Any  # of the changes
-    residual: Residual
+    residual: Residual | None  # if changes are sent as codes
     moments: dict[int, Any]
     totals: Any  # of the payload
 
 
-def coded_sums(
-    delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any], wire: str
-) -> CodedSums:
+def coded_sums(delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any], wire: str) -> Means:
     r"""Sums over the replicas, on each device over its own shards, with codes :math:`Q` of changes and moments.
 
     .. math:: e \leftarrow e + \Delta, \qquad \bar\Delta = \sum_r w_r Q(e_r) / \sum_r w_r, \qquad e \leftarrow e - Q(e)
@@ -136,7 +134,7 @@ def coded_sums(
     for i, x, mean, own in zip(coded_moments, kept, means[1], sent[1], strict=True):
         merged[i] = x - own + mean
     residual = Residual(jax.tree.unflatten(treedef, unsent), part)
-    return CodedSums(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
+    return Means(jax.tree.unflatten(treedef, changes), residual, merged, total["payload"])
 
 
 def _runs(arrays: Sequence[Any]) -> list[list[Any]]:

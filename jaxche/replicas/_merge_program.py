@@ -22,7 +22,7 @@ from jaxche.averaging import (
     to_moments,
     weighted,
 )
-from jaxche.replicas._coded_merge import CodedSums, Residual, agreement, coded_sums
+from jaxche.replicas._coded_merge import Means, Residual, agreement, coded_sums
 from jaxche.replicas._packing import Packing
 from jaxche.replicas._placement import add_replica_axis, drop_replica_axis
 from jaxche.replicas._programs import LocalState, all_finite, non_finite_flag, stayed_finite
@@ -159,9 +159,7 @@ class MergeProgram:
         )
         return sum_shards(payload)
 
-    def _coded_sums(
-        self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]
-    ) -> CodedSums:
+    def _coded_sums(self, delta: Any, residual: Residual, moments: dict[int, Any], payload: dict[str, Any]) -> Means:
         """The sums with coded changes, on each device over its own shards."""
         arguments = (delta, residual, moments, payload)
         sums = functools.partial(coded_sums, wire=self._wire)
@@ -172,7 +170,7 @@ class MergeProgram:
         sum_shards = jax.shard_map(
             sums,
             in_specs=(self._specs["delta"], own, opt_specs, P()),
-            out_specs=CodedSums(self._specs["delta"], own, opt_specs, P()),
+            out_specs=Means(self._specs["delta"], own, opt_specs, P()),
             axis_names=set(self._replica_mesh.inner),
             check_vma=False,
         )
@@ -207,18 +205,12 @@ class MergeProgram:
 
     def parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """The weighted mean of parameters: ``(merged trees, table, report)``."""
-        sums = measured["sums"]
+        sums, examples = measured["sums"], measured["sums"][0, 0]
         x0, x = drop_replica_axis(start["params"]), drop_replica_axis(end["params"])
-        count, batches, examples = host[0, 0, _COUNT], host[0, 0, _BATCHES], sums[0, 0]
-        # Not normalised: the same all-reduce sums the weights.
-        weight = {
-            "steps": batches,
-            "batch": self._some_weight(sums[0]) / jnp.maximum(count, 1.0),
-            "fednova": (count > 0).astype(jnp.float32),
-        }[self._rule]
+        batches = host[0, 0, _BATCHES]
+        weight = self._weight(sums[0], host[0, 0, _COUNT], batches)
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
         statistics, finish = self._statistics(end, examples)
-        moments: dict[int, Any] = {}
         payload = {
             "weight": weight,
             "squares": weighted(_square_norm(delta), jnp.stack([weight, batches])),
@@ -226,52 +218,28 @@ class MergeProgram:
             "examples": examples,
             "table": self._table(host, measured["not_finite"], sums),
         }
-        if "counts" in start:
-            old_counts = drop_replica_axis(start["counts"])
-            new_counts = drop_replica_axis(measured["counts"] if "counts" in measured else counts_of(end["opt_state"]))
+        old_counts, new_counts = self._counts(start, end, measured)
+        if old_counts:
             steps = jnp.stack([new - old for old, new in zip(old_counts, new_counts, strict=True)]).astype(jnp.float32)
             payload["counts"] = jnp.stack([steps, steps * weight])
-        if self._opt_mode == "average":
-            opt_leaves, opt_def = jax.tree.flatten(drop_replica_axis(end["opt_state"]))
-            kept = self._accumulates
-            moments = {i: leaf for i, leaf in enumerate(opt_leaves) if is_float(leaf) and not kept[i]}
         if self._scaling is not None:
-            noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
-            opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
-            tracked = drop_replica_axis(measured["tracked"])
-            payload["noise"] = self._scaling.payload(tracked, noise, opt_state, x0, examples)
-            payload["gains"] = jnp.append(gains, weighted(gains[0], weight))
-        merged = {}
-        if self._wire == "float32":
-            payload["delta"] = weighted(delta, weight)
-            if self._opt_mode == "average":
-                payload["opt_state"] = weighted(moments, weight)
-            total = self._sum(payload)
-            mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
-            moments = {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}
-        else:
-            residual = drop_replica_axis(start["residual"])
-            mean, residual, moments, total = self._coded_sums(delta, residual, moments, payload)
-            merged["residual"] = add_replica_axis(residual)
+            payload |= self._noise_payload(start, measured, weight, examples)
+        mean, residual, moments, total = self._means(start, end, delta, payload)
         # The steps that were taken: fewer than planned if a replica reached its time limit.
         counts = total["table"][:, 0, _COUNT]
         alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
-        outer_state = drop_replica_axis(start["outer_state"])
-        if self._outer is None:
-            params = jax.tree.map(lambda a, g: (a.astype(g.dtype) - g).astype(a.dtype), x0, progress)
-        else:
-            params, outer_state = outer_step(self._outer, x0, progress, outer_state)
-        merged |= {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
+        params, outer_state = self._next_params(x0, progress, drop_replica_axis(start["outer_state"]))
+        merged = {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
         merged["model_state"] = add_replica_axis(finish(total["statistics"], jnp.maximum(total["examples"], 1)))
+        if residual is not None:
+            merged["residual"] = add_replica_axis(residual)
         if self._opt_mode == "average":
-            for i, moment in moments.items():
-                opt_leaves[i] = moment.astype(opt_leaves[i].dtype)
-            merged["opt_state"] = add_replica_axis(jax.tree.unflatten(opt_def, opt_leaves))
+            merged["opt_state"] = add_replica_axis(_with_leaves(drop_replica_axis(end["opt_state"]), moments))
         elif self._opt_mode == "reset":
             fresh = self._tx.init(params)
             merged["opt_state"], new_counts = add_replica_axis(fresh), counts_of(fresh)
-        if "counts" in start:
+        if old_counts:
             merged["counts"] = add_replica_axis(self._merged_counts(old_counts, new_counts, total))
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
         by_batches = total["squares"][1] / total["table"][:, 0, _BATCHES].sum()
@@ -280,13 +248,60 @@ class MergeProgram:
             finite, agreed = agreement(params, finite, AXIS)
         report, scaled = Report(*measure_drift(*squares), *squares, by_batches, finite, agreed=agreed), None
         if self._scaling is not None:
-            noise = self._scaling.update_from_estimates(noise, total["noise"])
+            noise = self._scaling.update_from_estimates(drop_replica_axis(start["noise"]), total["noise"])
             # Each replica counted its own base steps; the merge takes their weighted mean.
             progress = drop_replica_axis(start["progress"]) + alpha * total["gains"][2] / total["weight"]
             merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
             steps = counts.sum()
             scaled = Scaled.of(noise, total["gains"][0] / steps, total["gains"][1] / steps, progress)
         return merged, total["table"], _to_vector(report, scaled)
+
+    def _weight(self, sums: Any, count: Any, batches: Any) -> Any:
+        """The weight of this replica, not normalised: the same all-reduce sums the weights."""
+        return {
+            "steps": batches,
+            "batch": self._some_weight(sums) / jnp.maximum(count, 1.0),
+            "fednova": (count > 0).astype(jnp.float32),
+        }[self._rule]
+
+    def _counts(self, start: Any, end: Any, measured: Any) -> tuple[list[Any], list[Any]]:
+        """The optimizer's counts at the start and at the end of the round; none where no merge needs them."""
+        if "counts" not in start:
+            return [], []
+        new = measured["counts"] if "counts" in measured else counts_of(end["opt_state"])
+        return drop_replica_axis(start["counts"]), drop_replica_axis(new)
+
+    def _noise_payload(self, start: Any, measured: Any, weight: Any, examples: Any) -> dict[str, Any]:
+        """The sums of which the noise scale and the mean gain are made."""
+        assert self._scaling is not None
+        noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
+        opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
+        params, tracked = drop_replica_axis(start["params"]), drop_replica_axis(measured["tracked"])
+        return {
+            "noise": self._scaling.payload(tracked, noise, opt_state, params, examples),
+            "gains": jnp.append(gains, weighted(gains[0], weight)),
+        }
+
+    def _means(self, start: Any, end: Any, delta: Any, payload: dict[str, Any]) -> Means:
+        """The weighted means of the changes and of the moments, as numbers or as codes, and the sums of the payload."""
+        moments = {}
+        if self._opt_mode == "average":
+            leaves = jax.tree.leaves(drop_replica_axis(end["opt_state"]))
+            moments = {i: x for i, x in enumerate(leaves) if is_float(x) and not self._accumulates[i]}
+        if self._wire != "float32":
+            return self._coded_sums(delta, drop_replica_axis(start["residual"]), moments, payload)
+        payload = payload | {"delta": weighted(delta, payload["weight"])}
+        if self._opt_mode == "average":
+            payload["opt_state"] = weighted(moments, payload["weight"])
+        total = self._sum(payload)
+        mean = jax.tree.map(lambda d: d / total["weight"].astype(d.dtype), total["delta"])
+        return Means(mean, None, {i: s / total["weight"] for i, s in total.get("opt_state", {}).items()}, total)
+
+    def _next_params(self, params: Any, progress: Any, outer_state: Any) -> tuple[Any, Any]:
+        """The parameters after the merged progress, by the outer optimizer if there is one, and its state."""
+        if self._outer is not None:
+            return outer_step(self._outer, params, progress, outer_state)
+        return jax.tree.map(lambda a, g: (a.astype(g.dtype) - g).astype(a.dtype), params, progress), outer_state
 
     def _some_weight(self, sums: Any) -> Any:
         """The weight of the loss in these sums, above 0 where there are examples, also if all of them are padding."""
@@ -377,6 +392,14 @@ class MergeProgram:
             merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
             scaled = Scaled.of(noise, noise.gain(arguments["scale"]), opt_state.factor, progress)
         return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
+
+
+def _with_leaves(tree: Any, changed: Mapping[int, Any]) -> Any:
+    """The tree with some of its leaves changed, by number, in their own dtype."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, leaf in changed.items():
+        leaves[i] = leaf.astype(leaves[i].dtype)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _square_norm(tree: Any) -> Any:
