@@ -63,6 +63,62 @@ class Pause(Protocol):
         ...
 
 
+class _Clock:
+    """The time of the steps of a round, without waits and compilations."""
+
+    def __init__(self) -> None:
+        self._start = self._due = time.perf_counter()
+        self.compiled_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the steps so far."""
+        return time.perf_counter() - self._start
+
+    def skip(self, seconds: float) -> None:
+        """Leave out a wait that has just ended."""
+        self._start, self._due = self._start + seconds, self._due + seconds
+
+    def skip_compilation(self, began: float) -> None:
+        """Leave out a compilation that has just ended."""
+        took_s = time.perf_counter() - began
+        self.compiled_s += took_s
+        self.skip(took_s)
+
+    def pad(self, ms: float) -> None:
+        """Wait until a step that has ended has taken this long."""
+        self._due = max(self._due + ms / 1e3, time.perf_counter())
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+
+
+class _InFlight:
+    """The steps of a round that devices have not finished: a limited number of losses, and their outputs."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._losses: list[Any] = []
+        self._pending: list[tuple[Any, int, Any]] = []  # on the device
+        self._outputs: list[BatchOutputs] = []
+
+    def add(self, loss: Any) -> None:
+        """Add a step; wait for earlier ones if there are too many."""
+        self._losses.append(loss)
+        if len(self._losses) == self._limit:
+            # Waiting wakes this thread up: wait for half of the steps at once, not for each.
+            self._losses[self._limit // 2 - 1].block_until_ready()
+            del self._losses[: self._limit // 2]
+
+    def keep(self, outputs: tuple[Any, int, Any]) -> None:
+        """Keep the outputs of a step, as arguments of ``of_step``, and move those of an earlier one to the host."""
+        self._pending.append(outputs)
+        if len(self._pending) > self._limit // 2:
+            self._outputs += of_step(*self._pending.pop(0))
+
+    def outputs(self) -> list[BatchOutputs]:
+        """The outputs of all steps, on the host."""
+        return self._outputs + [one for pending in self._pending for one in of_step(*pending)]
+
+
 class PaceError(ValueError):
     """A step takes longer than the pace.
 
@@ -208,65 +264,59 @@ class Replica:
         in the merge: its error is part of the result. It raises only if there is no memory for the copy of the state
         that the merge needs.
         """
-        self._read_error = None
-        losses: list[Any] = []
-        outputs: list[BatchOutputs] = []
-        pending: list[tuple[Any, int, Any]] = []  # outputs on the device, at most those of the steps in flight
-        steps, in_flight, limit_s, compiled_s = 0, _IN_FLIGHT, float("inf"), 0.0
-        together, pauses = None, list(pauses)
+        self._read_error, limit = None, _IN_FLIGHT
         if time_limit_ms is not None and isinstance(feed, Feed):
-            in_flight, limit_s = min(_IN_FLIGHT, max(2, len(feed.steps) // 8)), time_limit_ms / 1e3
-            if spans_processes(self.placement):
-                processes = sorted({device.process_index for device in self.placement.devices.flat})
-                together = self._group.flag_broadcast(processes, f"rank {self.rank}")
+            limit = min(_IN_FLIGHT, max(2, len(feed.steps) // 8))
+        is_late = self._time_limit(feed, time_limit_ms, limit)
+        steps, in_flight, pauses = 0, _InFlight(limit), list(pauses)
         try:
             constants, carry = self.begin(local, index, merge_scale)
-            start = due = time.perf_counter()
+            clock = _Clock()
             batches = iter(self._padded(feed))
             while True:
-                late = steps > 0 and time.perf_counter() - start > limit_s
-                if together is not None:
-                    # Not before every step: the broadcast takes a millisecond.
-                    late = steps > 0 and steps % in_flight == 0 and together(late)
                 # A late replica leaves the next batch to later rounds, so it does not take it.
-                batch = _NO_BATCH if late else next(batches, _NO_BATCH)
+                batch = _NO_BATCH if steps and is_late(clock, steps) else next(batches, _NO_BATCH)
                 while pauses and (batch is _NO_BATCH or steps >= pauses[0].after):
                     carry, waited_s = pauses.pop(0).apply(local, carry, steps)
-                    start, due = start + waited_s, due + waited_s
+                    clock.skip(waited_s)
                 if batch is _NO_BATCH:
                     break
                 self._taken = feed.taken if isinstance(feed, Feed) else ()
-                before, clock = self.compilations, time.perf_counter()
+                before, began = self.compilations, time.perf_counter()
                 programs, batch = self._executable(local, batch, (constants, carry))
-                if self.compilations != before:  # no compilation is ever timed
-                    took_s = time.perf_counter() - clock
-                    start, due, compiled_s = start + took_s, due + took_s, compiled_s + took_s
+                if self.compilations != before:
+                    clock.skip_compilation(began)
                 step = programs.measuring if steps < measured else programs.plain
                 carry, loss, *kept = step(constants, carry, batch)
                 steps += not isinstance(feed, Feed) or feed.ends_step
-                if kept and isinstance(feed, Feed):
-                    pending.append((feed.taken, batch_size(batch), *kept))
-                    if len(pending) > in_flight // 2:
-                        outputs += of_step(*pending.pop(0))
+                if kept and self._taken:
+                    in_flight.keep((self._taken, batch_size(batch), *kept))
+                in_flight.add(loss)
                 if self._pace_ms:
                     loss.block_until_ready()
-                    due = max(due + self._pace(batch) / 1e3, time.perf_counter())
-                    time.sleep(max(0.0, due - time.perf_counter()))
-                losses.append(loss)
-                if len(losses) == in_flight:
-                    # Waiting wakes this thread up: wait for half of the steps at once, not for each.
-                    losses[in_flight // 2 - 1].block_until_ready()
-                    del losses[: in_flight // 2]
+                    clock.pad(self._pace(batch))
             jax.block_until_ready(carry)
-            outputs += itertools.chain.from_iterable(of_step(*one) for one in pending)
-            wall_ms = (time.perf_counter() - start) * 1e3 if steps else 0.0
+            outputs = in_flight.outputs()
+            wall_ms = 1e3 * clock.seconds if steps else 0.0
             # Before an error is raised: the other processes of the replica take part in this.
             carry = self._programs.finish(local, carry)
             if self._read_error is not None:
                 raise self._read_error
-            return LocalResult(carry, steps, wall_ms, outputs=outputs, compile_ms=1e3 * compiled_s)
+            return LocalResult(carry, steps, wall_ms, outputs=outputs, compile_ms=1e3 * clock.compiled_s)
         except Exception as error:
             return self.idle(local)._replace(error=error)
+
+    def _time_limit(self, feed: Iterable[Any], limit_ms: float | None, in_flight: int) -> Callable[[_Clock, int], bool]:
+        """Whether a round, by its clock and steps, is over its time limit; all processes of the replica agree."""
+        if limit_ms is None or not isinstance(feed, Feed):
+            return lambda clock, steps: False
+        limit_s = limit_ms / 1e3
+        if not spans_processes(self.placement):
+            return lambda clock, steps: clock.seconds > limit_s
+        processes = sorted({device.process_index for device in self.placement.devices.flat})
+        together = self._group.flag_broadcast(processes, f"rank {self.rank}")
+        # Not before every step: the broadcast takes a millisecond.
+        return lambda clock, steps: steps % in_flight == 0 and together(clock.seconds > limit_s)
 
     def _pace(self, batch: Any) -> float:
         """The milliseconds to which a step on this batch is padded."""
