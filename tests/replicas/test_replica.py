@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxche.distributed import Group
+from jaxche.replicas import _replica
 from jaxche.replicas._frozen import FrozenArrays
 from jaxche.replicas._placement import DevicePlacement, add_replica_axis, drop_replica_axis
 from jaxche.replicas._programs import Columns, LocalPrograms, LocalState
@@ -77,6 +78,43 @@ def test_the_clock_waits_for_the_last_step(make):
     jax.block_until_ready(result.carry)
     elapsed = (time.perf_counter() - start) * 1e3
     assert elapsed / 2 < result.wall_ms <= elapsed
+
+
+def test_the_wait_for_a_merge_is_no_time_of_steps(make, monkeypatch):
+    """A clock that stands still, but for the wait and for a later step."""
+    now = [100.0]
+    monkeypatch.setattr(_replica.time, "perf_counter", lambda: now[0])
+
+    class Wait:
+        after = 1
+
+        def apply(self, local, carry, steps):
+            now[0] += 5.0
+            return carry, 5.0
+
+    def batches():
+        for ms in (0.0, 0.0, 0.25):
+            now[0] += ms
+            yield np.ones(4, np.float32)
+
+    replica, local = make()
+    result = replica.run(local, batches(), 0, pauses=[Wait()])
+    assert result.error is None
+    assert (result.steps, result.wall_ms) == (3, 250.0)
+
+
+def test_few_steps_are_in_flight_at_once():
+    class Loss:
+        waited = False
+
+        def block_until_ready(self):
+            self.waited = True
+
+    losses, in_flight = [Loss() for _ in range(9)], _replica._InFlight(4)
+    for loss in losses:
+        in_flight.add(loss)
+    # Each wait is for the older half.
+    assert [i for i, loss in enumerate(losses) if loss.waited] == [1, 3, 5]
 
 
 def test_an_error_becomes_part_of_the_outcome(make):
