@@ -74,7 +74,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2], help="default 2")
     parser.add_argument("--millions", type=float, nargs="+", default=[2], help="of parameters (default 2)")
     parser.add_argument("--links", nargs="+", default=["none", "1gbit/20ms", "100mbit/100ms"], help="rate/round trip")
-    parser.add_argument("--arms", nargs="+", choices=[BARE, *ARMS], default=[BARE, *ARMS])
+    arms = ", ".join(f'"{name}"' if " " in name else name for name in (BARE, *ARMS))
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", choices=[BARE, *ARMS], default=[BARE, *ARMS], help=f"default: {arms}"
+    )
     parser.add_argument("--round-s", type=float, default=2.0, help="length of the steps of a round (default 2)")
     parser.add_argument("--rounds", type=int, default=3, help="measured, after two more (default 3)")
     parser.add_argument("--adam", action="store_true", help="instead of SGD")
