@@ -95,6 +95,7 @@ def main() -> int:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("slow_link: skipped: needs root, and ip and tc of iproute2")
         return CANNOT
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the processes and their namespaces
     try:
         return growth(args.steps) if args.growth else benchmark(args)
     except subprocess.CalledProcessError as error:
@@ -169,7 +170,9 @@ def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[st
                 "JAXCHE_PACE_MS": str(pace),
             }
             command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
-            children.append(subprocess.Popen([*command, sys.executable, __file__, "--worker", folder], env=env))
+            command += [sys.executable, __file__, "--worker", folder]
+            # Gloo writes there whom it is connected to.
+            children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
         try:
             codes = [child.wait(timeout=1800) for child in children]
         finally:
