@@ -168,6 +168,8 @@ def test_wires_are_compared_in_one_table():
         '`float32`, `opt_state="local"`',
     ]
     for row in (whole, coded, local):
+        # The bytes are those of the page: of as many replicas of the same model.
+        assert f"| {row['`wire=`']} | {row['bytes of a merge']} |" in TEXTS["docs/slow_links.md"]
         assert 2 < float(row["final loss"]) < 6  # 4.5 at first
         assert int(row["rounds"]) >= 1
         # Rounding is a small part of it.
