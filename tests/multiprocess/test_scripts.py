@@ -57,13 +57,13 @@ def test_a_script_that_is_stopped_leaves_nothing(words, last, until):
         return found
 
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as script:
-        assert until(lambda: script.poll() is not None or any(last in one for one in started()))
+        assert until(lambda: script.poll() is not None or any(last in one for one in started()), within_s=60)
         script.terminate()
         output, _ = script.communicate(timeout=60)
     if script.returncode == 77:
         pytest.skip(output.strip())
     assert script.returncode == 143
-    assert until(lambda: not started()), started()
+    assert until(lambda: not started(), within_s=60), started()
     assert not list(pathlib.Path("/run/netns").glob(f"jaxche{script.pid}-*"))
     assert not list(pathlib.Path("/etc/netns").glob(f"jaxche{script.pid}-*"))
 
