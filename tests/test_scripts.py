@@ -146,6 +146,14 @@ def markdown(text):
     return [dict(zip(heads, row, strict=True)) for row in rows]
 
 
+@pytest.mark.parametrize("script", ["docs", "test_clusters"])
+def test_what_a_script_in_bash_has_no_option_for_starts_nothing(script):
+    shown = subprocess.run([SCRIPTS / script, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"scripts/{script}" in shown
+    done = subprocess.run([SCRIPTS / script, "--kep"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", shown)
+
+
 def test_the_table_of_modules_is_that_of_contributing():
     assert run("house.py").strip() in TEXTS["CONTRIBUTING.md"]
 
