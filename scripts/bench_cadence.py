@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -102,6 +103,7 @@ def worker(args: argparse.Namespace) -> int:
 
     if args.worker in ("islands", "arrays"):
         jax.config.update("jax_num_cpu_devices", 2)
+    logging.getLogger("jaxche").setLevel(logging.ERROR)  # runs are compared with each other
     jaxche.initialize()
     measure = {
         "rates": measure_rates,

@@ -67,7 +67,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=0.3, help="held-out loss to reach (default %(default)s)")
     parser.add_argument("--deadline", type=float, default=15.0, help="seconds of each run (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds besides the one for tuning (default %(default)s)")
-    parser.add_argument("--rates", type=float, nargs="+", default=GRID, help="learning rates (default %(default)s)")
+    grid = " ".join(f"{rate:g}" for rate in GRID)
+    parser.add_argument("--rates", type=float, nargs="+", default=GRID, help=f"learning rates (default {grid})")
     parser.add_argument("--batch", type=int, default=16, help="examples in a batch (default %(default)s)")
     parser.add_argument("--every", type=int, default=8, help="period of LocalSGD and DiLoCo (default %(default)s)")
     parser.add_argument("--pin", action="store_true", help="pin each process to a core; all-reduces then cost more")
@@ -78,6 +79,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--check", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := [word for word in args.only or () if not any(word in name for name in SYSTEMS)]:
+        parser.error(f"--only {' '.join(unknown)}: no such system; write some of {', '.join(SYSTEMS)}")
     if args.quick:
         args.fleet, args.only, args.seeds, args.rates = args.fleet or "20,50", ["jaxche", "plain jit"], 1, [2e-3]
         args.deadline, args.target = 2.0, 1.0

@@ -191,12 +191,17 @@ def page(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("examples", nargs="*", help=f"of {', '.join(EXAMPLES)}; all by default")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="ways to write the port")
+    arms = ", ".join(f'"{name}"' if " " in name else name for name in ARMS)
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", choices=ARMS, default=list(ARMS), help=f"of {arms}; all by default"
+    )
     parser.add_argument("--replicas", nargs="+", type=int, choices=FLEETS, default=list(FLEETS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the ports (default: 0 1 2)")
     parser.add_argument("--table", action="store_true", help="print the table of what was measured")
     parser.add_argument("--write", action="store_true", help="and write it into the page")
     args = parser.parse_args()
+    if unknown := [name for name in args.examples if name not in EXAMPLES]:
+        parser.error(f"no example {', '.join(unknown)}; write some of {' '.join(EXAMPLES)}")
     if args.write:
         PAGE.write_text(page(PAGE.read_text(encoding="utf8")), encoding="utf8")
     if args.table or args.write:

@@ -525,7 +525,7 @@ def spread(values: Iterable[float], form: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=tuple(SHARE), default="text", help="late: text from a trained model")
-    parser.add_argument("--cells", nargs="+", default=STANDARD, help="speeds@cost (default: %(default)s)")
+    parser.add_argument("--cells", nargs="+", default=STANDARD, help=f"speeds@cost (default: {' '.join(STANDARD)})")
     parser.add_argument("--fixed-ms", type=float, default=0.0, help="ms of a step that its rows do not change")
     parser.add_argument("--deadline", type=float, help="seconds on the clock (default: by fleet and task)")
     parser.add_argument("--schedule", choices=("cosine", "linear"), default="cosine", help="default: %(default)s")
@@ -544,6 +544,8 @@ def main() -> int:
     until = time.monotonic() + 60 * args.minutes
     cells = [parse_cell(name, args) for name in args.cells]
     arms = [name for name in ARMS if args.arms == ["all"] or any(part in name for part in args.arms)]
+    if not arms:
+        parser.error(f"--arms {' '.join(args.arms)}: no such arm; write all, or parts of {'; '.join(ARMS)}")
     results, grid = Results(args.results), tuple(args.grid or GRIDS[args.task])
     if args.table or args.write:
         text = "\n\n".join(table(results, cell, grid) for cell in cells)

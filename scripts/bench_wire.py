@@ -13,6 +13,7 @@ cost of a merge, so that their rounds are alike and only the rounding differs. P
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import time
@@ -32,6 +33,9 @@ from jaxche.averaging._wire import decode, encode, mean_of_rows
 from jaxche.cli import _tasks
 from jaxche.replicas._coded_merge import agreement
 from jaxche.replicas._merge_program import HOST_COLUMNS
+
+# Runs are compared with each other, and the table is in one piece.
+logging.getLogger("jaxche").setLevel(logging.ERROR)
 
 
 def main() -> None:

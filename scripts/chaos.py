@@ -46,12 +46,12 @@ def main() -> int:
     parser.add_argument("--link", metavar="RATE/ROUND_TRIP", help="of --join-mb (default: the loopback device)")
     args = parser.parse_args()
     kinds = args.kinds.split(",") if args.kinds else None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the run and its folder
     if args.join_mb:
         return join.benchmark(args.join_mb, args.link)
     if args.goodput:
         return goodput.benchmark(args.goodput, args.arms and args.arms.split(","), args.heartbeat_timeout)
     if args.elastic:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the run and its folder
         options = elastic.Options(
             args.seed, args.faults_a_run, args.heartbeat_timeout, args.state_mb, kinds, args.results, args.keep
         )

@@ -4,9 +4,9 @@
 .venv/bin/python scripts/house.py --write    # put it into CONTRIBUTING.md
 """
 
+import argparse
 import ast
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,11 +44,16 @@ def layers():
     return order
 
 
-if __name__ == "__main__":
-    found = table(layers())
-    if "--write" in sys.argv:
-        page = PAGE.read_text(encoding="utf8")
-        before, rest = page.split(BEGIN)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into CONTRIBUTING.md")
+    args, found = parser.parse_args(), table(layers())
+    if args.write:
+        before, rest = PAGE.read_text(encoding="utf8").split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{rest.split(END)[1]}", encoding="utf8")
     else:
         print(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from nbclient import NotebookClient
 _TIMEOUT_S = 120
 
 
-def main(names: list[str]) -> int:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("scripts", nargs="*", type=Path, help="of notebooks/; all by default")
     folder = Path(__file__).parent.parent / "notebooks"
-    for path in [Path(name) for name in names] or sorted(folder.glob("*.py")):
+    for path in parser.parse_args().scripts or sorted(folder.glob("*.py")):
         notebook = jupytext.read(path)
         for number, cell in enumerate(notebook.cells):
             cell["id"] = f"cell-{number}"  # the same in every run, so that a commit shows what changed
@@ -27,8 +29,7 @@ def main(names: list[str]) -> int:
             cell.metadata.pop("execution", None)  # times of day
         nbformat.write(notebook, path.with_suffix(".ipynb"))
         print(f"{path.name}: {time.perf_counter() - began:.0f} s", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

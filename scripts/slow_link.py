@@ -74,7 +74,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[2], help="default 2")
     parser.add_argument("--millions", type=float, nargs="+", default=[2], help="of parameters (default 2)")
     parser.add_argument("--links", nargs="+", default=["none", "1gbit/20ms", "100mbit/100ms"], help="rate/round trip")
-    parser.add_argument("--arms", nargs="+", choices=[BARE, *ARMS], default=[BARE, *ARMS])
+    arms = ", ".join(f'"{name}"' if " " in name else name for name in (BARE, *ARMS))
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", choices=[BARE, *ARMS], default=[BARE, *ARMS], help=f"default: {arms}"
+    )
     parser.add_argument("--round-s", type=float, default=2.0, help="length of the steps of a round (default 2)")
     parser.add_argument("--rounds", type=int, default=3, help="measured, after two more (default 3)")
     parser.add_argument("--adam", action="store_true", help="instead of SGD")
@@ -92,6 +95,7 @@ def main() -> int:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("slow_link: skipped: needs root, and ip and tc of iproute2")
         return CANNOT
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with the processes and their namespaces
     try:
         return growth(args.steps) if args.growth else benchmark(args)
     except subprocess.CalledProcessError as error:
@@ -166,7 +170,9 @@ def run(link: Link, paces: Sequence[float], job: dict[str, Any]) -> list[dict[st
                 "JAXCHE_PACE_MS": str(pace),
             }
             command = ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
-            children.append(subprocess.Popen([*command, sys.executable, __file__, "--worker", folder], env=env))
+            command += [sys.executable, __file__, "--worker", folder]
+            # Gloo writes there whom it is connected to.
+            children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
         try:
             codes = [child.wait(timeout=1800) for child in children]
         finally:

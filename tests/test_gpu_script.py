@@ -358,6 +358,21 @@ def test_without_a_driver_nothing_is_installed(tmp_path):
     assert (ROOT / ".venv").exists() == before
 
 
+def test_the_help_needs_no_packages_and_installs_none(tmp_path):
+    bare = tmp_path / "python3"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHON": str(bare)}
+    done = subprocess.run([ROOT / "scripts" / "gpu", "--help"], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "checkpoint  the stall of training for a save" in done.stdout
+
+
+def test_a_table_of_no_results_says_who_writes_them(tmp_path, capsys):
+    assert script.show([tmp_path / "gpu.json"]) == 2
+    assert f"no results in {tmp_path / 'gpu.json'}; scripts/gpu writes them" in capsys.readouterr().out
+
+
 def test_where_cuda_does_not_start_its_error_is_kept_and_the_checks_run_without_it(monkeypatch):
     asked = []
 

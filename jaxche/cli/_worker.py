@@ -97,6 +97,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         policy = chosen["policy"]
         # "auto" has its own cadence.
         trainer = Trainer(task.loss_fn, task.tx, che=None if policy == "auto" else che, pace_ms=paces, **chosen)
+        trainer.updates_logged = True  # that line has arguments of a trainer, which are no options of this command
         averaged = f", averaging {chosen['average']}" if "average" in chosen else ""
         print_once(f"\npolicy {policy}{averaged}" if world > 1 else "\na plain training loop")
         if args.dry_run:

@@ -264,11 +264,13 @@ def emit(
         raise ValueError(f"--emit {scheduler}: there are slurm, jobset and mpirun. Write: --emit slurm")
     if not command:
         raise ValueError("there is no command. Write: jaxche launch --emit slurm --nodes 2x8 train.py")
-    if (image is None) == (scheduler == "jobset"):
+    if scheduler == "jobset" and image is None:
         raise ValueError(
-            f"--image {image}: --emit jobset needs the container image, the others take none. "
+            "--emit jobset needs a container image. "
             "Write: jaxche launch --emit jobset --image registry/me/train:1 --nodes 2x8 train.py"
         )
+    if scheduler != "jobset" and image is not None:
+        raise ValueError(f"--image {image}: --emit {scheduler} takes no container image. Leave it out")
     if volume is not None and (scheduler != "jobset" or not _VOLUME.fullmatch(volume)):
         raise ValueError(
             f"--volume {volume}: --emit jobset takes the name of a PersistentVolumeClaim and an absolute path, the "

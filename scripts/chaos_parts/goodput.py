@@ -40,6 +40,9 @@ ARMS: dict[str, tuple[list[str], bool]] = {
 
 def benchmark(seconds: float, arms: Sequence[str] | None, heartbeat_timeout_s: float, seed: int = 0) -> int:
     """Print a line an arm; the exit code says whether the elastic one reaches the goal."""
+    if unknown := set(arms or ()) - ARMS.keys():
+        print(f"chaos: --arms has {', '.join(sorted(unknown))}, which is none of {', '.join(ARMS)}")
+        return 2
     print(f"{seconds:g} s each, a SIGKILL every {FAULT_S:g} s; shares of the undisturbed run", flush=True)
     print("arm                 faults  rounds/s batches/s  rounds batches", flush=True)
     base: dict[bool, tuple[float, float]] = {}

@@ -147,9 +147,11 @@ def run(
                 with contextlib.suppress(ProcessLookupError):
                     FAULTS[kind](target)
             code = child.wait(timeout=240)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, SystemExit) as error:
             child.terminate()
             code = child.wait(timeout=60)
+            if isinstance(error, SystemExit):
+                raise
     seconds = time.perf_counter() - began
     told = read(events)
     rounds = [event for event in told if event["event"] == "round"]

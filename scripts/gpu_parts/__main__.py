@@ -269,6 +269,9 @@ def heading(about: dict[str, Any]) -> str:
 
 def show(paths: list[Path]) -> int:
     """Print the table of some results, the parts of later files in the place of those of earlier ones."""
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        print(f"no results in {', '.join(missing)}; scripts/gpu writes them, or the file of its --json")
+        return 2
     every = [json.loads(path.read_text(encoding="utf8")) for path in paths]
     if not all(same_setting(every[0]["about"], one["about"]) for one in every):
         print("these results are of several machines, versions or sizes; give those of one")

@@ -3,6 +3,8 @@
 import argparse
 import io
 import os
+import re
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 
 from jaxche.cli import main
 from jaxche.cli._command import flag, non_default_options, numbers, paint
+from jaxche.cli._main import make_parser
 
 
 class Terminal(io.StringIO):
@@ -66,10 +69,14 @@ def test_ctrl_c_is_an_exit_code(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command", ["train", "report", "launch", "coordinator", "doctor", "simulate", "plan", "completion"]
 )
-def test_help_has_examples_and_exit_codes(command, capsys):
+def test_help_has_examples_that_parse_and_exit_codes(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: jaxche {command} ")
-    assert "examples:\n" in shown
+    lines = shown.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+    examples = [re.split(r" {2,}|;|\)| > ", line.strip())[0] for line in lines if "jaxche " in line]
+    assert examples
+    for example in examples:
+        assert make_parser().parse_args(shlex.split(example.partition("jaxche ")[2])), example
     assert "exit codes:\n  0 " in shown

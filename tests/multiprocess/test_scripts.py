@@ -1,10 +1,13 @@
 """The scripts that show what a run withstands, in short."""
 
+import contextlib
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import uuid
 
 import pytest
 
@@ -28,6 +31,41 @@ def test_the_anchor_grows_until_a_slow_link_costs_little():
     last = float(re.search(r"merging takes ([\d.]+)% of the last rounds", done.stdout)[1])
     assert anchors[0] < anchors[-2]
     assert last <= 1.2 * target < shares[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        (["slow_link.py", "--links", "none"], "--worker"),
+        (["chaos.py", "--join-mb", "1", "--link", "none/0ms"], "bare"),
+        (["chaos.py", "--faults", "1"], "worker.py"),
+    ],
+)
+def test_a_script_that_is_stopped_leaves_nothing(words, last, until):
+    mark = f"OF_THIS_TEST={uuid.uuid4()}"
+    env = os.environ | dict([mark.split("=")])
+    command = [sys.executable, str(ROOT / "scripts" / words[0]), *words[1:]]
+
+    def started():
+        """The words of the processes that the script has started."""
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if mark in (path / "environ").read_text().split("\0") and path.name != str(script.pid):
+                    found.append((path / "cmdline").read_text().replace("\0", " "))
+        return found
+
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as script:
+        assert until(lambda: script.poll() is not None or any(last in one for one in started()), within_s=60)
+        script.terminate()
+        output, _ = script.communicate(timeout=60)
+    if script.returncode == 77:
+        pytest.skip(output.strip())
+    assert script.returncode == 143
+    assert until(lambda: not started(), within_s=60), started()
+    assert not list(pathlib.Path("/run/netns").glob(f"jaxche{script.pid}-*"))
+    assert not list(pathlib.Path("/etc/netns").glob(f"jaxche{script.pid}-*"))
 
 
 @pytest.mark.slow
