@@ -430,7 +430,7 @@ def next_job(results: Results, cells: Sequence[Cell], arms: Sequence[str], args:
 # Tables.
 
 
-def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
+def table(results: Results, cell: Cell) -> str:
     """Markdown of one cell: the loss at the deadline and the time to the target, medians over seeds (min to max)."""
     annealed = {name: results.best(cell, name, "annealed") for name in ARMS if cell.holds(ARMS[name])}
     losses = {name: {row["seed"]: row["loss"] for row in runs} for name, runs in annealed.items()}
@@ -456,10 +456,11 @@ def table(results: Results, cell: Cell, grid: Sequence[float]) -> str:
             if s in losses[BASELINE] and s in losses[CEILING]
         ]
         first = (runs or results.best(cell, name, "constant"))[0]
+        tried = {row["lr"] for row in results.of(cell, name, first["measure"])}
         ratio = statistics.median(times[name]) / best_time if times[name] else math.nan
         columns = [
             name + " (best plain)" * (name == best_plain),
-            f"{first['lr']:g}" + "*" * (first["lr"] in (grid[0], grid[-1])),
+            f"{first['lr']:g}" + "*" * (first["lr"] in (min(tried), max(tried))),
             str(max(len(runs), len(times[name]))),
             f"{first['batches']:,}",
             f"{first['round_ms']:g}" if len(ARMS[name].devices(cell.speeds)) > 1 else "",
@@ -548,7 +549,7 @@ def main() -> int:
         parser.error(f"--arms {' '.join(args.arms)}: no such arm; write all, or parts of {'; '.join(ARMS)}")
     results, grid = Results(args.results), tuple(args.grid or GRIDS[args.task])
     if args.table or args.write:
-        text = "\n\n".join(table(results, cell, grid) for cell in cells)
+        text = "\n\n".join(table(results, cell) for cell in cells)
         if args.write:
             text = f"{summary(results, results.cells)}\n\n{text}"
             before, rest = PAGE.read_text(encoding="utf8").split(BEGIN)

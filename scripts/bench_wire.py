@@ -34,9 +34,6 @@ from jaxche.cli import _tasks
 from jaxche.replicas._coded_merge import agreement
 from jaxche.replicas._merge_program import HOST_COLUMNS
 
-# Runs are compared with each other, and the table is in one piece.
-logging.getLogger("jaxche").setLevel(logging.ERROR)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -48,6 +45,8 @@ def main() -> None:
     parser.add_argument("--wires", nargs="+", default=["float32", "bfloat16", "int8", "int4", "float32/local"])
     parser.add_argument("--speed", type=float, metavar="MILLIONS", help="time merges of as many parameters instead")
     args = parser.parse_args()
+    # Runs are compared with each other, and the table is in one piece.
+    logging.getLogger("jaxche").setLevel(logging.ERROR)
     if args.speed:
         # The arithmetic of a wire does not depend on what else is averaged.
         speed(round(args.speed * 1e6), [wire for wire in args.wires if "/" not in wire])

@@ -47,8 +47,9 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
     updates, exact = expected_updates(trainer, batches, run.size)
     if updates >= batches or trainer.scaling is not None:
         return None
+    number = f"{'' if exact else 'about '}{updates:,} update{'s' if updates > 1 else ''}"
     return (
-        f"{world} replicas: {'' if exact else 'about '}{updates:,} updates of each in {span}, against {batches:,} on "
+        f"{world} replicas: {number} of each in {span}, against {batches:,} on "
         f"one device with as many examples. For as many: {', or '.join(_choices(trainer, run, batches, updates))}. "
         "See docs/batches_and_steps.md"
     )

@@ -33,12 +33,12 @@ def fit(caplog, devices, replicas=3, epochs=2, data=None, tx=None, checkpoints=N
 
 
 def lines(caplog):
-    return [record.getMessage() for record in caplog.records if "updates of each" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if " of each in " in record.getMessage()]
 
 
 def numbers(line):
     """The updates of each replica, and those of one device."""
-    found = re.search(r"([\d,]+) updates of each in (?:this fit|an epoch), against ([\d,]+) on one device", line)
+    found = re.search(r"([\d,]+) updates? of each in (?:this fit|an epoch), against ([\d,]+) on one device", line)
     return tuple(int(n.replace(",", "")) for n in found.groups())
 
 
