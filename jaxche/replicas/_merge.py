@@ -95,8 +95,6 @@ class Merge:
             check_vma=False,
         )
         merged = {name: replica_mesh.shardings(name, trees[name]) for name in made}
-        if "grads" in self._packings:
-            merged["small_params"] = replica_mesh.sharding(P())
         everywhere = NamedSharding(replica_mesh.mesh, P())
         # The merged trees take the buffers of the carry. They cannot take those of gradient accumulators, which are
         # float32 also for parameters of lower precision.
@@ -128,7 +126,7 @@ class Merge:
         made = zip(starts, carries, self._parts(merged), strict=True)
         local_states = tuple(self._next(*one) for one in made)
         if self._replica_mesh.keeps_buffers:
-            names = merged.keys() - {"small_params"} - ({"counts", "opt_state"} if "counts" in merged else set())
+            names = merged.keys() - ({"counts", "opt_state"} if "counts" in merged else {})
             views = Views(self._replica_mesh, {name: merged[name] for name in names})
             for local in local_states:
                 local.views = views
@@ -174,19 +172,12 @@ class Merge:
     def _parts(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
         """The merged trees of each replica of this process; an optimizer state that no step reads is deferred."""
         unstack = self._replica_mesh.unstack
-        if "grads" not in self._sent or not self._replica_mesh.keeps_buffers:
-            return unstack(merged)
         # With averaged gradients only the merge reads the optimizer's state, and it takes the view of all replicas.
-        named = {name: tree for name, tree in merged.items() if name != "opt_state"}
-        packing = self._packings.get("grads")
-        if packing is not None:
-            named["params"] = packing.others(merged["params"])
-        parts = unstack(named)
-        rows = functools.cache(lambda: unstack({"opt_state": merged["opt_state"]}))
+        later = {"opt_state"} & merged.keys() if self._replica_mesh.keeps_buffers and "grads" in self._sent else set()
+        parts = unstack({name: tree for name, tree in merged.items() if name not in later})
+        rows = functools.cache(lambda: unstack({name: merged[name] for name in later}))
         for i, part in enumerate(parts):
-            part["opt_state"] = Deferred(lambda i=i: rows()[i]["opt_state"])
-            if packing is not None:
-                part["params"] = Deferred.of(packing, Packed(part.pop("small_params"), part["params"]))
+            part |= {name: Deferred(lambda name=name, i=i: rows()[i][name]) for name in later}
         return parts
 
     def _next(self, start: LocalState, carry: Carry, merged: dict[str, Any]) -> LocalState:

@@ -384,8 +384,6 @@ class MergeProgram:
             "model_state": add_replica_axis(finish(total["statistics"], examples)),
             "outer_state": start["outer_state"],
         }
-        if packing:  # a replica cuts them faster out of a few vectors than Python lists their shards
-            merged["small_params"] = packing.pack(merged["params"]).vectors
         stayed = self._stayed_finite(start, merged)
         # The optimizer may skip a gradient that is not finite, as optax.apply_if_finite does.
         table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)

@@ -54,12 +54,7 @@ class Packing:
     def pack(self, tree: Any) -> Packed:
         """The packed tree, inside or outside of a program."""
         leaves = self._treedef.flatten_up_to(tree)
-        return Packed(_join([[leaves[i] for i in group] for group in self._groups]), self.others(tree))
-
-    def others(self, tree: Any) -> list[Any]:
-        """The arrays of a tree that are not joined."""
-        leaves = self._treedef.flatten_up_to(tree)
-        return [leaves[i] for i in self._others]
+        return Packed(_join([[leaves[i] for i in group] for group in self._groups]), [leaves[i] for i in self._others])
 
     def unpack(self, packed: Packed, places: Any = None) -> Any:
         """The tree inside a program; its arrays have the leading axes of the vectors.

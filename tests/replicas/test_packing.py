@@ -108,12 +108,9 @@ def test_arrays_that_no_round_reads_are_not_made(devices, arguments):
         programs = trainer._engine._replicas[0]._programs
         compiled.append([one._cache_size() for one in (programs._begin_program, programs._finish_program)])
     assert compiled[1:] == compiled[:-1]
-    fields = [pair for local in before.local_states for pair in zip(LocalState._fields, local, strict=True)]
-    deferred = [(name, "tree" in vars(tree)) for name, tree in fields if isinstance(tree, Deferred)]
-    # Steps of sync read the parameters of their replica.
-    assert deferred == [("params", bool(arguments)), ("opt_state", False)] * 2
-    for local, rows in zip(state.local_states, jax.tree.leaves(state.params)[3], strict=True):
-        assert np.array_equal(jax.tree.leaves(local.params)[3][0], rows)
+    deferred = [tree for local in before.local_states for tree in local if isinstance(tree, Deferred)]
+    assert len(deferred) == (2 if arguments else 4)
+    assert not any("tree" in vars(one) for one in deferred)
     assert state.opt_state[0].mu["w00"].shape == (2, 1, 1)
 
 
