@@ -194,8 +194,10 @@ def store(url: str) -> Finding:
 
 
 def _open(url: str) -> Any:
-    from obstore.store import LocalStore, from_url
+    from obstore.store import LocalStore, MemoryStore, from_url
 
     if "://" not in url:
         return LocalStore(os.path.abspath(os.path.expanduser(url)), mkdir=True)
+    if url.startswith("memory://"):  # DataStore takes it too, for stages of one process
+        return MemoryStore()
     return from_url(url)

@@ -135,6 +135,12 @@ def test_unwritable_cache(tmp_path):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+def test_a_store_in_memory_is_one():
+    found = _doctor_checks.store("memory://run")
+    assert (found.name, found.fix) == ("store", "")
+    assert found.text.startswith("memory://run: 4 KiB written in ")
+
+
 @pytest.mark.parametrize("url", ["nonsense://bucket", "/proc/nowhere/store"])
 def test_invalid_store(url):
     found = _doctor_checks.store(url)
