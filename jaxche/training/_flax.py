@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
+from jaxche.averaging import path_names
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
 from jaxche.training._checks import shapes_of_state
@@ -292,7 +295,17 @@ class NNXLoss:
         model = self._with_keys(params, rng, before)
         named = self._named_keys(self._wanted, rng)
         loss, metrics = loss_and_aux(self._loss_fn(model, batch, **named))
-        _, _, _, rest = nnx.split(model, self._wrt, nnx.Param, ...)
+        _, *written, rest = nnx.split(model, self._wrt, nnx.Param, ...)
+        if _changed((params, self.frozen), written):
+
+            def parameters_after(params: Any, frozen: Any) -> Any:
+                again = _with_frozen(self, (frozen,))._with_keys(params, rng, before)
+                self._loss_fn(again, batch, **self._named_keys(self._wanted, rng))
+                return [nnx.to_pure_dict(part) for part in nnx.split(again, self._wrt, nnx.Param, ...)[1:3]]
+
+            # Transformations such as nnx.remat return the parameters that they get as new arrays.
+            code, after = jax.make_jaxpr(parameters_after, return_shape=True)(params, self.frozen)
+            _warn_of_writes(code.jaxpr, after)
         after = nnx.traversals.flatten_mapping(nnx.to_pure_dict(rest))
         return loss, (metrics, nnx.traversals.unflatten_mapping(after | {path: before[path] for path in self._streams}))
 
@@ -309,6 +322,43 @@ def _with_frozen(loss: NNXLoss, children: tuple[Any]) -> NNXLoss:
 
 # The trainer hands the arrays of this pytree to the compiled steps as inputs.
 jax.tree_util.register_pytree_node(NNXLoss, lambda loss: ((loss.frozen,), loss), _with_frozen)
+
+
+def _changed(before: Any, after: Any) -> bool:
+    """Whether any leaf is another object."""
+    return any(x is not y for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+
+
+def _warn_of_writes(code: Any, after: Any) -> None:
+    """Warn of parameters that the ``code`` of a loss function does not return as it gets them."""
+    paths = [".".join(path_names(path[1:])) for path, _ in jax.tree.leaves_with_path(after)]
+    written = [path for i, (path, source) in enumerate(zip(paths, _sources(code), strict=True)) if i != source]
+    if written:
+        warnings.warn(
+            f"loss_fn writes to parameters, {brief(written)}, and the trainer drops what it writes: the optimizer "
+            "alone changes parameters. Hold a value that loss_fn sets, such as a moving average of parameters, in a "
+            "variable of a type of its own: class Average(nnx.Variable): pass. nnx.SpectralNorm and nnx.WeightNorm "
+            "write weights that they normalise again in the next call; here they stay as before, as in linen",
+            stacklevel=2,
+        )
+
+
+def _sources(code: Any) -> list[int | None]:
+    """For each output of a jaxpr, the number of the input that it is; None if it is another value."""
+    numbers = {variable: i for i, variable in enumerate(code.invars)}
+
+    def number(atom: Any) -> int | None:
+        return None if isinstance(atom, Literal) else numbers.get(atom)
+
+    for equation in code.eqns:
+        inner = next((equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params), None)
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is None or len(inner.invars) != len(equation.invars):
+            continue
+        for variable, source in zip(equation.outvars, _sources(inner), strict=False):
+            if source is not None and (found := number(equation.invars[source])) is not None:
+                numbers[variable] = found
+    return [number(atom) for atom in code.outvars]
 
 
 def _wrt(optimizer: nnx.Optimizer | None, wrt: Any) -> Any:

@@ -279,6 +279,53 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
     assert int(optimizer.step[...]) == int(own.step[...]) == len(batches)
 
 
+class Average(nnx.Variable):
+    pass
+
+
+class Averaged(nnx.Module):
+    """A model whose loss moves a second copy of its parameters, as self-supervised ones do."""
+
+    def __init__(self, kind):
+        self.online, self.target = nnx.Param(jnp.ones((5, 2))), kind(jnp.ones((5, 2)))
+
+    def loss(self, batch):
+        self.target[...] = 0.9 * self.target[...] + 0.1 * jax.lax.stop_gradient(self.online[...])
+        return jnp.mean((batch["x"] @ self.online - batch["y"]) ** 2 + (batch["x"] @ (self.online - self.target)) ** 2)
+
+
+def averaged(kind, problem, devices):
+    model = Averaged(kind)
+    loss = jaxche.NNXLoss(model, Averaged.loss, wrt=nnx.PathContains("online"))
+    trainer = jaxche.Trainer(loss, optax.sgd(0.05), replicas=devices[:1])
+    state, _ = trainer.fit(trainer.init(loss.params, loss.model_state), problem.data, progress=False)
+    return loss.rebuild(trainer.params(state), trainer.model_state(state))
+
+
+def test_a_loss_that_writes_to_a_parameter_gives_a_warning(problem, devices):
+    with pytest.warns(UserWarning, match=r"writes to parameters, \['target'\], and the trainer drops"):
+        model = averaged(nnx.Param, problem, devices)
+    np.testing.assert_array_equal(model.target[...], jnp.ones((5, 2)))
+
+
+def test_a_loss_that_writes_to_a_variable_of_its_own_type_trains_as_a_loop_does(problem, devices, close):
+    alone = Averaged(Average)
+    optimizer = nnx.Optimizer(alone, optax.sgd(0.05), wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer, batch: optimizer.update(model, nnx.grad(Averaged.loss)(model, batch)))
+    for i in range(len(problem.data)):
+        step(alone, optimizer, problem.data[i])
+    model = averaged(Average, problem, devices)
+    close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(alone)))
+    assert not (model.target[...] == 1).any()
+
+
+@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit, lambda f: nnx.jit(nnx.remat(f))])
+def test_a_transformation_that_returns_the_parameters_it_gets_gives_no_warning(wrap, problem):
+    call = wrap(lambda model, x: model(x))
+    loss = jaxche.NNXLoss(nnx_parts()[0], lambda model, batch: jnp.mean(call(model, batch["x"])))
+    jax.make_jaxpr(loss)(loss.params, problem.data[0], jax.random.key(0), loss.model_state)
+
+
 def test_an_nnx_optimizer_counts_the_steps_of_a_run_that_goes_on_with_more_replicas(problem, devices, tmp_path):
     batches = [problem.data[i] for i in range(len(problem.data))]
 
