@@ -301,7 +301,8 @@ class NNXLoss:
             def parameters_after(params: Any, frozen: Any) -> Any:
                 again = _with_frozen(self, (frozen,))._with_keys(params, rng, before)
                 self._loss_fn(again, batch, **self._named_keys(self._wanted, rng))
-                return [nnx.to_pure_dict(part) for part in nnx.split(again, self._wrt, nnx.Param, ...)[1:3]]
+                _, trained, frozen, _ = nnx.split(again, self._wrt, nnx.Param, ...)
+                return nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen)
 
             # Transformations such as nnx.remat return the parameters that they get as new arrays.
             code, after = jax.make_jaxpr(parameters_after, return_shape=True)(params, self.frozen)
