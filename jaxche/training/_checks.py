@@ -383,6 +383,34 @@ def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> N
         )
 
 
+def check_model_state(given: Any, returned: Any) -> None:
+    """Refuse a model state that a loss returns with other entries, shapes or dtypes than those that it gets."""
+
+    def entries(tree: Any) -> dict[str, str]:
+        named = jax.tree.leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in named}
+
+    before, after = entries(given), entries(returned)
+    unlike = [name for name in before | after if before.get(name) != after.get(name)]
+    if unlike:
+        name = unlike[0]
+        sown = (
+            ". Values that a module sows are no model state: with linen leave their collection out of it, and write "
+            'output, sown = apply(x, mutable=["losses"]); with nnx write nnx.pop(model, nnx.Intermediate) in loss_fn'
+        )
+        raise ValueError(
+            f"the loss returned a model_state unlike the one it got: model_state{name} is "
+            f"{after.get(name, 'missing')}, and was {before.get(name, 'missing')}, one of {len(unlike)} such entries; "
+            "return every entry of model_state, updated or not, with its shape and dtype"
+            f"{sown if set(after) - set(before) else ''}"
+        )
+    if jax.tree.structure(given) != jax.tree.structure(returned):
+        raise ValueError(
+            "the loss returned a model_state unlike the one it got: the tree is "
+            f"{brief(jax.tree.structure(returned))} instead of {brief(jax.tree.structure(given))}; return the same tree"
+        )
+
+
 def shapes_of_state(tx: Any, params: Any) -> Any:
     """The shapes of ``tx.init(params)``; refuses masks and labels of another structure than the parameters."""
     try:

@@ -36,7 +36,8 @@ def linen_loss(
       module: the linen module.
       loss_fn: ``loss_fn(apply, batch) -> loss`` or ``(loss, metrics)``, where ``apply(x, ...)`` is ``module.apply``
         with parameters, collections and random streams filled in, and returns the output alone. Collections it
-        updates (batch statistics) become the replica's new ``model_state``. It gets ``params=``, e.g. for an L2
+        updates (batch statistics) become the replica's new ``model_state``. With ``mutable=["losses"]`` it returns
+        ``(output, {"losses": ...})``, as of values that the module sows. It gets ``params=``, e.g. for an L2
         penalty, and ``rng=`` (or ``key=``), a new key for every batch, if it names them.
       rngs: names of the random streams the module draws from in training.
 
@@ -78,15 +79,18 @@ def linen_loss(
         collections = dict(model_state or {})
         streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(rngs)}
 
-        def apply(*args: Any, **kwargs: Any) -> Any:
+        def apply(*args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
             variables = {"params": params, **collections}
+            wanted = [mutable] if isinstance(mutable, str) else list(mutable or ())
             try:
-                output, updated = module.apply(variables, *args, rngs=streams, mutable=list(collections), **kwargs)
+                output, updated = module.apply(
+                    variables, *args, rngs=streams, mutable=[*collections, *wanted], **kwargs
+                )
             except InvalidRngError as error:
                 error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {tuple(rngs)}: add the name to rngs=")
                 raise
-            collections.update(updated)
-            return output
+            collections.update({name: updated[name] for name in collections if name in updated})
+            return (output, {name: updated[name] for name in wanted if name in updated}) if wanted else output
 
         named = {name: params if name == "params" else jax.random.fold_in(rng, len(rngs)) for name in wanted}
         loss, metrics = loss_and_aux(loss_fn(apply, batch, **named))

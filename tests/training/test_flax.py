@@ -244,6 +244,55 @@ def test_a_loss_with_model_state_must_return_it(data, devices):
         trainer.round(trainer.init(jnp.ones(2), model_state={}), data)
 
 
+class Sowing(nn.Module):
+    """Batch statistics, and a term of the loss that it sows."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(4)(x))
+        self.sow("losses", "size", jnp.mean(x**2))
+        return nn.Dense(2)(x)
+
+
+@pytest.mark.parametrize("names", ["losses", ["losses"], ("losses", "batch_stats")])
+def test_values_that_a_linen_module_sows_are_terms_of_the_loss(problem, devices, close, names):
+    net = Sowing()
+    variables = net.init(jax.random.key(0), problem.data[0]["x"])
+    del variables["losses"]
+    start, params = dict(variables), variables.pop("params")
+    data = [problem.data[i] for i in range(3)]
+
+    def loss_fn(apply, batch):
+        y, sown = apply(batch["x"], mutable=names)
+        assert set(sown) == ({"losses"} if "batch_stats" not in names else {"losses", "batch_stats"})
+        return jnp.mean((y - batch["y"]) ** 2) + 0.1 * sum(sown["losses"]["size"])
+
+    trainer = jaxche.Trainer(jaxche.linen_loss(net, loss_fn), optax.sgd(0.1), replicas=devices[:1])
+    state, _ = trainer.fit(trainer.init(params, variables), data, progress=False)
+
+    def alone(params, stats, batch):
+        y, updated = net.apply({"params": params, "batch_stats": stats}, batch["x"], mutable=["losses", "batch_stats"])
+        return jnp.mean((y - batch["y"]) ** 2) + 0.1 * updated["losses"]["size"][0], updated["batch_stats"]
+
+    params, stats = start["params"], start["batch_stats"]
+    for batch in data:
+        grads, stats = jax.grad(alone, has_aux=True)(params, stats, batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    close(trainer.params(state), params)
+    close(trainer.model_state(state), {"batch_stats": stats})
+
+
+def test_sown_values_in_the_model_state_are_refused_with_the_line_to_write(problem, devices):
+    net = Sowing()
+    variables = net.init(jax.random.key(0), problem.data[0]["x"])
+    loss = jaxche.linen_loss(net, lambda apply, batch: jnp.mean(apply(batch["x"])))
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(variables.pop("params"), variables)
+    found = r"model_state\['losses'\]\['size'\]\[1\] is float32\[\], and was missing.*mutable=\[\"losses\"\]"
+    with pytest.raises(ValueError, match=found):
+        trainer.fit(state, problem.data, progress=False)
+
+
 def nnx_parts():
     model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
