@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import MERGE_RULES, WIRES
+from jaxche.averaging import MERGE_RULES, WIRES, path_names
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
@@ -380,6 +381,30 @@ def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> N
         raise ValueError(
             "opt_state='reset' leaves no second moments for scaling=jaxche.AdamScale() to read; write "
             "opt_state='local' or scaling=jaxche.AdaScale()"
+        )
+
+
+def check_form(name: str, own: Any, given: Any) -> None:
+    """Refuse variables of another nnx model: those without an entry of this model's ``own``, or of another shape."""
+    found = {path_names(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(given)}
+    for path, leaf in jax.tree.leaves_with_path(own):
+        names = path_names(path)
+        if (shape := found.get(names)) != jnp.shape(leaf):
+            have = "is missing" if shape is None else f"has the shape {shape}, and the model's is {jnp.shape(leaf)}"
+            raise ValueError(
+                f"{name} are of another model: {'.'.join(names)} {have}; after a change of a model write a new "
+                "loss = jaxche.NNXLoss(model, loss_fn) and state = trainer.init(loss.params, loss.model_state)"
+            )
+
+
+def check_metrics_of_model(loss_fn: Any) -> None:
+    """Warn of nnx metrics in a model that several replicas train."""
+    if names := getattr(loss_fn, "metric_names", ()):
+        warnings.warn(
+            f"the model holds nnx metrics, {brief(names)}, and replicas do not add them up: a merge takes the mean of "
+            'totals, and leaves counts. Return the numbers from loss_fn, return loss, {"accuracy": accuracy}, and the '
+            "history has their means",
+            stacklevel=4,
         )
 
 

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from jaxche.averaging import path_names
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
-from jaxche.training._checks import shapes_of_state
+from jaxche.training._checks import check_form, shapes_of_state
 
 if TYPE_CHECKING:
     from flax import linen as nn
@@ -118,6 +118,7 @@ class NNXLoss:
       model_state: all variables that are not parameters (batch statistics, random streams), in the same form.
       tx: optax transformation of ``optimizer``, for the trainer; None without one.
       opt_state: state of ``optimizer``, for ``trainer.init``; None without one.
+      metric_names: the variables of nnx metrics in the model, which several replicas do not add up.
 
     Raises:
       ValueError: ``model`` is not an nnx module, ``optimizer`` is not one of its parameters, or ``wrt`` selects none.
@@ -184,6 +185,7 @@ class NNXLoss:
             return nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.filter_state(self._rest, kind)))
 
         self._keys, self._streams = sorted(paths(nnx.RngKey), key=str), list(paths(nnx.RngState))
+        self.metric_names = [".".join(map(str, path)) for path in paths(nnx.metrics.MetricState)]
         self._model, self._optimizer = model, optimizer
         self.tx = None if optimizer is None else optimizer.tx
         self.opt_state = None if optimizer is None else self._start_state(optimizer)
@@ -245,9 +247,14 @@ class NNXLoss:
 
         Returns:
           A new nnx model.
+
+        Raises:
+          ValueError: parameters or state of another model.
         """
         from flax import nnx
 
+        check_form("params", self.params, params)
+        check_form("model_state", self.model_state, model_state)
         own = jax.tree.map(lambda x: x, (self._params, self._frozen, self._rest))
         for variables, values in zip(own, (params, self.frozen, model_state), strict=True):
             nnx.replace_by_pure_dict(variables, values)

@@ -368,6 +368,53 @@ def test_a_loss_that_writes_to_a_variable_of_its_own_type_trains_as_a_loop_does(
     assert not (model.target[...] == 1).any()
 
 
+class Measured(nnx.Module):
+    """A model that holds its metrics, as the first tutorials of nnx had it."""
+
+    def __init__(self):
+        self.w, self.metrics = nnx.Param(jnp.zeros((5, 2))), nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    def loss(self, batch):
+        loss = jnp.mean((batch["x"] @ self.w - batch["y"]) ** 2)
+        self.metrics.update(loss=loss)
+        return loss, {"mean": loss}
+
+
+def test_metrics_in_a_model_are_those_of_one_replica_and_give_a_warning_with_several(problem, devices):
+    loss = jaxche.NNXLoss(Measured(), Measured.loss)
+    assert sorted(loss.metric_names) == ["metrics.loss.count", "metrics.loss.total"]
+    trainer = jaxche.Trainer(loss, optax.sgd(0.05), replicas=devices[:1])
+    data = [problem.data[i] for i in range(5)]
+    state, history = trainer.fit(trainer.init(loss.params, loss.model_state), data, progress=False)
+    found = loss.rebuild(trainer.params(state), trainer.model_state(state)).metrics.compute()["loss"]
+    means = [info.metrics["mean"] * info.batches for info in history]
+    np.testing.assert_allclose(found, sum(means) / len(data), rtol=1e-5)
+    several = jaxche.Trainer(loss, optax.sgd(0.05), replicas=devices[:2])
+    with pytest.warns(UserWarning, match=r"the model holds nnx metrics.*Return the numbers from loss_fn"):
+        several.init(loss.params, loss.model_state)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: setattr(model, "extra", nnx.Linear(2, 2, rngs=nnx.Rngs(1))), "extra.bias is missing"),
+        (lambda model: setattr(model, "out", nnx.Linear(8, 5, rngs=nnx.Rngs(1))), r"out.bias has the shape \(1,\)"),
+    ],
+)
+def test_a_state_from_before_a_change_of_the_model_is_refused(change, named, data, devices):
+    model = NNXNet(nnx.Rngs(0))
+    before = jaxche.NNXLoss(model, lambda model, batch: jnp.mean(model(batch["x"])))
+    trainer = jaxche.Trainer(before, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(before.params, before.model_state)
+    change(model)
+    after = jaxche.NNXLoss(model, lambda model, batch: jnp.mean(model(batch["x"])))
+    other = jaxche.Trainer(after, optax.sgd(0.1), replicas=devices[:1])
+    with pytest.raises(ValueError, match=named):
+        other.fit(state, data, progress=False)
+    with pytest.raises(ValueError, match=named):
+        after.rebuild(trainer.params(state), trainer.model_state(state))
+
+
 @pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit, lambda f: nnx.jit(nnx.remat(f))])
 def test_a_transformation_that_returns_the_parameters_it_gets_gives_no_warning(wrap, problem):
     call = wrap(lambda model, x: model(x))
