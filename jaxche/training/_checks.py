@@ -448,6 +448,13 @@ def shapes_of_state(tx: Any, params: Any) -> Any:
             "functions of params, e.g. optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, "
             f"params)), which also fit nnx.Optimizer. optax says: {error}"
         ) from None
+    except AttributeError as error:
+        if not isinstance(error.obj, dict):
+            raise
+        raise ValueError(
+            f"a function of params in tx reads .{error.name} of them, as nnx.map_state does, and here params are plain "
+            "dicts; write jax.tree.map_with_path(lambda path, p: ..., params), which also fits nnx.Optimizer"
+        ) from error
 
 
 def check_unscaled(tx: Any, params: Any) -> None:

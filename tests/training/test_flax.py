@@ -515,6 +515,18 @@ def test_a_mask_of_another_structure_gets_the_line_that_fits_nnx_and_the_trainer
     jaxche.Trainer(loss, loss.tx).init(loss.params, loss.model_state, loss.opt_state)
 
 
+def test_labels_of_an_nnx_state_get_the_line_that_fits_plain_dicts():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    both = {"kernel": optax.sgd(0.1), "bias": optax.adam(0.1)}
+    of_states = optax.partition(both, lambda params: nnx.map_state(lambda path, _: path[0], params))
+    optimizer = nnx.Optimizer(model, of_states, wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"as nnx\.map_state does.*plain dicts; write jax\.tree\.map_with_path"):
+        jaxche.NNXLoss(model, nnx_mse, optimizer)
+    line = optax.partition(both, lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params))
+    loss = jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, line, wrt=nnx.Param))
+    jaxche.Trainer(loss, loss.tx).init(loss.params, loss.model_state, loss.opt_state)
+
+
 def masks_of(loss, index, seed=7):
     """The masks of the batch of this number, and the state after it, as a replica asks for them."""
     rng = jax.random.fold_in(jax.random.key(seed), index)
