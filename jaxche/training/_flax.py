@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ def linen_loss(
         updates (batch statistics) become the replica's new ``model_state``. With ``mutable=["losses"]`` it returns
         ``(output, {"losses": ...})``, as of values that the module sows. It gets ``params=``, e.g. for an L2
         penalty, and ``rng=`` (or ``key=``), a new key for every batch, if it names them.
-      rngs: names of the random streams the module draws from in training.
+      rngs: names of the random streams the module draws from in training. Each call of ``apply`` gets keys of its own;
+        ``apply(..., rngs={"dropout": key})`` gives others.
 
     Returns:
       A function for ``jaxche.Trainer``. Start it with
@@ -73,21 +75,24 @@ def linen_loss(
 
     if not isinstance(module, nn.Module):
         raise ValueError(f"module={brief(module)} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
-    wanted = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES))
+    wanted, names = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES)), tuple(rngs)
 
     def call(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
         collections = dict(model_state or {})
-        streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(rngs)}
+        streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(names)}
+        calls = itertools.count()
 
-        def apply(*args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
-            variables = {"params": params, **collections}
+        def apply(*args: Any, mutable: str | Sequence[str] = (), rngs: Any = None, **kwargs: Any) -> Any:
+            variables, number = {"params": params, **collections}, next(calls)
+            # As the streams of a model of nnx go on, so that e.g. two views of a batch have dropout of their own.
+            keys = {name: jax.random.fold_in(key, number) if number else key for name, key in streams.items()}
             wanted = [mutable] if isinstance(mutable, str) else list(mutable or ())
             try:
                 output, updated = module.apply(
-                    variables, *args, rngs=streams, mutable=[*collections, *wanted], **kwargs
+                    variables, *args, rngs=keys | dict(rngs or {}), mutable=[*collections, *wanted], **kwargs
                 )
             except InvalidRngError as error:
-                error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {tuple(rngs)}: add the name to rngs=")
+                error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {names}: add the name to rngs=")
                 raise
             collections.update({name: updated[name] for name in collections if name in updated})
             return (output, {name: updated[name] for name in wanted if name in updated}) if wanted else output

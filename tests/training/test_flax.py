@@ -293,6 +293,23 @@ def test_sown_values_in_the_model_state_are_refused_with_the_line_to_write(probl
         trainer.fit(state, problem.data, progress=False)
 
 
+def test_each_call_of_a_linen_module_draws_its_own_numbers():
+    """Two views of one batch differ by their dropout alone in SimCSE."""
+    net, x = nn.Dropout(0.5, deterministic=False), jnp.ones((8, 8))
+
+    def loss_fn(apply, batch, rng):
+        views = [apply(batch), apply(batch), apply(batch, rngs={"dropout": rng}), apply(batch, rngs={"dropout": rng})]
+        return jnp.float32(0), {"views": jnp.stack(views)}
+
+    key = jax.random.key(3)
+    _, (metrics, _) = jaxche.linen_loss(net, loss_fn)({}, x, key, None)
+    first, second, third, again = metrics["views"]
+    np.testing.assert_array_equal(first, net.apply({}, x, rngs={"dropout": jax.random.fold_in(key, 0)}))
+    assert (first != second).any()
+    np.testing.assert_array_equal(third, net.apply({}, x, rngs={"dropout": jax.random.fold_in(key, 1)}))
+    np.testing.assert_array_equal(third, again)
+
+
 def nnx_parts():
     model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
