@@ -15,6 +15,7 @@ PROGRAM = Path(__file__).with_name("ends.py")
     [
         ("one exits", 1, ["sys.exit(3) ended process 1 within fit", "return True from a callback"]),
         ("all exit", 3, []),
+        ("one stage ends", 1, ["connection to the process of stage 1 is lost", "must take the same steps"]),
         ("one evaluates", 1, ["process 1 has ended its script", "make the same calls"]),
     ],
 )
