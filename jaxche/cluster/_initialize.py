@@ -168,8 +168,8 @@ def initialize(
     connect(found, local_ids, timeout_s, deadline, elastic)
     group = process_group()
     replacement = False
+    atexit.register(group.leave)
     if isinstance(group, ElasticGroup):
-        atexit.register(group.leave)
         replacement = group.incarnation > 1
     # Registered last, so that it runs first at exit.
     _exit_at_once_after_exception()

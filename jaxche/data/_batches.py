@@ -235,7 +235,12 @@ class Batches:
             raise IndexError(f"batch {index} of {len(self)}")
         i = index % len(self)
         rows = self._order[i * self.batch_size : (i + 1) * self.batch_size]
-        return jax.tree.map(lambda x: x[rows] if _is_key(x) else np.asarray(x)[rows], self.arrays)
+
+        def cut(x: Any) -> Any:
+            # A masked array, whose mask np.asarray would lose, is refused as a batch.
+            return x[rows] if _is_key(x) or isinstance(x, np.ma.MaskedArray) else np.asarray(x)[rows]
+
+        return jax.tree.map(cut, self.arrays)
 
 
 Batches.__init__ = short_traceback(Batches.__init__)

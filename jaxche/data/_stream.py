@@ -231,7 +231,7 @@ def _is_column(x: Any) -> bool:
 
 def _array(path: Any, x: Any) -> Any:
     name = f"batch{jax.tree_util.keystr(path)}"
-    if isinstance(x, jax.Array):
+    if isinstance(x, jax.Array | np.ma.MaskedArray):  # np.asarray would lose the mask; the batch is refused by it
         return x
     x = x.detach().cpu() if hasattr(x, "detach") else x  # a torch tensor
     if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # which NumPy does not have

@@ -317,6 +317,10 @@ class ElasticGroup(Group):
             jax.distributed.shutdown()
         self._liveness.stop()
 
+    def ends_together(self) -> bool:
+        """True: the others continue without a member that ends."""
+        return True
+
     def _end_waits(self) -> None:
         """Until this process leaves, end the waits of collectives for members that died before they connected."""
         while not self._left.wait(_POLL_MS / 1e3):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +22,15 @@ from jaxche.distributed._watchdog import Watchdog
 
 # Other processes may compile a large model meanwhile. JAX itself detects a dead one much earlier.
 _TIMEOUT_MS = 3_600_000
+# How long to wait for a key before checking whether its process has left.
+_POLL_MS = 5_000
+# How long a process that ends within a fit waits for the others to end too.
+_EXIT_MS = 30_000
+# How long to wait for another process without a line in the log.
+_LOG_S = 60.0
+_LEFT = "jaxche/left"
+
+_log = logging.getLogger("jaxche")
 
 
 @contextlib.contextmanager
@@ -181,8 +192,51 @@ class Group:
         return last
 
     def receive(self, key: str, process: int) -> str:
-        """The value of a key that another process sets."""
-        return self.client.blocking_key_value_get(key, _TIMEOUT_MS)
+        """The value of a key that another process sets.
+
+        Raises:
+          RankError: that process has ended its script.
+        """
+        left, start, is_logged = False, time.monotonic(), False
+        while True:
+            with suppress_timeout():
+                return self.client.blocking_key_value_get(key, _POLL_MS)
+            waited = time.monotonic() - start
+            if left:
+                raise RankError(
+                    f"process {process} has ended its script, and process {self.process_index} waits for it: all "
+                    "processes must make the same calls of fit, evaluate and other methods of the trainer; take them "
+                    "out of `if jax.process_index() == 0:`",
+                    process,
+                )
+            if waited > _TIMEOUT_MS / 1e3:
+                raise TimeoutError(f"process {process} did not set {key} within {_TIMEOUT_MS / 1e3:.0f} s")
+            if waited > _LOG_S and not is_logged:
+                _log.warning(
+                    "process %s has waited %.0f s for process %s, which may compile; if this does not end, does one "
+                    "of them call fit or evaluate alone, as in a callback of process 0?",
+                    self.process_index,
+                    waited,
+                    process,
+                )
+                is_logged = True
+            # Read once more after this: a process sets its keys before it leaves.
+            left = f"{_LEFT}/{process}" in dict(self.client.key_value_dir_get(f"{_LEFT}/"))
+
+    def leave(self) -> None:
+        """Leave the run at exit: others do not wait for keys of this process."""
+        if self.client is not None and self.num_processes > 1:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator has ended
+                self.client.key_value_set(f"{_LEFT}/{self.process_index}", "")
+
+    def ends_together(self) -> bool:
+        """Whether all members end within a fit, as this one does; waits for them for a while."""
+        if self.num_processes > 1:
+            try:
+                self.client.wait_at_barrier(f"jaxche/exit/{self.quorum_id}", _EXIT_MS)
+            except jax.errors.JaxRuntimeError:
+                return False
+        return True
 
     def thread_barrier(self, name: str) -> ThreadBarrier:
         """A barrier for threads of the present members; each has another name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -214,6 +215,12 @@ def batch_size(batch: Any) -> int:
         name = jax.tree_util.keystr(path) or "batch"
         shape = jnp.shape(leaf)
         if not shape:
+            if isinstance(path[-1] if path else None, jax.tree_util.SequenceKey) and isinstance(leaf, int | float):
+                of = jax.tree_util.keystr(path[:-1]) or "a batch"
+                raise ValueError(
+                    f"{of} is a list of numbers, which JAX takes as a scalar each; write np.asarray(x) for it, and pad "
+                    "rows of different lengths to one"
+                )
             raise ValueError(f"{name} is a scalar; every array of a batch needs a leading batch axis, e.g. x[None]")
         sizes[name] = shape[0]
     if not sizes:
@@ -234,7 +241,7 @@ def check_numbers(batch: Any) -> None:
     """ValueError for a batch with leaves that are not arrays of numbers."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not _is_numeric(leaf):
-            raise ValueError(_no_numbers(jax.tree_util.keystr(path) or "batch", leaf))
+            raise ValueError(_no_numbers(f"{jax.tree_util.keystr(path)} of a batch" if path else "a batch", leaf))
 
 
 def _refuse_model(params: Any, init: str) -> None:
@@ -278,7 +285,9 @@ def _is_numeric(leaf: Any) -> bool:
     """Whether JAX takes this leaf of a batch as an array."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | bool | int | float | complex):
         return True
-    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names:
+    if not isinstance(leaf, np.ndarray | np.generic) or isinstance(leaf, np.ma.MaskedArray):
+        return False
+    if leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names or not leaf.dtype.isnative:
         return False
     try:
         return bool(jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -289,12 +298,23 @@ def _is_numeric(leaf: Any) -> bool:
 def _no_numbers(name: str, leaf: Any) -> str:
     if isinstance(leaf, str | bytes) or getattr(getattr(leaf, "dtype", None), "kind", "") in _NO_NUMBERS:
         return (
-            f"{name} of a batch is {brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. "
-            "np.int32, or leave it out of the batch"
+            f"{name} is {brief(leaf)}, text or objects and not numbers; give token or class numbers, e.g. np.int32, or "
+            "leave it out of the batch"
         )
+    if isinstance(leaf, np.ma.MaskedArray):
+        return f"{name} is a masked array; write x.filled(0) for it, and give the mask as an array of its own"
+    if isinstance(leaf, np.ndarray) and leaf.dtype.names:
+        fields = ", ".join(map(repr, leaf.dtype.names))
+        return f"{name} is an array with the fields {fields}; write {{name: x[name] for name in x.dtype.names}} for it"
+    if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
+        line = "x.astype(x.dtype.newbyteorder('='))"
+        return f"{name} is {leaf.dtype.str}, in the byte order of other machines; write {line} for it"
+    if dataclasses.is_dataclass(leaf):
+        kind = type(leaf).__name__
+        return f"{name} is a {kind}, a dataclass that JAX does not know; write jax.tree_util.register_dataclass({kind})"
     return (
-        f"{name} of a batch is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; "
-        "write np.asarray(x) for it, for each batch of the data"
+        f"{name} is a {type(leaf).__name__}, {brief(leaf)}, not an array of NumPy or JAX; write np.asarray(x) for it, "
+        "for each batch of the data"
     )
 
 

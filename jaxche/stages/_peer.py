@@ -5,12 +5,14 @@ A message is a JSON header with tag, dtypes and shapes, then the bytes of the ar
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import queue
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +71,8 @@ class PeerWire:
         except BaseException:
             self.close()
             raise
+        # Before JAX waits for the other processes at exit, which may wait for a tree of this one.
+        atexit.register(_close, weakref.ref(self))
 
     def send(self, tag: Tag, tree: Any) -> None:
         if (device := self._devices[tag.target]) is not None:
@@ -162,7 +166,18 @@ class PeerWire:
     def _fail(self, stage: int, error: Exception) -> None:
         if not self._closing:
             what = f"{type(error).__name__}: {error}"
-            self._mailbox.fail(ConnectionError(f"the connection to the process of stage {stage} is lost ({what})"))
+            self._mailbox.fail(
+                ConnectionError(
+                    f"the connection to the process of stage {stage} is lost ({what}); has it ended before this one? "
+                    "All processes must take the same steps"
+                )
+            )
+
+
+def _close(reference: weakref.ref[PeerWire]) -> None:
+    wire = reference()
+    if wire is not None:
+        wire.close()
 
 
 class Outgoing:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
 from jaxche.drawing import brief
-from jaxche.sharding import collections_of
+from jaxche.sharding import collections_of, flax_kind
 
 
 class Stage:
@@ -23,6 +23,11 @@ class Stage:
     def __init__(self, index: int, call: Any, remat: bool = False):
         if not callable(call):
             raise ValueError(f"stages[{index}]={call!r} is not a function; write def f(params, x): ... return x")
+        if kind := flax_kind(call):
+            line = 'lambda params, x: module.apply({"params": params}, x)'
+            if kind == "nnx":
+                line = "graph, params = nnx.split(model), and lambda params, x: nnx.merge(graph, params)(x)"
+            raise ValueError(f"stages[{index}] is a module of {kind}, not a function of its parameters; write {line}")
         self.index, self.call, self.remat = index, call, remat
         self.name = f"stage {index} ({getattr(call, '__name__', type(call).__name__)})"
         try:

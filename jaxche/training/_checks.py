@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import MERGE_RULES, WIRES
+from jaxche.averaging import MERGE_RULES, WIRES, path_names
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
 from jaxche.drawing import brief, per_rank
@@ -383,6 +384,58 @@ def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> N
         )
 
 
+def check_form(name: str, own: Any, given: Any) -> None:
+    """Refuse variables of another nnx model: those without an entry of this model's ``own``, or of another shape."""
+    found = {path_names(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(given)}
+    for path, leaf in jax.tree.leaves_with_path(own):
+        names = path_names(path)
+        if (shape := found.get(names)) != jnp.shape(leaf):
+            have = "is missing" if shape is None else f"has the shape {shape}, and the model's is {jnp.shape(leaf)}"
+            raise ValueError(
+                f"{name} are of another model: {'.'.join(names)} {have}; after a change of a model write a new "
+                "loss = jaxche.NNXLoss(model, loss_fn) and state = trainer.init(loss.params, loss.model_state)"
+            )
+
+
+def check_metrics_of_model(loss_fn: Any) -> None:
+    """Warn of nnx metrics in a model that several replicas train."""
+    if names := getattr(loss_fn, "metric_names", ()):
+        warnings.warn(
+            f"the model holds nnx metrics, {brief(names)}, and replicas do not add them up: a merge takes the mean of "
+            'totals, and leaves counts. Return the numbers from loss_fn, return loss, {"accuracy": accuracy}, and the '
+            "history has their means",
+            stacklevel=4,
+        )
+
+
+def check_model_state(given: Any, returned: Any) -> None:
+    """Refuse a model state that a loss returns with other entries, shapes or dtypes than those that it gets."""
+
+    def entries(tree: Any) -> dict[str, str]:
+        named = jax.tree.leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in named}
+
+    before, after = entries(given), entries(returned)
+    unlike = [name for name in before | after if before.get(name) != after.get(name)]
+    if unlike:
+        name = unlike[0]
+        sown = (
+            ". Values that a module sows are no model state: with linen leave their collection out of it, and write "
+            'output, sown = apply(x, mutable=["losses"]); with nnx write nnx.pop(model, nnx.Intermediate) in loss_fn'
+        )
+        raise ValueError(
+            f"the loss returned a model_state unlike the one it got: model_state{name} is "
+            f"{after.get(name, 'missing')}, and was {before.get(name, 'missing')}, one of {len(unlike)} such entries; "
+            "return every entry of model_state, updated or not, with its shape and dtype"
+            f"{sown if set(after) - set(before) else ''}"
+        )
+    if jax.tree.structure(given) != jax.tree.structure(returned):
+        raise ValueError(
+            "the loss returned a model_state unlike the one it got: the tree is "
+            f"{brief(jax.tree.structure(returned))} instead of {brief(jax.tree.structure(given))}; return the same tree"
+        )
+
+
 def shapes_of_state(tx: Any, params: Any) -> Any:
     """The shapes of ``tx.init(params)``; refuses masks and labels of another structure than the parameters."""
     try:
@@ -395,6 +448,13 @@ def shapes_of_state(tx: Any, params: Any) -> Any:
             "functions of params, e.g. optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, "
             f"params)), which also fit nnx.Optimizer. optax says: {error}"
         ) from None
+    except AttributeError as error:
+        if not isinstance(error.obj, dict):
+            raise
+        raise ValueError(
+            f"a function of params in tx reads .{error.name} of them, as nnx.map_state does, and here params are plain "
+            "dicts; write jax.tree.map_with_path(lambda path, p: ..., params), which also fits nnx.Optimizer"
+        ) from error
 
 
 def check_unscaled(tx: Any, params: Any) -> None:

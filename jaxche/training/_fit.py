@@ -228,6 +228,14 @@ def _train(trainer: Rounds, run: Run) -> None:
         # Also without progress: a loop around fit goes on.
         done = f"after round {run.state.round - 1}" if run.state.round else "from before the first round"
         _log.warning("interrupted: fit returns the state %s, and the script goes on after it", done)
+    except SystemExit as error:
+        # The others would wait for this process in the next merge.
+        if error.code != PREEMPTED_CODE and not group.ends_together():
+            raise RuntimeError(
+                f"sys.exit({error.code!r}) ended process {group.process_index} within fit, and others still train; to "
+                "stop all processes, return True from a callback, and exit after fit"
+            ) from error
+        raise
     except Exception:
         trainer.last_good_state = run.state
         raise

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
+from jaxche.averaging import path_names
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
-from jaxche.training._checks import shapes_of_state
+from jaxche.training._checks import check_form, shapes_of_state
 
 if TYPE_CHECKING:
     from flax import linen as nn
@@ -33,9 +37,11 @@ def linen_loss(
       module: the linen module.
       loss_fn: ``loss_fn(apply, batch) -> loss`` or ``(loss, metrics)``, where ``apply(x, ...)`` is ``module.apply``
         with parameters, collections and random streams filled in, and returns the output alone. Collections it
-        updates (batch statistics) become the replica's new ``model_state``. It gets ``params=``, e.g. for an L2
+        updates (batch statistics) become the replica's new ``model_state``. With ``mutable=["losses"]`` it returns
+        ``(output, {"losses": ...})``, as of values that the module sows. It gets ``params=``, e.g. for an L2
         penalty, and ``rng=`` (or ``key=``), a new key for every batch, if it names them.
-      rngs: names of the random streams the module draws from in training.
+      rngs: names of the random streams the module draws from in training. Each call of ``apply`` gets keys of its own;
+        ``apply(..., rngs={"dropout": key})`` gives others.
 
     Returns:
       A function for ``jaxche.Trainer``. Start it with
@@ -69,21 +75,27 @@ def linen_loss(
 
     if not isinstance(module, nn.Module):
         raise ValueError(f"module={brief(module)} is not a linen module; for nnx write jaxche.NNXLoss(model, loss_fn)")
-    wanted = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES))
+    wanted, names = wanted_names(loss_fn, "apply, batch", ("params", *RNG_NAMES)), tuple(rngs)
 
     def call(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
         collections = dict(model_state or {})
-        streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(rngs)}
+        streams = {name: jax.random.fold_in(rng, i) for i, name in enumerate(names)}
+        calls = itertools.count()
 
-        def apply(*args: Any, **kwargs: Any) -> Any:
-            variables = {"params": params, **collections}
+        def apply(*args: Any, mutable: str | Sequence[str] = (), rngs: Any = None, **kwargs: Any) -> Any:
+            variables, number = {"params": params, **collections}, next(calls)
+            # As the streams of a model of nnx go on, so that e.g. two views of a batch have dropout of their own.
+            keys = {name: jax.random.fold_in(key, number) if number else key for name, key in streams.items()}
+            wanted = [mutable] if isinstance(mutable, str) else list(mutable or ())
             try:
-                output, updated = module.apply(variables, *args, rngs=streams, mutable=list(collections), **kwargs)
+                output, updated = module.apply(
+                    variables, *args, rngs=keys | dict(rngs or {}), mutable=[*collections, *wanted], **kwargs
+                )
             except InvalidRngError as error:
-                error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {tuple(rngs)}: add the name to rngs=")
+                error.add_note(f"jaxche.linen_loss(module, loss_fn, rngs=) has {names}: add the name to rngs=")
                 raise
-            collections.update(updated)
-            return output
+            collections.update({name: updated[name] for name in collections if name in updated})
+            return (output, {name: updated[name] for name in wanted if name in updated}) if wanted else output
 
         named = {name: params if name == "params" else jax.random.fold_in(rng, len(rngs)) for name in wanted}
         loss, metrics = loss_and_aux(loss_fn(apply, batch, **named))
@@ -111,6 +123,7 @@ class NNXLoss:
       model_state: all variables that are not parameters (batch statistics, random streams), in the same form.
       tx: optax transformation of ``optimizer``, for the trainer; None without one.
       opt_state: state of ``optimizer``, for ``trainer.init``; None without one.
+      metric_names: the variables of nnx metrics in the model, which several replicas do not add up.
 
     Raises:
       ValueError: ``model`` is not an nnx module, ``optimizer`` is not one of its parameters, or ``wrt`` selects none.
@@ -177,6 +190,7 @@ class NNXLoss:
             return nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.filter_state(self._rest, kind)))
 
         self._keys, self._streams = sorted(paths(nnx.RngKey), key=str), list(paths(nnx.RngState))
+        self.metric_names = [".".join(map(str, path)) for path in paths(nnx.metrics.MetricState)]
         self._model, self._optimizer = model, optimizer
         self.tx = None if optimizer is None else optimizer.tx
         self.opt_state = None if optimizer is None else self._start_state(optimizer)
@@ -238,9 +252,14 @@ class NNXLoss:
 
         Returns:
           A new nnx model.
+
+        Raises:
+          ValueError: parameters or state of another model.
         """
         from flax import nnx
 
+        check_form("params", self.params, params)
+        check_form("model_state", self.model_state, model_state)
         own = jax.tree.map(lambda x: x, (self._params, self._frozen, self._rest))
         for variables, values in zip(own, (params, self.frozen, model_state), strict=True):
             nnx.replace_by_pure_dict(variables, values)
@@ -292,7 +311,18 @@ class NNXLoss:
         model = self._with_keys(params, rng, before)
         named = self._named_keys(self._wanted, rng)
         loss, metrics = loss_and_aux(self._loss_fn(model, batch, **named))
-        _, _, _, rest = nnx.split(model, self._wrt, nnx.Param, ...)
+        _, *written, rest = nnx.split(model, self._wrt, nnx.Param, ...)
+        if _changed((params, self.frozen), written):
+
+            def parameters_after(params: Any, frozen: Any) -> Any:
+                again = _with_frozen(self, (frozen,))._with_keys(params, rng, before)
+                self._loss_fn(again, batch, **self._named_keys(self._wanted, rng))
+                _, trained, frozen, _ = nnx.split(again, self._wrt, nnx.Param, ...)
+                return nnx.to_pure_dict(trained), nnx.to_pure_dict(frozen)
+
+            # Transformations such as nnx.remat return the parameters that they get as new arrays.
+            code, after = jax.make_jaxpr(parameters_after, return_shape=True)(params, self.frozen)
+            _warn_of_writes(code.jaxpr, after)
         after = nnx.traversals.flatten_mapping(nnx.to_pure_dict(rest))
         return loss, (metrics, nnx.traversals.unflatten_mapping(after | {path: before[path] for path in self._streams}))
 
@@ -309,6 +339,43 @@ def _with_frozen(loss: NNXLoss, children: tuple[Any]) -> NNXLoss:
 
 # The trainer hands the arrays of this pytree to the compiled steps as inputs.
 jax.tree_util.register_pytree_node(NNXLoss, lambda loss: ((loss.frozen,), loss), _with_frozen)
+
+
+def _changed(before: Any, after: Any) -> bool:
+    """Whether any leaf is another object."""
+    return any(x is not y for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+
+
+def _warn_of_writes(code: Any, after: Any) -> None:
+    """Warn of parameters that the ``code`` of a loss function does not return as it gets them."""
+    paths = [".".join(path_names(path[1:])) for path, _ in jax.tree.leaves_with_path(after)]
+    written = [path for i, (path, source) in enumerate(zip(paths, _sources(code), strict=True)) if i != source]
+    if written:
+        warnings.warn(
+            f"loss_fn writes to parameters, {brief(written)}, and the trainer drops what it writes: the optimizer "
+            "alone changes parameters. Hold a value that loss_fn sets, such as a moving average of parameters, in a "
+            "variable of a type of its own: class Average(nnx.Variable): pass. nnx.SpectralNorm and nnx.WeightNorm "
+            "write weights that they normalise again in the next call; here they stay as before, as in linen",
+            stacklevel=2,
+        )
+
+
+def _sources(code: Any) -> list[int | None]:
+    """For each output of a jaxpr, the number of the input that it is; None if it is another value."""
+    numbers = {variable: i for i, variable in enumerate(code.invars)}
+
+    def number(atom: Any) -> int | None:
+        return None if isinstance(atom, Literal) else numbers.get(atom)
+
+    for equation in code.eqns:
+        inner = next((equation.params[name] for name in ("jaxpr", "call_jaxpr") if name in equation.params), None)
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is None or len(inner.invars) != len(equation.invars):
+            continue
+        for variable, source in zip(equation.outvars, _sources(inner), strict=False):
+            if source is not None and (found := number(equation.invars[source])) is not None:
+                numbers[variable] = found
+    return [number(atom) for atom in code.outvars]
 
 
 def _wrt(optimizer: nnx.Optimizer | None, wrt: Any) -> Any:

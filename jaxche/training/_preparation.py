@@ -35,6 +35,7 @@ from jaxche.replicas import (
     zero_residual,
 )
 from jaxche.sharding import batch_size, is_maker
+from jaxche.training._checks import check_model_state
 from jaxche.training._engine import MOST_ROWS, Engine
 from jaxche.training._fingerprint import (
     check_streams,
@@ -149,12 +150,7 @@ class PreparedEngine(Engine):
         if self._group.num_processes > 1:  # to trace tx for it takes a tenth of the first round
             self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
         self.columns = Columns.of(shapes[0], shapes[1][0])
-        before, after = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (one[1], shapes[1][1]))
-        if before != after:
-            raise ValueError(
-                f"the loss returned a model_state unlike the one it got: {after} instead of {before}; "
-                "return every entry of model_state, updated or not, with its shape and dtype"
-            )
+        check_model_state(one[1], shapes[1][1])
         loss_weight = self.columns.weight_of(0)
         if loss_weight and self._settings.scaling is not None:
             raise ValueError(

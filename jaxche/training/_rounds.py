@@ -37,6 +37,7 @@ from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_sca
 from jaxche.sharding import check_params
 from jaxche.training._arguments import Arguments
 from jaxche.training._checks import (
+    check_metrics_of_model,
     check_opt_state,
     check_trajectory,
     check_unscaled,
@@ -102,6 +103,8 @@ class Rounds(Arguments):
         check_update(self._tx, shapes, staged)
         check_trajectory(self._tx, shapes, self.average, self._engine.world_size)
         check_accumulators(self._groups, self._opt_state, self._tx, shapes)
+        if self.world_size > 1:
+            check_metrics_of_model(self._loss_fn)
         if model_state is not None and staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:

@@ -8,9 +8,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from jaxche.distributed import Group, RankError
+from jaxche.distributed import Group, RankError, _group
 
 
 class Store:
@@ -114,3 +115,53 @@ def test_a_report_stays_small_whatever_the_error_says(monkeypatch):
     with pytest.raises(OSError, match="é"):
         Group().raise_everywhere(OSError("é" * 9999), 123456, "round 7")
     assert len(json.dumps(sent[0])) < 20_000
+
+
+class Impatient(Store):
+    """A store whose reads end as those of JAX if a key is not set in time."""
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        try:
+            return super().blocking_key_value_get(key, timeout_ms)
+        except AssertionError:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out") from None
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    monkeypatch.setattr(_group, "_POLL_MS", 20)
+    store = Impatient()
+    return [Group(SimpleNamespace(process_id=i, num_processes=2, client=store)) for i in range(2)]
+
+
+def test_a_process_that_has_left_is_not_waited_for(pair):
+    zero, one = pair
+    one.leave()
+    with pytest.raises(RankError, match=r"process 1 has ended its script.*same calls of fit, evaluate") as caught:
+        zero.barrier()
+    assert caught.value.rank == 1
+
+
+def test_what_a_process_sent_before_it_left_is_read(pair, monkeypatch):
+    zero, one = pair
+
+    def late(*_):  # set between the wait for it and the check
+        one.client.values.setdefault("key", "value")
+        return Store.key_value_dir_get(one.client, "jaxche/left/")
+
+    one.leave()
+    monkeypatch.setattr(one.client, "key_value_dir_get", late)
+    assert zero.receive("key", 1) == "value"
+
+
+def test_a_long_wait_is_logged_once(pair, monkeypatch, caplog):
+    zero, one = pair
+    monkeypatch.setattr(_group, "_LOG_S", 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(zero.all_gather, 0)
+        while len(one.client.reads) < 2:  # until it has checked
+            pass
+        one.all_gather(1)
+        assert found.result() == [0, 1]
+    (record,) = caplog.records
+    assert "has waited 0 s for process 1, which may compile" in record.getMessage()

@@ -1,5 +1,6 @@
 """What cannot work is refused by name, with both numbers and the line to write."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from flax import linen as nn
 
 import jaxche
-from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, check_params, sharded_step
+from jaxche.sharding import FullShard, HybridShard, NoShard, ShardGradOp, batch_size, check_params, sharded_step
 
 
 def loss_fn(params, x):
@@ -217,3 +218,38 @@ def test_arrays_named_like_collections_are_parameters(devices, name):
     params = {"params": {"w": np.ones(2, np.float32)}, "cache": {"w": np.ones(2, np.float32)}}
     params[name] = np.ones(2, np.float32)
     assert step.init(params).params[name].shape == (2,)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    x: np.ndarray
+
+
+@pytest.mark.parametrize(
+    ("x", "named"),
+    [
+        ([1, 2, 3], r"^\['x'\] is a list of numbers.*np\.asarray\(x\)"),
+        ([[1], [2, 3]], r"^\['x'\]\[0\] is a list of numbers.*pad"),
+        (3, r"^\['x'\] is a scalar"),
+        (np.zeros(3, [("a", "f4"), ("b", "i4")]), r"\['x'\] of a batch is an array with the fields 'a', 'b'; write"),
+        (np.zeros(3, ">f4"), r"is >f4, in the byte order of other machines; write x\.astype"),
+        (np.ma.masked_array([1.0, 2.0, 3.0], [0, 1, 0]), r"is a masked array; write x\.filled\(0\)"),
+        (Unregistered(np.zeros(3)), r"a dataclass that JAX does not know; write .*register_dataclass\(Unregistered\)"),
+    ],
+)
+def test_batches_that_are_not_plain_arrays_get_the_line_that_makes_them_so(x, named):
+    with pytest.raises(ValueError, match=named):
+        batch_size({"x": x, "y": np.zeros(3, np.float32)})
+
+
+def test_a_batch_without_keys_is_named():
+    with pytest.raises(ValueError, match=r"^a batch is an array with the fields 'a'"):
+        batch_size(np.zeros(3, [("a", "f4")]))
+
+
+@pytest.mark.parametrize("kind", [lambda x: (x for _ in range(2)), lambda x: jaxche.Batches(x, 4)])
+def test_a_mask_is_not_lost(kind, devices):
+    trainer = jaxche.Trainer(loss_fn, optax.sgd(0.1), replicas=devices[:1])
+    data = kind(np.ma.masked_array(np.ones((4, 8), np.float32), mask=True))
+    with pytest.raises(ValueError, match="a batch is a masked array"):
+        trainer.fit(trainer.init(PARAMS), data, progress=False)

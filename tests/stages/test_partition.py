@@ -241,6 +241,10 @@ ARGUMENTS = {
     r"stages=\[\] is no list of functions": {"stages": []},
     r"stages=<function multiply> is no list of functions; write e.g. stages=\[f0, f1\]": {"stages": multiply},
     r"stages\[1\]=3 is not a function": {"stages": [multiply, 3]},
+    r"stages\[1\] is a module of linen.*write lambda params, x: module\.apply": {"stages": [multiply, linen.Dense(1)]},
+    r"stages\[0\] is a module of nnx.*nnx\.merge\(graph, params\)": {
+        "stages": [nnx.Linear(1, 1, rngs=nnx.Rngs(0)), multiply]
+    },
     "loss='mse' is not a function": {"loss": "mse"},
     r"protocol=<class 'jaxche.*Direct'> is not a protocol; write protocol=jaxche.Direct\(\)": {
         "protocol": jaxche.Direct

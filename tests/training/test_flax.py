@@ -244,6 +244,72 @@ def test_a_loss_with_model_state_must_return_it(data, devices):
         trainer.round(trainer.init(jnp.ones(2), model_state={}), data)
 
 
+class Sowing(nn.Module):
+    """Batch statistics, and a term of the loss that it sows."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(4)(x))
+        self.sow("losses", "size", jnp.mean(x**2))
+        return nn.Dense(2)(x)
+
+
+@pytest.mark.parametrize("names", ["losses", ["losses"], ("losses", "batch_stats")])
+def test_values_that_a_linen_module_sows_are_terms_of_the_loss(problem, devices, close, names):
+    net = Sowing()
+    variables = net.init(jax.random.key(0), problem.data[0]["x"])
+    del variables["losses"]
+    start, params = dict(variables), variables.pop("params")
+    data = [problem.data[i] for i in range(3)]
+
+    def loss_fn(apply, batch):
+        y, sown = apply(batch["x"], mutable=names)
+        assert set(sown) == ({"losses"} if "batch_stats" not in names else {"losses", "batch_stats"})
+        return jnp.mean((y - batch["y"]) ** 2) + 0.1 * sum(sown["losses"]["size"])
+
+    trainer = jaxche.Trainer(jaxche.linen_loss(net, loss_fn), optax.sgd(0.1), replicas=devices[:1])
+    state, _ = trainer.fit(trainer.init(params, variables), data, progress=False)
+
+    def alone(params, stats, batch):
+        y, updated = net.apply({"params": params, "batch_stats": stats}, batch["x"], mutable=["losses", "batch_stats"])
+        return jnp.mean((y - batch["y"]) ** 2) + 0.1 * updated["losses"]["size"][0], updated["batch_stats"]
+
+    params, stats = start["params"], start["batch_stats"]
+    for batch in data:
+        grads, stats = jax.grad(alone, has_aux=True)(params, stats, batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    close(trainer.params(state), params)
+    close(trainer.model_state(state), {"batch_stats": stats})
+
+
+def test_sown_values_in_the_model_state_are_refused_with_the_line_to_write(problem, devices):
+    net = Sowing()
+    variables = net.init(jax.random.key(0), problem.data[0]["x"])
+    loss = jaxche.linen_loss(net, lambda apply, batch: jnp.mean(apply(batch["x"])))
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(variables.pop("params"), variables)
+    found = r"model_state\['losses'\]\['size'\]\[1\] is float32\[\], and was missing.*mutable=\[\"losses\"\]"
+    with pytest.raises(ValueError, match=found):
+        trainer.fit(state, problem.data, progress=False)
+
+
+def test_each_call_of_a_linen_module_draws_its_own_numbers():
+    """Two views of one batch differ by their dropout alone in SimCSE."""
+    net, x = nn.Dropout(0.5, deterministic=False), jnp.ones((8, 8))
+
+    def loss_fn(apply, batch, rng):
+        views = [apply(batch), apply(batch), apply(batch, rngs={"dropout": rng}), apply(batch, rngs={"dropout": rng})]
+        return jnp.float32(0), {"views": jnp.stack(views)}
+
+    key = jax.random.key(3)
+    _, (metrics, _) = jaxche.linen_loss(net, loss_fn)({}, x, key, None)
+    first, second, third, again = metrics["views"]
+    np.testing.assert_array_equal(first, net.apply({}, x, rngs={"dropout": jax.random.fold_in(key, 0)}))
+    assert (first != second).any()
+    np.testing.assert_array_equal(third, net.apply({}, x, rngs={"dropout": jax.random.fold_in(key, 1)}))
+    np.testing.assert_array_equal(third, again)
+
+
 def nnx_parts():
     model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
@@ -277,6 +343,100 @@ def test_an_nnx_optimizer_goes_on_where_it_was(problem, devices, close):
     close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(alone)))
     close(jax.tree.leaves(optimizer.opt_state), jax.tree.leaves(own.opt_state))
     assert int(optimizer.step[...]) == int(own.step[...]) == len(batches)
+
+
+class Average(nnx.Variable):
+    pass
+
+
+class Averaged(nnx.Module):
+    """A model whose loss moves a second copy of its parameters, as self-supervised ones do."""
+
+    def __init__(self, kind):
+        self.online, self.target = nnx.Param(jnp.ones((5, 2))), kind(jnp.ones((5, 2)))
+
+    def loss(self, batch):
+        self.target[...] = 0.9 * self.target[...] + 0.1 * jax.lax.stop_gradient(self.online[...])
+        return jnp.mean((batch["x"] @ self.online - batch["y"]) ** 2 + (batch["x"] @ (self.online - self.target)) ** 2)
+
+
+def averaged(kind, problem, devices):
+    model = Averaged(kind)
+    loss = jaxche.NNXLoss(model, Averaged.loss, wrt=nnx.PathContains("online"))
+    trainer = jaxche.Trainer(loss, optax.sgd(0.05), replicas=devices[:1])
+    state, _ = trainer.fit(trainer.init(loss.params, loss.model_state), problem.data, progress=False)
+    return loss.rebuild(trainer.params(state), trainer.model_state(state))
+
+
+def test_a_loss_that_writes_to_a_parameter_gives_a_warning(problem, devices):
+    with pytest.warns(UserWarning, match=r"writes to parameters, \['target'\], and the trainer drops"):
+        model = averaged(nnx.Param, problem, devices)
+    np.testing.assert_array_equal(model.target[...], jnp.ones((5, 2)))
+
+
+def test_a_loss_that_writes_to_a_variable_of_its_own_type_trains_as_a_loop_does(problem, devices, close):
+    alone = Averaged(Average)
+    optimizer = nnx.Optimizer(alone, optax.sgd(0.05), wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer, batch: optimizer.update(model, nnx.grad(Averaged.loss)(model, batch)))
+    for i in range(len(problem.data)):
+        step(alone, optimizer, problem.data[i])
+    model = averaged(Average, problem, devices)
+    close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(alone)))
+    assert not (model.target[...] == 1).any()
+
+
+class Measured(nnx.Module):
+    """A model that holds its metrics, as the first tutorials of nnx had it."""
+
+    def __init__(self):
+        self.w, self.metrics = nnx.Param(jnp.zeros((5, 2))), nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    def loss(self, batch):
+        loss = jnp.mean((batch["x"] @ self.w - batch["y"]) ** 2)
+        self.metrics.update(loss=loss)
+        return loss, {"mean": loss}
+
+
+def test_metrics_in_a_model_are_those_of_one_replica_and_give_a_warning_with_several(problem, devices):
+    loss = jaxche.NNXLoss(Measured(), Measured.loss)
+    assert sorted(loss.metric_names) == ["metrics.loss.count", "metrics.loss.total"]
+    trainer = jaxche.Trainer(loss, optax.sgd(0.05), replicas=devices[:1])
+    data = [problem.data[i] for i in range(5)]
+    state, history = trainer.fit(trainer.init(loss.params, loss.model_state), data, progress=False)
+    found = loss.rebuild(trainer.params(state), trainer.model_state(state)).metrics.compute()["loss"]
+    means = [info.metrics["mean"] * info.batches for info in history]
+    np.testing.assert_allclose(found, sum(means) / len(data), rtol=1e-5)
+    several = jaxche.Trainer(loss, optax.sgd(0.05), replicas=devices[:2])
+    with pytest.warns(UserWarning, match=r"the model holds nnx metrics.*Return the numbers from loss_fn"):
+        several.init(loss.params, loss.model_state)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda model: setattr(model, "extra", nnx.Linear(2, 2, rngs=nnx.Rngs(1))), "extra.bias is missing"),
+        (lambda model: setattr(model, "out", nnx.Linear(8, 5, rngs=nnx.Rngs(1))), r"out.bias has the shape \(1,\)"),
+    ],
+)
+def test_a_state_from_before_a_change_of_the_model_is_refused(change, named, data, devices):
+    model = NNXNet(nnx.Rngs(0))
+    before = jaxche.NNXLoss(model, lambda model, batch: jnp.mean(model(batch["x"])))
+    trainer = jaxche.Trainer(before, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(before.params, before.model_state)
+    change(model)
+    after = jaxche.NNXLoss(model, lambda model, batch: jnp.mean(model(batch["x"])))
+    other = jaxche.Trainer(after, optax.sgd(0.1), replicas=devices[:1])
+    with pytest.raises(ValueError, match=named):
+        other.fit(state, data, progress=False)
+    with pytest.raises(ValueError, match=named):
+        after.rebuild(trainer.params(state), trainer.model_state(state))
+
+
+@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit, lambda f: nnx.jit(nnx.remat(f))])
+def test_a_transformation_that_returns_the_parameters_it_gets_gives_no_warning(wrap, problem):
+    call = wrap(lambda model, x: model(x))
+    loss = jaxche.NNXLoss(nnx_parts()[0], lambda model, batch: jnp.mean(call(model, batch["x"])))
+    jax.make_jaxpr(loss)(loss.params, problem.data[0], jax.random.key(0), loss.model_state)
 
 
 def test_an_nnx_optimizer_counts_the_steps_of_a_run_that_goes_on_with_more_replicas(problem, devices, tmp_path):
@@ -369,6 +529,18 @@ def test_a_mask_of_another_structure_gets_the_line_that_fits_nnx_and_the_trainer
     with pytest.raises(ValueError, match=line):
         jaxche.Trainer(loss, fixed).init(loss.params)
     loss = jaxche.NNXLoss(model, loss_fn, nnx.Optimizer(model, optax.adamw(1e-2, mask=mask), wrt=nnx.Param))
+    jaxche.Trainer(loss, loss.tx).init(loss.params, loss.model_state, loss.opt_state)
+
+
+def test_labels_of_an_nnx_state_get_the_line_that_fits_plain_dicts():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    both = {"kernel": optax.sgd(0.1), "bias": optax.adam(0.1)}
+    of_states = optax.partition(both, lambda params: nnx.map_state(lambda path, _: path[0], params))
+    optimizer = nnx.Optimizer(model, of_states, wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"as nnx\.map_state does.*plain dicts; write jax\.tree\.map_with_path"):
+        jaxche.NNXLoss(model, nnx_mse, optimizer)
+    line = optax.partition(both, lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params))
+    loss = jaxche.NNXLoss(model, nnx_mse, nnx.Optimizer(model, line, wrt=nnx.Param))
     jaxche.Trainer(loss, loss.tx).init(loss.params, loss.model_state, loss.opt_state)
 
 
