@@ -457,13 +457,18 @@ def shapes_of_state(tx: Any, params: Any) -> Any:
         ) from error
 
 
+def _state_holds(kind: type, tx: Any, params: Any) -> bool:
+    """Whether the optimizer's state has a part of this kind, however deep."""
+
+    def found(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    return any(map(found, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=found)))
+
+
 def check_unscaled(tx: Any, params: Any) -> None:
     """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed."""
-
-    def wrapped(node: Any) -> bool:
-        return isinstance(node, ScaleLearningRateState)
-
-    if any(map(wrapped, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=wrapped))):
+    if _state_holds(ScaleLearningRateState, tx, params):
         raise ValueError(
             "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
             "noise; give the inner optimizer and the rule separately: "
@@ -473,13 +478,7 @@ def check_unscaled(tx: Any, params: Any) -> None:
 
 def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> None:
     """Refuse to average the parameters of ``optax.lbfgs``, whose memory is of the path of one replica."""
-
-    def follows(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByLBFGSState)
-
-    if average != "parameters" or world_size == 1:
-        return
-    if any(map(follows, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=follows))):
+    if average == "parameters" and world_size > 1 and _state_holds(optax.ScaleByLBFGSState, tx, params):
         raise ValueError(
             "tx holds an optax.lbfgs, which learns curvature from the path of the parameters, and a merge moves them "
             "off it; write jaxche.Trainer(..., policy='sync'), in which all replicas take one path, or optax.adam(1e-3)"
