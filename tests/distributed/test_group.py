@@ -130,6 +130,7 @@ class Impatient(Store):
 @pytest.fixture
 def pair(monkeypatch):
     monkeypatch.setattr(_group, "_POLL_MS", 20)
+    monkeypatch.setattr(_group, "_TIMEOUT_MS", 20_000)  # a wait that no test should see the end of
     store = Impatient()
     return [Group(SimpleNamespace(process_id=i, num_processes=2, client=store)) for i in range(2)]
 

@@ -113,6 +113,12 @@ def test_lbfgs_is_refused_where_parameters_are_averaged(devices, policy):
     trainer(policy, devices[:1]).init(PARAMS)
 
 
+def test_a_scaled_optimizer_is_refused_however_deep(devices):
+    tx = optax.chain(optax.clip(1.0), jaxche.scale_learning_rate(optax.sgd(0.1), jaxche.SqrtScale()))
+    with pytest.raises(ValueError, match=r"tx holds a jaxche\.scale_learning_rate\(.*optax\.sgd\(0\.1\), scaling="):
+        jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1]).init(PARAMS)
+
+
 STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0"}
 
 
