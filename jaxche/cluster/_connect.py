@@ -24,7 +24,7 @@ from jaxlib import _jax as _jax_lib  # pyright: ignore[reportAttributeAccessIssu
 from jaxche.cluster._detect import Detected
 from jaxche.cluster._gpus import gpu_ids, wants_gpus
 from jaxche.distributed import (
-    HEARTBEAT_TIMEOUT_S,
+    JAX_HEARTBEAT_TIMEOUT_S,
     LIVENESS,
     coordinator_bind,
     is_alive,
@@ -112,7 +112,7 @@ def connect(
                 cluster_detection_method="deactivate",
                 coordinator_bind_address=found.address if loopback_only else None,
                 initialization_timeout=left_s,
-                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+                heartbeat_timeout_seconds=JAX_HEARTBEAT_TIMEOUT_S,
             )
     finally:
         timer.cancel()

@@ -37,8 +37,16 @@ from jaxche.cluster._heterogeneous import (
     heterogeneity_reason,
     register_devices,
 )
-from jaxche.cluster._xla_flags import ELASTIC_FLAGS, MIXED_FLAGS, PROCESS_FLAGS, with_flags
-from jaxche.distributed import ELASTIC, ElasticGroup, RankError, process_group, register_cpu_client, start_cpu_client
+from jaxche.cluster._xla_flags import MIXED_FLAGS, PROCESS_FLAGS, elastic_flags, with_flags
+from jaxche.distributed import (
+    ELASTIC,
+    ElasticGroup,
+    RankError,
+    heartbeat_timeout_s,
+    process_group,
+    register_cpu_client,
+    start_cpu_client,
+)
 
 _log = logging.getLogger("jaxche")
 _MIN_HANDSHAKE_S = 5.0
@@ -197,9 +205,10 @@ def initialize(
 
 def _configure(elastic: bool) -> None:
     """Sets the options of JAX and XLA for a run of several processes, before they connect."""
+    flags = dict(PROCESS_FLAGS)
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
-    flags = {**PROCESS_FLAGS, **(ELASTIC_FLAGS if elastic else {})}
+        flags |= elastic_flags(heartbeat_timeout_s(os.environ))
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), flags)
     # By default CUDA numbers the fastest GPU 0, while schedulers and the driver number by slot.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import mmap
 import os
 import pathlib
@@ -25,8 +26,9 @@ PROCESS_FLAGS: Mapping[str, str] = {
 }
 
 # An elastic run has a barrier before each collective, so all ranks start it together. In a ring only the neighbours of
-# a dead process see its socket close; the others wait for this timeout. It applies to each MiB, so 2 Mbit/s suffice.
-ELASTIC_FLAGS: Mapping[str, str] = {"xla_cpu_collective_timeout_seconds": "10"}
+# a dead process see its socket close; the others wait for a timeout within these limits. It applies to each MiB that a
+# rank sends, so 10 s need links of 2 Mbit/s, and 3 s of 7 Mbit/s.
+_LEAST_ELASTIC_S, _MOST_ELASTIC_S = 3, 10
 
 # Sharded autotuning waits for a peer that compiles the same program for the same kind of GPU.
 MIXED_FLAGS: Mapping[str, str] = {"xla_gpu_shard_autotuning": "false"}
@@ -36,6 +38,12 @@ UNRUN_FLAGS: Mapping[str, str] = {"xla_backend_optimization_level": "0", "xla_ll
 
 # jaxlib up to this version supports all these flags. In a later one, search the library for each flag.
 _CHECKED_JAXLIB = (0, 12)
+
+
+def elastic_flags(heartbeat_timeout_s: float) -> Mapping[str, str]:
+    """The flags of an elastic run: a collective waits no longer than the heartbeats, if that is no shorter than 3 s."""
+    timeout_s = min(max(math.ceil(heartbeat_timeout_s), _LEAST_ELASTIC_S), _MOST_ELASTIC_S)
+    return {"xla_cpu_collective_timeout_seconds": str(timeout_s)}
 
 
 def with_flags(current: str, flags: Mapping[str, str]) -> str:

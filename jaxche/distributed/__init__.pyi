@@ -1,9 +1,10 @@
 """The names of the package, each of which is imported when it is first used."""
 
 from ._coordinator import (
-    HEARTBEAT_TIMEOUT_S,
+    JAX_HEARTBEAT_TIMEOUT_S,
     Coordinator,
     coordinator_bind,
+    heartbeat_timeout_s,
     liveness_here,
     serve_coordinator,
     start_coordinator,
@@ -39,7 +40,7 @@ __all__ = [
     "HANG_TIMEOUT",
     "HEARTBEAT",
     "HEARTBEAT_TIMEOUT",
-    "HEARTBEAT_TIMEOUT_S",
+    "JAX_HEARTBEAT_TIMEOUT_S",
     "LEAST_TIMEOUT_S",
     "LIVENESS",
     "NUM_PROCESSES",
@@ -59,6 +60,7 @@ __all__ = [
     "connect",
     "coordinator_bind",
     "hang_timeout",
+    "heartbeat_timeout_s",
     "is_alive",
     "is_loopback",
     "liveness_here",

@@ -27,7 +27,7 @@ from jaxche.distributed._listener import is_loopback, own_address
 from jaxche.distributed._liveness_server import INTERVAL_S, LEAST_TIMEOUT_S, TIMEOUT_S, LivenessServer
 
 # Seconds without a heartbeat until jaxlib counts a process as dead; the liveness server detects it earlier.
-HEARTBEAT_TIMEOUT_S = 100
+JAX_HEARTBEAT_TIMEOUT_S = 100
 # Seconds for a replacement of the last process to connect.
 _EMPTY_S = 5.0
 # Seconds for a coordinator of this machine to answer, and its pause after `accept` has failed.
@@ -156,7 +156,7 @@ def serve_coordinator(
         _jax.get_distributed_runtime_service(
             bind,
             num_processes,
-            heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+            heartbeat_timeout=JAX_HEARTBEAT_TIMEOUT_S,
             shutdown_timeout=1,
             recoverable=True,
         )

@@ -288,3 +288,17 @@ def test_the_preemption_service_is_off_unless_its_variable_is_set(monkeypatch, a
     finally:
         jax.config.update(name, before)
     assert seen == [bool(asked)]
+
+
+def test_elastic_runs_wait_in_a_collective_as_long_as_their_heartbeats(monkeypatch):
+    _idle_backend(monkeypatch)
+    monkeypatch.setattr(jax.config, "update", lambda *args: None)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JAXCHE_HEARTBEAT_TIMEOUT", "4")
+    module._configure(elastic=True)
+    assert "--xla_cpu_collective_timeout_seconds=4" in os.environ["XLA_FLAGS"].split()
+    monkeypatch.setenv("JAXCHE_HEARTBEAT_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="JAXCHE_HEARTBEAT_TIMEOUT='soon'"):
+        module._configure(elastic=True)
+    module._configure(elastic=False)  # it has no such heartbeats
