@@ -334,11 +334,14 @@ class Reader:
         """The first batch of a plan, and a whole one."""
         batch = self.peek((plan.epoch, plan.start))
         # A run may continue from the last batch of an epoch, which is smaller than the others.
-        return batch, batch if plan.start == 0 else self.load((plan.epoch, 0))
+        return batch, batch if plan.start == 0 else self._read((plan.epoch, 0))
 
     def some(self, count: int) -> list[Any]:
         """Some batches to measure speeds with."""
-        return [self.load((0, i % len(self.data))) for i in range(count)]
+        return [self._read((0, i % len(self.data))) for i in range(count)]
+
+    def _read(self, key: Key) -> Any:
+        return self._pool.submit(self.load, key).result()
 
     def ended(self, plan: RoundPlan, state: Any, steps: int) -> int:
         """0: the plan ends with the epoch."""

@@ -92,7 +92,8 @@ class Arguments:
         if auto:
             given = {"average": average, "outer": outer, "scaling": scaling, "che": che}
             check_auto(given | {"joined_batches": joined_batches}, staged)
-        average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
+        if average is None:
+            average = "gradients" if self.policy is ApplyPolicy.SYNC else "parameters"
         self.overlap = overlap = checked_overlap(overlap)
         if merge == "auto":
             merge = "steps"  # the best of the measured rules, see docs/policies.md

@@ -139,11 +139,15 @@ def check_joined() -> None:
 def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
     """The pace of each replica in ms, from the argument or from the variable of the launcher."""
     if pace_ms is None and PACE_MS in os.environ:
-        pace_ms = float(os.environ[PACE_MS])
+        try:
+            pace_ms = float(os.environ[PACE_MS])
+        except ValueError:
+            raise ValueError(f"{PACE_MS}={os.environ[PACE_MS]!r} is no number of ms; write {PACE_MS}=20") from None
     paces: list[Any] = [pace_ms] * world_size
     if isinstance(pace_ms, Sequence | np.ndarray) and not isinstance(pace_ms, str):
         paces = list(pace_ms)
-    valid = (p is None or (isinstance(p, Real) and math.isfinite(p) and float(p) > 0) for p in paces)
+    numbers = (p for p in paces if p is not None)
+    valid = (isinstance(p, Real) and not isinstance(p, bool) and math.isfinite(p) and float(p) > 0 for p in numbers)
     if len(paces) != world_size or not all(valid):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
     return paces
@@ -283,11 +287,10 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
     """The largest step of each replica in rows, or None."""
     if max_rows is None:
         return None
-    given = list(max_rows) if isinstance(max_rows, Sequence) else [max_rows] * world_size
-    if len(given) != world_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
-        raise ValueError(
-            f"max_rows={max_rows!r} must be one whole number of at least 1, or {world_size}, one a replica"
-        )
+    given = list(max_rows) if isinstance(max_rows, Sequence | np.ndarray) else [max_rows] * world_size
+    if len(given) != world_size:
+        raise ValueError(f"max_rows={max_rows!r} must be one whole number, or {world_size}, one a replica")
+    given = [whole_number("max_rows", n, 1, "max_rows=64") for n in given]
     if rows != "speed":
         raise ValueError(f"max_rows={max_rows!r} limits rows by speed, and here rows are equal; leave it out")
     return [float(n) for n in given]

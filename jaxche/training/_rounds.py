@@ -217,7 +217,7 @@ class Rounds(Arguments):
 
         Other counts never compile again.
         """
-        return self._engine.compilations
+        return sum(engine.compilations for engine in self._engines)
 
     @property
     def _rules(self) -> PlanRules:

@@ -389,11 +389,13 @@ class StagedEngine(PreparedEngine):
 
         self._set_replicas(programs)
         one = without_replica_axis(local.params)
-        code_of_tx = digest([update_digest(self._settings.tx, params) for params in one])
         placements: Any = self._placements
         model = placements[self.ranks[0]].model
         code = model.trace(one, batch)
-        self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
+        self._code = {"code of stages": digest(code)}
+        for name, tx in (("tx", self._settings.tx), ("outer", self._settings.outer)):
+            if tx is not None:
+                self._code[f"code of {name}"] = digest([update_digest(tx, params) for params in one])
         self._rules = self._settings.rules(self._tx, None)
         self._set_merge(self._make_merge(local))
         return code.consts

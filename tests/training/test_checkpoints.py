@@ -811,6 +811,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(problem
     assert trainer.compilations == 0
     with pytest.raises(ValueError, match="every=0 must be"):
         jaxche.Checkpoints(tmp_path, every=0)
+    with pytest.raises(ValueError, match="keep=True must be a whole number"):
+        jaxche.Checkpoints(tmp_path, keep=True)
+    assert jaxche.Checkpoints(tmp_path, every=np.int64(3)).every == 3
     with pytest.raises(ValueError, match="checkpoints='' is not a folder; write checkpoints='runs"):
         jaxche.Checkpoints("")
     with pytest.raises(ValueError, match="checkpoints=True is not a folder; write checkpoints='runs"):

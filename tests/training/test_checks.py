@@ -10,6 +10,7 @@ from jaxche.training._checks import (
     check_joined,
     check_line_search,
     check_update,
+    checked_max_rows,
     checked_paces,
     one_of,
 )
@@ -29,6 +30,14 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
     monkeypatch.setenv("JAXCHE_PACE_MS", "12.5")
     assert checked_paces(None, 2) == [12.5, 12.5]
     assert checked_paces(3, 2) == [3, 3]  # what is written in the script wins
+    monkeypatch.setenv("JAXCHE_PACE_MS", "fast")
+    with pytest.raises(ValueError, match="JAXCHE_PACE_MS='fast' is no number of ms"):
+        checked_paces(None, 2)
+
+
+def test_whole_numbers_of_numpy_are_whole():
+    assert checked_max_rows(np.int64(4), "speed", 2) == [4, 4]
+    assert checked_max_rows(np.array([4, 8]), "speed", 2) == [4, 8]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +47,7 @@ def test_the_launchers_pace_is_for_every_local_replica(monkeypatch):
         (lambda: checked_paces((1, 0), 2), "positive"),
         (lambda: checked_paces(float("inf"), 2), "positive"),
         (lambda: checked_paces(["20", "50"], 2), "positive"),
+        (lambda: checked_paces(True, 2), "positive"),
         (lambda: checked_length(3), "len"),
     ],
 )
