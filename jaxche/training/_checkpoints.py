@@ -280,15 +280,15 @@ class CheckpointManager(Hook):
             "format": FORMAT,
             "jaxche": installed_version(),
             "rows": state_dict.rows,
-            "leaves": leaf_shapes(trees, FORMAT),
+            "leaves": leaf_shapes(trees),
             "batches": self._batches,
             "data": self._data,
             "seed": self._trainer.seed,
         }
         with self._unless_lost("begun"):
-            meta["checksums"] = checksums(trees, FORMAT, self._group)
+            meta["checksums"] = checksums(trees, self._group)
         meta["checksum"] = checksum_of_metadata(meta)
-        items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees, FORMAT).items()}
+        items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees).items()}
         self._wait_for_last_save()
         self._in_flight, self._saves = state.round, self._saves + 1
         self._barrier = self._group.thread_barrier(f"save-{self._saves}")

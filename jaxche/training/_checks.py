@@ -111,8 +111,6 @@ def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, grou
                 "write jaxche.Trainer(..., groups=...) with those groups"
             )
         recorded = {"wire": "auto" if len(wires) > 1 else info.wire, "overlap": info.overlap} if info.wire else {}
-        if not info.wire and info.overlapped and not overlap:  # a record of an earlier version
-            recorded = {"overlap": 0.5}
         for name, own in (("wire", wire), ("overlap", overlap)):
             value = recorded.get(name, own)
             if value != own and not (name == "wire" and own == "auto" and value in AUTO_WIRES):

@@ -317,7 +317,7 @@ class Trainer(Rounds):
             state = state if info.overlapped else state.merged()
             if state.wire is not None:
                 state = replace(state, wire=replace(state.wire, wire=info.wire))
-            if state.choice is not None and info.policy:  # older records have none
+            if state.choice is not None and info.policy:
                 state = replace(state, choice=replace(state.choice, policy=ApplyPolicy(info.policy)))
             state, info = self._round(state, data, given=GivenRound.of(info))
             again.append(info)
