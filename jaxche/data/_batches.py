@@ -17,7 +17,6 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
 from jaxche.drawing import brief, short_traceback
@@ -491,7 +490,7 @@ def _join(parts: Sequence[tuple[Any, list[tuple[Key, slice]]]]) -> tuple[Any, li
 
 
 def _row_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    return {keystr(path): np.shape(x)[1:] for path, x in tree_flatten_with_path(batch)[0]}
+    return {name: np.shape(x)[1:] for name, x in _leaves(batch).items()}
 
 
 def _unlike(first: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> ValueError:

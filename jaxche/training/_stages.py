@@ -41,8 +41,8 @@ from jaxche.replicas import (
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params, largest_micro_batch
-from jaxche.training._checks import check_state_of_tx
 from jaxche.training._fingerprint import digest, update_digest
+from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._preparation import PreparedEngine
 
 _STAGE_TREES = ("params", "opt_state", "outer_state")
