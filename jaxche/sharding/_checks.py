@@ -78,10 +78,10 @@ def check_update(tx: Any, params: Any, given: str, **extra: Any) -> None:
     except TypeError as error:
         if "argument" not in str(error):
             raise
-        raise ValueError(
-            f"tx makes no update from {given} alone: {error}; write e.g. tx=optax.adam(1e-3), or of a transformation "
-            "that has linesearch=, linesearch=None"
-        ) from error
+        line = "tx=optax.adam(1e-3), or of a transformation that has linesearch=, linesearch=None"
+        if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
+            line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
+        raise ValueError(f"tx makes no update from {given} alone: {error}; write e.g. {line}") from error
 
 
 def check_params(params: Any, init: str) -> Any:
