@@ -84,6 +84,21 @@ def check_update(tx: Any, params: Any, given: str, **extra: Any) -> None:
         raise ValueError(f"tx makes no update from {given} alone: {error}; write e.g. {line}") from error
 
 
+def check_context_mesh(mesh: Any, call: str) -> None:
+    """ValueError for a ``call`` under ``jax.set_mesh`` of another mesh, on whose devices JAX would run its programs."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return
+    try:
+        found = jax.sharding.get_mesh()
+    except ValueError:  # within a trace, which is refused by its own name
+        return
+    if found != mesh:
+        raise ValueError(
+            f"{call} was called under jax.set_mesh(...) of another mesh than step.mesh, {brief(dict(mesh.shape))}, on "
+            f"whose devices it runs; write {call}(...) outside of it, or with jax.set_mesh(step.mesh): ..."
+        )
+
+
 def check_params(params: Any, init: str) -> Any:
     """The parameters, or the shapes of those that a function makes; ValueError unless they are a tree of float arrays.
 
