@@ -155,7 +155,7 @@ class ProgressHook(Hook):
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         assert self._bar is not None, "on_start comes first"
         self._done += info.batches
-        text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
+        text = f"round {info.round} epoch {info.epoch + 1} loss {info.loss:.4f}"
         if self._trainer.world_size > 1:
             text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
         text += "".join(f" validation {name} {value:.4g}" for name, value in info.validation.items())

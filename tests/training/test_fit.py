@@ -211,6 +211,7 @@ def test_progress_speaks_on_a_log_without_a_terminal(trainer, problem, capsys):
     assert "counts" in err
     assert "efficiency" in err
     assert "(24/24 batches, 0 s left)" in err
+    assert " epoch 2 " in err.splitlines()[-1]  # the second, as of jaxche train
     trainer.fit(trainer.init(problem.params), problem.data, progress=False)
     assert capsys.readouterr().err == ""
 
