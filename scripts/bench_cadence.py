@@ -32,6 +32,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fleet import fleet, title
+
 FLEETS = ((20, 50), (20, 20, 40, 80))
 POLICIES = ("sync", "cadence", "async")
 
@@ -40,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="turns over all systems (default 5)")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement (default 5)")
-    parser.add_argument("--fleet", help="paces in ms instead of the two fleets, e.g. 20,50")
+    parser.add_argument("--fleet", type=fleet, help="paces in ms instead of the two fleets, e.g. 20,50")
     parser.add_argument("--target", type=float, help="also measure the time to this test accuracy, e.g. 0.95")
     parser.add_argument("--seeds", type=int, default=3, help="seeds for --target (default 3)")
     parser.add_argument("--epochs", type=int, default=12, help="epochs for --target (default 12)")
@@ -55,23 +57,23 @@ def main() -> int:
         return worker(args)
 
     results: dict[str, Any] = {}
-    fleets = [tuple(map(float, args.fleet.split(",")))] if args.fleet else FLEETS
+    fleets = [args.fleet] if args.fleet else FLEETS
     if args.arrays:
         results["arrays"] = arrays = run("arrays", None, args)
         print_arrays(args.arrays, arrays)
     elif args.islands:
         for paces in fleets[:1]:
-            results[f"islands {_name(paces)}"] = islands = run("islands", paces, args)
+            results[f"islands {title(paces)}"] = islands = run("islands", paces, args)
             print_rates(paces, islands)
     elif not args.skip_rates:
         for paces in fleets:
-            results[f"rates {_name(paces)}"] = rates = run("rates", paces, args)
+            results[f"rates {title(paces)}"] = rates = run("rates", paces, args)
             print_rates(paces, rates)
         results["overhead"] = overhead = run("overhead", None, args)
         print_overhead(overhead)
     if args.target:
         for paces in fleets[:1]:
-            results[f"target {_name(paces)}"] = target = run("target", paces, args)
+            results[f"target {title(paces)}"] = target = run("target", paces, args)
             print_target(paces, target, args.target)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
@@ -456,13 +458,9 @@ def _loss_only(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _name(paces: Any) -> str:
-    return "/".join(f"{p:g}" for p in paces)
-
-
 def print_rates(paces: Any, result: dict[str, Any]) -> None:
     turns = result["turns"]
-    print(f"\nfleet {_name(paces)} ms, {len(turns)} turns; medians (lowest to highest)")
+    print(f"\nfleet {title(paces)} ms, {len(turns)} turns; medians (lowest to highest)")
     peer = next(name for name in turns[0] if name != "free")
     print(f"{'system':<12}{'batches/s':>10}{'efficiency':>12}{'range':>18}{'to ' + peer:>14}   counts, merge")
     for name in turns[0]:
@@ -495,7 +493,7 @@ def print_arrays(number: int, result: dict[str, Any]) -> None:
 
 
 def print_target(paces: Any, result: dict[str, Any], target: float) -> None:
-    print(f"\nfleet {_name(paces)} ms: training time to {target:.0%} test accuracy, {len(result['plain jit'])} seeds")
+    print(f"\nfleet {title(paces)} ms: training time to {target:.0%} test accuracy, {len(result['plain jit'])} seeds")
     print(f"{'system':<12}{'seconds':>24}{'to plain jit':>14}{'final accuracy':>26}{'whole run':>12}")
     for name, runs in result.items():
         seconds = [r["seconds"] for r in runs]

@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from fleet import fleet, title
 from quality_arms import ARMS, BASELINE, CEILING, MAIN, PLAIN, Arm, Counts, Progress, Speeds, equal_fast
 
 import jaxche
@@ -73,7 +74,7 @@ class Cell:
 
     @property
     def speeds(self) -> Speeds:
-        return tuple(map(float, self.fleet.split("/")))
+        return fleet(self.fleet)
 
     def seen_by(self, arm: Arm) -> Cell:
         """The cell as far as an arm depends on it: a single device has no merges and no smaller batches."""
@@ -87,9 +88,14 @@ class Cell:
 
 
 def parse_cell(text: str, args: argparse.Namespace) -> Cell:
-    fleet, _, sync = text.partition("@")
-    deadline = args.deadline or DEADLINES.get(fleet, 24.0) * SHARE[args.task]
-    return Cell(args.task, fleet, float(sync), args.fixed_ms, deadline, args.schedule)
+    times, _, sync = text.partition("@")
+    name = title(fleet(times))
+    try:
+        sync_ms = float(sync)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} has no ms of a merge after @; write {times}@11") from None
+    deadline = args.deadline or DEADLINES.get(name, 24.0) * SHARE[args.task]
+    return Cell(args.task, name, sync_ms, args.fixed_ms, deadline, args.schedule)
 
 
 class Task(NamedTuple):
@@ -543,7 +549,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the tables of the standard cells into the docs")
     args = parser.parse_args()
     until = time.monotonic() + 60 * args.minutes
-    cells = [parse_cell(name, args) for name in args.cells]
+    try:
+        cells = [parse_cell(name, args) for name in args.cells]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--cells: {error}")
     arms = [name for name in ARMS if args.arms == ["all"] or any(part in name for part in args.arms)]
     if not arms:
         parser.error(f"--arms {' '.join(args.arms)}: no such arm; write all, or parts of {'; '.join(ARMS)}")
