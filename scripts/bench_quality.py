@@ -1,4 +1,4 @@
-"""Time to quality on a virtual clock: what each way to use a fleet of unequal devices makes of the same time.
+"""Time to quality on a virtual clock, for several ways to use a fleet of unequal devices.
 
 Every run trains for real in this process, on the clock of a ``jaxche.VirtualFleet``; nothing sleeps. There are two
 measures. ``constant``: the time until the held-out loss reaches that of the fast device alone at the deadline, at a
