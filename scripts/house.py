@@ -23,7 +23,7 @@ def sentence(path):
 
 def table(order):
     """The table, packages in the order of their layers."""
-    lines = ["| module | what lives there |", "|---|---|"]
+    lines = ["| module | contents |", "|---|---|"]
     for package in order:
         folder = ROOT / "jaxche" / package
         lines.append(f"| **`{package}`** | **{sentence(folder / '__init__.py')}** |")

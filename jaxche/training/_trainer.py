@@ -84,7 +84,7 @@ class Trainer(Rounds):
       fleet: a :class:`~jaxche.VirtualFleet` whose clock replaces real time, for experiments with devices of any speeds
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
         history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock. Replicas
-        may share a device, and by default they are dealt out over those at hand; such replicas merge on CPU devices.
+        may share a device, and by default they are distributed over all devices; such replicas merge on CPU devices.
       rows: ``"speed"`` (default under ``sync``): the batches of an update are joined, and each replica takes the rows
         that it can do in the common time, from measured times :math:`t_i(b) = f_i + s_i b`. The update is that of one
         device on the joined batch. Shares change if a round becomes at least 0.5 ms and 4 % (the first time 10 %)
