@@ -1,4 +1,4 @@
-"""Time to quality on a virtual clock: what each way to use a fleet of unequal devices makes of the same time.
+"""Time to quality on a virtual clock, for several ways to use a fleet of unequal devices.
 
 Every run trains for real in this process, on the clock of a ``jaxche.VirtualFleet``; nothing sleeps. There are two
 measures. ``constant``: the time until the held-out loss reaches that of the fast device alone at the deadline, at a
@@ -10,7 +10,7 @@ have the same seeds, their medians decide.
     python scripts/bench_quality.py --seeds 0 1 2 --minutes 10       # ten minutes; repeat it to continue
     python scripts/bench_quality.py --task mnist --cells 20/50@5 --arms all
     python scripts/bench_quality.py --table                          # Markdown, from the results so far
-    python scripts/bench_quality.py --write                          # the same, into docs/policies.md
+    python scripts/bench_quality.py --write                          # the same, into docs/measurements.md
 
 A cell is ``speeds@cost``: ms a batch of each device, and ms of a merge. Each run is one line of the results file; a run
 whose line exists is not repeated. To add an arm, add one line to
@@ -48,7 +48,7 @@ from jaxche.cli import _tasks
 
 RESULTS = Path(__file__).with_name("quality.jsonl")
 # The page with the tables of the standard cells, between these lines.
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "policies.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements.md"
 BEGIN, END = "<!-- quality: scripts/bench_quality.py --write -->", "<!-- end of quality -->"
 STANDARD = ("20/20/40/80@0.2", "20/20/40/80@11", "20/50@0.2", "20/50@5")
 # Seconds to the deadline on the clock: about 3,000 batches of the text task over the fleet.

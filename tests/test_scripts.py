@@ -188,6 +188,14 @@ def test_links_are_tabled_from_the_results_so_far():
     assert {row["goal of 1.1"] for row in markdown(table)} == {"met", "missed"}
 
 
+def test_a_run_over_a_link_that_was_not_made_has_no_verdict(tmp_path):
+    words = ["--table", "--results", tmp_path / "none.jsonl", "--links", "100/100", "--millions", "50"]
+    whole, coded, _ = markdown(run("bench_links.py", *words))
+    heads = ["time, against free merges", "goal of 1.1"]
+    assert [whole[head] for head in heads] == ["no merge fits", "missed"]
+    assert [coded[head] for head in heads] == ["not run", "–"]
+
+
 @pytest.mark.slow
 def test_wires_are_compared_in_one_table():
     words = ["--fleet", "20/50", "--batches", "6", "--seeds", "0", "1", "--wires", "float32", "int4", "float32/local"]
