@@ -151,7 +151,6 @@ class StoreWire:
         self._raised = False  # whether the failure was raised to a caller
         self._stateless = False  # whether steps were finished without a state
         self._deleted = -1  # the last of those steps, whose objects are being deleted
-        self._states: list[str] = []
         self._saves = 0
 
     def send(self, tag: Tag, tree: Any) -> None:
@@ -195,10 +194,10 @@ class StoreWire:
         self._wait_committed()
         if not self._run.find_saved():
             return None
-        self._states = self._objects.names(state_folder(self._stages[0]))
-        if not self._states:
+        states = self._states()
+        if not states:
             return None
-        key = self._states[-1]
+        key = states[-1]
         step, found = step_of(key), self._objects.read(key, limit)
         if found is None:
             raise ConnectionError(f"{key} in {self._objects} was deleted meanwhile: do two processes hold one stage?")
@@ -214,15 +213,14 @@ class StoreWire:
         # Delete what remains if the process died between the save and the deletes.
         self._write_finished(step)
         stale = [key for stage in self._stages for key in self._objects.names(inbox(stage)) if step_of(key) < step]
-        self._objects.delete(stale)
-        self._delete_old_states()
+        self._objects.delete(stale + states[:-_STATES])
         return step, state
 
     def close(self) -> None:
         self._closed.set()
         self._uploads.shutdown()
         self._committer.shutdown()
-        if self._stateless and self._failure is None:
+        if self._stateless and self._failure is None and not self._run.has_saved_state:
             # No state is left of this run: the next of its name may have other micro-batches.
             self._run.root.delete([PLAN])
         with contextlib.suppress(ConnectionError):  # a remaining hello is harmless
@@ -321,11 +319,10 @@ class StoreWire:
             key = state_key(self._stages[0], next_step)
             self._objects.replace(key, tensors.encode(state))
             self._saves += 1
-            self._run.set_saved()
+            self._run.has_saved_state = True
             self._write_finished(next_step)
-            self._states.append(key)
+            self._objects.delete(self._states()[:-_STATES])
         self._objects.delete(received)
-        self._delete_old_states()
 
     def _delete_repeated(self, sent: list[_Sent]) -> None:
         """Delete objects that were written again for readers that had finished their step."""
@@ -342,6 +339,6 @@ class StoreWire:
             return int(bytes(found[0])) if found else 0
         return 0
 
-    def _delete_old_states(self) -> None:
-        self._objects.delete(self._states[:-_STATES])
-        del self._states[:-_STATES]
+    def _states(self) -> list[str]:
+        """Keys of the saved states of this process, also those of earlier wires, the newest last."""
+        return self._objects.names(state_folder(self._stages[0]))

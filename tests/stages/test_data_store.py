@@ -92,6 +92,19 @@ def test_a_run_is_cut_alike_by_all_its_processes(tmp_path, make_model, devices):
     jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path, micro_batch_size=4)).close()
 
 
+def test_a_plan_stays_while_there_are_saved_states(tmp_path, make_model, devices):
+    model, tx = make_model(), optax.sgd(0.1)
+    first = jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path))
+    first.value_and_grad(model.params, model.batch)  # a step without a state before those with one
+    first.step(first.init(model.params, tx), model.batch)
+    first.close()
+    second = jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path))
+    second.value_and_grad(model.params, model.batch)  # without init, which looks for saved states
+    second.close()
+    with pytest.raises(ValueError, match=r'"micro_batch_size": null.* this process has .*"micro_batch_size": 4'):
+        jaxche.Partitioned(model.stages, model.loss, jaxche.DataStore(tmp_path, micro_batch_size=4))
+
+
 def test_numbers_of_64_bits_stay_such_in_all_stages(tmp_path, devices):
     stages = [lambda params, x: x * params, lambda params, x: x + params]
     model = jaxche.Partitioned(stages, lambda y, x: y.mean(), jaxche.DataStore(tmp_path), devices[:2])
@@ -220,7 +233,7 @@ def wire_of(store, stages=(0,), n_stages=2, timeout_s=20.0, save_every=1, identi
     run = StoreRun(Objects(store, "memory://", "run"), stages, n_stages, timeout_s)
     if identity is not None:
         run._set(identity)
-        run.set_saved()
+        run.has_saved_state = True
     return StoreWire(run, save_every)
 
 
@@ -318,6 +331,19 @@ def test_only_states_and_marks_are_left_of_a_run(save_every):
         assert left == sorted(wanted)
     assert len({losses[0, step] for step in range(STEPS)}) == STEPS
     assert losses[0, 1] == losses[1, 1] == losses[2, 1]
+
+
+@pytest.mark.parametrize("steps", [[[0, 1, 2], [3], [4, 5]], [[0, 1, 1, 2]], [[0, 1], [1, 2]]])
+def test_the_newest_two_states_stay_over_several_wires_and_repeated_steps(steps):
+    store = obstore.store.MemoryStore()
+    for own in steps:  # a closed wire, or an error in a step, is followed by a new wire of the same process
+        wire = wire_of(store)
+        for step in own:
+            wire.finish(step, {"w": np.full(2, step, np.float32)})
+        wire.close()
+    last = steps[-1][-1] + 1
+    wanted = [f"stage-000-state/step-{step:010d}" for step in (last - 1, last)]
+    assert wire_of(store)._objects.names("stage-000-state") == wanted
 
 
 @pytest.mark.slow
