@@ -249,7 +249,7 @@ class StoreWire:
 
     def _upload(self, key: str, tree: Any) -> None:
         try:
-            self._run.agree(self._sleep)
+            self._run.agree(self._sleep_open)
         except WireClosedError:
             return  # the wire was closed before its reader started
         self._objects.create(key, tensors.encode(tree))
@@ -275,7 +275,12 @@ class StoreWire:
         self._sleep(seconds)
 
     def _sleep(self, seconds: float) -> None:
-        self._check()
+        self._raise()
+        self._sleep_open(seconds)
+
+    def _sleep_open(self, seconds: float) -> None:
+        """Sleep while the wire is open, in a background thread, which must not take the error from the caller."""
+        self._check_open()
         self._closed.wait(seconds)
 
     # -- background threads
@@ -307,6 +312,9 @@ class StoreWire:
 
     def _check(self) -> None:
         self._raise()
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed.is_set():
             raise WireClosedError("the wire was closed while a stage used it")
 

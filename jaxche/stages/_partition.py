@@ -348,9 +348,9 @@ class Partitioned:
 
     def close(self) -> None:
         """Close the connections to other stages; the next call opens new ones."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        wire, self._wire = self._wire, None  # also where its close raises the error of a thread
+        if wire is not None:
+            wire.close()
 
     def _open_wire(self) -> Wire:
         """The wire, opened if it is not open."""

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from concurrent import futures
 from contextlib import suppress
 
 import jax
@@ -434,6 +435,16 @@ def test_two_writers_are_an_error_of_the_second():
     third.send(tag, np.ones(2, np.float32))
     with pytest.raises(ValueError, match="two writers use one run"):
         third.close()
+
+
+@pytest.mark.parametrize("sends", [1, 2])
+def test_an_upload_that_failed_is_an_error_of_close(sends):
+    wire = wire_of(obstore.store.MemoryStore(), timeout_s=0.05, identity=None)
+    for micro in range(sends):  # the second upload waits for the partner when the first fails
+        wire.send(Tag(0, micro, "forward", 0), np.zeros(2, np.float32))
+    futures.wait([entry.done for entry in wire._sent[0]])
+    with pytest.raises(TimeoutError, match="the process of stage 1"):
+        wire.close()
 
 
 def test_a_state_that_does_not_fit_is_refused_by_its_leaf():

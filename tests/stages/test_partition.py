@@ -422,6 +422,21 @@ def _breaking_once(size):
     return Once()
 
 
+def test_a_wire_whose_close_raised_is_not_used_again(make_model, monkeypatch):
+    model = make_model()
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    closed = partitioned._wire
+
+    def close():
+        LocalWire.close(closed)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(closed, "close", close)
+    with pytest.raises(OSError, match="the disk is full"):
+        partitioned.close()
+    partitioned.value_and_grad(model.params, model.batch)
+
+
 def test_threads_take_turns(make_model, same):
     """Each would take the activations of the other, or wait for what the other took."""
     model = make_model("trees", 2)
