@@ -73,7 +73,8 @@ class ShardedStep:
     """
 
     def __init__(self, loss_fn: Any, tx: Any, strategy: Any, mesh: Any, accumulate: int, compute_dtype: Any, seed: int):
-        check_arguments(tx, strategy, accumulate, compute_dtype)
+        check_arguments(tx, strategy, compute_dtype)
+        accumulate = whole_number("accumulate", accumulate, 1, "accumulate=1")
         seed = whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
         self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh
         Layout(self.strategy, self.mesh, ())  # raises for a mesh of other axes now, not at the first step

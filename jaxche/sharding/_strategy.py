@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxche.cadence import whole_number
 from jaxche.drawing import COLOURS, brief, text_on
 from jaxche.sharding._layout import REPLICA, SHARD, Layout
 
@@ -53,8 +53,7 @@ class ShardingStrategy:
     shards_state: ClassVar[bool] = True
 
     def __post_init__(self):
-        if not _is_number(self.min_size, numbers.Real, 0):
-            raise ValueError(f"min_size={self.min_size!r} is a number of elements, 0 or more; write min_size=0")
+        object.__setattr__(self, "min_size", whole_number("min_size", self.min_size, 0, "min_size=0"))
         if not isinstance(self.scanned, tuple) or not all(isinstance(name, str) for name in self.scanned):
             raise ValueError(f'scanned={self.scanned!r} is not a tuple of names; write scanned=("layers",)')
 
@@ -198,11 +197,9 @@ class _Hybrid(ShardingStrategy):
 
     def __post_init__(self):
         super().__post_init__()
-        if not _is_number(self.intra_node_size, numbers.Integral, 1):
-            raise ValueError(
-                f"intra_node_size={self.intra_node_size!r} is the number of devices in a node, 1 or more; "
-                f"write {type(self).__name__}(intra_node_size={jax.local_device_count()})"
-            )
+        write = f"{type(self).__name__}(intra_node_size={jax.local_device_count()})"
+        size = whole_number("intra_node_size", self.intra_node_size, 1, write)
+        object.__setattr__(self, "intra_node_size", size)
 
     @property
     def _example_devices(self) -> int:
@@ -257,10 +254,6 @@ class HybridShardGradOp(_Hybrid):
     """
 
     shards_params: ClassVar[bool] = False
-
-
-def _is_number(value: Any, kind: type, least: int) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
 
 
 def _svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxche.cadence import whole_number
 from jaxche.sharding import Device
 from jaxche.stages import _tensors as tensors
 from jaxche.stages._buffers import are_small_and_ready, on_device
 from jaxche.stages._objects import Objects, open_objects
-from jaxche.stages._schedule import check_micro_batching
+from jaxche.stages._schedule import checked_micro_batch_size
 from jaxche.stages._store_run import (
     PLAN,
     StoreRun,
@@ -96,14 +97,12 @@ class DataStore:
         if not isinstance(url, str | os.PathLike) or not os.fspath(url):
             raise ValueError(f'url={url!r} must be a folder or a bucket; write e.g. DataStore("/shared/run")')
         object.__setattr__(self, "url", os.fspath(url))
-        check_micro_batching(self.micro_batch_size, self.schedule)
+        size = checked_micro_batch_size(self.micro_batch_size, self.schedule)
+        object.__setattr__(self, "micro_batch_size", size)
         if not isinstance(self.run, str) or not _RUN.fullmatch(self.run):
             raise ValueError(f"run={self.run!r} must be letters, digits, '.', '_' and '-'; write e.g. run='run-2'")
         check_timeout(self.timeout_s)
-        if not isinstance(self.save_every, int) or isinstance(self.save_every, bool) or self.save_every < 1:
-            raise ValueError(
-                f"save_every={self.save_every!r} must be a number of steps, at least 1; write save_every=1"
-            )
+        object.__setattr__(self, "save_every", whole_number("save_every", self.save_every, 1, "save_every=1"))
         if not isinstance(self.options, Mapping):
             raise ValueError(
                 f"options is a {type(self.options).__name__}; write e.g. options={{'region': 'us-east-1'}}"

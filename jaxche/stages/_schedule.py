@@ -218,12 +218,10 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
     return Simulation(makespan, bubble, tuple(peak), tuple(map(tuple, starts)), schedule, *times)
 
 
-def check_micro_batching(micro_batch_size: Any, schedule: Any) -> None:
-    """Refuse a micro-batch size below 1 and an unknown schedule."""
-    size = micro_batch_size
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(
-            f"micro_batch_size={size!r} must be a whole number of examples, at least 1; write e.g. micro_batch_size=8"
-        )
+def checked_micro_batch_size(size: Any, schedule: Any) -> int | None:
+    """The size as a Python int, or None; refuses one below 1 and an unknown schedule."""
+    if size is not None:
+        size = whole_number("micro_batch_size", size, 1, "micro_batch_size=8")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} is unknown; write one of {', '.join(map(repr, SCHEDULES))}")
+    return size

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxche.sharding import FullShard, HybridShard, HybridShardGradOp, NoShard, ShardGradOp
@@ -21,6 +22,10 @@ def test_strategies_are_frozen_values(strategy):
     assert len({strategy, type(strategy)(), type(strategy)(min_size=8)}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         strategy.min_size = 3
+
+
+def test_sizes_may_be_whole_numbers_of_numpy():
+    assert repr(HybridShard(np.int64(2), min_size=np.int64(8))) == repr(HybridShard(2, min_size=8))
 
 
 def test_what_they_are_called():
@@ -71,13 +76,14 @@ def test_shardings_of_parameters(strategy, share, devices):
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda d: HybridShard(0), r"intra_node_size=0.*write HybridShard\(intra_node_size=8\)"),
+        (lambda d: HybridShard(0), r"intra_node_size=0.*write e.g. HybridShard\(intra_node_size=8\)"),
         (lambda d: HybridShard(3).mesh(d), r"=3 does not divide the 8 devices; write HybridShard\(intra_node_size=2\)"),
         (lambda d: HybridShardGradOp(16).mesh(d), r"=16 does not divide the 8.*HybridShardGradOp\(intra_node_size=8\)"),
-        (lambda d: HybridShard("2"), r"intra_node_size='2'.*write HybridShard\(intra_node_size=8\)"),
+        (lambda d: HybridShard("2"), r"intra_node_size='2'.*write e.g. HybridShard\(intra_node_size=8\)"),
         (lambda d: HybridShard(2.0), r"intra_node_size=2\.0"),
-        (lambda d: FullShard(min_size=-1), "min_size=-1.*write min_size=0"),
-        (lambda d: FullShard(min_size="1MB"), "min_size='1MB'.*write min_size=0"),
+        (lambda d: FullShard(min_size=-1), "min_size=-1.*write e.g. min_size=0"),
+        (lambda d: FullShard(min_size=1.5), "min_size=1.5 must be a whole number"),
+        (lambda d: FullShard(min_size="1MB"), "min_size='1MB'.*write e.g. min_size=0"),
         (lambda d: FullShard().shardings({"w": "a"}, FullShard().mesh(d)), r"params=.* must be a tree of arrays"),
         (lambda d: FullShard().shardings(jnp.zeros(8), d), r"mesh=\[.* is not a mesh; write mesh = strategy.mesh"),
         (lambda d: FullShard(scanned="layers"), r'scanned=\'layers\'.*write scanned=\("layers",\)'),

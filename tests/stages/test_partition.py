@@ -281,7 +281,7 @@ def test_fewer_devices_than_stages(devices):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jaxche.Pipeline(0), "micro_batch_size=0 must be a whole number"),
+        (lambda: jaxche.Pipeline(0), "micro_batch_size=0 must be at least 1; write e.g. micro_batch_size=8"),
         (lambda: jaxche.Pipeline(2.0), "micro_batch_size=2.0 must be a whole number"),
         (lambda: jaxche.Pipeline(2, "zigzag"), "schedule='zigzag' is unknown; write one of '1f1b', 'gpipe'"),
         (lambda: jaxche.Pipeline(2, timeout_s=0), "timeout_s=0 must be positive"),
@@ -292,6 +292,10 @@ def test_fewer_devices_than_stages(devices):
 def test_refused_protocols(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_micro_batch_size_may_be_a_whole_number_of_numpy():
+    assert repr(jaxche.Pipeline(np.int64(8))) == repr(jaxche.Pipeline(8))
 
 
 def test_refused_calls(make_model):
