@@ -230,6 +230,7 @@ class Partitioned:
         pairs = zip(self._local, states, strict=True)
         return self._state(self._next_step, {stage: jax.device_put(s, self.devices[stage]) for stage, s in pairs})
 
+    @short_traceback
     def step(self, state: PartitionedState, batch: Any) -> tuple[PartitionedState, Any]:
         """Take one optimizer step on one batch. The given state is not modified.
 
@@ -267,6 +268,7 @@ class Partitioned:
             self._open_wire().finish(step, tuple(states.values()))
         return self._state(step + 1, states), loss
 
+    @short_traceback
     def compile(self, params: Sequence[Any], batch: Any) -> None:
         """Compile the programs for batches of these shapes, if they are not compiled yet.
 
@@ -297,6 +299,7 @@ class Partitioned:
         cut = "1 micro-batch" if size is None else f"{count} micro-batches of {size}, {self.protocol.schedule}"
         return f"{len(self._stages)} stages, {cut}"
 
+    @short_traceback
     def trace(self, params: Sequence[Any], batch: Any) -> ClosedJaxpr:
         """The jaxpr of all stages and the loss as one function, e.g. to compare the code of processes.
 
@@ -323,6 +326,7 @@ class Partitioned:
     def __repr__(self) -> str:
         return f"Partitioned({len(self._stages)} stages, {self.protocol!r})"
 
+    @short_traceback
     def apply(self, params: Sequence[Any], batch: Any) -> Any:
         """The output of the last stage, for evaluation. All stages must be in this process; the batch stays whole.
 

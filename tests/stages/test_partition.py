@@ -2,6 +2,7 @@
 
 import operator
 import threading
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -351,6 +352,15 @@ def test_a_state_that_was_restored_as_arrays(restore, make_model, same):
     found, _ = partitioned.step(restore(state), model.batch)
     assert found.step == wanted.step == 2
     same(found.params, wanted.params)
+
+
+@pytest.mark.parametrize("name", ["init", "value_and_grad", "step", "compile", "explain", "trace", "apply"])
+def test_errors_of_all_calls_end_in_the_line_of_the_call(name, make_model):
+    model = make_model()
+    call = getattr(jaxche.Partitioned(model.stages, model.loss, jaxche.Direct()), name)
+    with pytest.raises(ValueError, match=r"stage|tx=|init") as error:
+        call([3], {})
+    assert traceback.extract_tb(error.value.__traceback__)[-1].filename == __file__
 
 
 @pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(1)], ids=["direct", "pipeline"])
