@@ -58,8 +58,8 @@ class DataStore:
     The processes of the stages share nothing else. Each runs the same script with ``local_stages=[i]``. Every object is
     written atomically, verified when it is read, and deleted by its reader after the reader's own state after that step
     is saved. A process that dies at any moment can be restarted with the same command. It resumes at its step, and the
-    run ends with the same parameters as without the failure. Until some stage has saved a state, the other processes
-    must be running for that.
+    run ends with the same parameters as without the failure. Until one stage has saved a state, a process can restart
+    only while all others run.
 
     Args:
       url: a folder (``"/shared/run"``, ``"file:///shared/run"``), a bucket (``"s3://bucket/path"``,
@@ -164,10 +164,7 @@ class StoreWire:
             self._write(step, reader, loss_key(step, reader, self._stages[-1]), np.float64(loss))
 
     def read_loss(self, step: int) -> float:
-        last = self._run.n_stages - 1
-        if last in self._stages:
-            raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
-        what = f"the loss of step {step}"
+        last, what = self._run.n_stages - 1, f"the loss of step {step}"
         copies = [self._read(step, loss_key(step, stage, last), _LOSS, what, last) for stage in self._stages]
         return float(copies[0])
 
