@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxche.cadence import whole_number
 from jaxche.drawing import brief, short_traceback
-from jaxche.sharding import Device, check_numbers, check_update, local_devices
+from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
 from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
 from jaxche.stages._runner import Pace, Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
@@ -211,8 +211,7 @@ class Partitioned:
           ValueError: ``tx`` is not an optax transformation, or its update needs further arguments, such as ``value=``;
             or the parameters do not fit the stages.
         """
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
+        check_transform("tx", tx)
         placed = self._place(params)
         for tree in placed.values():
             check_update(tx, tree, "gradients and parameters")
