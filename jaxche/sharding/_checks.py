@@ -24,22 +24,15 @@ _NO_NUMBERS = tuple("USOTMm")
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
 
-def check_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
+def check_arguments(tx: Any, strategy: Any, compute_dtype: Any) -> None:
     """ValueError for an invalid argument of :func:`sharded_step`."""
     check_transform("tx", tx)
     check_strategy(strategy)
-    check_count("accumulate", accumulate, "micro-batches")
     if compute_dtype is not None and not _is_float_dtype(compute_dtype):
         raise ValueError(
             f"compute_dtype={compute_dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it "
             "out to compute in the parameters' own"
         )
-
-
-def check_count(name: str, count: Any, of: str) -> None:
-    """ValueError for a value that is not a positive whole number."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name}={count!r} is a number of {of}, 1 or more; write {name}=1")
 
 
 def check_strategy(strategy: Any) -> None:

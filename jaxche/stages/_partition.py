@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxche.cadence import whole_number
 from jaxche.drawing import brief, short_traceback
 from jaxche.scaling import with_extra_args
-from jaxche.sharding import Device, check_numbers, check_update, local_devices
+from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
 from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
 from jaxche.stages._runner import Pace, Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
@@ -213,8 +213,7 @@ class Partitioned:
           ValueError: ``tx`` is not an optax transformation, or its update needs further arguments, such as
             ``value_fn=``; or the parameters do not fit the stages.
         """
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
+        check_transform("tx", tx)
         placed = self._place(params)
         value = jax.ShapeDtypeStruct((), jnp.float32)
         for tree in placed.values():
@@ -233,6 +232,7 @@ class Partitioned:
         pairs = zip(self._local, states, strict=True)
         return self._state(self._next_step, {stage: jax.device_put(s, self.devices[stage]) for stage, s in pairs})
 
+    @short_traceback
     def step(self, state: PartitionedState, batch: Any) -> tuple[PartitionedState, Any]:
         """Take one optimizer step on one batch. The given state is not modified.
 
@@ -273,6 +273,7 @@ class Partitioned:
             self._open_wire().finish(step, tuple(states.values()))
         return self._state(step + 1, states), loss
 
+    @short_traceback
     def compile(self, params: Sequence[Any], batch: Any) -> None:
         """Compile the programs for batches of these shapes, if they are not compiled yet.
 
@@ -303,6 +304,7 @@ class Partitioned:
         cut = "1 micro-batch" if size is None else f"{count} micro-batches of {size}, {self.protocol.schedule}"
         return f"{len(self._stages)} stages, {cut}"
 
+    @short_traceback
     def trace(self, params: Sequence[Any], batch: Any) -> ClosedJaxpr:
         """The jaxpr of all stages and the loss as one function, e.g. to compare the code of processes.
 
@@ -329,6 +331,7 @@ class Partitioned:
     def __repr__(self) -> str:
         return f"Partitioned({len(self._stages)} stages, {self.protocol!r})"
 
+    @short_traceback
     def apply(self, params: Sequence[Any], batch: Any) -> Any:
         """The output of the last stage, for evaluation. All stages must be in this process; the batch stays whole.
 
@@ -354,9 +357,9 @@ class Partitioned:
 
     def close(self) -> None:
         """Close the connections to other stages; the next call opens new ones."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        wire, self._wire = self._wire, None  # also where its close raises the error of a thread
+        if wire is not None:
+            wire.close()
 
     def _open_wire(self) -> Wire:
         """The wire, opened if it is not open."""

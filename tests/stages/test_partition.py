@@ -2,6 +2,7 @@
 
 import operator
 import threading
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -305,7 +306,7 @@ def test_fewer_devices_than_stages(devices):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jaxche.Pipeline(0), "micro_batch_size=0 must be a whole number"),
+        (lambda: jaxche.Pipeline(0), "micro_batch_size=0 must be at least 1; write e.g. micro_batch_size=8"),
         (lambda: jaxche.Pipeline(2.0), "micro_batch_size=2.0 must be a whole number"),
         (lambda: jaxche.Pipeline(2, "zigzag"), "schedule='zigzag' is unknown; write one of '1f1b', 'gpipe'"),
         (lambda: jaxche.Pipeline(2, timeout_s=0), "timeout_s=0 must be positive"),
@@ -316,6 +317,10 @@ def test_fewer_devices_than_stages(devices):
 def test_refused_protocols(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_micro_batch_size_may_be_a_whole_number_of_numpy():
+    assert repr(jaxche.Pipeline(np.int64(8))) == repr(jaxche.Pipeline(8))
 
 
 def test_refused_calls(make_model):
@@ -374,6 +379,15 @@ def test_a_state_that_was_restored_as_arrays(restore, make_model, same):
     found, _ = partitioned.step(restore(state), model.batch)
     assert found.step == wanted.step == 2
     same(found.params, wanted.params)
+
+
+@pytest.mark.parametrize("name", ["init", "value_and_grad", "step", "compile", "explain", "trace", "apply"])
+def test_errors_of_all_calls_end_in_the_line_of_the_call(name, make_model):
+    model = make_model()
+    call = getattr(jaxche.Partitioned(model.stages, model.loss, jaxche.Direct()), name)
+    with pytest.raises(ValueError, match=r"stage|tx=|init") as error:
+        call([3], {})
+    assert traceback.extract_tb(error.value.__traceback__)[-1].filename == __file__
 
 
 @pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(1)], ids=["direct", "pipeline"])
@@ -447,6 +461,21 @@ def _breaking_once(size):
             return Broken(devices, faults)
 
     return Once()
+
+
+def test_a_wire_whose_close_raised_is_not_used_again(make_model, monkeypatch):
+    model = make_model()
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    closed = partitioned._wire
+
+    def close():
+        LocalWire.close(closed)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(closed, "close", close)
+    with pytest.raises(OSError, match="the disk is full"):
+        partitioned.close()
+    partitioned.value_and_grad(model.params, model.batch)
 
 
 def test_threads_take_turns(make_model, same):
