@@ -59,7 +59,7 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
         return [("", wanted)]
     gpus = visible_gpus(environ) if has_cuda() else []
     for name in _SELECTION:
-        if local_ids is None and environ.get(name, "all") != "all":
+        if local_ids is None and environ.get(name, "") not in ("", "all"):
             local_ids = [int(number) for number in environ[name].split(",")]
     if local_ids is not None:
         gpus = [gpus[i] for i in local_ids if i < len(gpus)]
