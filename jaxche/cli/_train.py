@@ -350,9 +350,9 @@ def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
 
 
 def _gpus() -> tuple[int, str | None]:
-    from jaxche.cluster import count_gpus, has_cuda, wants_gpus
+    from jaxche.cluster import count_gpus, default_platform, has_cuda
 
-    if not wants_gpus(os.environ):
+    if default_platform(os.environ) != "cuda":
         return 0, None
     gpus = count_gpus()
     if gpus and not has_cuda():

@@ -285,6 +285,8 @@ def test_gpus_require_jax_with_cuda(monkeypatch, capsys):
     assert "pip install 'jaxche[cuda13]'" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "jax_cuda12_plugin" or None)
     assert _processes(parse()) == (4, None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu,cuda")
+    assert _processes(parse()) == (2, None)
 
 
 def test_python_m_jaxche():

@@ -70,8 +70,9 @@ def test_unused_gpus(monkeypatch):
     assert found.fix.startswith("pip install 'jaxche[cuda13]'")  # the driver is not known here
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: True)
     assert _doctor_devices.device_finding().fix.startswith("JAX_PLATFORMS=cuda jaxche doctor")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not _doctor_devices.device_finding().fix
+    for platforms in ("cpu", "cpu,cuda"):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        assert not _doctor_devices.device_finding().fix
 
 
 def test_plugin_version(monkeypatch):

@@ -78,6 +78,7 @@ def test_options_reach_the_launch(monkeypatch):
     seen = {}
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     restarts = [
         "--max-restarts",
         "3",
@@ -149,8 +150,17 @@ def test_errors_name_flags(words, write, capsys):
     assert write in capsys.readouterr().err
 
 
+def test_the_number_of_processes_that_train_on_the_cpu_is_not_that_of_the_gpus(monkeypatch, capsys):
+    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    args = _parse(__file__)
+    assert args.command_object.run(args) == 2
+    assert "JAX_PLATFORMS excludes them. Write: jaxche launch -n 2 train.py" in capsys.readouterr().err
+
+
 def test_default_processes_with_on_cpu(monkeypatch):
     seen = {}
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
     args = _parse("--on-cpu", "1", __file__)
