@@ -234,7 +234,9 @@ def _gpus() -> int:
 
     gpus = count_gpus() if default_platform(os.environ) == "cuda" else 0
     if not gpus:
-        raise ValueError("there are no GPUs here to count, or JAX_PLATFORMS excludes them. Write: jaxche launch -n 2 train.py")
+        raise ValueError(
+            "there are no GPUs here to count, or JAX_PLATFORMS excludes them. Write: jaxche launch -n 2 train.py"
+        )
     return gpus
 
 

@@ -142,6 +142,13 @@ def test_a_store_in_memory_is_one():
     assert found.text.startswith("memory://run: 4 KiB written in ")
 
 
+def test_a_store_is_opened_as_by_stages(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/new/folder"
+    assert not _doctor_checks.store(url).fix
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert _doctor_checks.store(url).fix == "pip install 'jaxche[store]'"
+
+
 @pytest.mark.parametrize("url", ["nonsense://bucket", "/proc/nowhere/store"])
 def test_invalid_store(url):
     found = _doctor_checks.store(url)
