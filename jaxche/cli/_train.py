@@ -15,7 +15,6 @@ from jaxche.cli._command import (
     directory_path,
     flag,
     integer,
-    join,
     launcher,
     non_default_options,
     number,
@@ -273,7 +272,6 @@ def _run(args: argparse.Namespace) -> int:
     if launcher() != "none":
         _check_name(args)
         _watch_for_hangs(args)
-        join()
         from jaxche.cli._worker import work
 
         return work(args, name)
