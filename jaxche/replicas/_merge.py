@@ -83,7 +83,7 @@ class Merge:
         self._kept = are_accumulators(local.opt_state) if opt_state == "reset" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
-            program.parameters if average == "parameters" else program.gradients,
+            program,
             mesh=replica_mesh.mesh,
             in_specs=(P(AXIS), P(AXIS), P(AXIS), P(AXIS)),
             out_specs=(P(AXIS), P(), P()),
