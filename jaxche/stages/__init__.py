@@ -3,9 +3,9 @@
 from jaxche.stages._balance import balance_stages, measure_costs, order_partitions
 from jaxche.stages._data_store import DataStore
 from jaxche.stages._direct import Direct, Pipeline
+from jaxche.stages._pace import Pace
 from jaxche.stages._partition import Partitioned, PartitionedState
 from jaxche.stages._program import largest_micro_batch as largest_micro_batch
-from jaxche.stages._runner import Pace
 from jaxche.stages._schedule import (
     SCHEDULES,
     Simulation,
