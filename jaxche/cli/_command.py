@@ -227,7 +227,8 @@ def join(timeout_s: float = 300.0) -> ClusterInfo:
 def exit_at_once(code: int) -> NoReturn:
     """Exits without the exit handlers of Python, which may wait for other processes or for devices."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it is closed
+            stream.flush()
     os._exit(code)
 
 

@@ -8,9 +8,10 @@ import platform
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _PREFIXES = ("JAX_", "JAXCHE_", "XLA_", "NCCL_", "CUDA_", "LIBTPU_", "TPU_")
+_CHECK_URL = "check the URL and credentials"
 _STORE_SIZES = (4 * 1024, 8 * 1024 * 1024)
 
 
@@ -147,18 +148,23 @@ def cache() -> Finding:
 
 
 def store(url: str) -> Finding:
-    """Puts, gets, conditionally puts and deletes an object in a store that obstore supports."""
-    try:
-        import obstore
-        from obstore.exceptions import AlreadyExistsError, BaseError
-    except ImportError:
-        return Finding("store", "obstore is not installed", "pip install 'jaxche[store]'")
+    """Puts, gets, conditionally puts and deletes an object in a store, opened as ``DataStore`` opens it."""
     import numpy as np
 
-    key = f"jaxche-doctor-{socket.gethostname()}-{os.getpid()}"
-    tried, times, place = "opening", [], None
+    from jaxche.stages import open_store
+
     try:
-        place = _open(url)
+        place = open_store(url, {})
+    except ImportError:
+        return Finding("store", "obstore or xxhash is not installed", "pip install 'jaxche[store]'")
+    except (OSError, ValueError) as error:
+        return Finding("store", f"{url}: opening failed: {error}", _CHECK_URL)
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError
+
+    key = f"jaxche-doctor-{socket.gethostname()}-{os.getpid()}"
+    tried, times = "", []
+    try:
         for size in _STORE_SIZES:
             data = np.random.default_rng(0).bytes(size)
             tried, began = f"writing {key}", time.perf_counter()
@@ -176,7 +182,7 @@ def store(url: str) -> Finding:
         obstore.delete(place, key)
         place = None
     except (BaseError, OSError, ValueError, NotImplementedError) as error:  # the last: no conditional writes
-        return Finding("store", f"{url}: {tried} failed: {str(error).splitlines()[0]}", "check the URL and credentials")
+        return Finding("store", f"{url}: {tried} failed: {str(error).splitlines()[0]}", _CHECK_URL)
     finally:
         if place is not None:
             with contextlib.suppress(BaseError, OSError):  # the object may not exist, and the finding has the cause
@@ -191,13 +197,3 @@ def store(url: str) -> Finding:
             "store", f"{text}; it ignores conditional writes", "choose one with conditional writes (S3, GCS)"
         )
     return Finding("store", text)
-
-
-def _open(url: str) -> Any:
-    from obstore.store import LocalStore, MemoryStore, from_url
-
-    if "://" not in url:
-        return LocalStore(os.path.abspath(os.path.expanduser(url)), mkdir=True)
-    if url.startswith("memory://"):  # DataStore takes it too, for stages of one process
-        return MemoryStore()
-    return from_url(url)

@@ -230,11 +230,13 @@ def _check(args: argparse.Namespace, processes: int) -> None:
 
 
 def _gpus() -> int:
-    from jaxche.cluster import count_gpus
+    from jaxche.cluster import count_gpus, default_platform
 
-    gpus = count_gpus()
+    gpus = count_gpus() if default_platform(os.environ) == "cuda" else 0
     if not gpus:
-        raise ValueError("there are no GPUs here to count. Write: jaxche launch -n 2 train.py")
+        raise ValueError(
+            "there are no GPUs here to count, or JAX_PLATFORMS excludes them. Write: jaxche launch -n 2 train.py"
+        )
     return gpus
 
 

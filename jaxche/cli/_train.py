@@ -15,7 +15,6 @@ from jaxche.cli._command import (
     directory_path,
     flag,
     integer,
-    join,
     launcher,
     non_default_options,
     number,
@@ -114,7 +113,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     group = parser.add_argument_group("merging, which makes the replicas equal again")
-    add = group.add_argument
+    add = group.add_mutually_exclusive_group().add_argument
     add(
         "--policy",
         choices=POLICIES,
@@ -128,6 +127,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P,P,...",
         help="train with each of these policies from the same start, and compare, e.g. sync,cadence",
     )
+    add = group.add_argument
     add(
         "--average",
         choices=("parameters", "gradients"),
@@ -267,10 +267,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.protocol is not None:
         return run_stages(args, _gpus()[1])
     require(args.task)
+    if args.ratios and args.pace not in (None, "auto"):
+        raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
     if launcher() != "none":
         _check_name(args)
         _watch_for_hangs(args)
-        join()
         from jaxche.cli._worker import work
 
         return work(args, name)
@@ -347,9 +348,9 @@ def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
 
 
 def _gpus() -> tuple[int, str | None]:
-    from jaxche.cluster import count_gpus, has_cuda, wants_gpus
+    from jaxche.cluster import count_gpus, default_platform, has_cuda
 
-    if not wants_gpus(os.environ):
+    if default_platform(os.environ) != "cuda":
         return 0, None
     gpus = count_gpus()
     if gpus and not has_cuda():
@@ -362,10 +363,6 @@ def _gpus() -> tuple[int, str | None]:
 
 
 def _check(args: argparse.Namespace, processes: int, folder: Path) -> None:
-    if args.compare and args.policy:
-        raise ValueError("--policy and --compare exclude each other; write --compare sync,cadence or --policy async")
-    if args.ratios and args.pace not in (None, "auto"):
-        raise ValueError("--ratios are for --pace auto; leave one of them out, e.g. jaxche train --ratios 1,2.5")
     if not args.dry_run and not args.replay:
         refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts))
     cadence(args, processes)

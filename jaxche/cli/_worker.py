@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import jaxche
-from jaxche.cli._command import exit_at_once, print_error
+from jaxche.cli._command import exit_at_once, join, print_error
 from jaxche.cli._progress import Progress, print_once, round_header
 from jaxche.cli._replay import replay
 from jaxche.cli._result import (
@@ -54,9 +54,14 @@ def work(args: argparse.Namespace, name: str) -> int:
     In a run of several processes a failure exits here: the exit handlers of Python would wait for the other processes.
     """
     logging.basicConfig(format="%(message)s")  # before Orbax does it, with another format
-    info = jaxche.initialize()
+    info = join()
     try:
         if args.processes not in (None, info.num_processes):
+            if args.replay:
+                raise UsageError(
+                    f"--replay {args.replay} was recorded with -n {args.processes}, but {info.num_processes} processes "
+                    f"were started; start {args.processes}"
+                )
             raise UsageError(f"-n {args.processes}, but {info.num_processes} processes were started; leave -n out")
         train(args, Path(args.out) / name)
         return 0

@@ -60,7 +60,7 @@ def resolve_scheduler(found: Detected, timeout_s: float) -> Detected:
 
 def local_device_ids(found: Detected) -> list[int] | None:
     """The GPU of this process, if a scheduler numbers the processes of a machine; None for all visible GPUs."""
-    if found.local_id is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:
+    if found.local_id is None or os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     gpus = gpu_ids(os.environ) if wants_gpus(os.environ) else []
     # If the scheduler binds GPUs, each process sees only its own, as number 0.

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxche.cadence import whole_number
+
 
 def fake_devices(count: int) -> list[Any]:
     """Splits the processor into CPU devices, for notebooks, tests and plans.
@@ -28,11 +30,10 @@ def fake_devices(count: int) -> list[Any]:
       >>> len(jaxche.fake_devices(8))
       8
     """
-    if isinstance(count, bool) or int(count) != count or count < 1:
-        raise ValueError(f"count={count!r} must be a whole number of at least 1, e.g. jaxche.fake_devices(8)")
+    count = whole_number("count", count, 1, "jaxche.fake_devices(8)")
     try:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", int(count))
+        jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has started, perhaps with these devices
         pass
     found = jax.devices()

@@ -62,6 +62,12 @@ def parse_listing(listing: str) -> list[tuple[str, str]]:
     return found
 
 
+def default_platform(environ: Mapping[str, str]) -> str:
+    """The platform that JAX tries first for its default devices: the first one in ``JAX_PLATFORMS``, else CUDA."""
+    first = environ.get("JAX_PLATFORMS", "").split(",")[0].strip().lower()
+    return "cuda" if first in ("", "gpu") else first
+
+
 def wants_gpus(environ: Mapping[str, str]) -> bool:
     """Whether ``JAX_PLATFORMS`` lets JAX start GPUs of NVIDIA."""
     wanted = environ.get("JAX_PLATFORMS", "").lower()

@@ -12,14 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._all_gather import all_gather_text
-from jaxche.cluster._gpus import has_cuda, visible_gpus
+from jaxche.cluster._gpus import default_platform, has_cuda, visible_gpus
 from jaxche.cluster._output import format_ranks
 from jaxche.drawing import odd_ones
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _ROWS = 12
-# First words of JAX_PLATFORMS with which the default devices may be GPUs.
-_CUDA = ("", "cuda", "gpu")
 # Variables that select GPUs of this process.
 _SELECTION = ("JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES")
 
@@ -54,12 +52,12 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
 
     ``local_ids`` are the numbers of the GPUs that JAX takes, or None for all.
     """
-    wanted = environ.get("JAX_PLATFORMS", "").split(",")[0].strip().lower()
-    if wanted not in _CUDA:
-        return [("", wanted)]
+    platform = default_platform(environ)
+    if platform != "cuda":
+        return [("", platform)]
     gpus = visible_gpus(environ) if has_cuda() else []
     for name in _SELECTION:
-        if local_ids is None and environ.get(name, "all") != "all":
+        if local_ids is None and environ.get(name, "") not in ("", "all"):
             local_ids = [int(number) for number in environ[name].split(",")]
     if local_ids is not None:
         gpus = [gpus[i] for i in local_ids if i < len(gpus)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxche.cluster._gpus import default_platform
 from jaxche.cluster._handshake import ProcessInfo
 from jaxche.sharding import RemoteDevice, set_devices
 
@@ -39,8 +40,7 @@ def configure_platforms(processes: Sequence[ProcessInfo], mine: ProcessInfo, env
     if mine.kind == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return None
-    named = [word.strip().lower() for word in environ.get("JAX_PLATFORMS", "").split(",")]
-    platform = "cuda" if named[0] in ("", "gpu") else named[0]
+    platform = default_platform(environ)
     # The first platform is the default.
     jax.config.update("jax_platforms", f"cpu,{platform}")
     options = _given_options() | {"num_nodes": 1}

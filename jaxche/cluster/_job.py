@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from jaxche.cadence import whole_number
+
 # Port of process 0, or of the coordinator of an elastic run.
 PORT = 61234
 
@@ -62,9 +64,8 @@ def total_tasks(groups: Sequence[Nodes]) -> int:
     return sum(group.tasks for group in groups)
 
 
-def check_failures(max_restarts: int, hang_timeout_s: float | None) -> None:
-    """Refuses wrong limits of restarts and hangs."""
-    if not isinstance(max_restarts, int) or max_restarts < 0:
-        raise ValueError(f"max_restarts={max_restarts!r} must be a whole number, 0 or more. Write: max_restarts=3")
+def check_failures(max_restarts: int, hang_timeout_s: float | None) -> int:
+    """Check `max_restarts` and `hang_timeout_s`; returns the former as a Python int."""
     if hang_timeout_s is not None and not 0 < hang_timeout_s < math.inf:
         raise ValueError(f"hang_timeout_s={hang_timeout_s!r} must be positive seconds. Write: hang_timeout_s=600")
+    return whole_number("max_restarts", max_restarts, 0, "max_restarts=3")

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from jaxche.cadence import whole_number
 from jaxche.cluster._heartbeat import Heartbeats
 from jaxche.cluster._job import check_failures
 from jaxche.cluster._output import EventLog, LinePrinter
@@ -109,8 +110,10 @@ def launch(
       [0] hello
       0
     """
+    processes = whole_number("processes", processes, 1, "processes=2")
+    on_cpu = whole_number("on_cpu", on_cpu, 0, "on_cpu=1")
     _check(command, processes, on_cpu, pace_ms, {"grace_s": grace_s, "term_grace_s": term_grace_s})
-    check_failures(max_restarts, hang_timeout_s)
+    max_restarts = check_failures(max_restarts, hang_timeout_s)
     _check_survivors(survivors, max_restarts)
     _check_heartbeats(heartbeat_timeout_s, elastic)
     # This process may be a rank of another elastic run.
@@ -248,9 +251,7 @@ def _check(
 ) -> None:
     if isinstance(command, str) or not command:
         raise ValueError(f'command={command!r} must be a list of words. Write: [sys.executable, "train.py"]')
-    if not isinstance(processes, int) or processes < 1:
-        raise ValueError(f"processes={processes!r} must be a whole number of at least 1. Write: processes=2")
-    if not isinstance(on_cpu, int) or not 0 <= on_cpu < processes:
+    if on_cpu >= processes:
         raise ValueError(
             f"on_cpu={on_cpu!r} must leave one of processes={processes} for an accelerator. Write: on_cpu=1 with "
             "processes=2, or JAX_PLATFORMS=cpu for all of them"

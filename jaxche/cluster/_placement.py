@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 
-from jaxche.cluster._gpus import gpu_ids
+from jaxche.cluster._gpus import default_platform, gpu_ids
 from jaxche.cluster._xla_flags import with_flags
 from jaxche.distributed import COORDINATOR, NUM_PROCESSES, PACE_MS, PROCESS_ID
 
@@ -38,16 +38,9 @@ _SHARED_CPU = Placement(platform="cpu", shared_cpu=True)
 
 def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 0) -> list[Placement]:
     """Assigns each rank a GPU, or a core without GPUs; the last ``on_cpu`` ranks share the CPU."""
-    wanted = [word.strip().lower() for word in environ.get("JAX_PLATFORMS", "").split(",") if word.strip()]
-    if wanted and not {"cuda", "gpu"} & set(wanted):
-        if wanted[0] != "cpu":
-            return [Placement(platform=wanted[0])] * (processes - on_cpu) + [_SHARED_CPU] * on_cpu
-        ids = []
-    else:
-        ids = gpu_ids(environ)
-    if not ids and not wanted:
-        wanted = ["cpu"]
-    if wanted[:1] == ["cpu"] and not ids:
+    platform = default_platform(environ)
+    ids = gpu_ids(environ) if platform == "cuda" else []
+    if platform == "cpu" or not (ids or environ.get("JAX_PLATFORMS")):
         if on_cpu:
             raise ValueError(
                 f"on_cpu={on_cpu}, but there are no accelerators, or JAX_PLATFORMS excludes them: all {processes} "
@@ -56,6 +49,8 @@ def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 
         cores = _cores()
         return [Placement(core=cores[r % len(cores)] if cores else None, platform="cpu") for r in range(processes)]
     on_gpus = processes - on_cpu
+    if platform != "cuda":
+        return [Placement(platform=platform)] * on_gpus + [_SHARED_CPU] * on_cpu
     if len(ids) < on_gpus:
         fewer = f"jaxche launch -n {len(ids)}, or " if ids else ""
         more = f"; --on-cpu {processes - len(ids)} puts the others on the CPU, " if ids else ""

@@ -276,7 +276,7 @@ def emit(
             f"--volume {volume}: --emit jobset takes the name of a PersistentVolumeClaim and an absolute path, the "
             "others take none. Write: --emit jobset --volume training:/checkpoints"
         )
-    check_failures(max_restarts, hang_timeout_s)
+    max_restarts = check_failures(max_restarts, hang_timeout_s)
     variables = {"PYTHONUNBUFFERED": "1", **({ELASTIC: "1"} if elastic else {})}
     if hang_timeout_s is not None:
         variables[HANG_TIMEOUT] = f"{hang_timeout_s:g}"

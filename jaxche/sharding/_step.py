@@ -16,6 +16,7 @@ from jaxche.drawing import brief, short_traceback
 from jaxche.sharding._checks import (
     check_arguments,
     check_batch,
+    check_context_mesh,
     check_mesh,
     check_not_deleted,
     check_params,
@@ -99,6 +100,7 @@ class ShardedStep:
         Raises:
           ValueError: no parameters, parameters that are not float, or parameters on another mesh.
         """
+        check_context_mesh(self.mesh, "step.init")
         if is_maker(params):
             make_model_state = model_state if is_maker(model_state) else lambda: model_state
             return self._programs_for(params).lower_init(params, make_model_state).compile()()
@@ -178,6 +180,7 @@ class ShardedStep:
           >>> costs.per_device["opt_state"], costs.theory
           (2052, 9216.0)
         """
+        check_context_mesh(self.mesh, "step.explain")
         programs = self._programs_for(params)
         check_batch(programs.layout, batch, self._accumulate)
         state, batch = programs.abstract_state(_shapes(model_state)), _shapes(batch)
@@ -206,6 +209,7 @@ class ShardedStep:
                 f"state is {brief(state)}, not the state of a sharded step; write state = step.init(params), then "
                 "state, metrics = step(state, batch)"
             )
+        check_context_mesh(self.mesh, "step")
         # A program on several devices that is given deleted buffers ends the process.
         check_not_deleted(state, "state", "write state, metrics = step(state, batch)")
         leaves, treedef = jax.tree.flatten(state)

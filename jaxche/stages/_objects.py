@@ -44,8 +44,8 @@ def open_objects(url: str, run: str, options: Mapping[str, Any]) -> Objects:
     ConnectionError if the test fails.
     """
     probe_options = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=10)}}
-    _probe(_open(url, {**probe_options, **options}), url, run)
-    return Objects(_open(url, options), url, run)
+    _probe(open_store(url, {**probe_options, **options}), url, run)
+    return Objects(open_store(url, options), url, run)
 
 
 class Objects:
@@ -276,8 +276,8 @@ def _memory_store(url: str) -> Any:
     return obstore.store.MemoryStore()
 
 
-def _open(url: str, options: Mapping[str, Any]) -> Any:
-    """The obstore store of a URL."""
+def open_store(url: str, options: Mapping[str, Any]) -> Any:
+    """The obstore store of a URL; ImportError without the packages that stages need for it."""
     try:
         import obstore.store
         from obstore.exceptions import BaseError

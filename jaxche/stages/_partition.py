@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxche.cadence import whole_number
 from jaxche.drawing import brief, short_traceback
+from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
 from jaxche.stages._pace import Pace, PacedProgram
 from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
@@ -202,24 +203,26 @@ class Partitioned:
         Args:
           params: one entry a stage, as for :meth:`value_and_grad`.
           tx: an optax transformation of gradients and parameters. It is applied to each stage separately, so
-            ``optax.clip_by_global_norm``, for example, sees the norm of one stage.
+            ``optax.clip_by_global_norm``, for example, sees the norm of one stage. It gets the loss of the batch as
+            ``value=``.
 
         Returns:
           The state for :meth:`step`. After a restart of this process under a protocol that saves states, the state
           after the last finished step.
 
         Raises:
-          ValueError: ``tx`` is not an optax transformation, or its update needs further arguments, such as ``value=``;
-            or the parameters do not fit the stages.
+          ValueError: ``tx`` is not an optax transformation, or its update needs further arguments, such as
+            ``value_fn=``; or the parameters do not fit the stages.
         """
         check_transform("tx", tx)
         placed = self._place(params)
+        value = jax.ShapeDtypeStruct((), jnp.float32)
         for tree in placed.values():
-            check_update(tx, tree, "gradients and parameters")
-        tx = optax.with_extra_args_support(tx)
+            check_update(tx, tree, "gradients, parameters and value= (the loss of the batch)", value=value)
+        wide = with_extra_args(tx)
 
-        def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = tx.update(grads, opt_state, params)
+        def update(grads: Any, params: Any, opt_state: Any, loss: Any) -> tuple[Any, Any]:
+            updates, opt_state = wide.update(grads, opt_state, params, value=loss)
             return optax.apply_updates(params, updates), opt_state
 
         self._update, init = jax.jit(update), jax.jit(tx.init)
@@ -263,8 +266,11 @@ class Partitioned:
         with self._one_at_a_time:
             plan, placed = self._prepare(state.params, batch)
             results = self._run(plan, step, placed, batch)
-            states = {s: self._update(results[s].grads, placed[s], opt_states[s]) for s in self._local}
             loss = self._broadcast_loss(step, results)
+            states = {
+                s: self._update(results[s].grads, placed[s], opt_states[s], jax.device_put(loss, self.devices[s]))
+                for s in self._local
+            }
             self._open_wire().finish(step, tuple(states.values()))
         return self._state(step + 1, states), loss
 

@@ -146,6 +146,7 @@ def test_out_alike_in_all_commands(command, capsys):
         (["--compare", "sync"], "--compare sync,cadence"),
         (["--compare", "sync,sync"], "--compare sync,cadence"),
         (["--compare", "sync,other"], "--compare sync,cadence"),
+        (["--policy", "sync", "--compare", "sync,async"], "--compare: not allowed with argument --policy"),
         (["--anchor", "500"], "from 1 to 200"),
         (["--overhead-target", "0.9"], "from 0.01 to 0.5"),
         (["--task", "cifar"], "invalid choice"),
@@ -164,7 +165,6 @@ def test_invalid_values(words, message, capsys):
         (["-n", "2", "--ratios", "1,2,3"], "--ratios has 3 for -n 2"),
         (["-n", "3", "--pace", "20,50"], "--pace has 2 for -n 3"),
         (["--pace", "20,50", "--ratios", "1,2"], "leave one of them out"),
-        (["--policy", "sync", "--compare", "sync,async"], "exclude each other"),
         (["--policy", "sync", "--merge", "batch"], "--average parameters"),
         (["--average", "gradients", "--opt-state", "reset"], "--opt-state acts on averaged parameters"),
     ],
@@ -181,8 +181,8 @@ def test_one_process_for_each_gpu_kind(launched, monkeypatch):
     assert launched[0][1] == 2
 
 
-@pytest.mark.parametrize("words", [["--checkpoint-every", "2"], ["--max-restarts", "2"]])
-def test_a_scheduler_requires_a_name_for_checkpoints(words, monkeypatch, capsys):
+@pytest.fixture
+def _under_slurm(monkeypatch):
     for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "2", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
 
@@ -190,6 +190,17 @@ def test_a_scheduler_requires_a_name_for_checkpoints(words, monkeypatch, capsys)
         raise ConnectionError("this is where it joins")
 
     monkeypatch.setattr("jaxche.cluster.initialize", join)
+
+
+@pytest.mark.usefixtures("_under_slurm")
+def test_exclusive_options_under_a_scheduler(capsys):
+    assert main(["train", "--task", "digits", "--pace", "20,50", "--ratios", "1,2"]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_under_slurm")
+@pytest.mark.parametrize("words", [["--checkpoint-every", "2"], ["--max-restarts", "2"]])
+def test_a_scheduler_requires_a_name_for_checkpoints(words, capsys):
     assert main(["train", "--task", "digits", *words]) == 2
     assert f"{words[0]} needs a name that all slurm processes have, in every start" in capsys.readouterr().err
     assert main(["train", "--task", "digits", *words, "--name", "mine"]) == 2
@@ -274,6 +285,8 @@ def test_gpus_require_jax_with_cuda(monkeypatch, capsys):
     assert "pip install 'jaxche[cuda13]'" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "jax_cuda12_plugin" or None)
     assert _processes(parse()) == (4, None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu,cuda")
+    assert _processes(parse()) == (2, None)
 
 
 def test_python_m_jaxche():

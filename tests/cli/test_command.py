@@ -47,6 +47,16 @@ def test_error_format(capsys):
     assert capsys.readouterr().err.startswith("jaxche simulate: error: a simulation needs two or more ranks")
 
 
+def test_an_exit_at_once_needs_no_reader():
+    words = [sys.executable, "-c", "import jaxche.cli._command as c; print('result'); c.exit_at_once(3)"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # else print() fails
+    with os.fdopen(writer) as out:
+        done = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, text=True, env=env, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 @pytest.mark.parametrize("rounds", ["2", "5000"])
 def test_an_output_without_a_reader_is_no_error(rounds):
     reader, writer = os.pipe()

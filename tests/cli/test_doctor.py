@@ -70,8 +70,9 @@ def test_unused_gpus(monkeypatch):
     assert found.fix.startswith("pip install 'jaxche[cuda13]'")  # the driver is not known here
     monkeypatch.setattr("jaxche.cluster.has_cuda", lambda: True)
     assert _doctor_devices.device_finding().fix.startswith("JAX_PLATFORMS=cuda jaxche doctor")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not _doctor_devices.device_finding().fix
+    for platforms in ("cpu", "cpu,cuda"):
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+        assert not _doctor_devices.device_finding().fix
 
 
 def test_plugin_version(monkeypatch):
@@ -139,6 +140,13 @@ def test_a_store_in_memory_is_one():
     found = _doctor_checks.store("memory://run")
     assert (found.name, found.fix) == ("store", "")
     assert found.text.startswith("memory://run: 4 KiB written in ")
+
+
+def test_a_store_is_opened_as_by_stages(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/new/folder"
+    assert not _doctor_checks.store(url).fix
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert _doctor_checks.store(url).fix == "pip install 'jaxche[store]'"
 
 
 @pytest.mark.parametrize("url", ["nonsense://bucket", "/proc/nowhere/store"])

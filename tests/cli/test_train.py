@@ -1,10 +1,13 @@
 """`jaxche train` in this process."""
 
 import os
+from argparse import Namespace
 
 import pytest
 
 from jaxche.cli import main
+from jaxche.cli._worker import work
+from jaxche.cluster import ClusterInfo
 
 
 def refused(words, capsys):
@@ -42,6 +45,19 @@ def test_unwritable_output_directory(more, tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("replay", "message"),
+    [
+        (None, "-n 3, but 2 processes were started; leave -n out"),
+        ("runs/old", "--replay runs/old was recorded with -n 3, but 2 processes were started; start 3"),
+    ],
+)
+def test_another_number_of_processes(replay, message, monkeypatch, capsys):
+    monkeypatch.setattr("jaxche.cluster.initialize", lambda **_: ClusterInfo(0, 2, "slurm"))
+    assert work(Namespace(processes=3, replay=replay, out="runs"), "mine") == 2
+    assert capsys.readouterr().err == f"jaxche train: error: {message}\n"
+
+
 @pytest.mark.slow
 def test_ctrl_c_writes_no_result(monkeypatch, tmp_path, capsys):
     def interrupt(self, state, info):
@@ -72,7 +88,8 @@ def test_hang_timeout_of_launcher_or_process(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JAXCHE_HANG_TIMEOUT", "")
     seen = []
-    monkeypatch.setattr("jaxche.cli._train.join", lambda: seen.append(os.environ["JAXCHE_HANG_TIMEOUT"]))
-    monkeypatch.setattr("jaxche.cli._worker.work", lambda args, name: 0)
+    monkeypatch.setattr(
+        "jaxche.cli._worker.work", lambda args, name: seen.append(os.environ["JAXCHE_HANG_TIMEOUT"]) or 0
+    )
     assert main(["train", "--task", "digits", "--hang-timeout", "9"]) == 0
     assert seen == ["9"]

@@ -24,7 +24,7 @@ def test_error_after_jax_has_started(devices):
         jaxche.fake_devices(2)
 
 
-@pytest.mark.parametrize("count", [0, 1.5, True])
+@pytest.mark.parametrize("count", [0, 1.5, True, "a", None])
 def test_a_bad_count_is_refused(count):
     with pytest.raises(ValueError, match="count="):
         jaxche.fake_devices(count)

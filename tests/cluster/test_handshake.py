@@ -74,8 +74,10 @@ def test_visible_devices(monkeypatch):
     assert visible_devices({}) == gpus
     assert visible_devices({}, [1]) == gpus[1:]
     assert visible_devices({"JAX_LOCAL_DEVICE_IDS": "1"}) == gpus[1:]
+    assert visible_devices({"JAX_LOCAL_DEVICE_IDS": ""}) == gpus  # as JAX reads it
     assert visible_devices({"JAX_CUDA_VISIBLE_DEVICES": "0"}) == gpus[:1]
     assert visible_devices({"JAX_PLATFORMS": "cpu"}) == [("", "cpu")]
+    assert visible_devices({"JAX_PLATFORMS": "cpu,cuda"}) == [("", "cpu")]
     assert visible_devices({"JAX_PLATFORMS": "tpu,cpu"}) == [("", "tpu")]
     # The machine has GPUs, JAX cannot use them.
     monkeypatch.setattr(module, "has_cuda", lambda: False)

@@ -242,6 +242,8 @@ def test_one_gpu_for_each_local_process(monkeypatch, local_id, visible, ids):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert connecting.local_device_ids(Detected("slurm", "h:1", 4, 3, local_id)) == ids
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "")
+    assert connecting.local_device_ids(Detected("slurm", "h:1", 4, 3, local_id)) == ids
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")
     assert connecting.local_device_ids(Detected("slurm", "h:1", 4, 3, local_id)) is None
 

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 from jaxche.cli._main import make_parser
@@ -12,6 +13,8 @@ from jaxche.cluster import launch
     ("arguments", "message"),
     [
         ({"processes": 0}, "processes=0"),
+        ({"processes": True}, "processes=True must be a whole number"),
+        ({"processes": 2, "on_cpu": -1}, "on_cpu=-1 must be at least 0"),
         ({"processes": 2, "on_cpu": 2}, "on_cpu=2 must leave one of processes=2"),
         ({"processes": 2, "on_cpu": 1, "env": {"JAX_PLATFORMS": "cpu"}}, "on_cpu=1, but there are no accelerators"),
         ({"processes": 2, "pace_ms": [20.0]}, r"pace_ms=\[20.0\] has 1 value\(s\) for processes=2"),
@@ -20,6 +23,7 @@ from jaxche.cluster import launch
         ({"processes": 1, "grace_s": -1.0}, "grace_s=-1.0"),
         ({"processes": 1, "term_grace_s": float("inf")}, "term_grace_s=inf"),
         ({"processes": 1, "max_restarts": -1}, "max_restarts=-1"),
+        ({"processes": 1, "max_restarts": True}, "max_restarts=True must be a whole number"),
         ({"processes": 2, "max_restarts": 1, "survivors": True}, "survivors=True with max_restarts=1.*max_restarts=3"),
         ({"processes": 1, "hang_timeout_s": 0.0}, "hang_timeout_s=0.0"),
         ({"processes": 2, "heartbeat_timeout_s": 5.0}, "heartbeat_timeout_s=5.0 is for elastic runs"),
@@ -36,6 +40,15 @@ from jaxche.cluster import launch
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         launch(**({"command": ["true"]} | arguments))
+
+
+def test_numbers_may_come_from_numpy(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "jaxche.cluster._launch._supervise", lambda context, placements, *more: given.append(placements)
+    )
+    launch(["true"], np.int64(2), [20.0, 50.0], env={"JAX_PLATFORMS": "cpu"}, max_restarts=np.int64(1))
+    assert [placement.pace_ms for placement in given[0]] == [20.0, 50.0]
 
 
 def test_a_missing_program_is_named():
@@ -78,6 +91,7 @@ def test_options_reach_the_launch(monkeypatch):
     seen = {}
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     restarts = [
         "--max-restarts",
         "3",
@@ -149,8 +163,17 @@ def test_errors_name_flags(words, write, capsys):
     assert write in capsys.readouterr().err
 
 
+def test_the_number_of_processes_that_train_on_the_cpu_is_not_that_of_the_gpus(monkeypatch, capsys):
+    monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    args = _parse(__file__)
+    assert args.command_object.run(args) == 2
+    assert "JAX_PLATFORMS excludes them. Write: jaxche launch -n 2 train.py" in capsys.readouterr().err
+
+
 def test_default_processes_with_on_cpu(monkeypatch):
     seen = {}
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, **more: seen.update(more) or 0)
     monkeypatch.setattr("jaxche.cluster.count_gpus", lambda: 2)
     args = _parse("--on-cpu", "1", __file__)

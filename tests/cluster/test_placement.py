@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxche.cluster import count_gpus
-from jaxche.cluster._gpus import gpu_ids, parse_listing, visible_gpus
+from jaxche.cluster._gpus import default_platform, gpu_ids, parse_listing, visible_gpus
 from jaxche.cluster._placement import Placement, assign_placements, pinned, rank_environment
 
 LISTING = """\
@@ -53,6 +53,14 @@ def test_visible_gpus(monkeypatch):
     assert visible_gpus(NO_GPU) == []
 
 
+@pytest.mark.parametrize(
+    ("platforms", "first"),
+    [("", "cuda"), ("gpu", "cuda"), ("cuda,cpu", "cuda"), ("cpu,cuda", "cpu"), (" TPU,cpu", "tpu"), (None, "cuda")],
+)
+def test_default_platform(platforms, first):
+    assert default_platform({} if platforms is None else {"JAX_PLATFORMS": platforms}) == first
+
+
 def test_each_rank_gets_a_gpu_and_too_few_are_refused():
     assert [place.gpu for place in assign_placements(2, {"CUDA_VISIBLE_DEVICES": "3,1,0"})] == ["3", "1"]
     for way in (r"-n 1, or JAX_PLATFORMS=cpu jaxche launch -n 3", "--on-cpu 2", "CUDA_VISIBLE_DEVICES=0,0,0"):
@@ -64,7 +72,14 @@ def test_each_rank_gets_a_gpu_and_too_few_are_refused():
 
 
 @pytest.mark.parametrize(
-    "environ", [NO_GPU, NO_GPU | {"JAX_PLATFORMS": "cpu,cuda"}, {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}]
+    "environ",
+    [
+        NO_GPU,
+        NO_GPU | {"JAX_PLATFORMS": "cpu,cuda"},
+        {"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"},
+        # JAX trains on its first platform.
+        {"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": "cpu,cuda"},
+    ],
 )
 def test_cores_are_reused(environ, monkeypatch):
     monkeypatch.setattr("jaxche.cluster._placement._cores", lambda: [4, 7])

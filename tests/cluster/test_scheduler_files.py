@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
@@ -104,8 +105,14 @@ def test_invalid_hang_timeout(seconds):
 
 
 def test_invalid_restarts():
-    with pytest.raises(ValueError, match=r"max_restarts=-1 must be a whole number.*Write: max_restarts=3"):
+    with pytest.raises(ValueError, match="max_restarts=-1 must be at least 0; write"):
         emit("slurm", COMMAND, "2", max_restarts=-1)
+
+
+def test_numbers_of_numpy_are_python_numbers_in_a_file():
+    assert "backoffLimitPerIndex: 2\n" in emit(
+        "jobset", COMMAND, "2", max_restarts=np.int64(2), image="me/train:1", elastic=True
+    )
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "mpirun"])

@@ -167,11 +167,19 @@ def test_the_call_that_is_told_is_the_one_that_was_made():
 
 
 @pytest.mark.parametrize(
-    ("tx", "missing"), [(optax.lbfgs(), "value_fn"), (optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0)), "value")]
+    ("tx", "missing", "line"),
+    [
+        (optax.lbfgs(), "value_fn", "optax.adam"),
+        (
+            optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0)),
+            "value",
+            "optax.GradientTransformation(tx.init, tx.update)",
+        ),
+    ],
 )
-def test_an_optimizer_that_needs_other_arguments(tx, missing, devices):
+def test_an_optimizer_that_needs_other_arguments(tx, missing, line, devices):
     with pytest.raises(
-        ValueError, match=rf"tx makes no update from gradients, .*'{missing}'; write e.g. tx=optax.adam"
+        ValueError, match=rf"tx makes no update from gradients, .*'{missing}'; write e.g. tx={re.escape(line)}"
     ):
         make(devices[:2], tx).init(PARAMS)
 

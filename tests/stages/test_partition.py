@@ -48,6 +48,30 @@ def test_activations_kept_are_those_the_schedule_promises(schedule, micro_batch_
     assert partitioned.peak_activations == simulate_schedule(tasks, [1] * 3, [1] * 3).peak
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.polyak_sgd(),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=1.0)),
+        optax.MultiSteps(optax.polyak_sgd(), 2),
+    ],
+    ids=["polyak", "plateau", "accumulates"],
+)
+def test_the_optimizer_of_each_stage_gets_the_loss_of_the_batch(tx, make_model, twin, close):
+    model = make_model("plain", 2)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(micro_batch_size=4))
+    state, params = partitioned.init(model.params, tx), model.params
+    opt_states = [tx.init(tree) for tree in params]
+    for _ in range(4):
+        state, loss = partitioned.step(state, model.batch)
+        value, grads = twin(model, params, model.batch)
+        close(loss, value)
+        for i, grad in enumerate(grads):
+            updates, opt_states[i] = tx.update(grad, opt_states[i], params[i], value=value)
+            params = [*params[:i], optax.apply_updates(params[i], updates), *params[i + 1 :]]
+    close(list(state.params), params)
+
+
 def test_explain_says_how_a_batch_is_cut(make_model):
     model = make_model("plain", 3)
     for protocol, text in [
@@ -325,8 +349,11 @@ def test_refused_calls(make_model):
         partitioned.step((0, model.params, ()), model.batch)
     with pytest.raises(ValueError, match=r"tx=0\.1 is not an optax transformation"):
         partitioned.init(model.params, 0.1)
-    with pytest.raises(ValueError, match=r"from gradients and parameters alone: .*'value'; write e.g. tx=optax.adam"):
-        partitioned.init(model.params, optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    with pytest.raises(ValueError, match=r"value= .*alone: .*'value_fn'; write e.g. tx=optax.adam.*linesearch=None"):
+        partitioned.init(model.params, optax.lbfgs())
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+    with pytest.raises(ValueError, match=r"'value'; write e.g. tx=optax.GradientTransformation\(tx.init, tx.update\)"):
+        partitioned.init(model.params, sam)
     partitioned.init(model.params, optax.sgd(0.1))
     with pytest.raises(
         ValueError, match=r"^state is \[.*, not the state of a partitioned model; write state = model.init"
