@@ -218,14 +218,15 @@ class ElasticGroup(Group):
         Raises:
           PeerLostError: one of the candidates or the members died meanwhile.
         """
-        requests, is_sender = self._requests(), self.is_first
+        is_sender = self.is_first
         members = dict(sorted({**self.incarnations, **candidates}.items()))
         wanted = Quorum(members, [], self.members[0])
         if self._decide(wanted) != wanted:
-            raise PeerLostError("the others continued without this process")
+            raise PeerLostError("the members decided on another quorum meanwhile")
         self._incarnations = members
         self._set_quorum(self._next_id)
         if is_sender:
+            requests = self._requests()
             for process, incarnation in candidates.items():
                 if process in requests:  # else it has died, and the barrier fails
                     self._send(requests[process]["address"], {process: incarnation}, message, state)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxche.distributed import TakenForDeadError
+from jaxche.distributed import PeerLostError, TakenForDeadError
 from jaxche.distributed import _elastic_group as module
 
 
@@ -95,6 +95,15 @@ def test_the_sender_of_the_state_is_the_first_member_and_others_are_no_leaders_i
     quorum = one._decide(module.Quorum({0: 2, 1: 1, 2: 1}, [], 1))
     assert two._next() == quorum
     assert zero._newest() == ("2", quorum)
+
+
+def test_an_admission_after_another_quorum_was_decided_fails(groups):
+    (zero, one, _), dead = groups
+    dead.add((2, 1))
+    assert zero.shrink() == one.shrink() == [2]
+    one._decide(module.Quorum({0: 1, 1: 1}, [], None))  # without the candidate, but with both members
+    with pytest.raises(PeerLostError, match="the members decided on another quorum meanwhile"):
+        zero.admit({2: 2}, {}, [])
 
 
 def test_a_process_leaves_at_once(groups, monkeypatch):
