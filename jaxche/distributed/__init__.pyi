@@ -9,8 +9,8 @@ from ._coordinator import (
     serve_coordinator,
     start_coordinator,
 )
-from ._cpu_client import register_cpu_client
-from ._elastic_group import ElasticGroup, TakenForDeadError, process_group, start_cpu_client
+from ._cpu_client import register_cpu_client, start_cpu_client
+from ._elastic_group import ElasticGroup, TakenForDeadError, process_group
 from ._environment import (
     COORDINATOR,
     ELASTIC,

@@ -116,19 +116,3 @@ def test_a_process_leaves_at_once(groups, monkeypatch):
     zero.leave()
     assert ends == ["shutdown"]
     assert zero._liveness.stopped
-
-
-def test_process_0_starts_a_second_client_whoever_else_writes(store):
-    calls = []
-
-    def start():
-        calls.append(len(calls))
-        if len(calls) < 3:
-            raise RuntimeError("ALREADY_EXISTS: key")
-        return "client"
-
-    store.key_value_set(module._TOPOLOGY, "")
-    monkeypatched = SimpleNamespace(key_value_delete=lambda key: None)
-    assert module.start_cpu_client(monkeypatched, start) == "client"
-    with pytest.raises(RuntimeError, match="another"):
-        module.start_cpu_client(monkeypatched, lambda: (_ for _ in ()).throw(RuntimeError("another")))
