@@ -9,14 +9,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
 from typing import IO, Any, TextIO
 
 from jaxche.distributed import FileErrors
 
 # gloo prints these lines at every log level.
 _GLOO = "[Gloo] Rank "
-_LISTED = 12
 
 
 class LinePrinter:
@@ -64,12 +62,6 @@ class OutputReader(threading.Thread):
         self.last.append(line)
         if self._stream is not None:
             self._printer.print(self._stream, self._rank, line)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """The first twelve of many numbers as text."""
-    shown = ", ".join(map(str, ranks[:_LISTED]))
-    return shown + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
 
 
 class EventLog:

@@ -26,6 +26,7 @@ from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
 from jaxche.distributed._transfer import receive_state, send_state
+from jaxche.drawing import format_ranks
 
 _log = logging.getLogger("jaxche")
 
@@ -279,7 +280,7 @@ class ElasticGroup(Group):
     def _raise_if_lost(self, members: Mapping[int, int]) -> None:
         self.watchdog.heartbeat_while_waiting()
         if lost := self._liveness.lost(members):
-            raise PeerLostError(f"process {', '.join(map(str, lost))} died while it sent its state")
+            raise PeerLostError(f"process {format_ranks(lost)} died while it sent its state")
 
     def _wait_for_answer(self) -> tuple[str, Quorum] | None:
         """The quorum that this process is admitted to and its name; None if the fit has ended."""

@@ -13,6 +13,7 @@ from jaxche.distributed._group import PeerLostError, suppress_timeout
 from jaxche.distributed._listener import connect
 from jaxche.distributed._liveness_server import ALIVE, INTERVAL_S, RUN_LOST, Incarnation
 from jaxche.distributed._watchdog import Watchdog
+from jaxche.drawing import format_ranks
 
 # The number of processes that have had each index.
 _INCARNATIONS = "jaxche/incarnations/"
@@ -159,7 +160,7 @@ class Liveness:
                 # A value set before the death counts for all that wait.
                 with suppress_timeout():
                     return client.blocking_key_value_get(key, 1)
-                raise PeerLostError(f"process {', '.join(map(str, lost))} died while others waited for it")
+                raise PeerLostError(f"process {format_ranks(lost)} died while others waited for it")
             if unless is not None and client.key_value_dir_get(unless):
                 raise PeerLostError("a merge failed in another process")
             if time.monotonic() > deadline:
