@@ -128,7 +128,7 @@ class ElasticGroup(Group):
 
         return receive
 
-    def connected(self, devices: np.ndarray) -> np.ndarray:
+    def with_connections(self, devices: np.ndarray) -> np.ndarray:
         """The same CPU devices with the newest connections; other devices unchanged."""
         if self._devices is None or any(device.platform != "cpu" for device in devices.flat):
             return devices
