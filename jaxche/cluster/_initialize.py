@@ -174,18 +174,17 @@ def initialize(
     elastic = ELASTIC in os.environ if elastic is None else elastic
     _configure(elastic)
     connect(found, local_ids, timeout_s, deadline, elastic)
-    group = process_group()
-    replacement = False
+    group, replacement = process_group(), False
     atexit.register(group.leave)
-    if isinstance(group, ElasticGroup):
-        replacement = group.incarnation > 1
+    if isinstance(group, ElasticGroup) and group.incarnation > 1:
+        replacement = True
+        group.enter_standby()
     # Registered last, so that it runs first at exit.
     _exit_at_once_after_exception()
     state = _jax_distributed.global_state
     assert state.client is not None
-    processes, mine = _compared(kind, seen, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
-    if replacement and isinstance(group, ElasticGroup):
-        group.enter_standby()
+    mine = local_process_info(state.num_processes, kind, [uuid for uuid, _ in seen])
+    processes = _compared(mine, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
     _configure_mixed_kinds([process.kind for process in processes], kind)
     why, platform = heterogeneity_reason(processes), None
     if why is not None:
@@ -222,11 +221,8 @@ def _configure(elastic: bool) -> None:
     _exit_on_sigterm_as_process_1()
 
 
-def _compared(
-    kind: str, seen: Sequence[tuple[str, str]], timeout_s: float, replacement: bool
-) -> tuple[Sequence[ProcessInfo], ProcessInfo]:
-    """What all processes say of themselves, and what this one says; raises if they do not fit together."""
-    mine = local_process_info(_jax_distributed.global_state.num_processes, kind, [uuid for uuid, _ in seen])
+def _compared(mine: ProcessInfo, timeout_s: float, replacement: bool) -> Sequence[ProcessInfo]:
+    """Gather the values of all processes; raise if versions or numbers differ."""
     processes = handshake(mine, timeout_s, replacement)
     try:
         refuse_mismatch(processes)
@@ -234,7 +230,7 @@ def _compared(
         # All processes raise, so shut down together: if one exits first, the others lose their error message.
         jax.distributed.shutdown()
         raise
-    return processes, mine
+    return processes
 
 
 @functools.cache
