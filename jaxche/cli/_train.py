@@ -20,6 +20,7 @@ from jaxche.cli._command import (
     number,
     numbers,
 )
+from jaxche.cli._doctor_devices import install_line
 from jaxche.cli._result import refuse_directory
 from jaxche.cli._settings import (
     MERGE_RULES,
@@ -356,7 +357,7 @@ def _gpus() -> tuple[int, str | None]:
     if gpus and not has_cuda():
         sys.stderr.write(
             f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "
-            "used. For the GPUs write: pip install 'jaxche[cuda13]' (or cuda12)\n"
+            f"used. For the GPUs write: {install_line()}\n"
         )
         return 0, "cpu"
     return gpus, None
