@@ -52,11 +52,8 @@ def run_stages(args: argparse.Namespace, platform: str | None) -> int:
             command = [sys.executable, "-m", "jaxche", *args.words]
             return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)
         # Stages that exchange objects in a store need only their number. JAX reads it from schedulers when it joins.
-        number, count = found.process_id, found.num_processes
-        if number is None or count is None:
-            info = join()
-            number, count = info.process_id, info.num_processes
-        return train(args, n_stages, _local_stages(n_stages, number, count))
+        member = found if found.num_processes else join()
+        return train(args, n_stages, _local_stages(n_stages, member.process_id, member.num_processes))
     import jax
 
     info = join()

@@ -156,7 +156,7 @@ def initialize(
 
     deadline = time.monotonic() + timeout_s
     found = detect(os.environ, coordinator_address, num_processes, process_id)
-    if found.num_processes is None:
+    if not found.num_processes:
         found = resolve_scheduler(found, timeout_s)
     if found.num_processes == 1:
         if not _xla_bridge.backends_are_initialized():
