@@ -337,9 +337,9 @@ def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
     given = {"-n": args.processes, "--ratios": args.ratios and len(args.ratios)}
     if isinstance(args.pace, tuple):
         given["--pace"] = len(args.pace)
-    counts = {flag: count for flag, count in given.items() if count}
+    counts = {option: count for option, count in given.items() if count}
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{flag} has {count}" for flag, count in counts.items() if flag != "-n")
+        listed = ", ".join(f"{option} has {count}" for option, count in counts.items() if option != "-n")
         raise ValueError(
             f"{listed}"
             + (f" for -n {args.processes}" if args.processes else "")
