@@ -56,7 +56,7 @@ class Runtime(NamedTuple):
 
 @contextlib.contextmanager
 def plugin_errors() -> Iterator[list[str]]:
-    """Collects why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
+    """Collect why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
     errors: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:

@@ -22,7 +22,7 @@ _OPTIONS += ("batch_size", "learning_rate", "epochs", "seed", "dry_run")
 
 
 def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
-    """Refuses options that exclude each other; ``given`` are the names of the options on the command line."""
+    """Refuse options that exclude each other; ``given`` are the names of the options on the command line."""
     if args.protocol is None:
         idle = [name for name in ("stages", "store", "micro_batch_size") if name in given]
         if idle:
@@ -42,7 +42,7 @@ def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
 
 
 def run_stages(args: argparse.Namespace, platform: str | None) -> int:
-    """Trains, or starts the processes that train on ``platform``, and returns the exit code."""
+    """Train, or start the processes that train on ``platform``, and return the exit code."""
     from jaxche.cluster import detect, launch
 
     n_stages = args.stages or _STAGES
@@ -81,7 +81,7 @@ def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
 
 
 def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> int:
-    """Trains the stages ``local`` of this process (None: all) and returns the exit code."""
+    """Train the stages ``local`` of this process (None: all) and return the exit code."""
     import jax
     import optax
 

@@ -257,7 +257,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Starts the processes, or trains in this one if a launcher started it."""
+    """Start the processes, or train in this one if a launcher started it."""
     if args.replay:
         _check_replay(args)
         from jaxche.cli._replay import recorded_arguments
@@ -282,7 +282,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_name(args: argparse.Namespace) -> None:
-    """Requires ``--name``: each process of a launcher, and each start of a job, would generate another one."""
+    """Require ``--name``: each process of a launcher, and each start of a job, would generate another one."""
     saves = [flag(name) for name in ("checkpoint_every", "max_restarts") if getattr(args, name)]
     if saves and not args.name:
         raise ValueError(
@@ -291,7 +291,7 @@ def _check_name(args: argparse.Namespace) -> None:
 
 
 def _watch_for_hangs(args: argparse.Namespace) -> None:
-    """Watches for hangs in this process, unless the launcher watches its ``HEARTBEAT`` file."""
+    """Watch for hangs in this process, unless the launcher watches its ``HEARTBEAT`` file."""
     from jaxche.distributed import HANG_TIMEOUT, HEARTBEAT
 
     if args.hang_timeout and HEARTBEAT not in os.environ:

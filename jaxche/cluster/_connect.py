@@ -148,7 +148,7 @@ def _refuse_second(found: Detected) -> None:
 
 @contextlib.contextmanager
 def _no_service() -> Iterator[None]:
-    """Keeps JAX from starting its coordination service in process 0, where another process has it."""
+    """Keep JAX from starting its coordination service in process 0, where another process has it."""
     start = _jax_lib.get_distributed_runtime_service
     _jax_lib.get_distributed_runtime_service = lambda *args, **options: None
     try:

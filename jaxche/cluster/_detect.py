@@ -49,7 +49,7 @@ def detect(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Detected:
-    """Detects the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes."""
+    """Detect the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes."""
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in arguments):
         return _explicit("arguments", dict(zip(_ARGUMENTS, arguments, strict=True)), _CALL)

@@ -14,7 +14,7 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")
 
 
 def count_gpus() -> int:
-    """Counts the GPUs that are visible to a process started here, without starting CUDA.
+    """Count the GPUs that are visible to a process started here, without starting CUDA.
 
     Returns:
       The number of entries of ``CUDA_VISIBLE_DEVICES`` if it is set, else the number of GPUs in ``nvidia-smi -L`` (with

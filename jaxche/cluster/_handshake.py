@@ -64,7 +64,7 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
 
 
 def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False) -> list[ProcessInfo]:
-    """Gathers the values of all processes; ``replacement`` as in :func:`all_gather_text`."""
+    """Gather the values of all processes; ``replacement`` as in :func:`all_gather_text`."""
     text = json.dumps(dataclasses.asdict(mine))
     try:
         texts = all_gather_text("handshake", text, timeout_s, replacement)
@@ -76,7 +76,7 @@ def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False) ->
 
 
 def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
-    """Refuses different versions or numbers of processes."""
+    """Refuse different versions or numbers of processes."""
     worlds = [str(process.num_processes) for process in processes]
     if len(set(worlds)) > 1:
         raise RuntimeError(

@@ -46,7 +46,7 @@ class Heartbeats:
         return self._changed[rank] is not None
 
     def forget(self, rank: int) -> None:
-        """Resets a rank for its replacement."""
+        """Reset a rank for its replacement."""
         self._changed[rank] = None
 
     def _poll(self) -> float:

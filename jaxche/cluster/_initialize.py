@@ -83,7 +83,7 @@ def initialize(
     timeout_s: float = 300.0,
     elastic: bool | None = None,
 ) -> ClusterInfo:
-    """Joins the other processes of this run, before the first array; does nothing in a single process.
+    """Join the other processes of this run, before the first array; does nothing in a single process.
 
     The values come from the arguments, else from the variables that ``jaxche launch`` sets (``JAXCHE_COORDINATOR``,
     ``JAXCHE_NUM_PROCESSES``, ``JAXCHE_PROCESS_ID``), else from JAX's own detection under Open MPI, Slurm or an indexed
@@ -203,7 +203,7 @@ def initialize(
 
 
 def _configure(elastic: bool) -> None:
-    """Sets the options of JAX and XLA for a run of several processes, before they connect."""
+    """Set the options of JAX and XLA for a run of several processes, before they connect."""
     flags = dict(PROCESS_FLAGS)
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
@@ -257,7 +257,7 @@ def _refuse_change(joined: ClusterInfo, num_processes: int | None, process_id: i
 
 
 def _configure_mixed_kinds(kinds: Sequence[str], mine: str) -> None:
-    """Configures XLA and the compilation cache for several device kinds, before the backend starts."""
+    """Configure XLA and the compilation cache for several device kinds, before the backend starts."""
     if len(set(kinds)) == 1:
         return
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), MIXED_FLAGS)
@@ -279,7 +279,7 @@ def _single_kind(seen: Sequence[tuple[str, str]]) -> str:
 
 
 def _exit_on_sigterm_as_process_1() -> None:
-    """Exits on SIGTERM also as process 1 of a container, which has no default handlers."""
+    """Exit on SIGTERM also as process 1 of a container, which has no default handlers."""
     is_main = threading.current_thread() is threading.main_thread()
     if os.getpid() == 1 and is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
@@ -309,7 +309,7 @@ def _exit_at_once_after_exception() -> None:
 
 
 def _exit_last(error: BaseException, exits: threading.Event) -> None:
-    """Once this process ``exits``: let process 0 wait for the error of another process to be printed there too.
+    """At exit, process 0 waits until the other processes have printed their errors.
 
     It serves JAX's coordinator, without which JAX ends the others at once. In an elastic run that is another process.
     """

@@ -56,7 +56,7 @@ def launch(
     events: str | os.PathLike[str] | None = None,
     heartbeat_timeout_s: float | None = None,
 ) -> int:
-    """Runs a command in one process per replica on this machine, and waits; if one fails, all are stopped.
+    """Run a command in one process per replica on this machine, and wait; if one fails, all are stopped.
 
     With GPUs each process gets its own; with ``CUDA_VISIBLE_DEVICES=0,0`` two share one. Without GPUs, or with
     ``JAX_PLATFORMS=cpu``, each is pinned to one core with one thread, so that they do not slow each other down. The
@@ -164,7 +164,7 @@ def next_placements(
 def _supervise(
     context: LaunchContext, placements: Sequence[Placement], base: Mapping[str, str], max_restarts: int, survivors: bool
 ) -> int:
-    """Runs groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
+    """Run groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
     placements, blamed, restart = list(placements), None, 0
     while True:
         ended, replaced = _run_group(context, placements, base, restart, max_restarts - restart)
@@ -215,7 +215,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[queue.SimpleQueue[int]]:
-    """Queues the signals that would end this process."""
+    """Queue the signals that would end this process."""
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
     # Python runs signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():

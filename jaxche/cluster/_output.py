@@ -25,7 +25,7 @@ class LinePrinter:
         self._lock = threading.Lock()
 
     def print(self, stream: TextIO, rank: int | None, line: str) -> None:
-        """Prints a line of a rank, or of the launcher (None)."""
+        """Print a line of a rank, or of the launcher (None)."""
         text = f"[{rank}] {line}\n" if self._prefix and rank is not None else f"{line}\n"
         # Continue if the terminal is closed (`| head`): otherwise the rank blocks on a full pipe.
         with self._lock, contextlib.suppress(OSError, ValueError):
@@ -80,7 +80,7 @@ class EventLog:
                 raise ValueError(f"events={os.fspath(path)!r} cannot be written: {error.strerror}") from None
 
     def write(self, event: str, **fields: Any) -> None:
-        """Writes ``{"time": <Unix seconds>, "event": event, ...}``."""
+        """Write ``{"time": <Unix seconds>, "event": event, ...}``."""
         if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"

@@ -221,7 +221,7 @@ def emit(
     hang_timeout_s: float | None = None,
     elastic: bool = False,
 ) -> str:
-    """Writes a file that starts a command on a cluster, one process per GPU.
+    """Write a file that starts a command on a cluster, one process per GPU.
 
     Args:
       scheduler: "slurm", "jobset" or "mpirun".

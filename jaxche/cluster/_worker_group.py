@@ -59,7 +59,7 @@ class LaunchContext:
     elastic: bool
 
     def print(self, text: str) -> None:
-        """Prints a line of the launcher."""
+        """Print a line of the launcher."""
         self.printer.print(sys.stderr, None, f"jaxche launch: {text}")
 
 
@@ -245,7 +245,7 @@ class WorkerGroup:
         return GroupResult(128 - code if code < 0 else code, rank)
 
     def _forget(self, group: int) -> None:
-        """Forgets a process group that has ended, because the system may reuse its number."""
+        """Forget a process group that has ended, because the system may reuse its number."""
         self._groups.discard(group)
         self._context.reaper.remove(group)
 

@@ -24,7 +24,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def register_cpu_client() -> None:
-    """Makes JAX start its CPU devices by :func:`make_cpu_client`; before any device starts."""
+    """Make JAX start its CPU devices by :func:`make_cpu_client`; before any device starts."""
     _xla_bridge.register_backend_factory("cpu", make_cpu_client, fail_quietly=False)
 
 

@@ -36,7 +36,7 @@ def is_alive(address: list[Any], process: int) -> bool:
 class Liveness:
     """The connection of this process to the :class:`LivenessServer` of its run, and what it has received from there.
 
-    A process that jaxlib's own heartbeat takes for dead is ended by jaxlib as soon as it continues. This one is not.
+    jaxlib ends a stopped process when it continues; with this connection it can join again.
 
     Args:
       state: of ``jax.distributed``.
