@@ -1,6 +1,6 @@
 """A run over the workers of Ray: with Ray Train, or with plain actors (``--actors``).
 
-The cluster is that of RAY_ADDRESS, or a Ray of this machine alone:
+It uses the cluster of RAY_ADDRESS, or starts Ray on this machine:
 
     pip install '.[ray]'
     python examples/ray_workers.py --workers 2
@@ -47,7 +47,7 @@ def train(coordinator: str, processes: int, process: int) -> dict[str, Any]:
 
 
 def with_ray_train(workers: int) -> list[dict[str, Any]]:
-    """The workers of Ray Train: its rank 0 tells the others where it listens."""
+    """The workers of Ray Train: rank 0 sends its address to the others."""
 
     def worker(config: dict[str, Any]) -> dict[str, Any]:
         context = ray.train.get_context()

@@ -1,4 +1,4 @@
-"""Train one Flax model on whatever mix of devices you have, as fast as all of them together."""
+"""Train one JAX model on devices of different speeds, to a given quality in the least time."""
 
 import pkgutil
 from types import MappingProxyType

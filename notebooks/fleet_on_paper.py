@@ -14,10 +14,10 @@
 # %% [markdown]
 # # A fleet on paper
 #
-# What would the cadence do on *your* devices? A virtual fleet answers in a moment: replicas are given speeds, a merge has
-# a cost, a clock made of numbers moves. The controller is the one that drives real training.
+# What would the cadence do on *your* devices? You give the speeds of the replicas and the cost of a merge; a virtual clock adds
+# up their times. The controller is that of real training.
 #
-# **Needs** `pip install '.[plot]' ipykernel` in a clone. No devices: nothing here touches JAX's.
+# **Needs** `pip install '.[plot]' ipykernel` in a clone. It uses no JAX devices.
 
 # %%
 import numpy as np
@@ -29,7 +29,7 @@ from jaxche.drawing import COLOURS, figure_of, label_outside, logarithmic
 # %% [markdown]
 # ## Three devices of three speeds
 #
-# 20, 30 and 50 ms a batch, 8 ms a merge. The cadence starts without knowing any of it, with two batches each.
+# 20, 30 and 50 ms a batch, 8 ms a merge. The cadence starts without measurements, with two batches on each device.
 
 # %%
 fleet = VirtualFleet([20.0, 30.0, 50.0], sync_ms=8.0, jitter=0.02)
@@ -41,18 +41,17 @@ run
 run.plot()
 
 # %% [markdown]
-# What it has learnt is a value, and draws itself: the *anchor* is what the slowest does between two merges, the others fill
-# the same time with more.
+# The controller after the run: the *anchor* is the count of the slowest device. The others take more steps in the same time.
 
 # %%
 run.che
 
 # %% [markdown]
-# ## Things that go wrong
+# ## A slowdown
 #
-# In round 20 the fastest device becomes three times slower: a neighbour on a shared node, a thermal limit. Every step time
-# also varies by 5 %. The `steady` tuner reads medians of three reports: a single stray report is ignored, a real slowdown
-# is followed after two. The `seed` tuner is the original's, kept for comparison.
+# In round 20 the fastest device becomes three times slower, as by another job on its node or a thermal limit. Every step time
+# also varies by 5 %. The `steady` tuner uses medians of three reports: it ignores a single outlier, and follows a slowdown
+# after two reports. The `seed` tuner is the original one, for comparison.
 
 # %%
 trouble = VirtualFleet([20.0, 30.0, 50.0], sync_ms=8.0, jitter=0.05, slowdown=Slowdown(rank=0, round=20, factor=3.0))
@@ -65,11 +64,11 @@ for tuner, done in runs.items():
 runs["steady"].plot()
 
 # %% [markdown]
-# ## What the overhead target buys
+# ## The overhead target
 #
-# A low target means long rounds: little is lost to merging and waiting, but replicas travel far from each other in between.
-# A high one merges often. Efficiency below is measured over a run; the dashed line is what equal batches could reach at
-# best, with a merge that costs nothing.
+# A low target means long rounds: merging and waiting take little time, but the replicas move far apart in between. A high one
+# merges often. The plot has the efficiency of a run; the dashed line is the upper bound of equal batches, with merges that
+# cost nothing.
 
 # %%
 targets = [0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5]
@@ -90,12 +89,12 @@ with figure_of([["efficiency", "anchor"]], heights=[2.4]) as (figure, axes):
 figure
 
 # %% [markdown]
-# ## Who is worth how much in a merge
+# ## Weights in a merge
 #
-# Replicas that took unequal numbers of steps meet in a weighted mean: `"steps"` weighs by steps, `"batch"` by the batch
-# size, and `"fednova"` undoes that a long walk also goes far. On shuffled data all three lead to the same place. Where the
-# replicas' data differ they do not: below, 40 batches of a round pull towards -1 and 10 towards +1, so the optimum in
-# which every batch counts alike is -0.6; if both replicas' data are to count alike, it is 0.
+# A merge is a weighted mean of replicas that took unequal numbers of steps: `"steps"` weights by steps, `"batch"` by the batch
+# size, and `"fednova"` corrects for unequal numbers of steps. On shuffled data all three have the same optimum. If the data of
+# the replicas differ, they do not: below, 40 batches of a round pull towards -1 and 10 towards +1. If every batch counts alike,
+# the optimum is -0.6; if the data of both replicas count alike, it is 0.
 
 # %%
 counts, optima, rate = (40, 10), np.array([-1.0, 1.0]), 0.002
@@ -118,7 +117,7 @@ print(f"{'fednova, p=(0.5, 0.5)':26}{settles_at('fednova', (0.5, 0.5))}")
 # %% [markdown]
 # ## Ten thousand ranks
 #
-# The controller runs on every host between two rounds, so what it costs matters.
+# The controller runs on every host between two rounds, so its own time matters.
 
 # %%
 speeds = np.random.default_rng(0).uniform(20.0, 80.0, 10_000)

@@ -14,15 +14,15 @@
 # %% [markdown]
 # # Noise scale and learning rates
 #
-# How large may a batch be, and how much longer a step does it allow? The gradient's noise answers both, and jaxche measures
-# it on the way, from the gradients that replicas have anyway.
+# How large may a batch be, and how much longer a step does it allow? Both follow from the noise of the gradient, which jaxche
+# measures during training, from the gradients of the replicas.
 #
 # **Needs** `pip install '.[examples]' ipykernel` in a clone and a fresh kernel.
 
 # %%
 import jaxche
 
-devices = jaxche.fake_devices(4)  # before the first array; says what to do when JAX has already started
+devices = jaxche.fake_devices(4)  # before the first array; raises an error if JAX has started
 
 # %%
 import jax
@@ -54,12 +54,12 @@ params = {
 }
 
 # %% [markdown]
-# ## Measuring it by hand
+# ## Measure it by hand
 #
 # Gradients of several small batches at the same parameters: their mean is the signal, their spread is the noise. With a
 # batch of $b$ examples, the squared norm of a gradient is $|G|^2 + \operatorname{tr}\Sigma / b$; the *critical batch size*
-# $\operatorname{tr}\Sigma / |G|^2$ is where both are equal. Well below it, twice the batch saves half the steps. Well above it,
-# it is wasted.
+# $\operatorname{tr}\Sigma / |G|^2$ is where both are equal. Well below it, twice the batch needs half the steps. Well above it,
+# a larger batch saves hardly any steps.
 
 # %%
 BASE = 16
@@ -77,10 +77,10 @@ print(f"signal {noise.sqr:.4f}, noise of a batch of {BASE} {noise.var:.4f}")
 print(f"critical batch size at the start: {noise.critical_batch_size:.0f} examples")
 
 # %% [markdown]
-# ## What the rules make of it
+# ## Scaling rules
 #
-# A rule turns batch and noise into a factor on the learning rate. `AdaScale` (SGD) and `AdamScale` follow the measured gain,
-# so they stop where a larger batch no longer helps; linear and square-root scaling do not look.
+# A rule computes a factor on the learning rate from the batch and the noise. `AdaScale` (SGD) and `AdamScale` follow the measured
+# gain, so their factor stops growing where a larger batch no longer helps. Linear and square-root scaling ignore the noise.
 
 # %%
 scales = np.array([1, 2, 4, 8, 16, 32, 64])
@@ -111,9 +111,8 @@ figure
 # ## In training
 #
 # The learning rate below was chosen for one device with batches of 16. Four replicas average their gradients: each
-# update sees 64 examples. Left alone, the rate is too short for such a batch; scaled, it follows what the rule makes of the
-# batch and of the noise, which grows as the model learns. Every step is padded to 5 ms, so that the processor's four devices
-# do not slow each other.
+# update sees 64 examples. At the same rate each update is too short for such a batch; a rule scales it by the batch and the
+# measured noise. Every step is padded to 5 ms, so that the processor's four devices do not slow each other.
 
 # %%
 RATE, EPOCHS = 0.05, 6
@@ -153,9 +152,9 @@ with figure_of([["loss"]], heights=[2.4]) as (figure, axes):
 figure
 
 # %% [markdown]
-# With a quarter of the updates the scaled runs come back to the single device, or near it. Four times the batch is still below
-# the critical one, where `LinearScale` is right by luck; `AdaScale` measures instead, and is careful: it promises the
-# single device's progress, not more. The picture of its run has the noise and what a step was worth:
+# With a quarter of the updates the scaled runs reach the loss of the single device, or nearly. Four times the batch is still
+# below the critical one, so `LinearScale` works here; `AdaScale` measures that, and takes shorter steps. The picture of its run
+# has the noise and the gain of a step:
 
 # %%
 trainer, state, history = runs["four, AdaScale"]
@@ -164,8 +163,7 @@ history.plot()
 # %% [markdown]
 # ## How large should the batch be?
 #
-# With the noise, the speeds and the cost of a merge, the history knows which batch reaches a target soonest, and says what to
-# write:
+# From noise, speeds and the cost of a merge, `history.advice()` computes the best batch and prints the line to write:
 
 # %%
 history.advice()

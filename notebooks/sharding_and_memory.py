@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Sharding and memory
 #
-# What a training step needs of each device, and what it sends, under every strategy; decided before anything is trained.
-# Then *islands*: replicas that are sharded themselves and still train at their own speeds.
+# The memory that a training step needs on each device, and the bytes that it sends, under every strategy, before anything is
+# trained. Then *islands*: replicas that are sharded themselves, and train at their own speeds.
 #
 # **Needs** `pip install '.[plot]' ipykernel` in a clone and a fresh kernel. Eight fake devices of the processor stand for two
 # nodes of four: shapes, bytes and collectives are those of real ones, speeds are not.
@@ -23,7 +23,7 @@
 # %%
 import jaxche
 
-devices = jaxche.fake_devices(8)  # before the first array; says what to do when JAX has already started
+devices = jaxche.fake_devices(8)  # before the first array; raises an error if JAX has started
 
 # %%
 import jax
@@ -33,9 +33,9 @@ import optax
 from IPython.display import HTML
 
 # %% [markdown]
-# ## Who keeps what
+# ## What each device stores
 #
-# A strategy draws itself: on each device, which part of parameters, gradients and optimizer state it keeps.
+# `strategy.draw` shows which part of parameters, gradients and optimizer state each device stores.
 
 # %%
 strategies = [jaxche.NoShard(), jaxche.ShardGradOp(), jaxche.FullShard(), jaxche.HybridShard(intra_node_size=4)]
@@ -44,7 +44,7 @@ HTML("<br>".join(strategy.draw(strategy.mesh(devices)) for strategy in strategie
 # %% [markdown]
 # ## A model to shard
 #
-# Six residual blocks, written as plain functions; a linen or nnx model comes in by its door alike.
+# Six residual blocks as plain functions; for linen and nnx models use `linen_loss` and `NNXLoss`.
 
 # %%
 WIDTH, DEPTH, CLASSES = 128, 6, 10
@@ -75,17 +75,17 @@ batch = {"x": jax.ShapeDtypeStruct((64, WIDTH), jnp.float32), "y": jax.ShapeDtyp
 f"{sum(x.size for x in jax.tree.leaves(shapes)):,} parameters"
 
 # %% [markdown]
-# ## What every strategy costs
+# ## The cost of each strategy
 #
-# Each step is compiled, none is run: the bytes are those of the compiled program, next to what theory says it must send.
-# With a memory it says which strategies fit, and which of these to take.
+# Each step is compiled, and none is run. The bytes are those of the compiled program, beside the theoretical ones. With
+# `memory=` the table shows which strategies fit, and recommends one.
 
 # %%
 costs = jaxche.sharding.compare_strategies(loss_fn, tx, shapes, batch, devices=devices, memory="8MiB")
 costs
 
 # %% [markdown]
-# One strategy in detail, with the parameters that stay whole and why:
+# One strategy in detail, with the parameters that are not sharded, and the reason:
 
 # %%
 jaxche.sharded_step(loss_fn, tx, jaxche.FullShard(min_size=4096), jaxche.FullShard().mesh(devices)).explain(
@@ -93,7 +93,7 @@ jaxche.sharded_step(loss_fn, tx, jaxche.FullShard(min_size=4096), jaxche.FullSha
 )
 
 # %% [markdown]
-# The table as a picture: what a device holds, by strategy.
+# The table as a picture: the memory of a device under each strategy.
 
 # %%
 from jaxche.drawing import COLOURS, figure_of, label_outside
@@ -115,7 +115,7 @@ figure
 # %% [markdown]
 # ## A sharded step
 #
-# `sharded_step` trains like one device: the same loss, the same parameters, in slices.
+# `sharded_step` trains as one device does: the same loss and the same parameters, in slices.
 
 # %%
 mesh = jaxche.FullShard().mesh(devices)
@@ -133,9 +133,9 @@ jax.debug.visualize_array_sharding(state.params["blocks"][0]["up"])
 # %% [markdown]
 # ## Islands
 #
-# Two nodes of different speeds: inside a node parameters and optimizer state are sharded, and every step is taken
-# together. Between the nodes nothing waits: each trains at its own speed and they meet in one weighted mean, piece by
-# piece. Here one node is paced to 150 ms a step and the other to 375 ms.
+# Two nodes of different speeds: inside a node parameters and optimizer state are sharded, and its devices take every step
+# together. The nodes train at their own speeds, and one weighted mean merges them, slice by slice. Here one node is paced to
+# 150 ms a step and the other to 375 ms.
 
 # %%
 islands = [jaxche.FullShard().mesh(devices[:4]), jaxche.FullShard().mesh(devices[4:])]
@@ -145,7 +145,7 @@ print(f"efficiency {history.efficiency:.0%}, counts of the last whole round {his
 history.plot()
 
 # %% [markdown]
-# The memory table at the end is measured on the compiled step: an island's device holds a quarter of the state, and the
-# round's working copy of it, which is what lets a round fail without harm.
+# The memory table at the end comes from the compiled step: each device of an island stores a quarter of the state and a working
+# copy of that quarter. Because of the copy, a round that fails does not change the state.
 #
 # On the command line, for a function that makes your model: `jaxche plan train.py:make_model --memory 16GiB`.

@@ -15,14 +15,15 @@
 # # Stages
 #
 # A model too large for one device is cut into stages on several. The stages wait for each other, unless the batch is cut
-# too: micro-batches follow each other through the stages, in an order that is data and can be drawn, and measured.
+# too, into micro-batches that pass through the stages one after the other. Their order is a schedule, which can be drawn and
+# simulated.
 #
-# **Needs** `pip install '.[plot]' ipykernel` in a clone and a fresh kernel. Four fake devices hold a stage each.
+# **Needs** `pip install '.[plot]' ipykernel` in a clone and a fresh kernel. Each of four fake devices has one stage.
 
 # %%
 import jaxche
 
-devices = jaxche.fake_devices(4)  # before the first array; says what to do when JAX has already started
+devices = jaxche.fake_devices(4)  # before the first array; raises an error if JAX has started
 
 # %%
 import time
@@ -38,7 +39,7 @@ from jaxche.stages import Pace, gpipe, one_f_one_b, simulate_schedule
 # %% [markdown]
 # ## Schedules on paper
 #
-# Four stages, eight micro-batches; a backward takes twice as long as a forward. **One batch, uncut**: three of four devices
+# Four stages, eight micro-batches; a backward takes twice as long as a forward. **One batch, not cut**: three of four devices
 # always wait.
 
 # %%
@@ -59,7 +60,7 @@ simulate_schedule(gpipe(4, 8), forward=[1] * 4, backward=[2] * 4)
 simulate_schedule(one_f_one_b(4, 8), forward=[1] * 4, backward=[2] * 4)
 
 # %% [markdown]
-# One slow stage sets the pace of all: the reason to balance stages by what they cost, not by their number of layers.
+# One slow stage delays all others. So balance stages by their times, not by their numbers of layers.
 
 # %%
 simulate_schedule(one_f_one_b(4, 8), forward=[1, 1, 2, 1], backward=[2, 2, 4, 2])
@@ -72,8 +73,8 @@ cuts
 # %% [markdown]
 # ## The same, measured
 #
-# Four stages of a small network. To act as devices of known speed on one processor, every forward task is padded to 4 ms and
-# every backward task to 8 ms; everything else, threads, transfers, sums, is what real training does.
+# Four stages of a small network. To imitate devices of known speed on one processor, every forward task is padded to 4 ms and
+# every backward task to 8 ms. Threads, transfers and sums are those of real training.
 
 # %%
 WIDTH, ROWS = 32, 8
@@ -140,11 +141,11 @@ with figure_of([["bubble", "kept"]], heights=[2.5]) as (figure, axes):
 figure
 
 # %% [markdown]
-# ## Training it
+# ## Train it
 #
-# Loss and gradients are those of the whole model, whatever the protocol; each stage has an optimizer state of its own on its
-# own device. `Direct` sends whole batches from device to device, `Pipeline` micro-batches, `DataStore` lets stages live in
-# processes that share nothing but a folder or a bucket.
+# Loss and gradients are those of the whole model under each protocol. Each stage has its optimizer state on its own device.
+# `Direct` sends whole batches from device to device, and `Pipeline` micro-batches. `DataStore` connects stages in processes that
+# share only a folder or a bucket.
 
 # %%
 batch = {"x": np.random.default_rng(1).normal(size=(64, WIDTH)).astype(np.float32)}

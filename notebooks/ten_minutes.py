@@ -15,16 +15,16 @@
 # # Ten minutes with jaxche
 #
 # Real handwritten digits, two devices, one of them 2.5 times slower. We train a linen model and an nnx model on both at
-# once, watch the cadence find the speeds, and compare with plain data parallelism, where everybody waits for the slow one.
+# once, look at the cadence, and compare with plain data parallelism, where all devices wait for the slowest.
 #
-# **Needs** `pip install '.[examples]' ipykernel` in a clone and a fresh kernel. There is no second device here, so the
-# processor plays two, and every step is padded to a *pace*: 20 ms on one device, 50 ms on the other. On real devices leave
-# out `fake_devices` and `pace_ms`; everything else stays.
+# **Needs** `pip install '.[examples]' ipykernel` in a clone and a fresh kernel. The two devices are fake devices of the
+# processor, and every step is padded to a *pace*: 20 ms on one device, 50 ms on the other. On real devices leave out
+# `fake_devices` and `pace_ms`; everything else stays.
 
 # %%
 import jaxche
 
-devices = jaxche.fake_devices(2)  # before the first array; says what to do when JAX has already started
+devices = jaxche.fake_devices(2)  # before the first array; raises an error if JAX has started
 PACE_MS = (20, 50)
 
 # %%
@@ -49,8 +49,8 @@ len(train), jax.tree.map(np.shape, train[0])
 # %% [markdown]
 # ## A linen model
 #
-# The model, the loss and the optimizer are as in any Flax code. The loss takes `(params, batch)`, and `rng` if it asks
-# for it: a key of its own for every batch, whichever device the batch meets.
+# The model, the loss and the optimizer are as in any Flax code. The loss takes `(params, batch)`. `rng`, if the loss names
+# it, is a new key for every batch.
 
 
 # %%
@@ -82,10 +82,10 @@ def accuracy(params):
 
 
 # %% [markdown]
-# ## Train, and watch
+# ## Train and plot
 #
-# `LivePlot` is a callback that redraws one picture while training goes on. The lanes at the top are the clock of the last
-# rounds: in each, both ranks work (with the number of steps they took), wait for the other where they must, and merge.
+# `LivePlot` is a callback that redraws one picture during training. The lanes at the top show the last rounds over time: in
+# each, both ranks compute (with the number of their steps), wait for the other, and merge.
 
 # %%
 trainer = jaxche.Trainer(loss_fn, tx, pace_ms=PACE_MS)
@@ -94,7 +94,7 @@ state, history = trainer.fit(trainer.init(params), train, epochs=3, callbacks=[l
 live.draw()
 
 # %% [markdown]
-# The cadence is a value, and draws what it has learnt. So does a round:
+# The cadence shows its measurements, and so does a round:
 
 # %%
 state.che
@@ -105,9 +105,9 @@ history[-3]
 # %% [markdown]
 # ## Against plain data parallelism
 #
-# What one writes by hand today: one jitted step over both devices, the batch split between them, an all-reduce of the
-# gradients in every step. Its pace is that of the slow device, so each step is padded to 25 ms. We give it the same number
-# of examples.
+# Written by hand: one jitted step over both devices, with the batch split between them and an all-reduce of the gradients in
+# every step. Each step takes as long as that of the slow device, so it is padded to 50 ms. It gets the same number of
+# examples.
 
 # %%
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -154,14 +154,14 @@ for name, (seconds, score) in results.items():
     print(f"{name:24}{seconds:9.1f}{plain_seconds / seconds:15.2f}{score:15.1%}")
 
 # %% [markdown]
-# 20 and 50 ms a step make 70 steps a second, two devices that wait for the slow one 40: a speed-up of 1.75. `sync` with
-# equal rows waits for the slow device too. With rows by speed (its default) no device waits: each takes the rows of the
-# joined batch that it can do in the common time, and what is left is an all-reduce a step. One thousand test images leave
-# a standard error of about half a point: read the accuracies so.
+# Steps of 20 and 50 ms are 70 steps a second; two devices that wait for the slow one make 40, so the ideal speed-up is 1.75.
+# `sync` with equal rows waits for the slow device too. With rows by speed (its default) no device waits: each takes the rows
+# of the joined batch that it can process in the common time, and only an all-reduce per step remains. With 1,000 test images
+# the standard error of an accuracy is about half a point.
 #
 # ## The same with nnx
 #
-# An nnx model comes in by a door that holds its parameters and the rest of its state, and gives a model back.
+# `jaxche.NNXLoss` holds the parameters and the other state of an nnx model; `rebuild` returns a model.
 
 
 # %%
@@ -191,15 +191,15 @@ score = float((nnx.jit(lambda model, x: model(x))(model, test["image"]).argmax(-
 print(f"{history.seconds:.1f} s, efficiency {history.efficiency:.0%}, test accuracy {score:.1%}")
 
 # %% [markdown]
-# A history shows its last rounds as a table:
+# A slice of the history is a table:
 
 # %%
 history[-6:]
 
 # %% [markdown]
-# ## A run replays
+# ## Replay
 #
-# The counts of its rounds are all that a run needs to be repeated bit for bit on the same devices, whatever the clock says.
+# With the counts of its rounds a run is repeated bit for bit on the same devices, at any speeds.
 
 # %%
 record = jaxche.History.from_json(history.to_json())

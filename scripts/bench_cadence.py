@@ -11,7 +11,6 @@ stronger opponent.
 
     python scripts/bench_cadence.py                 # rates on both fleets, overhead of one replica
     python scripts/bench_cadence.py --no-pin        # the same with cheap all-reduces
-    python scripts/bench_cadence.py --target 0.95   # also the time to that test accuracy, three seeds
     python scripts/bench_cadence.py --arrays 150    # only: updates of a model of many arrays, and the first
     python scripts/bench_cadence.py --islands       # only: replicas of two devices each, sharded, against unsharded
 """
@@ -32,6 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fleet import fleet, title
+
 FLEETS = ((20, 50), (20, 20, 40, 80))
 POLICIES = ("sync", "cadence", "async")
 
@@ -40,11 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="turns over all systems (default 5)")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one measurement (default 5)")
-    parser.add_argument("--fleet", help="paces in ms instead of the two fleets, e.g. 20,50")
-    parser.add_argument("--target", type=float, help="also measure the time to this test accuracy, e.g. 0.95")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds for --target (default 3)")
-    parser.add_argument("--epochs", type=int, default=12, help="epochs for --target (default 12)")
-    parser.add_argument("--skip-rates", action="store_true", help="only --target")
+    parser.add_argument("--fleet", type=fleet, help="paces in ms instead of the two fleets, e.g. 20,50")
     parser.add_argument("--islands", action="store_true", help="only compare sharded islands with single devices")
     parser.add_argument("--arrays", type=int, help="only the time of updates of a model of so many small arrays")
     parser.add_argument("--no-pin", action="store_true", help="let each process run on any core")
@@ -55,24 +52,20 @@ def main() -> int:
         return worker(args)
 
     results: dict[str, Any] = {}
-    fleets = [tuple(map(float, args.fleet.split(",")))] if args.fleet else FLEETS
+    fleets = [args.fleet] if args.fleet else FLEETS
     if args.arrays:
         results["arrays"] = arrays = run("arrays", None, args)
         print_arrays(args.arrays, arrays)
     elif args.islands:
         for paces in fleets[:1]:
-            results[f"islands {_name(paces)}"] = islands = run("islands", paces, args)
+            results[f"islands {title(paces)}"] = islands = run("islands", paces, args)
             print_rates(paces, islands)
-    elif not args.skip_rates:
+    else:
         for paces in fleets:
-            results[f"rates {_name(paces)}"] = rates = run("rates", paces, args)
+            results[f"rates {title(paces)}"] = rates = run("rates", paces, args)
             print_rates(paces, rates)
         results["overhead"] = overhead = run("overhead", None, args)
         print_overhead(overhead)
-    if args.target:
-        for paces in fleets[:1]:
-            results[f"target {_name(paces)}"] = target = run("target", paces, args)
-            print_target(paces, target, args.target)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
     return 0
@@ -84,8 +77,7 @@ def run(what: str, paces: Any, args: argparse.Namespace) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        flags = ["--turns", args.turns, "--seconds", args.seconds, "--seeds", args.seeds, "--epochs", args.epochs]
-        flags += ["--target", args.target or 0.95, "--arrays", args.arrays or 0, "--json", out]
+        flags = ["--turns", args.turns, "--seconds", args.seconds, "--arrays", args.arrays or 0, "--json", out]
         command = [sys.executable, __file__, "--worker", what, *map(str, flags)]
         if paces is None:  # one process as anybody would start it
             code = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}).returncode
@@ -110,7 +102,6 @@ def worker(args: argparse.Namespace) -> int:
         "islands": measure_islands,
         "arrays": measure_arrays,
         "overhead": measure_overhead,
-        "target": measure_target,
     }
     result = measure[args.worker](args)
     if jax.process_index() == 0:
@@ -195,11 +186,6 @@ class Plain:
             done += jax.process_count()
         return done
 
-    def merged(self) -> Any:
-        import jax
-
-        return jax.tree.map(lambda x: x.addressable_data(0), self.params)
-
 
 class Jaxche:
     """The trainer under one policy; a cadence is tuned for throughput by name, everything else at its defaults."""
@@ -222,9 +208,6 @@ class Jaxche:
             self.rounds.append(info)
             done += info.batches
         return done
-
-    def merged(self) -> Any:
-        return self.trainer.params(self.state)
 
 
 def measure_rates(args: argparse.Namespace) -> dict[str, Any]:
@@ -420,32 +403,6 @@ def measure_arrays(args: argparse.Namespace) -> dict[str, Any]:
     return {"turns": turns, "first": first, "fits": fits}
 
 
-def measure_target(args: argparse.Namespace) -> dict[str, Any]:
-    """Training time to a test accuracy, and the accuracy at the end, for several seeds."""
-    import jax
-
-    from jaxche.cli._tasks import load
-
-    pace = float(os.environ["JAXCHE_PACE_MS"])
-    results: dict[str, list[Any]] = {"plain jit": [], **{policy: [] for policy in POLICIES}}
-    for seed in range(args.seeds):
-        task = load("mnist", seed=100 * seed)
-        for name in results:
-            system = Plain(task, seed, pace) if name == "plain jit" else Jaxche(task, name, seed)
-            curve, clock, done = [], 0.0, 0
-            system.run(1)  # compiles
-            total = args.epochs * len(task.data)
-            while done < total:
-                _barrier()
-                start = time.perf_counter()
-                done += system.run(25)
-                clock += time.perf_counter() - start  # looking at the test set is not training
-                curve.append((clock, task.evaluate(jax.device_get(system.merged()))["accuracy"]))
-            reached = next((seconds for seconds, accuracy in curve if accuracy >= args.target), None)
-            results[name].append({"seconds": reached, "final": curve[-1][1], "total_s": clock, "curve": curve})
-    return results
-
-
 def _barrier() -> None:
     from jax.experimental import multihost_utils
 
@@ -456,13 +413,9 @@ def _loss_only(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _name(paces: Any) -> str:
-    return "/".join(f"{p:g}" for p in paces)
-
-
 def print_rates(paces: Any, result: dict[str, Any]) -> None:
     turns = result["turns"]
-    print(f"\nfleet {_name(paces)} ms, {len(turns)} turns; medians (lowest to highest)")
+    print(f"\nfleet {title(paces)} ms, {len(turns)} turns; medians (lowest to highest)")
     peer = next(name for name in turns[0] if name != "free")
     print(f"{'system':<12}{'batches/s':>10}{'efficiency':>12}{'range':>18}{'to ' + peer:>14}   counts, merge")
     for name in turns[0]:
@@ -492,19 +445,6 @@ def print_arrays(number: int, result: dict[str, Any]) -> None:
         print(f"{name:<12}{ms:7.2f} ms, the first one {result['first'][name]:5.2f} s")
     shown = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in result["fits"].items())
     print(f"fit under sync: {shown}")
-
-
-def print_target(paces: Any, result: dict[str, Any], target: float) -> None:
-    print(f"\nfleet {_name(paces)} ms: training time to {target:.0%} test accuracy, {len(result['plain jit'])} seeds")
-    print(f"{'system':<12}{'seconds':>24}{'to plain jit':>14}{'final accuracy':>26}{'whole run':>12}")
-    for name, runs in result.items():
-        seconds = [r["seconds"] for r in runs]
-        pairs = zip(seconds, (r["seconds"] for r in result["plain jit"]), strict=True)
-        ratios = [own / plain for own, plain in pairs if own is not None and plain is not None]
-        shown = " ".join("never" if s is None else f"{s:.1f}" for s in seconds)
-        ratio = f"{statistics.median(ratios):.2f}x" if ratios else "-"
-        finals = " ".join(f"{r['final']:.3f}" for r in runs)
-        print(f"{name:<12}{shown:>24}{ratio:>14}{finals:>26}{statistics.median(r['total_s'] for r in runs):>10.1f} s")
 
 
 if __name__ == "__main__":

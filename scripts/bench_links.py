@@ -55,6 +55,11 @@ def job(sync_ms: float, deadline_s: float, arm: str, seed: int) -> Job:
     return Job(Cell("text", FLEET, sync_ms, 0.0, deadline_s, "cosine"), arm, RATE, seed, "annealed")
 
 
+def fits(merge_ms: float) -> bool:
+    """Whether a merge of this length ends before the deadline."""
+    return merge_ms < 1e3 * DEADLINES[-1]
+
+
 def jobs(links: Sequence[Link], millions: Sequence[float], seeds: Sequence[int]) -> Iterator[Job]:
     """All runs; those of one trainer one after the other, so that it compiles once."""
     for seed in seeds:
@@ -62,7 +67,7 @@ def jobs(links: Sequence[Link], millions: Sequence[float], seeds: Sequence[int])
         for link in links:
             for size in millions:
                 for arm in ARMS:
-                    if link.merge_ms(arm, size) < 1e3 * DEADLINES[-1]:
+                    if fits(link.merge_ms(arm, size)):
                         yield job(link.merge_ms(arm, size), DEADLINES[-1], arm, seed)
 
 
@@ -87,13 +92,12 @@ def table(results: Results, links: Sequence[Link], millions: Sequence[float], se
                 rows = [results.rows.get(job(cost, DEADLINES[-1], arm, seed).key) for seed in seeds]
                 found = [row for row in rows if row]
                 ratios = [ratio for seed in seeds if (ratio := time_ratio(results, cost, arm, seed)) is not None]
-                losses, ends = ", ".join(f"{row['loss']:.3f}" for row in found), "no merge fits"
-                if found and ratios:
-                    middle = statistics.mean(ratios)
+                losses = ", ".join(f"{row['loss']:.3f}" for row in found)
+                ends = "not run | –" if fits(cost) else "no merge fits | missed"
+                if ratios:
                     shown = ", ".join("above 4" if ratio >= 4 else f"{ratio:.2f}" for ratio in ratios)
-                    ends = f"{shown} | {'met' if middle <= GOAL else 'missed'}"
+                    ends = f"{shown} | {'met' if statistics.mean(ratios) <= GOAL else 'missed'}"
                 count = found[0]["rounds"] if found else "–"
-                ends = ends if ratios else "no merge fits | missed"
                 lines.append(
                     f"| {link} | {size:g} M | {name(arm)} | {cost:,.0f} | {count} | {losses or '–'} | {ends} |"
                 )

@@ -1,10 +1,11 @@
 """jaxche against its peers on one fleet of unequal replicas: time to a held-out loss, and quality at a deadline.
 
 Every system trains the same model (a perceptron on shifted MNIST digits) from the same parameters on the same batches
-with Adam. A replica is a process whose local steps are padded to a pace, which behaves like a device of that speed;
---quota throttles processes to shares of a core instead. Learning rates come from one grid, tuned for each system by the
-time to the target with a seed of its own, on the same held-out examples. Times are wall-clock seconds of training;
-compilation and evaluation are not counted.
+with Adam. A replica is a process whose local steps are padded to a pace, which behaves like a device of that speed.
+With --quota processes are throttled to shares of a core instead: steps take what they compute, about a millisecond, and
+all-reduces of throttled processes far more. Learning rates come from one grid, tuned for each system by the time to the
+target with a seed of its own, on the same held-out examples. Times are wall-clock seconds of training; compilation and
+evaluation are not counted.
 
     python scripts/bench_peers.py                                   # fleets of 20/50 and of 20/20/40/80 ms
     python scripts/bench_peers.py --fleet 20,50 --only jaxche alone # two systems on one fleet
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fleet import fleet, title
 from peers import quota
 from peers.task import Task, at, reached, train, write
 
@@ -60,7 +62,7 @@ SHIFTS = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fleet", help="paces in ms instead of the two fleets, e.g. 20,50")
+    parser.add_argument("--fleet", type=fleet, help="paces in ms instead of the two fleets, e.g. 20,50")
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", help="only systems of such a name or with such a word in it"
     )
@@ -82,7 +84,7 @@ def parse() -> argparse.Namespace:
     if unknown := [word for word in args.only or () if not any(word in name for name in SYSTEMS)]:
         parser.error(f"--only {' '.join(unknown)}: no such system; write some of {', '.join(SYSTEMS)}")
     if args.quick:
-        args.fleet, args.only, args.seeds, args.rates = args.fleet or "20,50", ["jaxche", "plain jit"], 1, [2e-3]
+        args.fleet, args.only, args.seeds, args.rates = args.fleet or FLEETS[0], ["jaxche", "plain jit"], 1, [2e-3]
         args.deadline, args.target = 2.0, 1.0
     return args
 
@@ -104,7 +106,7 @@ def main() -> int:
     whole = set(args.only or ()) & set(SYSTEMS)
     words = set(args.only or ()) - whole
     chosen = [name for name in SYSTEMS if not args.only or name in whole or any(word in name for word in words)]
-    fleets = [tuple(map(float, args.fleet.split(",")))] if args.fleet else FLEETS
+    fleets = [args.fleet] if args.fleet else FLEETS
     results: dict[str, Any] = {"settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -115,7 +117,7 @@ def main() -> int:
         for paces in fleets:
             ran = {name: members(name, paces) for name in chosen if name not in left_out}
             rows = compare({name: fleet for name, fleet in ran.items() if fleet}, folder, args)
-            fleet_results["/".join(f"{p:g}" for p in paces)] = rows
+            fleet_results[title(paces)] = rows
             print_table(paces, rows, args)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1))
@@ -322,8 +324,8 @@ def worker(spec: dict[str, Any]) -> int:
 
 def print_table(paces: Sequence[float], rows: dict[str, Any], args: argparse.Namespace) -> None:
     others = [row["median_s"] for name, row in rows.items() if name not in ARMS and row["median_s"] is not None]
-    kind = "shares of cores like" if args.quota else "paces of"
-    print(f"\n{kind} {'/'.join(f'{p:g}' for p in paces)} ms; medians of {args.seeds} seed(s) (lowest to highest)")
+    kind = "steps without padding on shares of cores like" if args.quota else "paces of"
+    print(f"\n{kind} {title(paces)} ms; medians of {args.seeds} seed(s) (lowest to highest)")
     head = f"{'system':<22}{'rate':>7}{f's to loss {args.target:g}':>22}{'to best other':>15}"
     print(head + f"{f'loss at {args.deadline:g} s':>24}{'accuracy':>10}{'batches/s':>11} of at most")
     for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""Time to quality on a virtual clock: what each way to use a fleet of unequal devices makes of the same time.
+"""Time to quality on a virtual clock, for several ways to use a fleet of unequal devices.
 
 Every run trains for real in this process, on the clock of a ``jaxche.VirtualFleet``; nothing sleeps. There are two
 measures. ``constant``: the time until the held-out loss reaches that of the fast device alone at the deadline, at a
@@ -10,7 +10,7 @@ have the same seeds, their medians decide.
     python scripts/bench_quality.py --seeds 0 1 2 --minutes 10       # ten minutes; repeat it to continue
     python scripts/bench_quality.py --task mnist --cells 20/50@5 --arms all
     python scripts/bench_quality.py --table                          # Markdown, from the results so far
-    python scripts/bench_quality.py --write                          # the same, into docs/policies.md
+    python scripts/bench_quality.py --write                          # the same, into docs/measurements.md
 
 A cell is ``speeds@cost``: ms a batch of each device, and ms of a merge. Each run is one line of the results file; a run
 whose line exists is not repeated. To add an arm, add one line to
@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from fleet import fleet, title
 from quality_arms import ARMS, BASELINE, CEILING, MAIN, PLAIN, Arm, Counts, Progress, Speeds, equal_fast
 
 import jaxche
@@ -47,7 +48,7 @@ from jaxche.cli import _tasks
 
 RESULTS = Path(__file__).with_name("quality.jsonl")
 # The page with the tables of the standard cells, between these lines.
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "policies.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "measurements.md"
 BEGIN, END = "<!-- quality: scripts/bench_quality.py --write -->", "<!-- end of quality -->"
 STANDARD = ("20/20/40/80@0.2", "20/20/40/80@11", "20/50@0.2", "20/50@5")
 # Seconds to the deadline on the clock: about 3,000 batches of the text task over the fleet.
@@ -73,7 +74,7 @@ class Cell:
 
     @property
     def speeds(self) -> Speeds:
-        return tuple(map(float, self.fleet.split("/")))
+        return fleet(self.fleet)
 
     def seen_by(self, arm: Arm) -> Cell:
         """The cell as far as an arm depends on it: a single device has no merges and no smaller batches."""
@@ -87,9 +88,14 @@ class Cell:
 
 
 def parse_cell(text: str, args: argparse.Namespace) -> Cell:
-    fleet, _, sync = text.partition("@")
-    deadline = args.deadline or DEADLINES.get(fleet, 24.0) * SHARE[args.task]
-    return Cell(args.task, fleet, float(sync), args.fixed_ms, deadline, args.schedule)
+    times, _, sync = text.partition("@")
+    name = title(fleet(times))
+    try:
+        sync_ms = float(sync)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} has no ms of a merge after @; write {times}@11") from None
+    deadline = args.deadline or DEADLINES.get(name, 24.0) * SHARE[args.task]
+    return Cell(args.task, name, sync_ms, args.fixed_ms, deadline, args.schedule)
 
 
 class Task(NamedTuple):
@@ -543,7 +549,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the tables of the standard cells into the docs")
     args = parser.parse_args()
     until = time.monotonic() + 60 * args.minutes
-    cells = [parse_cell(name, args) for name in args.cells]
+    try:
+        cells = [parse_cell(name, args) for name in args.cells]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--cells: {error}")
     arms = [name for name in ARMS if args.arms == ["all"] or any(part in name for part in args.arms)]
     if not arms:
         parser.error(f"--arms {' '.join(args.arms)}: no such arm; write all, or parts of {'; '.join(ARMS)}")

@@ -2,7 +2,7 @@
 """Step time and bytes sent of the sharded step, against FSDP written by hand: jit with annotations.
 
   .venv/bin/python scripts/bench_sharding.py                    FullShard and the others on 4 fake devices
-  .venv/bin/python scripts/bench_sharding.py --platform gpu     on the GPUs at hand
+  .venv/bin/python scripts/bench_sharding.py --platform gpu     on the available GPUs
 
 Both train the same transformer on the same batches in the same process, turn by turn; medians. The step by hand is full
 FSDP: parameters and optimizer state in the same slices, donated, in the same dtype. Fake devices share the machine's

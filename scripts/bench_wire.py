@@ -4,7 +4,7 @@ Adam on the text task of ``jaxche train``, with a learning rate that falls to ze
 cost of a merge, so that their rounds are alike and only the rounding differs. Prints a Markdown table.
 
     python scripts/bench_wire.py
-    python scripts/bench_wire.py --fleet 20/20/40/80 --seeds 0 1 --wires float32 int4
+    python scripts/bench_wire.py --fleet 20,20,40,80 --seeds 0 1 --wires float32 int4
     python scripts/bench_wire.py --speed 50     # the arithmetic of a merge, for 50 million parameters
 
 ``--speed`` prints the milliseconds of a core that each part takes, and each replica of a whole merge of two.
@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from fleet import fleet, title
 
 import jaxche
 from jaxche.averaging._wire import decode, encode, mean_of_rows
@@ -37,7 +38,7 @@ from jaxche.replicas._merge_program import HOST_COLUMNS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fleet", default="20/50", help="ms a batch of each device (default 20/50)")
+    parser.add_argument("--fleet", type=fleet, default="20,50", help="ms a batch of each device (default %(default)s)")
     parser.add_argument("--sync-ms", type=float, default=30.0, help="ms of a merge (default 30)")
     parser.add_argument("--batches", type=int, default=1000, help="of all devices (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -51,11 +52,10 @@ def main() -> None:
         # The arithmetic of a wire does not depend on what else is averaged.
         speed(round(args.speed * 1e6), [wire for wire in args.wires if "/" not in wire])
         return
-    speeds = tuple(map(float, args.fleet.split("/")))
-    jax.config.update("jax_num_cpu_devices", len(speeds))
+    jax.config.update("jax_num_cpu_devices", len(args.fleet))
     task = _tasks.load("text")
     tx = optax.adam(optax.cosine_decay_schedule(args.lr, args.batches))
-    print(f"{args.fleet} ms a batch, {args.sync_ms:g} ms a merge, {args.batches} batches, seeds {args.seeds}\n")
+    print(f"{title(args.fleet)} ms a batch, {args.sync_ms:g} ms a merge, {args.batches} batches, seeds {args.seeds}\n")
     print("| `wire=` | bytes of a merge | of float32 | rounds | final loss | standard error | against float32 |")
     print("|---|---|---|---|---|---|---|", flush=True)
     baseline: list[float] = []
@@ -67,7 +67,7 @@ def main() -> None:
             tx,
             wire=wire,
             opt_state=opt_state or "auto",
-            fleet=jaxche.VirtualFleet(speeds, sync_ms=args.sync_ms),
+            fleet=jaxche.VirtualFleet(args.fleet, sync_ms=args.sync_ms),
         )
         losses, rounds, sent = [], [], 0
         for seed in args.seeds:
@@ -80,11 +80,11 @@ def main() -> None:
         baseline, baseline_bytes = baseline or losses, baseline_bytes or sent
         differences = [loss - one for loss, one in zip(losses, baseline, strict=True)]
         shown = f"`{wire}`" + (f', `opt_state="{opt_state}"`' if opt_state else "")
-        error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
+        error = f"{statistics.stdev(losses) / len(losses) ** 0.5:.4f}" if len(losses) > 1 else "-"
         print(
             f"| {shown} | {sent:,} "
             f"| 1/{baseline_bytes / sent:.2f} | {statistics.mean(rounds):.0f} | {statistics.mean(losses):.4f} "
-            f"| {error:.4f} | {statistics.mean(differences):+.4f} |",
+            f"| {error} | {statistics.mean(differences):+.4f} |",
             flush=True,
         )
 

@@ -56,7 +56,7 @@ def main() -> int:
             args.seed, args.faults_a_run, args.heartbeat_timeout, args.state_mb, kinds, args.results, args.keep
         )
         return elastic.campaign(range(args.first, args.first + args.faults), options)
-    return restarts.campaign(args.faults, args.undisturbed, args.seed, kinds or restarts.KINDS)
+    return restarts.campaign(args.faults, args.undisturbed, args.seed, kinds or tuple(restarts.FAULTS))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main() -> int:
             versions, error = resolve(python, extra)
             error = error or misfit(extra, versions)
             failed |= bool(error)
-            shown = error or ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if told(name))
+            shown = error or ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if is_printed(name))
             print(f"Python {python}, {extra}: {'FAILED' if error else 'resolves'}: {shown}", flush=True)
     return int(failed)
 
@@ -71,7 +71,7 @@ def misfit(extra: str, versions: Mapping[str, str]) -> str:
     return "" if plugin == jaxlib else f"jax-{extra}-plugin {plugin} beside jaxlib {jaxlib}"
 
 
-def told(name: str) -> bool:
+def is_printed(name: str) -> bool:
     """Whether the version of a package is printed."""
     return name in ("jax", "jaxlib", "flax", "optax") or name.startswith(("jax-cuda", "nvidia-cudnn"))
 

@@ -17,13 +17,13 @@ BEGIN, END = "<!-- modules: scripts/house.py --write -->", "<!-- end of modules 
 def sentence(path):
     """The first sentence of a module's docstring, on one line."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf8"))) or "").split())
-    found = re.split(r"(?<=\.)\s|$", re.sub(r"^Layer \d+, \w[\w ]*: ", "", text), maxsplit=1)[0].rstrip(".")
+    found = re.split(r"(?<=\.)\s|$", text, maxsplit=1)[0].rstrip(".")
     return (found[:1].upper() + found[1:]).replace("``", "`").replace("|", "\\|")
 
 
 def table(order):
     """The table, packages in the order of their layers."""
-    lines = ["| module | what lives there |", "|---|---|"]
+    lines = ["| module | contents |", "|---|---|"]
     for package in order:
         folder = ROOT / "jaxche" / package
         lines.append(f"| **`{package}`** | **{sentence(folder / '__init__.py')}** |")

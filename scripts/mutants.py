@@ -85,8 +85,8 @@ def main():
             print(f"{word}: {entry['file']}: {' '.join(entry['before'].split())}", flush=True)
             if word != "killed":
                 print(f"    -> {' '.join(entry['after'].split())}\n    {entry['test']}", flush=True)
-    told = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "nothing chosen"
-    print(f"{len(chosen)} mutants: {told}, in {time.monotonic() - start:.0f} s")
+    summary = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "nothing chosen"
+    print(f"{len(chosen)} mutants: {summary}, in {time.monotonic() - start:.0f} s")
     return int(set(counts) != {"killed"})
 
 

@@ -138,11 +138,9 @@ ARMS = {
         arm("auto", policy="auto"),
         arm("sync, rows by speed", policy="sync"),
         arm("cadence, default"),
-        arm("cadence, local", opt_state="local"),
         arm("cadence, uniform", merge="batch"),
         arm("cadence, rows by speed", rows="speed"),
         arm("cadence, overlap 0.5", overlap=0.5),
-        arm("cadence, overlap 0.25", overlap=0.25),
         arm("cadence, groups of two", groups=pairs),
         arm("cadence, groups of two, overlap 0.5", groups=pairs, overlap=0.5),
         arm("cadence, int4", wire="int4"),
@@ -152,19 +150,7 @@ ARMS = {
             arm(f"rounds of {ms} ms, averaged", counts=rounds_of(ms), opt_state="average")
             for ms in (80, 160, 200, 320, 640)
         ),
-        *(arm(f"rounds of {ms} ms, local", counts=rounds_of(ms), opt_state="local") for ms in (80, 160, 200, 320, 640)),
-        *(
-            arm(f"rounds of {ms} ms, uniform", counts=rounds_of(ms), opt_state="average", merge="batch")
-            for ms in (80, 200)
-        ),
-        *(
-            arm(f"rounds of {ms} ms, overlap {part:g}", counts=rounds_of(ms), overlap=part)
-            for ms in (400, 800, 1000, 1600, 2000)
-            for part in (0.25, 0.5)
-        ),
-        *(arm(f"rounds of {ms} ms, averaged", counts=rounds_of(ms), opt_state="average") for ms in (1000, 2000)),
-        *(arm(f"rounds of {ms} ms, local", counts=rounds_of(ms), opt_state="local") for ms in (1000, 2000)),
-        arm("DiLoCo, 1280 ms", counts=rounds_of(1280), outer=NESTEROV),
+        arm("rounds of 80 ms, uniform", counts=rounds_of(80), opt_state="average", merge="batch"),
         arm("DiLoCo, 320 ms", counts=rounds_of(320), outer=NESTEROV),
         arm("QSR from 160 ms", counts=qsr(160, 0.25, 1280), opt_state="average"),
         arm("AdaComm from 640 ms", counts=adacomm(640, 2000), opt_state="average"),

@@ -123,6 +123,28 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(script, words, known
     assert known in error
 
 
+@pytest.mark.parametrize("script", ["bench_cadence", "bench_peers", "bench_wire"])
+def test_a_fleet_is_given_in_one_form(script, parse, capsys):
+    for times in ("20,50", "20/50"):
+        parse(f"scripts/{script}.py", ["--fleet", times])
+    for times in ("20 ms", "20,", "0,50", "nan", ""):
+        with pytest.raises(SystemExit):
+            parse(f"scripts/{script}.py", ["--fleet", times])
+        assert f"--fleet: {times!r} has no ms a batch of each device; write 20,50" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cell", "line"), [("20,50", "20,50@11"), ("20;50@11", "write 20,50"), ("20/50@much", "20/50@11")]
+)
+def test_a_cell_that_is_none_is_refused(cell, line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_quality", "--cells", cell])
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit):
+        importlib.import_module("bench_quality").main()
+    error = capsys.readouterr().err
+    assert "--cells: '20" in error
+    assert line in error
+
+
 def test_an_unknown_arm_of_goodput_is_refused_with_the_known_ones(capsys):
     assert goodput.benchmark(1.0, ["elastc"], 15.0) == 2
     assert "--arms has elastc, which is none of undisturbed, elastic, restarts" in capsys.readouterr().out
@@ -166,6 +188,14 @@ def test_links_are_tabled_from_the_results_so_far():
     assert {row["goal of 1.1"] for row in markdown(table)} == {"met", "missed"}
 
 
+def test_a_run_over_a_link_that_was_not_made_has_no_verdict(tmp_path):
+    words = ["--table", "--results", tmp_path / "none.jsonl", "--links", "100/100", "--millions", "50"]
+    whole, coded, _ = markdown(run("bench_links.py", *words))
+    heads = ["time, against free merges", "goal of 1.1"]
+    assert [whole[head] for head in heads] == ["no merge fits", "missed"]
+    assert [coded[head] for head in heads] == ["not run", "–"]
+
+
 @pytest.mark.slow
 def test_wires_are_compared_in_one_table():
     words = ["--fleet", "20/50", "--batches", "6", "--seeds", "0", "1", "--wires", "float32", "int4", "float32/local"]
@@ -184,6 +214,12 @@ def test_wires_are_compared_in_one_table():
         assert int(row["rounds"]) >= 1
         # Rounding is a small part of it.
         assert abs(float(row["against float32"])) < 0.1
+
+
+@pytest.mark.slow
+def test_one_seed_has_no_standard_error():
+    (row,) = markdown(run("bench_wire.py", "--batches", "2", "--seeds", "0", "--wires", "float32"))
+    assert row["standard error"] == "-"
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A residual network with batch statistics on images of ten classes, in linen, on all devices.
 
-As in ImageNet training: L2 on the kernels, momentum, warmup and cosine, bfloat16. The images are made.
+As in ImageNet training: L2 on the kernels, momentum, warmup and cosine, bfloat16. The images are synthetic.
 """
 
 from typing import Any

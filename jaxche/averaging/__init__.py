@@ -1,4 +1,4 @@
-"""Layer 1, averaging: trees on a named axis. Replicas that took different numbers of steps are merged into one."""
+"""Means of trees over a named axis. Replicas that took different numbers of steps are merged into one."""
 
 from jaxche.averaging._mean import measure_drift, weighted_mean
 from jaxche.averaging._mean import psum_buckets as psum_buckets

@@ -1,4 +1,4 @@
-"""Layer 0, cadence: how many batches each replica runs before the next merge. Host numbers; imports no jax."""
+"""How many batches each replica runs before the next merge. Host numbers; imports no jax."""
 
 from jaxche.cadence._checks import whole_number as whole_number
 from jaxche.cadence._choice import Choice as Choice

@@ -139,6 +139,6 @@ class DivergenceCorrection:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> DivergenceCorrection:
-        """The correction from the result of ``dataclasses.asdict``; settings of earlier versions are ignored."""
+        """The correction from the result of ``dataclasses.asdict``."""
         guard = GrowthGuard(**{f.name: saved["guard"][f.name] for f in fields(GrowthGuard)})
         return cls(guard, saved["ceiling"], saved["calm"])

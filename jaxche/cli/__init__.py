@@ -1,4 +1,4 @@
-"""Layer 7, the command line: `jaxche train | report | launch | coordinator | doctor | simulate | plan | completion`."""
+"""The command line: `jaxche train | report | launch | coordinator | doctor | simulate | plan | completion`."""
 
 from jaxche.cli._main import main
 

@@ -11,7 +11,7 @@ from jaxche.cli import _coordinator, _doctor, _launch, _plan, _report, _simulate
 from jaxche.cli._command import Command, Parser, directory_path, file_path
 
 _OVERVIEW = """\
-jaxche trains one Flax model on whatever mix of devices you have, as fast as all of them together.
+jaxche trains one JAX model on devices of different speeds, to a given quality in the least time.
 
   jaxche train                     two processes, one 2.5 times slower, real images; a minute
   jaxche train --compare sync,cadence,async

@@ -1,4 +1,4 @@
-"""Layer 4, starts: join, launch, restart and stop the processes of a run, and files for schedulers."""
+"""Join, launch, restart and stop the processes of a run, and files for schedulers."""
 
 # pyright: reportUnsupportedDunderAll=false
 

@@ -98,6 +98,8 @@ class WorkerGroup:
         self._groups: set[int] = set()
         # Ranks that were replaced or hung: their failure is ignored once no other rank runs.
         self._expendable: set[int] = set()
+        # The first failure after a rank of an elastic run has succeeded, while others still run.
+        self._late_failure: GroupResult | None = None
         self.replaced = 0
         # The time to stop the ranks that still run after one of an elastic run has succeeded.
         self._end_deadline = math.inf
@@ -164,7 +166,7 @@ class WorkerGroup:
                 return result
         if self._running:
             self._stop(signal.SIGTERM, self._context.grace_s)
-        return GroupResult(0)
+        return self._late_failure or GroupResult(0)
 
     @property
     def _has_ended(self) -> bool:
@@ -227,12 +229,15 @@ class WorkerGroup:
             return None
         # After SIGTERM to one rank all save after the same round, and exit with this code.
         is_preempted = code == PREEMPTED_CODE
+        failure = GroupResult(128 - code if code < 0 else code, rank)
         others_continue = self._running or (has_ended and rank in self._expendable)
         if context.elastic and not is_preempted and others_continue:
             context.print(f"rank {rank} {describe(code)}; the others continue")
             # Its children end now, because the system may reuse the number of the group before the others end.
             _signal_group(group, signal.SIGKILL)
             self._forget(group)
+            if has_ended and rank not in self._expendable:  # those that run do not take over its work
+                self._late_failure = self._late_failure or failure
             if self._replacements and not has_ended and code != BAD_INPUT:
                 self._replace(rank)
             return None
@@ -242,7 +247,7 @@ class WorkerGroup:
         self._report(rank, code)
         if self._stop_signal is not None:
             return GroupResult(128 + self._stop_signal, by_signal=True)
-        return GroupResult(128 - code if code < 0 else code, rank)
+        return failure
 
     def _forget(self, group: int) -> None:
         """Forget a process group that has ended, because the system may reuse its number."""

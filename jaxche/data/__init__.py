@@ -1,4 +1,4 @@
-"""Layer 4, data: batches from arrays in memory, sequences and streams, read ahead from any position of a run."""
+"""Batches from arrays in memory, sequences and streams, read ahead from any position of a run."""
 
 from jaxche.data._batches import Batches
 from jaxche.data._batches import Feed as Feed

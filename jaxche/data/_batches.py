@@ -17,7 +17,6 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxche.cadence import Piece, RoundPlan, whole_number
 from jaxche.drawing import brief, short_traceback
@@ -334,11 +333,14 @@ class Reader:
         """The first batch of a plan, and a whole one."""
         batch = self.peek((plan.epoch, plan.start))
         # A run may continue from the last batch of an epoch, which is smaller than the others.
-        return batch, batch if plan.start == 0 else self.load((plan.epoch, 0))
+        return batch, batch if plan.start == 0 else self._read((plan.epoch, 0))
 
     def some(self, count: int) -> list[Any]:
         """Some batches to measure speeds with."""
-        return [self.load((0, i % len(self.data))) for i in range(count)]
+        return [self._read((0, i % len(self.data))) for i in range(count)]
+
+    def _read(self, key: Key) -> Any:
+        return self._pool.submit(self.load, key).result()
 
     def ended(self, plan: RoundPlan, state: Any, steps: int) -> int:
         """0: the plan ends with the epoch."""
@@ -488,7 +490,7 @@ def _join(parts: Sequence[tuple[Any, list[tuple[Key, slice]]]]) -> tuple[Any, li
 
 
 def _row_shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    return {keystr(path): np.shape(x)[1:] for path, x in tree_flatten_with_path(batch)[0]}
+    return {name: np.shape(x)[1:] for name, x in _leaves(batch).items()}
 
 
 def _unlike(first: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> ValueError:

@@ -16,7 +16,7 @@ def to_json(value: Any) -> Any:
         return value
     if type(value) is list:
         return [to_json(x) for x in value]
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {_TAG: "dict", "items": [[to_json(key), to_json(x)] for key, x in value.items()]}
     if type(value) is tuple:
         return {_TAG: "tuple", "items": [to_json(x) for x in value]}
@@ -24,10 +24,11 @@ def to_json(value: Any) -> Any:
         return {_TAG: "bytes", "data": base64.b64encode(value).decode()}
     if type(value).__module__ == "torch" and hasattr(value, "detach"):
         return {_TAG: "tensor", "array": to_json(value.detach().cpu().numpy())}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype != np.dtype(object):
-        kind = "array" if isinstance(value, np.ndarray) else "number"
-        array = np.ascontiguousarray(value)
-        return {_TAG: kind, "dtype": array.dtype.str, "shape": np.shape(value), "data": to_json(array.tobytes())}
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        dtype, kind = value.dtype, "array" if isinstance(value, np.ndarray) else "number"
+        name = dtype.name if dtype.isbuiltin == 2 else dtype.str  # 2: added to NumPy, as bfloat16, whose str is "|V2"
+        if not dtype.hasobject and np.dtype(name) == dtype:
+            return {_TAG: kind, "dtype": name, "shape": np.shape(value), "data": to_json(value.tobytes())}
     raise TypeError(f"a {type(value).__name__} has no exact form in JSON")
 
 

@@ -183,16 +183,16 @@ class StreamQueue:
                     self._is_running = False
                     return
                 target, self._target = self._target, None
-            states, error, read = {}, None, []
+            states, error, read, state = {}, None, [], None
             try:
                 if target is not None:
                     states = self._open(target)
                 read = [as_batch(batch) for batch in [next(self._iterator)]]
+                state = self._iterator_state()
             except StopIteration:
                 pass
             except BaseException as e:  # of sys.exit(), too: others wait for the batch
                 error = e
-            state = self._iterator_state() if read else None
             with self._changed:
                 if self._target is None:  # else it was read at a place that was left
                     self._states |= {(self._epoch, taken): one for taken, one in states.items()}

@@ -1,4 +1,4 @@
-"""Layer 3, processes: the group of a run, its collectives, and the detection of processes that die."""
+"""The group of a run, its collectives, and the detection of processes that die."""
 
 import lazy_loader
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ _POLL_MS = 5_000
 _EXIT_MS = 30_000
 # How long to wait for another process without a line in the log.
 _LOG_S = 60.0
-_LEFT = "jaxche/left"
+_LEFT, _MERGING = "jaxche/left", "jaxche/merging"
 
 _log = logging.getLogger("jaxche")
 
@@ -107,6 +108,9 @@ class Group:
         self.launcher = "jax"
         self._calls = itertools.count()
         self._broadcasts: dict[str, Iterator[int]] = {}
+        # How many programs of several processes this one has begun, and whether it is in one.
+        self._begun, self._in_program = 0, False
+        self._publishes = False
 
     @property
     def process_index(self) -> int:
@@ -195,18 +199,18 @@ class Group:
         """The value of a key that another process sets.
 
         Raises:
-          RankError: that process has ended its script.
+          RankError: that process has ended its script, or waits for this one in a merge.
         """
-        left, start, is_logged = False, time.monotonic(), False
+        absent, start, is_logged = "", time.monotonic(), False
         while True:
             with suppress_timeout():
                 return self.client.blocking_key_value_get(key, _POLL_MS)
             waited = time.monotonic() - start
-            if left:
+            if absent:
                 raise RankError(
-                    f"process {process} has ended its script, and process {self.process_index} waits for it: all "
-                    "processes must make the same calls of fit, evaluate and other methods of the trainer; take them "
-                    "out of `if jax.process_index() == 0:`",
+                    f"process {process} {absent}, and process {self.process_index} waits for it: all processes must "
+                    "make the same calls of fit, evaluate and other methods of the trainer, also in callbacks; take "
+                    "them out of `if jax.process_index() == 0:`",
                     process,
                 )
             if waited > _TIMEOUT_MS / 1e3:
@@ -220,8 +224,25 @@ class Group:
                     process,
                 )
                 is_logged = True
-            # Read once more after this: a process sets its keys before it leaves.
-            left = f"{_LEFT}/{process}" in dict(self.client.key_value_dir_get(f"{_LEFT}/"))
+            # Read once more after this: a process sets its keys before it leaves or merges.
+            if f"{_LEFT}/{process}" in dict(self.client.key_value_dir_get(f"{_LEFT}/")):
+                absent = "has ended its script"
+            else:
+                merging = dict(self.client.key_value_dir_get(f"{_MERGING}/"))
+                # A merge that this process has not begun cannot end.
+                if int(merging.get(f"{_MERGING}/{process}", 0)) > self._begun:
+                    absent = "is in the merge of a round that this process has not begun"
+
+    def _publish_merges(self) -> None:
+        """Set the number of a merge that takes long, for processes that do not take part in it."""
+        before = 0
+        while True:
+            time.sleep(_POLL_MS / 1e3)
+            begun = self._begun
+            if self._in_program and begun == before:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # the coordinator has ended
+                    self.client.key_value_set(f"{_MERGING}/{self.process_index}", str(begun), allow_overwrite=True)
+            before = begun
 
     def leave(self) -> None:
         """Leave the run at exit: others do not wait for keys of this process."""
@@ -280,6 +301,10 @@ class Group:
         Raises:
           PeerLostError: instead of the various errors of XLA and Gloo after the death of a process.
         """
+        if self.num_processes > 1 and not self.elastic and not self._publishes:
+            self._publishes = True
+            threading.Thread(target=self._publish_merges, name="jaxche-merging", daemon=True).start()
+        self._begun, self._in_program = self._begun + 1, True
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -289,6 +314,8 @@ class Group:
                 raise
             message = f"the merge with the other processes failed; did one of them die? {error}"
             raise PeerLostError(message) from error
+        finally:
+            self._in_program = False
 
     @contextlib.contextmanager
     def errors_everywhere(self, rank: int, place: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Layer 0, drawing: colours and style of figures, lanes of bars as SVG, text and tracebacks; imports no jax."""
+"""Colours and style of figures, lanes of bars as SVG, text and tracebacks; imports no jax."""
 
 from jaxche.drawing._lanes import Bar as Bar
 from jaxche.drawing._lanes import Lane as Lane

@@ -1,4 +1,4 @@
-"""Layer 5, replicas: their devices, compiled local steps and optimizer state, and the merge of all of them."""
+"""Replicas: their devices, compiled local steps and optimizer state, and the merge of all of them."""
 
 from jaxche.replicas._coded_merge import fitted as fitted
 from jaxche.replicas._coded_merge import zero_residual as zero_residual

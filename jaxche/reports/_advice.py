@@ -21,7 +21,8 @@ class Choice:
     """The counts of a round and their estimated goodput.
 
     Attributes:
-      counts: local steps of each replica between two merges; 0 for an excluded replica.
+      counts: batches of each replica between two merges; 0 for an excluded replica, and parts of a batch if a run with
+        ``rows="speed"`` is the current choice.
       batch: effective batch size of an update: the examples of the round with averaged gradients, else one local
         batch times the effective replicas of the merge.
       ms: duration of the round.
@@ -35,7 +36,7 @@ class Choice:
       (4, 2)
     """
 
-    counts: tuple[int, ...]
+    counts: tuple[float, ...]
     batch: float
     ms: float
     examples_per_second: float
@@ -44,7 +45,7 @@ class Choice:
 
     def __repr__(self) -> str:
         return (
-            f"Choice({per_rank(self.counts)} steps in {self.ms:.4g} ms, batch {self.batch:.4g}: "
+            f"Choice({_by_rank(self.counts)} steps in {self.ms:.4g} ms, batch {self.batch:.4g}: "
             f"{self.examples_per_second:.4g} examples a second, efficiency {self.efficiency:.4g}, "
             f"goodput {self.goodput:.4g})"
         )
@@ -107,10 +108,10 @@ class Advice:
             )
         ranks = [rank for rank, n in enumerate(self.best.counts) if n]
         alone = len(ranks) == 1
-        text += f"rank {ranks[0]} alone " if alone else f"{per_rank(self.best.counts)} steps between merges "
+        text += f"rank {ranks[0]} alone " if alone else f"{_by_rank(self.best.counts)} steps between merges "
         if not self.line:
             return text + "(as now) reach a target as soon as any"
-        return text + f"should reach a target {self.speedup:.2f} times as soon as {per_rank(self.now.counts)}"
+        return text + f"should reach a target {self.speedup:.2f} times as soon as {_by_rank(self.now.counts)}"
 
     def rows(self) -> list[dict[str, Any]]:
         """A selection of the choices as flat dicts.
@@ -154,8 +155,12 @@ class Advice:
         cells = [["steps", "batch", "ms a round", "examples/s", "efficiency", "goodput/s", ""]]
         for row in self.rows():
             numbers = (f"{row['examples_per_second']:,.0f}", f"{row['efficiency']:.1%}", f"{row['goodput']:,.0f}")
-            cells.append([per_rank(row["counts"]), _short(row["batch"]), f"{row['ms']:.1f}", *numbers, row["note"]])
+            cells.append([_by_rank(row["counts"]), _short(row["batch"]), f"{row['ms']:.1f}", *numbers, row["note"]])
         return cells
+
+
+def _by_rank(counts: Sequence[float]) -> str:
+    return per_rank(counts, "{:g}")
 
 
 def _used(choice: Choice) -> int:
@@ -180,7 +185,7 @@ def advise(
     sync_ms: float,
     average: str,
     merge: str = "steps",
-    now: Sequence[int] = (),
+    now: Sequence[float] = (),
     max_anchor: int = 200,
 ) -> Advice:
     r"""Finds the counts with the largest goodput at the current noise and speeds.
@@ -264,7 +269,7 @@ def advise(
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}={value!r} must be finite and at least 0")
 
-    def choice(counts: Sequence[int]) -> Choice:
+    def choice(counts: Sequence[float]) -> Choice:
         examples = batch_size * sum(counts)
         alone = sum(n > 0 for n in counts) == 1
         ms = max(n * t for n, t in zip(counts, times, strict=True)) + (0.0 if alone else sync_ms)
@@ -301,7 +306,9 @@ def advise_from(history: Sequence[RoundInfo], max_anchor: int = 200) -> Advice:
         )
     recent = history[-_RECENT:]
     world = len(last.counts)
-    speeds = [[info.wall_ms[r] / info.counts[r] for info in recent if info.counts[r]] for r in range(world)]
+    done = [_batches_done(info) for info in recent]
+    rounds = list(zip(recent, done, strict=True))
+    speeds = [[info.wall_ms[rank] / own[rank] for info, own in rounds if own[rank]] for rank in range(world)]
     if not all(speeds):
         raise ValueError(
             f"rank {next(r for r, s in enumerate(speeds) if not s)} took no step in the last {len(recent)} rounds, so "
@@ -310,15 +317,20 @@ def advise_from(history: Sequence[RoundInfo], max_anchor: int = 200) -> Advice:
     return advise(
         noise=last.noise,
         base_batch_size=last.base_batch_size,
-        batch_size=statistics.median(info.examples / sum(info.counts) for info in recent),
+        batch_size=statistics.median(info.examples / info.batches for info in recent),
         ms_per_batch=[statistics.median(times) for times in speeds],
         sync_ms=statistics.median(info.sync_ms for info in recent),
         average=last.average,
         merge=last.merge or "steps",
         # A round of a single replica is many updates of a batch each.
-        now=statistics.mode(info.counts for info in recent) if world > 1 else (1,),
+        now=statistics.mode(tuple(round(n, 2) for n in own) for own in done) if world > 1 else (1,),
         max_anchor=max_anchor,
     )
+
+
+def _batches_done(info: RoundInfo) -> tuple[float, ...]:
+    """The batches of each replica, with parts of batches under rows by speed."""
+    return tuple(n * info.batches / info.examples for n in info.rows) if info.shares else info.counts
 
 
 def _candidates(times: Sequence[float], max_anchor: int) -> list[tuple[int, ...]]:

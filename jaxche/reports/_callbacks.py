@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxche.reports._every import positive
 from jaxche.reports._history import History
 from jaxche.reports._round_info import RoundInfo
 
@@ -45,14 +46,12 @@ class LivePlot:
     """
 
     def __init__(self, every_s: float = 2.0):
-        if not isinstance(every_s, int | float) or not every_s > 0:
-            raise ValueError(f"every_s={every_s!r} must be above 0; write e.g. every_s=2.0")
         self._display = _notebook_display()
         if self._display is None:
             _log.warning(
                 "LivePlot draws in notebooks, and this is none; draw at the end: history.plot().savefig('history.png')"
             )
-        self._every_s = every_s
+        self._every_s = positive("every_s", every_s, "every_s=2.0", whole=False)
         self._handle: Any = None
         self._due = float("-inf")  # the time of the next update
         self._history = History()

@@ -19,7 +19,7 @@ from jaxche.reports._round_info import RoundInfo, efficiency_of, is_scaled, roun
 _log = logging.getLogger("jaxche")
 
 _TYPES = {field.name: str(field.type) for field in fields(RoundInfo)}
-# Earlier versions did not write all fields that have a default.
+# Fields that have a default may be missing in a file.
 _REQUIRED = {field.name for field in fields(RoundInfo) if field.default is MISSING and field.default_factory is MISSING}
 
 

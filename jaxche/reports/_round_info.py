@@ -61,7 +61,7 @@ class RoundInfo:
       overlapped: with ``overlap=``, the steps that each replica took while the merge of the round before was in flight;
         empty if no merge was. Drift is then of that merge, and ``sync_ms`` the part of it that was not hidden.
       hidden_ms: the part of it that was.
-      wire: the wire of the merge; empty in records of earlier versions.
+      wire: the wire of the merge.
       overlap: the argument of the trainer, 0 where it waits for each merge.
       group_merges: with ``groups=``, the merges of the round, of which the last one is of all replicas; else 1.
       groups: with ``groups=``, the number of the group of each replica, -1 for a replica in none.

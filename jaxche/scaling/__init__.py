@@ -1,4 +1,4 @@
-"""Layer 1, scaling: the noise scale of gradients, and learning rates that follow the batch."""
+"""The noise scale of gradients, and learning rates that follow the batch."""
 
 from jaxche.scaling import noise_scale
 from jaxche.scaling._rules import (

@@ -1,4 +1,4 @@
-"""Layer 2, sharding: strategies, layouts on a mesh, and the sharded step with its costs."""
+"""Strategies, layouts on a mesh, and the sharded step with its costs."""
 
 from jaxche.sharding._checks import batch_size as batch_size
 from jaxche.sharding._checks import check_numbers as check_numbers

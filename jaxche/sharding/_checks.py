@@ -24,22 +24,15 @@ _NO_NUMBERS = tuple("USOTMm")
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "perturbations")
 
 
-def check_arguments(tx: Any, strategy: Any, accumulate: Any, compute_dtype: Any) -> None:
+def check_arguments(tx: Any, strategy: Any, compute_dtype: Any) -> None:
     """ValueError for an invalid argument of :func:`sharded_step`."""
     check_transform("tx", tx)
     check_strategy(strategy)
-    check_count("accumulate", accumulate, "micro-batches")
     if compute_dtype is not None and not _is_float_dtype(compute_dtype):
         raise ValueError(
             f"compute_dtype={compute_dtype!r} is not a dtype of floats; write compute_dtype=jnp.bfloat16, or leave it "
             "out to compute in the parameters' own"
         )
-
-
-def check_count(name: str, count: Any, of: str) -> None:
-    """ValueError for a value that is not a positive whole number."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name}={count!r} is a number of {of}, 1 or more; write {name}=1")
 
 
 def check_strategy(strategy: Any) -> None:
@@ -78,10 +71,25 @@ def check_update(tx: Any, params: Any, given: str, **extra: Any) -> None:
     except TypeError as error:
         if "argument" not in str(error):
             raise
+        line = "tx=optax.adam(1e-3), or of a transformation that has linesearch=, linesearch=None"
+        if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
+            line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
+        raise ValueError(f"tx makes no update from {given} alone: {error}; write e.g. {line}") from error
+
+
+def check_context_mesh(mesh: Any, call: str) -> None:
+    """ValueError for a ``call`` under ``jax.set_mesh`` of another mesh, on whose devices JAX would run its programs."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return
+    try:
+        found = jax.sharding.get_mesh()
+    except ValueError:  # within a trace, which is refused by its own name
+        return
+    if found != mesh:
         raise ValueError(
-            f"tx makes no update from {given} alone: {error}; write e.g. tx=optax.adam(1e-3), or of a transformation "
-            "that has linesearch=, linesearch=None"
-        ) from error
+            f"{call} was called under jax.set_mesh(...) of another mesh than step.mesh, {brief(dict(mesh.shape))}, on "
+            f"whose devices it runs; write {call}(...) outside of it, or with jax.set_mesh(step.mesh): ..."
+        )
 
 
 def check_params(params: Any, init: str) -> Any:

@@ -25,6 +25,8 @@ from jaxche.sharding._strategy import (
 
 # Bytes sent that count as equal, as a factor: the loss and norms are sent too.
 _EQUAL = 1.01
+_PARTS = ("params", "gradients", "opt_state", "temporaries")
+_SIZES = (*_PARTS, "peak", "sent", "theory")
 _HEAD = ("strategy", "params", "grads", "opt", "other", "in all", "counted", "theory", "fits")
 
 
@@ -91,7 +93,7 @@ class Comparison:
         return [
             {
                 "strategy": str(e.strategy),
-                **{name: e.per_device[name] for name in ("params", "gradients", "opt_state", "temporaries")},
+                **{name: e.per_device[name] for name in _PARTS},
                 "peak": e.peak,
                 "sent": e.sent,
                 "theory": e.theory,
@@ -115,8 +117,8 @@ class Comparison:
 
     def _cells(self) -> list[list[str]]:
         return [
-            [name, *map(show_bytes, sizes), "yes" if fits else "no"]
-            for name, *sizes, fits in (row.values() for row in self.rows)
+            [row["strategy"], *(show_bytes(row[name]) for name in _SIZES), "yes" if row["fits"] else "no"]
+            for row in self.rows
         ]
 
 

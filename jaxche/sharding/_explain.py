@@ -96,9 +96,10 @@ class Explanation:
 
     def _cells(self) -> list[list[str]]:
         cells = []
-        for what, whole, size in (row.values() for row in self.rows):
+        for row in self.rows:
+            whole, size = row["whole"], row["per_device"]
             share = f"{size / whole:.3f}" if whole else ""
-            cells.append([_NAMES[what], "" if whole is None else show_bytes(whole), show_bytes(size), share])
+            cells.append([_NAMES[row["what"]], "" if whole is None else show_bytes(whole), show_bytes(size), share])
         return cells
 
     def _notes(self) -> Iterator[str]:

@@ -62,7 +62,7 @@ def value_and_grad(
     """
 
     def fn(params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        split = batch_size(batch) % (layout.devices * accumulate) == 0
+        split = layout.splits(batch_size(batch), accumulate)
         micro, rows = accumulate if split else 1, P(layout.axes) if split else P()
         local = _accumulated(_local(call, layout, compute_dtype), micro, layout.gathers)
 
@@ -129,13 +129,14 @@ def sharded_update(tx: Any, layout: Layout, grads: Any, opt_state: Any, params: 
       ([0.0, -0.5, -1.0, -1.5], (), ('shard',))
     """
     grads = lax.with_sharding_constraint(grads, layout.grads)
-    opt_state = lax.with_sharding_constraint(opt_state, layout.opt_state(tx))
+    opt_shardings = layout.opt_state(tx)
+    opt_state = lax.with_sharding_constraint(opt_state, opt_shardings)
     slices = lax.with_sharding_constraint(params, layout.grads)
     updates, opt_state = with_extra_args(tx).update(grads, opt_state, slices, **extra)
     # Otherwise XLA would gather the slices of whole parameters before the sum instead of after it.
     updates = lax.with_sharding_constraint(updates, layout.grads)
     slices = lax.with_sharding_constraint(optax.apply_updates(slices, updates), layout.grads)
-    opt_state = lax.with_sharding_constraint(opt_state, layout.opt_state(tx))
+    opt_state = lax.with_sharding_constraint(opt_state, opt_shardings)
     if layout.strategy.shards_state and not layout.strategy.shards_params:
         # Gathered over shard alone; XLA's partitioner would also gather across nodes.
         slices = jax.shard_map(

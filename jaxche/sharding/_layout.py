@@ -188,9 +188,9 @@ class Layout:
 
         return jax.tree.map_with_path(spec, tree)
 
-    def splits(self, rows: int) -> bool:
-        """Whether the number of devices divides ``rows``."""
-        return rows % self.devices == 0
+    def splits(self, rows: int, accumulate: int = 1) -> bool:
+        """Whether the number of devices, times that of micro-batches, divides ``rows``."""
+        return rows % (self.devices * accumulate) == 0
 
     def _leaf(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> Leaf:
         strategy, count = self.strategy, self.mesh.shape[SHARD]

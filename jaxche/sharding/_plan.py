@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxche.averaging import is_float
+from jaxche.cadence import whole_number
 from jaxche.sharding._checks import batch_size as rows_of
-from jaxche.sharding._checks import check_count
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._strategy import Device, ShardingStrategy
 
@@ -88,9 +88,9 @@ def plan(
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
         raise ValueError("devices=[] has no devices; leave it out for all of them, jax.devices()")
-    check_count("accumulate", accumulate, "micro-batches")
+    accumulate = whole_number("accumulate", accumulate, 1, "accumulate=1")
     if batch_size is not None:
-        check_count("batch_size", batch_size, "rows, on all devices")
+        batch_size = whole_number("batch_size", batch_size, 1, "batch_size=64, the rows on all devices")
     step = _traced(make)
     parts = len(devices) * accumulate
     rows = batch_size or math.ceil(rows_of(step.batch) / parts) * parts

@@ -16,6 +16,7 @@ from jaxche.drawing import brief, short_traceback
 from jaxche.sharding._checks import (
     check_arguments,
     check_batch,
+    check_context_mesh,
     check_mesh,
     check_not_deleted,
     check_params,
@@ -73,7 +74,8 @@ class ShardedStep:
     """
 
     def __init__(self, loss_fn: Any, tx: Any, strategy: Any, mesh: Any, accumulate: int, compute_dtype: Any, seed: int):
-        check_arguments(tx, strategy, accumulate, compute_dtype)
+        check_arguments(tx, strategy, compute_dtype)
+        accumulate = whole_number("accumulate", accumulate, 1, "accumulate=1")
         seed = whole_number("seed", seed, -(2**63), "seed=0", 2**63 - 1)
         self.strategy, self.mesh = strategy, strategy.mesh() if mesh is None else mesh
         Layout(self.strategy, self.mesh, ())  # raises for a mesh of other axes now, not at the first step
@@ -98,27 +100,16 @@ class ShardedStep:
         Raises:
           ValueError: no parameters, parameters that are not float, or parameters on another mesh.
         """
+        check_context_mesh(self.mesh, "step.init")
         if is_maker(params):
-            return self.lower_init(params, model_state).compile()()
+            make_model_state = model_state if is_maker(model_state) else lambda: model_state
+            return self._programs_for(params).lower_init(params, make_model_state).compile()()
         programs = self._programs_for(params)
         check_mesh(programs.layout, params, "params")
         if is_maker(model_state):
             model_state = jax.jit(model_state)()
         params = jax.device_put(params, programs.layout.params)
         return programs.init(params, jax.device_put(model_state, programs.layout.replicated))
-
-    def lower_init(self, params: Callable[[], Any], model_state: Any = None) -> Any:
-        """The program of :meth:`init` for a function, not yet compiled; its ``compile()`` has a ``memory_analysis()``.
-
-        Args:
-          params: a function without arguments that returns the parameters.
-          model_state: model state of the loss function, or a function that returns it.
-
-        Returns:
-          A ``jax.stages.Lowered``.
-        """
-        make_model_state = model_state if is_maker(model_state) else lambda: model_state
-        return self._programs_for(params).lower_init(params, make_model_state)
 
     def abstract_state(self, params: Any, model_state: Any = None) -> ShardedState:
         """The state as shapes, dtypes and shardings: the target of ``restore`` of a checkpoint.
@@ -189,6 +180,7 @@ class ShardedStep:
           >>> costs.per_device["opt_state"], costs.theory
           (2052, 9216.0)
         """
+        check_context_mesh(self.mesh, "step.explain")
         programs = self._programs_for(params)
         check_batch(programs.layout, batch, self._accumulate)
         state, batch = programs.abstract_state(_shapes(model_state)), _shapes(batch)
@@ -217,6 +209,7 @@ class ShardedStep:
                 f"state is {brief(state)}, not the state of a sharded step; write state = step.init(params), then "
                 "state, metrics = step(state, batch)"
             )
+        check_context_mesh(self.mesh, "step")
         # A program on several devices that is given deleted buffers ends the process.
         check_not_deleted(state, "state", "write state, metrics = step(state, batch)")
         leaves, treedef = jax.tree.flatten(state)

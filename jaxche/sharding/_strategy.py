@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import html
-import math
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
 
@@ -13,13 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxche.drawing import COLOURS, brief, text_on
+from jaxche.cadence import whole_number
+from jaxche.drawing import brief
 from jaxche.sharding._layout import REPLICA, SHARD, Layout
+from jaxche.sharding._picture import devices_svg
 
 Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
-# The picture of a strategy: sizes in pixels, and at most eight devices in a row and eight rows.
-_CELL, _ROW, _GAP, _LEFT, _MOST = 76, 15, 10, 10, 8
-_EMPTY = "#e8e8e8"
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,7 @@ class ShardingStrategy:
     shards_state: ClassVar[bool] = True
 
     def __post_init__(self):
-        if not _is_number(self.min_size, numbers.Real, 0):
-            raise ValueError(f"min_size={self.min_size!r} is a number of elements, 0 or more; write min_size=0")
+        object.__setattr__(self, "min_size", whole_number("min_size", self.min_size, 0, "min_size=0"))
         if not isinstance(self.scanned, tuple) or not all(isinstance(name, str) for name in self.scanned):
             raise ValueError(f'scanned={self.scanned!r} is not a tuple of names; write scanned=("layers",)')
 
@@ -78,8 +73,8 @@ class ShardingStrategy:
         """
         if mesh is None:
             axes = dict(zip(self.axes, self._shape(self._example_devices), strict=True))
-            return _svg(self, axes, [f"device {i}" for i in range(self._example_devices)])
-        return _svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
+            return devices_svg(self, axes, [f"device {i}" for i in range(self._example_devices)])
+        return devices_svg(self, dict(mesh.shape), [f"{d.platform} {d.id}" for d in mesh.devices.flat])
 
     @property
     def _example_devices(self) -> int:
@@ -198,11 +193,9 @@ class _Hybrid(ShardingStrategy):
 
     def __post_init__(self):
         super().__post_init__()
-        if not _is_number(self.intra_node_size, numbers.Integral, 1):
-            raise ValueError(
-                f"intra_node_size={self.intra_node_size!r} is the number of devices in a node, 1 or more; "
-                f"write {type(self).__name__}(intra_node_size={jax.local_device_count()})"
-            )
+        write = f"{type(self).__name__}(intra_node_size={jax.local_device_count()})"
+        size = whole_number("intra_node_size", self.intra_node_size, 1, write)
+        object.__setattr__(self, "intra_node_size", size)
 
     @property
     def _example_devices(self) -> int:
@@ -257,62 +250,3 @@ class HybridShardGradOp(_Hybrid):
     """
 
     shards_params: ClassVar[bool] = False
-
-
-def _is_number(value: Any, kind: type, least: int) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and value >= least
-
-
-def _svg(strategy: ShardingStrategy, axes: Mapping[str, int], names: list[str]) -> str:
-    """The devices of a mesh as SVG, a row for each copy of the parameters, with the slices that each device keeps.
-
-    ``axes`` has the number of devices along each axis of the mesh; parameters are cut along the last one.
-    """
-    cut = {"params": strategy.shards_params, "grads": strategy.shards_state, "opt": strategy.shards_state}
-    caption = f"{strategy} on {' x '.join(f'{name} {size}' for name, size in axes.items())}"
-    across = list(axes.values())[-1]
-    down = math.prod(axes.values()) // across
-    columns, rows = min(across, _MOST), min(down, _MOST)
-    height = 22 + 3 * _ROW + _GAP
-    width = max(_LEFT + columns * (_CELL + _GAP) + 130, 7 * len(caption) + 10)
-    bottom = 28 + rows * height
-    below = _ROW if down > rows else 0
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + below - 2}" width="{width}" '
-        'style="max-width:100%" font-family="sans-serif" font-size="11" fill="currentColor" role="img">',
-        f'<text x="0" y="14" font-weight="bold" font-size="12">{html.escape(caption)}</text>',
-    ]
-    for i in range(rows):
-        y = 28 + i * height
-        for j in range(columns):
-            label = html.escape(names[i * across + j])
-            x = _LEFT + j * (_CELL + _GAP)
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{_CELL}" height="{height - _GAP}" rx="4" fill="none" stroke="#888"/>'
-                f'<text x="{x + _CELL / 2}" y="{y + 13}" text-anchor="middle">{label}</text>'
-            )
-            bars = enumerate(cut.items())
-            parts += [_bar(name, sliced, x + 4, y + 19 + k * _ROW, j, across) for k, (name, sliced) in bars]
-        x = _LEFT + columns * (_CELL + _GAP)
-        more = f"and {across - columns} more" if across > columns else ""
-        parts.append(f'<text x="{x}" y="{y + 30}">{more}</text>')
-        if len(axes) > 1:
-            parts.append(f'<text x="{x}" y="{y + 46}">copy {i} of {down}</text>')
-    if below:
-        left = f"{down - rows} more {'copy' if down == rows + 1 else 'copies'}"
-        parts.append(f'<text x="{_LEFT}" y="{bottom + 8}">and {left}</text>')
-    return "".join([*parts, "</svg>"])
-
-
-def _bar(name: str, sliced: bool, x: float, y: float, device: int, devices: int) -> str:
-    """One bar of a device: coloured whole, or only its slice."""
-    width = _CELL - 8
-    start, part = (width * device / devices, width / devices) if sliced else (0.0, width)
-    # Whole copies all have the same colour.
-    colour = COLOURS[device % len(COLOURS)] if sliced else COLOURS[0]
-    ink = "#000000" if sliced else text_on(colour)
-    return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{_ROW - 3}" fill="{_EMPTY}"/>'
-        f'<rect x="{x + start:.1f}" y="{y}" width="{part:.1f}" height="{_ROW - 3}" fill="{colour}"/>'
-        f'<text x="{x + width / 2}" y="{y + 10}" text-anchor="middle" font-size="10" fill="{ink}">{name}</text>'
-    )

@@ -1,4 +1,4 @@
-"""Layer 4, stages: a model cut into stages, schedules of micro-batches, and wires for activations and gradients."""
+"""A model cut into stages, schedules of micro-batches, and wires for activations and gradients."""
 
 from jaxche.stages._balance import balance_stages, measure_costs, order_partitions
 from jaxche.stages._data_store import DataStore

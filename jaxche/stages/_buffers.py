@@ -36,7 +36,10 @@ _sharding = functools.lru_cache(SingleDeviceSharding)  # its properties are comp
 
 
 def are_small_and_ready(leaves: Sequence[Any], limit: int) -> bool:
-    """Whether leaves are computed and have at most ``limit`` bytes; to write them takes no longer than a thread."""
+    """Whether leaves are computed and have at most ``limit`` bytes.
+
+    Writing them takes less time than handing them to a thread.
+    """
     small = sum(getattr(leaf, "nbytes", 0) for leaf in leaves) <= limit
     return small and all(leaf.is_ready() for leaf in leaves if hasattr(leaf, "is_ready"))
 

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxche.cadence import whole_number
 from jaxche.sharding import Device
 from jaxche.stages import _tensors as tensors
 from jaxche.stages._buffers import are_small_and_ready, on_device
 from jaxche.stages._objects import Objects, open_objects
-from jaxche.stages._schedule import check_micro_batching
+from jaxche.stages._schedule import checked_micro_batch_size
 from jaxche.stages._store_run import (
     PLAN,
     StoreRun,
@@ -57,8 +58,8 @@ class DataStore:
     The processes of the stages share nothing else. Each runs the same script with ``local_stages=[i]``. Every object is
     written atomically, verified when it is read, and deleted by its reader after the reader's own state after that step
     is saved. A process that dies at any moment can be restarted with the same command. It resumes at its step, and the
-    run ends with the same parameters as without the failure. Until some stage has saved a state, the other processes
-    must be running for that.
+    run ends with the same parameters as without the failure. Until one stage has saved a state, a process can restart
+    only while all others run.
 
     Args:
       url: a folder (``"/shared/run"``, ``"file:///shared/run"``), a bucket (``"s3://bucket/path"``,
@@ -96,14 +97,12 @@ class DataStore:
         if not isinstance(url, str | os.PathLike) or not os.fspath(url):
             raise ValueError(f'url={url!r} must be a folder or a bucket; write e.g. DataStore("/shared/run")')
         object.__setattr__(self, "url", os.fspath(url))
-        check_micro_batching(self.micro_batch_size, self.schedule)
+        size = checked_micro_batch_size(self.micro_batch_size, self.schedule)
+        object.__setattr__(self, "micro_batch_size", size)
         if not isinstance(self.run, str) or not _RUN.fullmatch(self.run):
             raise ValueError(f"run={self.run!r} must be letters, digits, '.', '_' and '-'; write e.g. run='run-2'")
         check_timeout(self.timeout_s)
-        if not isinstance(self.save_every, int) or isinstance(self.save_every, bool) or self.save_every < 1:
-            raise ValueError(
-                f"save_every={self.save_every!r} must be a number of steps, at least 1; write save_every=1"
-            )
+        object.__setattr__(self, "save_every", whole_number("save_every", self.save_every, 1, "save_every=1"))
         if not isinstance(self.options, Mapping):
             raise ValueError(
                 f"options is a {type(self.options).__name__}; write e.g. options={{'region': 'us-east-1'}}"
@@ -151,7 +150,6 @@ class StoreWire:
         self._raised = False  # whether the failure was raised to a caller
         self._stateless = False  # whether steps were finished without a state
         self._deleted = -1  # the last of those steps, whose objects are being deleted
-        self._states: list[str] = []
         self._saves = 0
 
     def send(self, tag: Tag, tree: Any) -> None:
@@ -166,10 +164,7 @@ class StoreWire:
             self._write(step, reader, loss_key(step, reader, self._stages[-1]), np.float64(loss))
 
     def read_loss(self, step: int) -> float:
-        last = self._run.n_stages - 1
-        if last in self._stages:
-            raise RuntimeError(f"the loss of step {step} is in this process: its last stage returned it")
-        what = f"the loss of step {step}"
+        last, what = self._run.n_stages - 1, f"the loss of step {step}"
         copies = [self._read(step, loss_key(step, stage, last), _LOSS, what, last) for stage in self._stages]
         return float(copies[0])
 
@@ -195,10 +190,10 @@ class StoreWire:
         self._wait_committed()
         if not self._run.find_saved():
             return None
-        self._states = self._objects.names(state_folder(self._stages[0]))
-        if not self._states:
+        states = self._states()
+        if not states:
             return None
-        key = self._states[-1]
+        key = states[-1]
         step, found = step_of(key), self._objects.read(key, limit)
         if found is None:
             raise ConnectionError(f"{key} in {self._objects} was deleted meanwhile: do two processes hold one stage?")
@@ -214,15 +209,14 @@ class StoreWire:
         # Delete what remains if the process died between the save and the deletes.
         self._write_finished(step)
         stale = [key for stage in self._stages for key in self._objects.names(inbox(stage)) if step_of(key) < step]
-        self._objects.delete(stale)
-        self._delete_old_states()
+        self._objects.delete(stale + states[:-_STATES])
         return step, state
 
     def close(self) -> None:
         self._closed.set()
         self._uploads.shutdown()
         self._committer.shutdown()
-        if self._stateless and self._failure is None:
+        if self._stateless and self._failure is None and not self._run.has_saved_state:
             # No state is left of this run: the next of its name may have other micro-batches.
             self._run.root.delete([PLAN])
         with contextlib.suppress(ConnectionError):  # a remaining hello is harmless
@@ -251,7 +245,7 @@ class StoreWire:
 
     def _upload(self, key: str, tree: Any) -> None:
         try:
-            self._run.agree(self._sleep)
+            self._run.agree(self._sleep_open)
         except WireClosedError:
             return  # the wire was closed before its reader started
         self._objects.create(key, tensors.encode(tree))
@@ -277,7 +271,12 @@ class StoreWire:
         self._sleep(seconds)
 
     def _sleep(self, seconds: float) -> None:
-        self._check()
+        self._raise()
+        self._sleep_open(seconds)
+
+    def _sleep_open(self, seconds: float) -> None:
+        """Sleep while the wire is open, in a background thread, which must not take the error from the caller."""
+        self._check_open()
         self._closed.wait(seconds)
 
     # -- background threads
@@ -309,6 +308,9 @@ class StoreWire:
 
     def _check(self) -> None:
         self._raise()
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed.is_set():
             raise WireClosedError("the wire was closed while a stage used it")
 
@@ -321,11 +323,10 @@ class StoreWire:
             key = state_key(self._stages[0], next_step)
             self._objects.replace(key, tensors.encode(state))
             self._saves += 1
-            self._run.set_saved()
+            self._run.has_saved_state = True
             self._write_finished(next_step)
-            self._states.append(key)
+            self._objects.delete(self._states()[:-_STATES])
         self._objects.delete(received)
-        self._delete_old_states()
 
     def _delete_repeated(self, sent: list[_Sent]) -> None:
         """Delete objects that were written again for readers that had finished their step."""
@@ -342,6 +343,6 @@ class StoreWire:
             return int(bytes(found[0])) if found else 0
         return 0
 
-    def _delete_old_states(self) -> None:
-        self._objects.delete(self._states[:-_STATES])
-        del self._states[:-_STATES]
+    def _states(self) -> list[str]:
+        """Keys of the saved states of this process, also those of earlier wires, the newest last."""
+        return self._objects.names(state_folder(self._stages[0]))

@@ -10,7 +10,7 @@ import jax
 
 from jaxche.sharding import Device
 from jaxche.stages._peer import PeerWire
-from jaxche.stages._schedule import check_micro_batching
+from jaxche.stages._schedule import checked_micro_batch_size
 from jaxche.stages._wire import Mailbox, Tag, Wire, check_timeout
 
 
@@ -84,7 +84,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
-        check_micro_batching(self.micro_batch_size, self.schedule)
+        size = checked_micro_batch_size(self.micro_batch_size, self.schedule)
+        object.__setattr__(self, "micro_batch_size", size)
 
     def wire(self, stages: Sequence[int], n_stages: int, devices: Sequence[Device | None]) -> Wire:
         """The same wire as that of :class:`~jaxche.Direct`."""

@@ -16,7 +16,6 @@ import secrets
 import shutil
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -309,7 +308,7 @@ def _probe(store: Any, url: str, run: str) -> None:
     """Raise ConnectionError for a store that cannot write, read or delete, or that overwrites on a create."""
     from obstore.exceptions import AlreadyExistsError, BaseError
 
-    key, tried = f"{run}/probe-{uuid.uuid4().hex}", "writing"
+    key, tried = f"{run}/probe-{secrets.token_hex(16)}", "writing"
     try:
         store.put(key, _PROBE, mode="create", use_multipart=False)
         tried = "reading"

@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxche.cadence import whole_number
 from jaxche.drawing import brief, short_traceback
-from jaxche.sharding import Device, check_numbers, check_update, local_devices
+from jaxche.scaling import with_extra_args
+from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
 from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
 from jaxche.stages._runner import Pace, Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
@@ -201,25 +202,26 @@ class Partitioned:
         Args:
           params: one entry a stage, as for :meth:`value_and_grad`.
           tx: an optax transformation of gradients and parameters. It is applied to each stage separately, so
-            ``optax.clip_by_global_norm``, for example, sees the norm of one stage.
+            ``optax.clip_by_global_norm``, for example, sees the norm of one stage. It gets the loss of the batch as
+            ``value=``.
 
         Returns:
           The state for :meth:`step`. After a restart of this process under a protocol that saves states, the state
           after the last finished step.
 
         Raises:
-          ValueError: ``tx`` is not an optax transformation, or its update needs further arguments, such as ``value=``;
-            or the parameters do not fit the stages.
+          ValueError: ``tx`` is not an optax transformation, or its update needs further arguments, such as
+            ``value_fn=``; or the parameters do not fit the stages.
         """
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise ValueError(f"tx={tx!r} is not an optax transformation; write e.g. tx=optax.sgd(0.1)")
+        check_transform("tx", tx)
         placed = self._place(params)
+        value = jax.ShapeDtypeStruct((), jnp.float32)
         for tree in placed.values():
-            check_update(tx, tree, "gradients and parameters")
-        tx = optax.with_extra_args_support(tx)
+            check_update(tx, tree, "gradients, parameters and value= (the loss of the batch)", value=value)
+        wide = with_extra_args(tx)
 
-        def update(grads: Any, params: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = tx.update(grads, opt_state, params)
+        def update(grads: Any, params: Any, opt_state: Any, loss: Any) -> tuple[Any, Any]:
+            updates, opt_state = wide.update(grads, opt_state, params, value=loss)
             return optax.apply_updates(params, updates), opt_state
 
         self._update, init = jax.jit(update), jax.jit(tx.init)
@@ -230,6 +232,7 @@ class Partitioned:
         pairs = zip(self._local, states, strict=True)
         return self._state(self._next_step, {stage: jax.device_put(s, self.devices[stage]) for stage, s in pairs})
 
+    @short_traceback
     def step(self, state: PartitionedState, batch: Any) -> tuple[PartitionedState, Any]:
         """Take one optimizer step on one batch. The given state is not modified.
 
@@ -262,11 +265,15 @@ class Partitioned:
         with self._one_at_a_time:
             plan, placed = self._prepare(state.params, batch)
             results = self._run(plan, step, placed, batch)
-            states = {s: self._update(results[s].grads, placed[s], opt_states[s]) for s in self._local}
             loss = self._broadcast_loss(step, results)
+            states = {
+                s: self._update(results[s].grads, placed[s], opt_states[s], jax.device_put(loss, self.devices[s]))
+                for s in self._local
+            }
             self._open_wire().finish(step, tuple(states.values()))
         return self._state(step + 1, states), loss
 
+    @short_traceback
     def compile(self, params: Sequence[Any], batch: Any) -> None:
         """Compile the programs for batches of these shapes, if they are not compiled yet.
 
@@ -297,6 +304,7 @@ class Partitioned:
         cut = "1 micro-batch" if size is None else f"{count} micro-batches of {size}, {self.protocol.schedule}"
         return f"{len(self._stages)} stages, {cut}"
 
+    @short_traceback
     def trace(self, params: Sequence[Any], batch: Any) -> ClosedJaxpr:
         """The jaxpr of all stages and the loss as one function, e.g. to compare the code of processes.
 
@@ -323,6 +331,7 @@ class Partitioned:
     def __repr__(self) -> str:
         return f"Partitioned({len(self._stages)} stages, {self.protocol!r})"
 
+    @short_traceback
     def apply(self, params: Sequence[Any], batch: Any) -> Any:
         """The output of the last stage, for evaluation. All stages must be in this process; the batch stays whole.
 
@@ -348,9 +357,9 @@ class Partitioned:
 
     def close(self) -> None:
         """Close the connections to other stages; the next call opens new ones."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        wire, self._wire = self._wire, None  # also where its close raises the error of a thread
+        if wire is not None:
+            wire.close()
 
     def _open_wire(self) -> Wire:
         """The wire, opened if it is not open."""

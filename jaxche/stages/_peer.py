@@ -12,7 +12,6 @@ import queue
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,7 +71,7 @@ class PeerWire:
             self.close()
             raise
         # Before JAX waits for the other processes at exit, which may wait for a tree of this one.
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(self.close)
 
     def send(self, tag: Tag, tree: Any) -> None:
         if (device := self._devices[tag.target]) is not None:
@@ -115,6 +114,7 @@ class PeerWire:
         """Nothing survives the processes."""
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._closing = True
         self._mailbox.close()
         for outgoing in self._outgoing.values():
@@ -172,12 +172,6 @@ class PeerWire:
                     "All processes must take the same steps"
                 )
             )
-
-
-def _close(reference: weakref.ref[PeerWire]) -> None:
-    wire = reference()
-    if wire is not None:
-        wire.close()
 
 
 class Outgoing:

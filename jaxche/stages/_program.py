@@ -97,7 +97,7 @@ class StageProgram:
         given: StageSpec,
     ):
         self._stage, self._loss, self._seed, self._micro = stage, loss, seed, micro
-        self.stage, self.device, self.is_first, self.is_last = stage.index, device, given.x is None, loss is not None
+        self.index, self.device, self.is_first, self.is_last = stage.index, device, given.x is None, loss is not None
         self._out, self._residuals = given.out, Residuals()
         here = SingleDeviceSharding(device)
 
@@ -185,7 +185,10 @@ class Residuals:
         self._structure: Any = None
 
     def split(self, vjp: Any, **there: Any) -> list[Any]:
-        """The leaves of a vjp function that are not leaves of the named trees; of equal leaves the last is used."""
+        """The leaves of a vjp function that are not leaves of the named trees.
+
+        A leaf in several trees is taken from the last.
+        """
         known = {id(leaf): (name, i) for name, tree in there.items() for i, leaf in enumerate(jax.tree.leaves(tree))}
         leaves, self._structure = jax.tree.flatten(vjp)
         residuals: list[Any] = []

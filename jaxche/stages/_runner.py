@@ -89,7 +89,7 @@ def _run_stage(
     program: StageProgram, tasks: Sequence[Task], wire: Wire, step: int, params: Any, batch: Any, pace: Pace | None
 ) -> StageResult:
     """Run the tasks of one stage in order; computations are dispatched without waiting for their results."""
-    stage, device = program.stage, program.device
+    stage, device = program.index, program.device
     saved: dict[int, Saved] = {}
     total, loss, peak = program.zeros(), None, 0
     for task in tasks:

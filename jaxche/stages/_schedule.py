@@ -170,13 +170,10 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
         raise ValueError(
             f"schedule={brief(schedule)} must be the tasks of each stage; write e.g. jaxche.stages.gpipe(2, 8)"
         )
-    for name, times in (("forward", forward), ("backward", backward)):
-        try:
-            count = len([float(time) for time in times])
-        except (TypeError, ValueError):
-            raise ValueError(f"{name}={brief(times)} must be a list of times, e.g. {name}=[1.0, 2.0]") from None
-        if count != len(schedule):
-            raise ValueError(f"{name} has {count} times for {len(schedule)} stages; give one a stage")
+    took = {
+        "F": _checked_times("forward", forward, len(schedule)),
+        "B": _checked_times("backward", backward, len(schedule)),
+    }
     last = len(schedule) - 1
     done: dict[tuple[str, int, int], float] = {}
     clock, position = [0.0] * len(schedule), [0] * len(schedule)
@@ -199,7 +196,7 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
                     break
                 begin = max(clock[stage], done[need] if need else 0.0)
                 starts[stage].append(begin)
-                clock[stage] = begin + float((forward if task.kind == "F" else backward)[stage])
+                clock[stage] = begin + took[task.kind][stage]
                 done[(task.kind, task.micro, stage)] = clock[stage]
                 kept[stage] += 1 if task.kind == "F" else -1
                 peak[stage] = max(peak[stage], kept[stage])
@@ -209,21 +206,27 @@ def simulate_schedule(schedule: Schedule, forward: Sequence[float], backward: Se
     if stuck:
         waits = ", ".join(f"stage {stage} at {task.kind}{task.micro}" for stage, task in stuck.items())
         raise ValueError(f"schedule: deadlock, the stages wait for each other ({waits})")
-    work = sum(
-        float((forward if task.kind == "F" else backward)[s]) for s, tasks in enumerate(schedule) for task in tasks
-    )
+    work = sum(took[task.kind][stage] for stage, tasks in enumerate(schedule) for task in tasks)
     makespan = max(clock, default=0.0)
     bubble = 1 - work / (makespan * len(schedule)) if makespan else 0.0
-    times = (tuple(map(float, forward)), tuple(map(float, backward)))
-    return Simulation(makespan, bubble, tuple(peak), tuple(map(tuple, starts)), schedule, *times)
+    return Simulation(makespan, bubble, tuple(peak), tuple(map(tuple, starts)), schedule, took["F"], took["B"])
 
 
-def check_micro_batching(micro_batch_size: Any, schedule: Any) -> None:
-    """Refuse a micro-batch size below 1 and an unknown schedule."""
-    size = micro_batch_size
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ValueError(
-            f"micro_batch_size={size!r} must be a whole number of examples, at least 1; write e.g. micro_batch_size=8"
-        )
+def _checked_times(name: str, times: Any, n_stages: int) -> tuple[float, ...]:
+    """One time a stage, as floats."""
+    try:
+        found = tuple(float(time) for time in times)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={brief(times)} must be a list of times, e.g. {name}=[1.0, 2.0]") from None
+    if len(found) != n_stages:
+        raise ValueError(f"{name} has {len(found)} times for {n_stages} stages; give one a stage")
+    return found
+
+
+def checked_micro_batch_size(size: Any, schedule: Any) -> int | None:
+    """The size as a Python int, or None; refuses one below 1 and an unknown schedule."""
+    if size is not None:
+        size = whole_number("micro_batch_size", size, 1, "micro_batch_size=8")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} is unknown; write one of {', '.join(map(repr, SCHEDULES))}")
+    return size

@@ -59,7 +59,7 @@ def spec(tree: Any) -> Any:
 
 
 def cotangents(tree: Any) -> Any:
-    """A gradient with respect to ``tree`` as it travels: float leaves, and None for the others."""
+    """The float leaves of a tree; None for the others, which have no gradient."""
     return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, tree)
 
 

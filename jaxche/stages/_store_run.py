@@ -127,7 +127,7 @@ class StoreRun:
         self._written: Hello | None = None
         self._nonce = secrets.token_hex(16)
         self._lock, self._next_admit = threading.Lock(), 0.0
-        self._saved = False
+        self.has_saved_state = False  # from which a restarted process gets the identity
 
     @property
     def is_agreed(self) -> bool:
@@ -145,7 +145,7 @@ class StoreRun:
         with self._lock:
             if self._objects is None and (saved := self._saved_identity()) is not None:
                 self._set(saved)
-                self._saved = True
+                self.has_saved_state = True
             return self._objects is not None
 
     def agree(self, pause: Callable[[float], None]) -> None:
@@ -172,17 +172,13 @@ class StoreRun:
 
     def admit(self) -> None:
         """Exchange hellos with restarted processes; called repeatedly while waiting."""
-        if self._saved or time.monotonic() < self._next_admit or not self._lock.acquire(blocking=False):
+        if self.has_saved_state or time.monotonic() < self._next_admit or not self._lock.acquire(blocking=False):
             return
         try:
             self._next_admit = time.monotonic() + _ADMIT_S
             self._exchange()
         finally:
             self._lock.release()
-
-    def set_saved(self) -> None:
-        """Record that a state of this run is saved, from which restarted processes get the identity."""
-        self._saved = True
 
     def leave(self) -> None:
         """Delete the hello of this process, or of an earlier start of it."""
@@ -224,6 +220,7 @@ class StoreRun:
     def _choose(self, running: Sequence[Hello], all_run: bool) -> str | None:
         """The identity of the run, or None if it cannot be known yet."""
         if (saved := self._saved_identity()) is not None:
+            self.has_saved_state = True
             return saved
         found = {hello.identity for hello in running if hello.identity is not None}
         if len(found) > 1:

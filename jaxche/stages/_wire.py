@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxche.sharding import Device
 
-_NOTHING = object()
-
 
 class Tag(NamedTuple):
     """The name of one activation or one gradient in a run.
@@ -46,7 +44,7 @@ class Wire(Protocol):
     """Send and receive of activations and gradients between the stages of one process and all other stages.
 
     Each tag is sent once and received once. Stages call the wire from one thread each, so it is thread-safe.
-    Trees hold arrays of any dtype. Gradients have ``None`` where the activation has no float leaf.
+    Trees hold arrays of any dtype. Gradients have ``None`` where the leaf of the activation is not float.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -163,9 +161,6 @@ class Mailbox:
 
     def take(self, tag: Tag, timeout_s: float | None = None) -> Any:
         """Wait for a tree and remove it; raises TimeoutError, or the error given to :meth:`fail`."""
-        # Without the lock first: popping an entry of a dict is atomic.
-        if (tree := self._arrived.pop(tag, _NOTHING)) is not _NOTHING:
-            return tree
         with self._changed:
             self._changed.wait_for(lambda: tag in self._arrived or self._error is not None, timeout_s)
             if tag in self._arrived:

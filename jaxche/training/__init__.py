@@ -1,4 +1,4 @@
-"""Layer 6, training: rounds of local steps on every replica, one merge, and the next plan."""
+"""Rounds of local steps on every replica, one merge, and the next plan."""
 
 from jaxche.data import Batches, Stream, process_shard
 from jaxche.replicas import BatchOutputs, MergeMismatchError, PaceError

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.data import check_stream, epoch_size, is_stream
 from jaxche.distributed import ElasticGroup, process_group
-from jaxche.drawing import brief, short_traceback
+from jaxche.drawing import brief, per_rank, short_traceback
 from jaxche.replicas import BatchOutputs, FrozenArrays, Scaling, make_placements, merges_on_host
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScalingRule
@@ -25,7 +27,6 @@ from jaxche.training._checks import (
     check_auto_wire,
     check_fleet,
     check_joined,
-    check_line_search,
     check_outputs,
     check_overlap,
     check_rules,
@@ -36,12 +37,11 @@ from jaxche.training._checks import (
     checked_overlap,
     checked_paces,
     checked_rows,
-    replicas_text,
-    rule_text,
 )
 from jaxche.training._engine import Readers, Settings
 from jaxche.training._fingerprint import abbreviated
 from jaxche.training._groups import checked_groups
+from jaxche.training._optimizer_checks import check_line_search
 from jaxche.training._preparation import PreparedEngine
 from jaxche.training._stages import StagedEngine, checked_stages
 
@@ -92,7 +92,8 @@ class Arguments:
         if auto:
             given = {"average": average, "outer": outer, "scaling": scaling, "che": che}
             check_auto(given | {"joined_batches": joined_batches}, staged)
-        average = average or ("gradients" if self.policy is ApplyPolicy.SYNC else "parameters")
+        if average is None:
+            average = "gradients" if self.policy is ApplyPolicy.SYNC else "parameters"
         self.overlap = overlap = checked_overlap(overlap)
         if merge == "auto":
             merge = "steps"  # the best of the measured rules, see docs/policies.md
@@ -181,7 +182,7 @@ class Arguments:
             "overlap": str(overlap),
             "groups": f"{self._groups.ranks}, group_merges={group_merges}",
             "rows": f"{self.rows}, {self._joined} batches joined, max_rows={max_rows}",
-            "scaling": rule_text(scaling),
+            "scaling": _rule_text(scaling),
             "base_batch_size": str(base_batch_size),
             **{f"che.{name}": abbreviated(value) for name, value in (che.to_dict() if che else {}).items()},
         }
@@ -209,8 +210,8 @@ class Arguments:
         by_speed = self.policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
         rules += [f"rows={self.rows!r}"] if world_size > 1 and (self.rows == "speed") != by_speed else []
         rules += [f"strategy={self._strategy}"] if self._strategy else []
-        rules += [f"scaling={rule_text(self.scaling)}"] if self.scaling else []
-        return f"Trainer({', '.join([replicas_text(self._engine.devices, self._fleet), *rules])})"
+        rules += [f"scaling={_rule_text(self.scaling)}"] if self.scaling else []
+        return f"Trainer({', '.join([_replicas_text(self._engine.devices, self._fleet), *rules])})"
 
     def _epoch_size(self, data: Any, epochs: int = 1) -> int:
         """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
@@ -240,3 +241,20 @@ def _checked_cadence(che: ElChe | None, world_size: int, average: str) -> ElChe 
     # Averaged gradients make one update a round, however long it is: no replica moves on its own.
     own = {} if average == "parameters" else {"tuner": "steady", "anchor": 2}
     return ElChe(world_size=world_size, **(DEFAULT_CADENCE | own))
+
+
+def _rule_text(rule: Any) -> str:
+    """The text of a rule in the fingerprint; a default ``repr`` would contain an address in memory."""
+    return type(rule).__qualname__ if type(rule).__repr__ is object.__repr__ else repr(rule)
+
+
+def _replicas_text(replicas: Sequence[np.ndarray], fleet: VirtualFleet | None) -> str:
+    """The replicas and their devices, e.g. ``"3 replicas on 2 x NVIDIA H100 and 1 x NVIDIA L4"``."""
+    sizes = sorted({devices.size for devices in replicas})
+    text = f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}"
+    if fleet is not None:
+        return f"{text} on a virtual clock, {per_rank(fleet.ms_per_batch, '{:g}')} ms a batch"
+    if sizes[-1] > 1:
+        text += f" of {' or '.join(map(str, sizes))} devices"
+    kinds = Counter(device.device_kind for devices in replicas for device in devices.flat)
+    return f"{text} on {' and '.join(f'{count} x {kind}' for kind, count in kinds.items())}"

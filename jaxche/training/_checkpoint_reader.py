@@ -15,13 +15,11 @@ from jaxche.training._rounds import Rounds
 from jaxche.training._state import TrainerState
 from jaxche.training._state_dict import (
     FORMAT,
-    READABLE,
     StateDict,
     checkpoint_items,
     from_nested,
     installed_version,
     leaf_shapes,
-    name_collision,
     with_metadata,
 )
 
@@ -78,7 +76,7 @@ class CheckpointReader:
         args, error, refused, meta, found = self._ocp.args, None, None, {}, {}
         try:
             meta = reader.restore(step, args=args.Composite(run=args.JsonRestore())).run
-            if meta.pop("checksum", None) not in (None, checksum_of_metadata(meta)):
+            if meta.pop("checksum", None) != checksum_of_metadata(meta):
                 raise _CorruptError("the checksum of its metadata is wrong")
             try:
                 self._refuse_other(meta, state)
@@ -96,12 +94,10 @@ class CheckpointReader:
         state_dict, rows = self._state_dict(meta, state), self._rows(meta, state)
         wanted = state_dict.abstract_trees(rows)
         try:
-            items = {
-                name: args.StandardRestore(item) for name, item in checkpoint_items(wanted, meta["format"]).items()
-            }
+            items = {name: args.StandardRestore(item) for name, item in checkpoint_items(wanted).items()}
             read = reader.restore(step, args=args.Composite(**items))
             trees = {name: read[name] for name in items if name != "state"} | (read.state if "state" in items else {})
-            found = {name: from_nested(tree, trees[name], meta["format"]) for name, tree in wanted.items()}
+            found = {name: from_nested(tree, trees[name]) for name, tree in wanted.items()}
         except Exception as e:
             error = e
         if self._unreadable(step, error) or self._unreadable(step, self._corrupt(found, meta)):
@@ -118,8 +114,8 @@ class CheckpointReader:
 
     def _corrupt(self, found: dict[str, Any], meta: Any) -> Exception | None:
         """An error if arrays are not those that were saved; all processes call this together."""
-        saved = meta.get("checksums")  # missing in older checkpoints
-        here = checksums(found, meta["format"], self._group) if saved else {}
+        saved = meta.get("checksums")  # missing if a process died while they were computed
+        here = checksums(found, self._group) if saved else {}
         wrong = [name for name, checksum in here.items() if saved.get(name) != checksum]
         return _CorruptError(f"the checksum of {wrong[0]} is wrong") if wrong else None
 
@@ -145,22 +141,17 @@ class CheckpointReader:
         """Refuse a checkpoint from which this trainer cannot continue."""
         where = f"checkpoints={str(self._folder)!r}"
         own, other = installed_version(), meta["jaxche"]
-        if meta["format"] not in READABLE or other.split(".")[:2] != own.split(".")[:2]:
+        if meta["format"] != FORMAT or other.split(".")[:2] != own.split(".")[:2]:
             raise ValueError(
                 f"{where} was written by jaxche {other} in format {meta['format']}, and this is {own} with format "
                 f"{FORMAT}; write pip install jaxche=={other}, or give another folder"
             )
         if other != own:
             _log.warning("%s was written by jaxche %s, and this is %s", where, other, own)
-        data = {self._data, meta.get("data", NONDETERMINISTIC)}
+        data = {self._data, meta["data"]}
         self.is_of_other_data = len(data) > 1 and NONDETERMINISTIC not in data
         trees = self._state_dict(meta, state).abstract_trees(self._rows(meta, state))
-        if names := name_collision(trees, meta["format"]):
-            raise ValueError(
-                f"{where} was written in format {meta['format']}, in which {names[0]} and {names[1]} have one name, so "
-                "that only one of them was saved; give another folder, and this version saves both"
-            )
-        wanted = leaf_shapes(trees, meta["format"])
+        wanted = leaf_shapes(trees)
         saved = {name: leaf for name, leaf in meta["leaves"].items() if "residual" in trees or not _is_residual(name)}
         for path in sorted({*wanted, *saved}, key=lambda path: (not path.startswith("params/"), path)):
             have, want = saved.get(path, "missing"), wanted.get(path, "not there")
@@ -185,7 +176,7 @@ class CheckpointReader:
     def _rows(self, meta: Any, state: TrainerState) -> dict[str, int]:
         """The rows of the saved trees, without a residual of other shapes, as with another ``opt_state=``."""
         rows = meta["rows"]
-        wanted = leaf_shapes(self._state_dict(meta, state).abstract_trees(rows), meta["format"])
+        wanted = leaf_shapes(self._state_dict(meta, state).abstract_trees(rows))
         same = all(
             wanted.get(path) == meta["leaves"].get(path) for path in {*wanted, *meta["leaves"]} if _is_residual(path)
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxche.cadence import ApplyPolicy
+from jaxche.cadence import ApplyPolicy, whole_number
 from jaxche.data import StreamReader, from_json, is_stream, to_json
 from jaxche.distributed import PeerLostError, on_sigterm
 from jaxche.reports import Every, RoundInfo
@@ -112,12 +112,9 @@ class Checkpoints:
                 f"folder={os.fspath(self.folder)!r} is not a folder of this system; mount the bucket on every machine "
                 "and give the folder where it is, e.g. folder='/mnt/bucket/run'"
             )
-        for name in ("every", "keep"):
-            value = getattr(self, name)
-            if name == "every" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1; write {name}=3")
+        if self.every is not None:
+            whole_number("every", self.every, 1, "every=3")
+        whole_number("keep", self.keep, 1, "keep=3")
 
 
 class CheckpointManager(Hook):
@@ -284,15 +281,15 @@ class CheckpointManager(Hook):
             "format": FORMAT,
             "jaxche": installed_version(),
             "rows": state_dict.rows,
-            "leaves": leaf_shapes(trees, FORMAT),
+            "leaves": leaf_shapes(trees),
             "batches": self._batches,
             "data": self._data,
             "seed": self._trainer.seed,
         }
         with self._unless_lost("begun"):
-            meta["checksums"] = checksums(trees, FORMAT, self._group)
+            meta["checksums"] = checksums(trees, self._group)
         meta["checksum"] = checksum_of_metadata(meta)
-        items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees, FORMAT).items()}
+        items = {name: args.StandardSave(item) for name, item in checkpoint_items(trees).items()}
         self._wait_for_last_save()
         self._in_flight, self._saves = state.round, self._saves + 1
         self._barrier = self._group.thread_barrier(f"save-{self._saves}")

@@ -8,23 +8,21 @@ import logging
 import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxche.averaging import MERGE_RULES, WIRES, path_names
+from jaxche.averaging import MERGE_RULES, WIRES
 from jaxche.cadence import AUTO_WIRES, ApplyPolicy, ElChe, VirtualFleet, whole_number
 from jaxche.distributed import NUM_PROCESSES, PACE_MS, scheduled
-from jaxche.drawing import brief, per_rank
+from jaxche.drawing import brief
 from jaxche.replicas import BatchPlacement, DevicePlacement, spans_processes
 from jaxche.reports import RoundInfo
-from jaxche.scaling import AdamScale, ScaleLearningRateState, with_extra_args
+from jaxche.scaling import AdamScale
 from jaxche.sharding import check_transform
 
 _log = logging.getLogger("jaxche")
@@ -111,8 +109,6 @@ def check_recorded(history: Sequence[RoundInfo], wire: str, overlap: float, grou
                 "write jaxche.Trainer(..., groups=...) with those groups"
             )
         recorded = {"wire": "auto" if len(wires) > 1 else info.wire, "overlap": info.overlap} if info.wire else {}
-        if not info.wire and info.overlapped and not overlap:  # a record of an earlier version
-            recorded = {"overlap": 0.5}
         for name, own in (("wire", wire), ("overlap", overlap)):
             value = recorded.get(name, own)
             if value != own and not (name == "wire" and own == "auto" and value in AUTO_WIRES):
@@ -139,11 +135,15 @@ def check_joined() -> None:
 def checked_paces(pace_ms: Any, world_size: int) -> list[float | None]:
     """The pace of each replica in ms, from the argument or from the variable of the launcher."""
     if pace_ms is None and PACE_MS in os.environ:
-        pace_ms = float(os.environ[PACE_MS])
+        try:
+            pace_ms = float(os.environ[PACE_MS])
+        except ValueError:
+            raise ValueError(f"{PACE_MS}={os.environ[PACE_MS]!r} is no number of ms; write {PACE_MS}=20") from None
     paces: list[Any] = [pace_ms] * world_size
     if isinstance(pace_ms, Sequence | np.ndarray) and not isinstance(pace_ms, str):
         paces = list(pace_ms)
-    valid = (p is None or (isinstance(p, Real) and math.isfinite(p) and float(p) > 0) for p in paces)
+    numbers = (p for p in paces if p is not None)
+    valid = (isinstance(p, Real) and not isinstance(p, bool) and math.isfinite(p) and float(p) > 0 for p in numbers)
     if len(paces) != world_size or not all(valid):
         raise ValueError(f"pace_ms={pace_ms!r} must be one positive number of ms, or {world_size}, one per replica")
     return paces
@@ -283,43 +283,13 @@ def checked_max_rows(max_rows: Any, rows: str, world_size: int) -> list[float] |
     """The largest step of each replica in rows, or None."""
     if max_rows is None:
         return None
-    given = list(max_rows) if isinstance(max_rows, Sequence) else [max_rows] * world_size
-    if len(given) != world_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in given):
-        raise ValueError(
-            f"max_rows={max_rows!r} must be one whole number of at least 1, or {world_size}, one a replica"
-        )
+    given = list(max_rows) if isinstance(max_rows, Sequence | np.ndarray) else [max_rows] * world_size
+    if len(given) != world_size:
+        raise ValueError(f"max_rows={max_rows!r} must be one whole number, or {world_size}, one a replica")
+    given = [whole_number("max_rows", n, 1, "max_rows=64") for n in given]
     if rows != "speed":
         raise ValueError(f"max_rows={max_rows!r} limits rows by speed, and here rows are equal; leave it out")
     return [float(n) for n in given]
-
-
-def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
-    """Refuse an optimizer state unlike ``tx.init(params)``; if ``staged``, unlike that of each stage."""
-
-    def form(tree: Any) -> Any:
-        return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
-
-    wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
-    if form(opt_state) != form(wanted):
-        raise ValueError(
-            "opt_state is not one of this tx and these parameters; give a state from tx.init(params) or "
-            f"tx.update. It has {brief(form(opt_state), 160)}, and tx.init(params) makes {brief(form(wanted), 160)}"
-        )
-
-
-def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
-    """Refuse the state of a trainer with another optimizer."""
-
-    def form(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.shape, tree)
-
-    wanted = jax.eval_shape(tx.init, params)
-    if form(wanted) != form(opt_state):
-        raise ValueError(
-            f"state is of a trainer with another tx: its optimizer state is {brief(form(opt_state))}, and tx.init "
-            f"makes {brief(form(wanted))}; write state = trainer.init(other.params(state)), with the trainer it is of "
-            "as other"
-        )
 
 
 def _name_of(callback: Any) -> str:
@@ -384,19 +354,6 @@ def check_scaling(rule: Any, base_batch_size: Any, tx: Any, opt_state: str) -> N
         )
 
 
-def check_form(name: str, own: Any, given: Any) -> None:
-    """Refuse variables of another nnx model: those without an entry of this model's ``own``, or of another shape."""
-    found = {path_names(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(given)}
-    for path, leaf in jax.tree.leaves_with_path(own):
-        names = path_names(path)
-        if (shape := found.get(names)) != jnp.shape(leaf):
-            have = "is missing" if shape is None else f"has the shape {shape}, and the model's is {jnp.shape(leaf)}"
-            raise ValueError(
-                f"{name} are of another model: {'.'.join(names)} {have}; after a change of a model write a new "
-                "loss = jaxche.NNXLoss(model, loss_fn) and state = trainer.init(loss.params, loss.model_state)"
-            )
-
-
 def check_metrics_of_model(loss_fn: Any) -> None:
     """Warn of nnx metrics in a model that several replicas train."""
     if names := getattr(loss_fn, "metric_names", ()):
@@ -434,112 +391,3 @@ def check_model_state(given: Any, returned: Any) -> None:
             "the loss returned a model_state unlike the one it got: the tree is "
             f"{brief(jax.tree.structure(returned))} instead of {brief(jax.tree.structure(given))}; return the same tree"
         )
-
-
-def shapes_of_state(tx: Any, params: Any) -> Any:
-    """The shapes of ``tx.init(params)``; refuses masks and labels of another structure than the parameters."""
-    try:
-        return jax.eval_shape(tx.init, params)
-    except ValueError as error:
-        if "pytree" not in str(error):
-            raise
-        raise ValueError(
-            f"a mask or labels in tx have another structure than params ({type(params).__name__}); write them as "
-            "functions of params, e.g. optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, "
-            f"params)), which also fit nnx.Optimizer. optax says: {error}"
-        ) from None
-    except AttributeError as error:
-        if not isinstance(error.obj, dict):
-            raise
-        raise ValueError(
-            f"a function of params in tx reads .{error.name} of them, as nnx.map_state does, and here params are plain "
-            "dicts; write jax.tree.map_with_path(lambda path, p: ..., params), which also fits nnx.Optimizer"
-        ) from error
-
-
-def _state_holds(kind: type, tx: Any, params: Any) -> bool:
-    """Whether the optimizer's state has a part of this kind, however deep."""
-
-    def found(node: Any) -> bool:
-        return isinstance(node, kind)
-
-    return any(map(found, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=found)))
-
-
-def check_unscaled(tx: Any, params: Any) -> None:
-    """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed."""
-    if _state_holds(ScaleLearningRateState, tx, params):
-        raise ValueError(
-            "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
-            "noise; give the inner optimizer and the rule separately: "
-            "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
-        )
-
-
-def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> None:
-    """Refuse to average the parameters of ``optax.lbfgs``, whose memory is of the path of one replica."""
-    if average == "parameters" and world_size > 1 and _state_holds(optax.ScaleByLBFGSState, tx, params):
-        raise ValueError(
-            "tx holds an optax.lbfgs, which learns curvature from the path of the parameters, and a merge moves them "
-            "off it; write jaxche.Trainer(..., policy='sync'), in which all replicas take one path, or optax.adam(1e-3)"
-        )
-
-
-def check_line_search(tx: Any) -> None:
-    """Refuse an optimizer that evaluates the loss again, as far as parameters of one array show it."""
-    try:
-        _trace_update(tx, jnp.zeros(2))
-    except Exception as error:  # e.g. a mask for other parameters
-        if "value_fn" in str(error):
-            _refuse_update(error)
-
-
-def check_update(tx: Any, params: Any, staged: bool) -> None:
-    """Refuse an optimizer whose update needs more than gradients, parameters and ``value=``."""
-    for part in params if staged else [params]:
-        try:
-            _trace_update(tx, part)
-        except Exception as error:
-            _refuse_update(error)
-
-
-def _trace_update(tx: Any, params: Any) -> None:
-    wide: Any = with_extra_args(tx)
-
-    def step(params: Any, value: Any) -> Any:
-        return wide.update(params, wide.init(params), params, value=value)
-
-    jax.eval_shape(step, params, jax.ShapeDtypeStruct((), "float32"))
-
-
-def _refuse_update(error: Exception) -> NoReturn:
-    if "value_fn" in str(error):
-        raise ValueError(
-            "tx searches along its direction with further values of the loss (value_fn=), as optax.lbfgs and "
-            "optax.scale_by_backtracking_linesearch do, and a step on one batch has one value; write "
-            "optax.lbfgs(0.1, linesearch=None) with policy='sync', or optax.adam(1e-3)"
-        ) from error
-    line = "tx=optax.adam(1e-3)"
-    if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
-        line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
-    raise ValueError(
-        "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
-        f"{type(error).__name__}: {error}; write e.g. {line}"
-    ) from error
-
-
-def rule_text(rule: Any) -> str:
-    """The text of a rule in the fingerprint; a default ``repr`` would contain an address in memory."""
-    return type(rule).__qualname__ if type(rule).__repr__ is object.__repr__ else repr(rule)
-
-
-def replicas_text(replicas: Sequence[np.ndarray], fleet: VirtualFleet | None) -> str:
-    """The replicas and their devices, e.g. ``"3 replicas on 2 x NVIDIA H100 and 1 x NVIDIA L4"``."""
-    sizes = sorted({devices.size for devices in replicas})
-    text = f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}"
-    if fleet is not None:
-        return f"{text} on a virtual clock, {per_rank(fleet.ms_per_batch, '{:g}')} ms a batch"
-    if sizes[-1] > 1:
-        text += f" of {' or '.join(map(str, sizes))} devices"
-    kinds = Counter(device.device_kind for devices in replicas for device in devices.flat)
-    return f"{text} on {' and '.join(f'{count} x {kind}' for kind, count in kinds.items())}"

@@ -20,9 +20,9 @@ _BLOCK = 1 << 20
 _MODULUS = 1 << 64
 
 
-def checksums(trees: Mapping[str, Any], format: int, group: Group) -> dict[str, int]:
+def checksums(trees: Mapping[str, Any], group: Group) -> dict[str, int]:
     """The checksum of every leaf by its path; all processes call this together."""
-    leaves = dict(leaf_names(trees, format))
+    leaves = dict(leaf_names(trees))
     own = {name: checksum(leaf) for name, leaf in leaves.items()}
     if all(leaf.is_fully_replicated for leaf in leaves.values()):
         return own

@@ -44,8 +44,8 @@ from jaxche.replicas import (
     without_replica_axis,
 )
 from jaxche.sharding import batch_size, nbytes
-from jaxche.training._checks import check_state_of_tx
 from jaxche.training._groups import Groups
+from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._plan import PlannedRound
 from jaxche.training._state_dict import StateDict
 

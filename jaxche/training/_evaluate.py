@@ -238,7 +238,8 @@ def evaluate(
     """The results of a metric function over ``data``, each batch taken once; all processes call it together."""
     engine, group, state = trainer._engine, trainer._group, state.merged()
     engine.prepare_evaluation(state.local_states)
-    form = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0].params)]
+    leaves, tree = jax.tree.flatten((state.local_states[0].params, state.local_states[0].model_state))
+    form = [tree, *((x.shape, str(x.dtype)) for x in leaves)]
     program.begin((group.quorum_id, form))
     with group.errors_everywhere(engine.ranks[0], "the start of an evaluation"):
         size = number_of_batches(data, group)

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jaxche.averaging import path_names
 from jaxche.drawing import brief, short_traceback
 from jaxche.sharding import RNG_NAMES, loss_and_aux, wanted_names
-from jaxche.training._checks import check_form, shapes_of_state
+from jaxche.training._optimizer_checks import shapes_of_state
 
 if TYPE_CHECKING:
     from flax import linen as nn
@@ -258,8 +258,8 @@ class NNXLoss:
         """
         from flax import nnx
 
-        check_form("params", self.params, params)
-        check_form("model_state", self.model_state, model_state)
+        _check_form("params", self.params, params)
+        _check_form("model_state", self.model_state, model_state)
         own = jax.tree.map(lambda x: x, (self._params, self._frozen, self._rest))
         for variables, values in zip(own, (params, self.frozen, model_state), strict=True):
             nnx.replace_by_pure_dict(variables, values)
@@ -407,3 +407,16 @@ def _fresh(key: Any, stream: Any) -> Any:
 
     words = jax.random.key_data(stream)
     return jax.vmap(folded)(words.reshape(stream.size, -1)).reshape(stream.shape)
+
+
+def _check_form(name: str, own: Any, given: Any) -> None:
+    """Refuse variables of another nnx model: those without an entry of this model's ``own``, or of another shape."""
+    found = {path_names(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(given)}
+    for path, leaf in jax.tree.leaves_with_path(own):
+        names = path_names(path)
+        if (shape := found.get(names)) != jnp.shape(leaf):
+            have = "is missing" if shape is None else f"has the shape {shape}, and the model's is {jnp.shape(leaf)}"
+            raise ValueError(
+                f"{name} are of another model: {'.'.join(names)} {have}; after a change of a model write a new "
+                "loss = jaxche.NNXLoss(model, loss_fn) and state = trainer.init(loss.params, loss.model_state)"
+            )

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from jaxche.cadence import (
     LEAST_MERGES,
     ApplyPolicy,
@@ -19,7 +17,7 @@ from jaxche.cadence import (
     most_group_merges,
     whole_number,
 )
-from jaxche.replicas import BatchPlacement, are_accumulators
+from jaxche.replicas import BatchPlacement
 from jaxche.training._checks import Averaging
 from jaxche.training._state import TrainerState
 
@@ -113,15 +111,3 @@ def _checked_ranks(groups: Any, world_size: int) -> list[tuple[int, ...]]:
             f"groups={groups!r} must be 'process', or lists of different ranks from 0 to {world_size - 1}; {line}"
         )
     return found
-
-
-def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
-    """Refuse to average what ``tx`` has accumulated: its replicas are at different steps of theirs."""
-    if not groups.ranks or opt_state != "average":
-        return
-    if any(are_accumulators(jax.eval_shape(tx.init, shapes))):
-        raise ValueError(
-            f"groups={groups.ranks} with opt_state='average' would average what an optax.MultiSteps or "
-            "optax.apply_every in tx has accumulated, and each replica has accumulated its own number of gradients; "
-            "write opt_state='local'"
-        )

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from jaxche.data import EPOCH_SIZE
 from jaxche.distributed import RESTART, PeerLostError
-from jaxche.drawing import per_rank
+from jaxche.drawing import brief, per_rank
 from jaxche.reports import Every, History, Logger, Reached, RoundInfo
 from jaxche.training._evaluate import MetricProgram, evaluate
 from jaxche.training._plan import End
@@ -155,7 +155,7 @@ class ProgressHook(Hook):
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         assert self._bar is not None, "on_start comes first"
         self._done += info.batches
-        text = f"round {info.round} epoch {info.epoch} loss {info.loss:.4f}"
+        text = f"round {info.round} epoch {info.epoch + 1} loss {info.loss:.4f}"
         if self._trainer.world_size > 1:
             text += f" counts {per_rank(info.counts)} efficiency {info.efficiency:.0%}"
         text += "".join(f" validation {name} {value:.4g}" for name, value in info.validation.items())
@@ -210,9 +210,9 @@ class CallbackHook(Hook):
     def on_round(self, run: Run, info: RoundInfo) -> bool:
         logs = self._every is None or run.is_due(self._every) or info.validation or run.is_done or info.stop
         self._logged = info if logs else self._logged
-        called = [callback for callback in self._callbacks if logs or not isinstance(callback, Logger)]
-        answers = [callback(run.state, info) for callback in called]  # call all, even after a true result
-        return any(answers)
+        called = {i: one for i, one in enumerate(self._callbacks) if logs or not isinstance(one, Logger)}
+        answers = {i: callback(run.state, info) for i, callback in called.items()}  # call all, even after a true result
+        return any(_is_true(i, answer) for i, answer in answers.items())
 
     def on_end(self, run: Run) -> None:
         # A callback has stopped the run after a round that was not due, or before its evaluation.
@@ -220,6 +220,17 @@ class CallbackHook(Hook):
             for callback in self._callbacks:
                 if isinstance(callback, Logger):
                     callback(run.state, run.history[-1])
+
+
+def _is_true(i: int, answer: Any) -> bool:
+    """Whether the result of a callback is true; refuses an array of several numbers."""
+    try:
+        return bool(answer)
+    except Exception:
+        raise ValueError(
+            f"callbacks[{i}] returned {brief(answer)}, which is neither true nor false; a true result stops training: "
+            "write return True for that, e.g. return bool((values < limit).all()), and leave it out to go on"
+        ) from None
 
 
 def event(info: RoundInfo, place: int, rank: int, merged_bytes: int) -> dict[str, Any]:

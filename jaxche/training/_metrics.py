@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import logging
 import math
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxche.averaging import Weighted
+from jaxche.data import from_json, to_json
 from jaxche.sharding import RNG_NAMES, wanted_names
 
 _log = logging.getLogger("jaxche")
@@ -211,11 +211,9 @@ def named_floats(computed: Any, name: str) -> dict[str, float]:
     return {name: float(value)}
 
 
-def _encoded(tree: Any) -> list[tuple[str, list[int], str]]:
-    hosts = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    return [(str(x.dtype), list(x.shape), base64.b64encode(x.tobytes()).decode()) for x in hosts]
+def _encoded(tree: Any) -> list[Any]:
+    return [to_json(np.asarray(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def _decoded(saved: Any, like: Any) -> Any:
-    leaves = [np.frombuffer(base64.b64decode(text), jnp.dtype(kind)).reshape(shape) for kind, shape, text in saved]
-    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(x) for x in leaves])
+    return jax.tree.unflatten(jax.tree.structure(like), [jnp.asarray(from_json(leaf)) for leaf in saved])

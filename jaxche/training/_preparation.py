@@ -149,6 +149,8 @@ class PreparedEngine(Engine):
             check_rows(shapes[1][2:], batch_size(batch))
         if self._group.num_processes > 1:  # to trace tx for it takes a tenth of the first round
             self._code = {"code of loss_fn": digest(code), "code of tx": update_digest(self._settings.tx, one[0])}
+            if self._settings.outer is not None:
+                self._code["code of outer"] = update_digest(self._settings.outer, one[0])
         self.columns = Columns.of(shapes[0], shapes[1][0])
         check_model_state(one[1], shapes[1][1])
         loss_weight = self.columns.weight_of(0)

@@ -38,12 +38,14 @@ from jaxche.sharding import check_params
 from jaxche.training._arguments import Arguments
 from jaxche.training._checks import (
     check_metrics_of_model,
+)
+from jaxche.training._optimizer_checks import (
+    check_accumulators,
     check_opt_state,
     check_trajectory,
     check_unscaled,
     check_update,
 )
-from jaxche.training._groups import check_accumulators
 from jaxche.training._plan import (
     ENDLESS,
     SOLO_ROUND,
@@ -217,7 +219,7 @@ class Rounds(Arguments):
 
         Other counts never compile again.
         """
-        return self._engine.compilations
+        return sum(engine.compilations for engine in self._engines)
 
     @property
     def _rules(self) -> PlanRules:

@@ -41,8 +41,8 @@ from jaxche.replicas import (
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, RemoteDevice, batch_size
 from jaxche.stages import Direct, Partitioned, Pipeline, check_stage_params, largest_micro_batch
-from jaxche.training._checks import check_state_of_tx
 from jaxche.training._fingerprint import digest, update_digest
+from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._preparation import PreparedEngine
 
 _STAGE_TREES = ("params", "opt_state", "outer_state")
@@ -389,11 +389,13 @@ class StagedEngine(PreparedEngine):
 
         self._set_replicas(programs)
         one = without_replica_axis(local.params)
-        code_of_tx = digest([update_digest(self._settings.tx, params) for params in one])
         placements: Any = self._placements
         model = placements[self.ranks[0]].model
         code = model.trace(one, batch)
-        self._code = {"code of stages": digest(code), "code of tx": code_of_tx}
+        self._code = {"code of stages": digest(code)}
+        for name, tx in (("tx", self._settings.tx), ("outer", self._settings.outer)):
+            if tx is not None:
+                self._code[f"code of {name}"] = digest([update_digest(tx, params) for params in one])
         self._rules = self._settings.rules(self._tx, None)
         self._set_merge(self._make_merge(local))
         return code.consts

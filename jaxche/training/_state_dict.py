@@ -19,25 +19,22 @@ from jaxche.data import StreamPosition, from_json, to_json
 from jaxche.replicas import LocalState, ReplicaMesh
 from jaxche.training._state import TrainerState
 
-# The format of checkpoints, and those that can be read. Orbax joins the names of a path by dots. Format 2 did not
-# escape dots in names, so two arrays could get one name.
-FORMAT = 3
-READABLE = (2, 3)
+FORMAT = 4  # of checkpoints
 # Fields of the state that are JSON.
-_FIELDS = {
-    "round": "round",
-    "epoch": "epoch",
-    "cursor": "cursor",
-    "examples": "examples",
-    "pending_batches": "owed",
-    "sync_ms": "sync_ms",
-    "hidden_ms": "hidden_ms",
-    "accumulated": "accumulated",
-    "clock_ms": "clock_ms",
-    "clock_merge_ms": "clock_merge_ms",
-    "steps": "steps",
-    "group_merges": "group_merges",
-}
+_FIELDS = (
+    "round",
+    "epoch",
+    "cursor",
+    "examples",
+    "pending_batches",
+    "sync_ms",
+    "hidden_ms",
+    "accumulated",
+    "clock_ms",
+    "clock_merge_ms",
+    "steps",
+    "group_merges",
+)
 
 
 class StateDict:
@@ -94,16 +91,16 @@ class StateDict:
         return name in self._own and rows.get(name) == self._world_size
 
 
-def to_nested(tree: Any, format: int) -> dict[str, Any]:
+def to_nested(tree: Any) -> dict[str, Any]:
     """A pytree as nested dicts with the names of its paths, which plain Orbax restores without its classes.
 
-    Arrays without numbers are left out, because Orbax cannot save them.
+    Arrays without numbers are left out, because Orbax cannot save them. It joins the names of a path by dots.
     """
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         if 0 in leaf.shape:
             continue
-        *folders, name = _names(path, ".", format)
+        *folders, name = _names(path, ".")
         inner = found
         for folder in folders:
             inner = inner.setdefault(folder, {})
@@ -111,35 +108,35 @@ def to_nested(tree: Any, format: int) -> dict[str, Any]:
     return found
 
 
-def from_nested(like: Any, found: Mapping[str, Any], format: int) -> Any:
+def from_nested(like: Any, found: Mapping[str, Any]) -> Any:
     """The inverse of :func:`to_nested`, with the structure of ``like``."""
 
     def pick(path: Any, leaf: Any) -> Any:
         if 0 in leaf.shape:
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: np.zeros(leaf.shape, leaf.dtype))
         inner: Any = found
-        for name in _names(path, ".", format):
+        for name in _names(path, "."):
             inner = inner[name]
         return inner
 
     return jax.tree.map_with_path(pick, like)
 
 
-def leaf_shapes(trees: Mapping[str, Any], format: int) -> dict[str, str]:
+def leaf_shapes(trees: Mapping[str, Any]) -> dict[str, str]:
     """Shape and dtype of every leaf by its path, e.g. ``{"params/w": "float32[3,2]"}``."""
-    return {name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for name, leaf in leaf_names(trees, format)}
+    return {name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for name, leaf in leaf_names(trees)}
 
 
-def leaf_names(trees: Mapping[str, Any], format: int) -> Iterator[tuple[str, Any]]:
+def leaf_names(trees: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every leaf with its path, e.g. ``params/w``."""
     for name, tree in trees.items():
         for path, leaf in jax.tree.leaves_with_path(tree):
-            yield "/".join((name, *_names(path, "/", format))), leaf
+            yield "/".join((name, *_names(path, "/"))), leaf
 
 
 def metadata(state: TrainerState) -> dict[str, Any]:
     """The fields of a state that are not arrays, as JSON."""
-    return {saved: getattr(state, name) for name, saved in _FIELDS.items()} | {
+    return {name: getattr(state, name) for name in _FIELDS} | {
         "che": state.che and state.che.to_dict(),
         "correction": asdict(state.correction),
         "row_shares": asdict(state.row_shares),
@@ -152,13 +149,12 @@ def metadata(state: TrainerState) -> dict[str, Any]:
 def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState:
     """The state with saved :func:`metadata`; measurements of another number of replicas are discarded."""
     che, correction = state.che, state.correction
-    if state.wire is not None and saved.get("wire"):
+    if state.wire is not None and saved["wire"]:
         state = replace(state, wire=WireChoice(**saved["wire"]))
     if che is not None and saved["che"] is not None:
         if saved["che"]["world_size"] == che.world_size:
-            if "row_shares" in saved:
-                state = replace(state, row_shares=RowShares.from_dict(saved["row_shares"]))
-            if saved.get("choice"):
+            state = replace(state, row_shares=RowShares.from_dict(saved["row_shares"]))
+            if saved["choice"]:
                 state = replace(state, choice=Choice.from_dict(saved["choice"]))
             own = {"overlap": che.overlap, "half_life": che.half_life}
             che = ElChe.from_dict({name: _tuples(value) for name, value in saved["che"].items()} | own)
@@ -166,15 +162,10 @@ def with_metadata(state: TrainerState, saved: Mapping[str, Any]) -> TrainerState
             anchor = min(max(saved["che"]["anchor"], che.min_anchor), che.max_anchor)
             che = replace(che, anchor=anchor, batch_counts=())
         correction = DivergenceCorrection.from_dict(saved["correction"])
-    if stream := saved.get("stream"):
+    if stream := saved["stream"]:
         states = tuple(map(from_json, stream["states"]))
         state = replace(state, stream=StreamPosition(_tuples(stream["taken"]), _tuples(stream["ended"]), states))
-    # Earlier versions did not save some of them.
-    fields = {name: _tuples(saved[key]) for name, key in _FIELDS.items() if key in saved}
-    if "steps" not in saved and "batches" in saved:
-        pending = sum(stop - start for _, start, stop in saved["owed"])
-        fields["steps"] = saved["epoch"] * saved["batches"] + saved["cursor"] - pending
-    return replace(state, che=che, correction=correction, **fields)
+    return replace(state, che=che, correction=correction, **{name: _tuples(saved[name]) for name in _FIELDS})
 
 
 def installed_version() -> str:
@@ -183,32 +174,20 @@ def installed_version() -> str:
     return sys.modules[__name__.partition(".")[0]].__version__
 
 
-def checkpoint_items(trees: Mapping[str, Any], format: int) -> dict[str, Any]:
+def checkpoint_items(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The items of a checkpoint: ``params``, ``residual`` and ``state`` with all other trees, unless empty."""
-    own = {name: to_nested(trees[name], format) for name in ("params", "residual") if name in trees}
-    rest = {name: to_nested(tree, format) for name, tree in trees.items() if name not in own}
+    own = {name: to_nested(trees[name]) for name in ("params", "residual") if name in trees}
+    rest = {name: to_nested(tree) for name, tree in trees.items() if name not in own}
     return own | ({"state": rest} if rest else {})
-
-
-def name_collision(trees: Mapping[str, Any], format: int) -> tuple[str, str] | None:
-    """Two arrays with the same name in this format, or None."""
-    seen: dict[str, str] = {}
-    for tree, leaves in trees.items():
-        for path, _ in jax.tree.leaves_with_path(leaves):
-            name, shown = ".".join((tree, *_names(path, ".", format))), tree + jax.tree_util.keystr(path)
-            if seen.setdefault(name, shown) != shown:
-                return seen[name], shown
-    return None
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _names(path: Any, separator: str, format: int) -> tuple[str, ...]:
+def _names(path: Any, separator: str) -> tuple[str, ...]:
     """The names of a path, which are joined by ``separator``."""
-    names = path_names(path) or ("value",)
-    return names if format == 2 else tuple(escape_name(name, separator) for name in names)
+    return tuple(escape_name(name, separator) for name in path_names(path) or ("value",))
 
 
 def _present(local: LocalState) -> dict[str, Any]:

@@ -84,14 +84,14 @@ class Trainer(Rounds):
       fleet: a :class:`~jaxche.VirtualFleet` whose clock replaces real time, for experiments with devices of any speeds
         in one process: the replicas train for real and as fast as they can, and the times that the cadence, the
         history and the plots get are the fleet's. Runs repeat bit for bit. ``info.clock_ms`` is the clock. Replicas
-        may share a device, and by default they are dealt out over those at hand; such replicas merge on CPU devices.
+        may share a device, and by default they are distributed over all devices; such replicas merge on CPU devices.
       rows: ``"speed"`` (default under ``sync``): the batches of an update are joined, and each replica takes the rows
         that it can do in the common time, from measured times :math:`t_i(b) = f_i + s_i b`. The update is that of one
-        device on the joined batch. Shares change if a round becomes at least 4 % and 0.5 ms shorter; after the first
-        change, new ones are compiled once rounds without them have lost as much time as that takes. Under ``cadence``
-        it deals out rows in short rounds, of up to four batches of the slowest replica, and compiles for each length
-        of a round. ``"equal"``: whole batches; a run under ``sync`` then repeats bit for bit, and does not follow
-        times.
+        device on the joined batch. Shares change if a round becomes at least 0.5 ms and 4 % (the first time 10 %)
+        shorter; after the first change, new ones are compiled once rounds without them have lost as much time as that
+        takes. Under ``cadence`` it deals out rows in short rounds, of up to four batches of the slowest replica, and
+        compiles for each length of a round. ``"equal"``: whole batches; a run under ``sync`` then repeats bit for
+        bit, and does not follow times.
       joined_batches: under ``sync``, the batches in an update; by default one per replica. A single replica makes an
         update of each batch, whatever their number here.
       max_rows: the largest step in rows, one number or one per replica; a larger share takes several steps. By default
@@ -317,7 +317,7 @@ class Trainer(Rounds):
             state = state if info.overlapped else state.merged()
             if state.wire is not None:
                 state = replace(state, wire=replace(state.wire, wire=info.wire))
-            if state.choice is not None and info.policy:  # older records have none
+            if state.choice is not None and info.policy:
                 state = replace(state, choice=replace(state.choice, policy=ApplyPolicy(info.policy)))
             state, info = self._round(state, data, given=GivenRound.of(info))
             again.append(info)

@@ -5,7 +5,7 @@ first hits in the first rounds, and the last while the run ends. After each faul
 be lost, and all ranks have to be back in time. The run has to come to its end with every batch of every epoch trained
 on exactly once by its record, equal parameters on all ranks, no process and no temporary file left, and the losses of
 its record when its rounds are run again undisturbed. The figure is the longest time without a merged round after each
-fault, by the clock that does not jump; "none" where the run ended before another round.
+fault, by the monotonic clock; "none" where the run ended before another round.
 
 Some faults end all processes by their nature: SIGTERM, the death of the coordinator, and that of the launcher, after
 which the same command is started again. Such runs continue from a checkpoint, one of which is made every ``EVERY``

@@ -143,7 +143,7 @@ def throttle(target: Target) -> None:
 
 
 def load(target: Target) -> None:
-    """Others want the machine: eight times as many processes as cores compute for some seconds."""
+    """Other programs compute, eight processes per core, for some seconds."""
     words = [
         sys.executable,
         "-c",

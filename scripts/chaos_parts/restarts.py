@@ -31,7 +31,14 @@ from chaos_parts.record import batches, replayed, same
 from chaos_parts.worker import BATCHES
 
 PACES, EPOCHS = (10, 10, 25), 3
-KINDS = ("kill", "stop", "term", "throttle", "disk full", "torn checkpoint")
+FAULTS = {
+    "kill": signalled(signal.SIGKILL),
+    "stop": signalled(signal.SIGSTOP),
+    "term": signalled(signal.SIGTERM),
+    "throttle": lambda target: throttle_by_stops(target.pid),
+    "disk full": disk_full,
+    "torn checkpoint": torn,
+}
 # While processes start and compile, in the first rounds, in later ones, in the last or after it.
 MOMENTS = ("later", "start", "first", "last")
 # A rank that is late stops between two steps, of which a throttled one takes four times as long; and shorter rounds
@@ -41,10 +48,10 @@ STEP_MS, LEAST_PATIENCE_MS = 4.0 * max(PACES), 200.0
 LOST = {"disk full": None}
 
 
-def campaign(faults: int, undisturbed: int, seed: int, kinds: Sequence[str] = KINDS) -> int:
+def campaign(faults: int, undisturbed: int, seed: int, kinds: Sequence[str] = tuple(FAULTS)) -> int:
     """Hit as many runs, each kind at each moment in turn; undisturbed ones come first."""
-    if unknown := set(kinds) - set(KINDS):
-        print(f"chaos: --kinds has {', '.join(sorted(unknown))}, which is none of {', '.join(KINDS)}")
+    if unknown := set(kinds) - set(FAULTS):
+        print(f"chaos: --kinds has {', '.join(sorted(unknown))}, which is none of {', '.join(FAULTS)}")
         return 2
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="jaxche-chaos-") as folder:
@@ -86,7 +93,7 @@ def campaign(faults: int, undisturbed: int, seed: int, kinds: Sequence[str] = KI
 def summary(rows: list[dict[str, Any]]) -> None:
     """A line a kind."""
     print("\nfault            runs restarts redone   longest wait of another rank")
-    for kind in KINDS:
+    for kind in FAULTS:
         those = [row for row in rows if row["kind"] == kind]
         if those:
             restarts, redone = (max(row[name] for row in those) for name in ("restarts", "redone"))
@@ -123,13 +130,16 @@ def judge(kind: str, row: dict[str, Any], longest: float) -> list[str]:
 def run(
     folder: Path, kind: str | None, moment: str, start_s: float, rng: random.Random, times: int = 1
 ) -> dict[str, Any]:
-    """One supervised run, and what befell it; a start takes so long. ``times`` trainings, each from the beginning."""
+    """One supervised run with one fault, as a row; ``start_s`` is the time of a start.
+
+    It trains ``times`` times, each time from the beginning.
+    """
     folder.mkdir()
     every = 1 if kind else 1000  # a run that nothing hits needs no checkpoint to continue from
     (folder / "job.json").write_text(json.dumps({"times": times, "epochs": EPOCHS, "elastic": False, "every": every}))
-    events = folder / "events.jsonl"
+    log = folder / "events.jsonl"
     command = [sys.executable, "-m", "jaxche", "launch", "-n", str(len(PACES)), "--pace", ",".join(map(str, PACES))]
-    command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(events)]
+    command += ["--max-restarts", "3", "--hang-timeout", "25", "--grace", "2", "--events", str(log)]
     command += [worker.__file__, str(folder)]
     # All runs compile the same small programs.
     cache = {"COMPILATION_CACHE_DIR": str(folder.parent / "cache"), "PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -153,15 +163,15 @@ def run(
             if isinstance(error, SystemExit):
                 raise
     seconds = time.perf_counter() - began
-    told = read(events)
-    rounds = [event for event in told if event["event"] == "round"]
+    events = read(log)
+    rounds = [event for event in events if event["event"] == "round"]
     tail = (folder / "output").read_text()[-600:]
     row = {"kind": kind, "moment": moment, "rank": rank, "round": at, "code": code, "seconds": seconds, "tail": tail}
-    row |= {"restarts": sum(event["event"] == "restart" for event in told), "redone": redone(rounds)}
+    row |= {"restarts": sum(event["event"] == "restart" for event in events), "redone": redone(rounds)}
     row["wait_ms"] = max((event["wait_ms"] for event in rounds), default=0.0)
     records = [folder / f"checkpoints{number}" / "history.jsonl" for number in range(times)]
     row["over_ms"] = max(map(over_ms, records))
-    began_at = min((event["time"] for event in told if event["event"] == "start"), default=0.0)
+    began_at = min((event["time"] for event in events if event["event"] == "start"), default=0.0)
     row["start_s"] = min((event["time"] for event in rounds), default=began_at) - began_at
     end = folder / "end-0"
     row["losses"] = json.loads(end.read_text())["losses"] if end.exists() else [math.nan]
@@ -209,13 +219,3 @@ def wait_for(moment: str, target: Target, child: subprocess.Popen[bytes]) -> int
             return seen
         time.sleep(0.01)
     raise RuntimeError("the run ended before its fault")
-
-
-FAULTS = {
-    "kill": signalled(signal.SIGKILL),
-    "stop": signalled(signal.SIGSTOP),
-    "term": signalled(signal.SIGTERM),
-    "throttle": lambda target: throttle_by_stops(target.pid),
-    "disk full": disk_full,
-    "torn checkpoint": torn,
-}

@@ -12,10 +12,10 @@ _PERIOD_US = 10_000
 
 
 def shares(paces: Sequence[float]) -> list[float]:
-    """Cores of each process, in proportion to its speed: at most one core each, all together those at hand."""
+    """Cores of each process, in proportion to its speed: at most one core each, all available cores together."""
     speeds = [min(paces) / pace for pace in paces]
-    at_hand = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    largest = min(1.0, at_hand / sum(speeds))
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    largest = min(1.0, available / sum(speeds))
     return [largest * speed for speed in speeds]
 
 

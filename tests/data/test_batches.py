@@ -1,6 +1,7 @@
 """Sequences of batches and the reader that keeps ahead."""
 
 import threading
+from types import SimpleNamespace
 
 import grain
 import jax
@@ -186,6 +187,9 @@ def test_the_reader_reads_on_one_thread_ahead_and_each_batch_once():
     assert list(reader.start([whole([10])])[0]) == [10]
     assert len(data.reads) == len(set(data.reads)) + 1
     assert not reader._ready
+    assert reader.some(2) == [0, 1]
+    assert reader.samples(SimpleNamespace(epoch=0, start=3)) == (3, 0)
+    assert len(data.threads) == 1
     reader.close()
 
 

@@ -1,7 +1,9 @@
 """States of iterators go through JSON unchanged."""
 
+import collections
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +26,13 @@ def test_a_state_is_the_same_after_json(state):
 
 
 def test_arrays_keep_type_shape_and_bits():
-    state = {"mt": np.arange(6, dtype=np.uint32).reshape(2, 3), "at": np.int64(7), "none": np.zeros((0, 2))}
+    half = np.array([1.5, -2], jnp.bfloat16)
+    state = {
+        "mt": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "at": np.int64(7),
+        "none": np.zeros((0, 2)),
+        "half": half,
+    }
     back = from_json(json.loads(json.dumps(to_json(state))))
     for name, x in state.items():
         assert type(back[name]) is type(x)
@@ -33,7 +41,17 @@ def test_arrays_keep_type_shape_and_bits():
     back["mt"][0] = 1  # writable
 
 
-@pytest.mark.parametrize("value", [object(), {"x": {1}}, np.array([None])])
+UNCOVERED = {
+    "object": object(),
+    "set": {"x": {1}},
+    "objects": np.array([None]),
+    "structured": np.zeros(2, [("a", "i4"), ("b", "f4")]),
+    "masked": np.ma.array([1, 2], mask=[True, False]),
+    "counter": collections.Counter("ab"),
+}
+
+
+@pytest.mark.parametrize("value", UNCOVERED.values(), ids=list(UNCOVERED))
 def test_what_has_no_exact_form_is_refused(value):
     with pytest.raises(TypeError, match="no exact form"):
         to_json(value)

@@ -358,6 +358,25 @@ def test_a_source_that_exits_ends_the_wait_for_its_batch(queue):
             one.stop()
 
 
+def test_a_state_that_cannot_be_copied_is_an_error_of_the_source(queue):
+    class Locked(Stateful):
+        def get_state(self):
+            return threading.Lock()
+
+    class Locks:
+        def __iter__(self):
+            return Locked()
+
+    one = queue(Locks())
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(take, one, 0, 1)
+        try:
+            with pytest.raises(TypeError, match="cannot pickle"):
+                found.result(timeout=10)
+        finally:
+            one.stop()
+
+
 def test_what_is_no_batch_is_an_error_of_the_source(queue):
     one = queue([{"text": ["a"]}])
     one.seek(Place(0, 0))

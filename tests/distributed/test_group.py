@@ -21,9 +21,9 @@ class Store:
         self.values, self.reads = {}, collections.Counter()
         self._changed = threading.Condition()
 
-    def key_value_set(self, key, value):
+    def key_value_set(self, key, value, allow_overwrite=False):
         with self._changed:
-            assert key not in self.values
+            assert allow_overwrite or key not in self.values
             self.values[key] = value
             self._changed.notify_all()
 
@@ -153,6 +153,29 @@ def test_what_a_process_sent_before_it_left_is_read(pair, monkeypatch):
     one.leave()
     monkeypatch.setattr(one.client, "key_value_dir_get", late)
     assert zero.receive("key", 1) == "value"
+
+
+def test_a_process_in_a_merge_that_this_one_has_not_begun_is_not_waited_for(pair):
+    zero, one = pair
+    with zero.collective(), one.collective():  # a merge of both
+        pass
+    with one.collective(), pytest.raises(RankError, match="process 1 is in the merge of a round") as caught:
+        zero.barrier()
+    assert caught.value.rank == 1
+
+
+def test_a_process_in_the_merge_of_this_one_is_waited_for(pair):
+    """As the thread of a replica waits for a flag while another thread merges."""
+    zero, one = pair
+    with ThreadPoolExecutor(1) as pool, zero.collective(), one.collective():
+        found = pool.submit(zero.receive, "key", 1)
+        while "jaxche/merging/1" not in one.client.values:
+            pass
+        reads = one.client.reads["key"]
+        while one.client.reads["key"] < reads + 3 and not found.done():  # until it has read that
+            pass
+        one.client.key_value_set("key", "value")
+        assert found.result() == "value"
 
 
 def test_a_long_wait_is_logged_once(pair, monkeypatch, caplog):

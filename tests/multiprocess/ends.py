@@ -30,6 +30,8 @@ trainer = jaxche.Trainer(lambda w, x: jnp.mean((x @ w - 1) ** 2), optax.sgd(0.1)
 def callback(state, info):
     if info.round == 1 and (what == "all exit" or (what == "one exits" and not first)):
         sys.exit(3)
+    if info.round == 1 and what == "one evaluates in a callback" and first:
+        trainer.evaluate(state, data)
 
 
 state, _ = trainer.fit(trainer.init(jnp.zeros(3)), data, epochs=2, callbacks=[callback], progress=False)

@@ -274,6 +274,12 @@ MISTAKES = [
     ),
     ("class as callback", lambda: fit(callbacks=[jaxche.LivePlot]), "callbacks[0]=LivePlot", "callbacks=[LivePlot()]"),
     (
+        "array of a callback",
+        lambda: fit(callbacks=[print, lambda state, info: jnp.ones(2)]),
+        "callbacks[1] returned",
+        "return bool((values < limit).all())",
+    ),
+    (
         "metric without a name",
         lambda: fit(lambda p, b: (loss_fn(p, b), 0.5)),
         "without a name",

@@ -231,6 +231,7 @@ def faults(problem):
             ),
             "constants": (jaxche.Trainer(weighed(problem, rank), optax.adam(0.05)), problem.data),
             "tx": (jaxche.Trainer(problem.loss, optax.adam(0.05 + rank)), problem.data),
+            "outer": (jaxche.Trainer(problem.loss, optax.adam(0.05), outer=optax.sgd(0.5 + 0.2 * rank)), problem.data),
             "loss": (jaxche.Trainer(loud(problem, 1 + rank), optax.adam(0.05)), problem.data),
             "che": (jaxche.Trainer(problem.loss, optax.adam(0.05), che=jaxche.ElChe(2, 3 + rank)), problem.data),
             "data": (jaxche.Trainer(problem.loss, optax.adam(0.05)), [problem.data[i] for i in range(5 + rank)]),

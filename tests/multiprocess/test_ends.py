@@ -17,6 +17,7 @@ PROGRAM = Path(__file__).with_name("ends.py")
         ("all exit", 3, []),
         ("one stage ends", 1, ["connection to the process of stage 1 is lost", "must take the same steps"]),
         ("one evaluates", 1, ["process 1 has ended its script", "make the same calls"]),
+        ("one evaluates in a callback", 1, ["process 1 is in the merge of a round", "also in callbacks"]),
     ],
 )
 def test_processes_do_not_wait_for_one_that_has_ended(what, code, lines):

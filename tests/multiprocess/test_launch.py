@@ -103,6 +103,26 @@ def test_others_may_write_a_last_file_when_process_0_has_left_an_elastic_run(scr
     assert "Traceback" not in err, err
 
 
+@pytest.mark.parametrize("first", [1, 0])
+def test_a_rank_that_fails_after_another_has_succeeded_fails_the_elastic_run(script, capfd, tmp_path, first):
+    # The others take over from a rank that fails before, so that the run succeeds.
+    command = script(f"""
+        def wait_for_exit(other):
+            while '"event": "exit"' not in "".join(line for line in open(events) if f'"rank": {{other}},' in line):
+                time.sleep(0.02)
+
+        events = os.environ["JAXCHE_EVENTS"]
+        order = [{first}, {1 - first}, 2]
+        if rank != order[0]:
+            wait_for_exit(order[order.index(rank) - 1])
+        sys.exit(7 if rank == 1 else 0)
+    """)
+    code = launch(command, 3, elastic=True, events=tmp_path / "events.jsonl")
+    err = capfd.readouterr().err
+    assert code == (0 if first == 1 else 7), err
+    assert "rank 1 failed with exit code 7; the others continue" in err
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are read from /proc")
 def test_the_coordinator_of_a_launcher_that_was_killed_ends_too(script, gone):
     command = script("""

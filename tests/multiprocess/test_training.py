@@ -159,6 +159,7 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp
         "params": ["params/w"],
         "constants": ["constants of loss_fn/0"],
         "tx": ["code of tx"],
+        "outer": ["code of outer"],
         "loss": ["code of loss_fn"],
         "che": ["che.anchor", "che.min_anchor", "che.batch_counts"],
         "data": ["batches", "data"],

@@ -1,7 +1,5 @@
 """Merges that overlap the next round: against a slow twin, replayed, resumed, on both clocks, and what is refused."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,10 +163,6 @@ def test_runs_replay_bit_for_bit(make, data, same):
     for overlap in (0.0, 0.25):
         with pytest.raises(ValueError, match=rf"with overlap=0\.5 .* has overlap={overlap}; .*, overlap=0\.5\)"):
             make(optax.adam(RATE), overlap=overlap).replay(one.init(jnp.zeros(3)), data, record)
-    older = [dataclasses.replace(info, wire="", overlap=0.0) for info in history]
-    other.replay(other.init(jnp.zeros(3)), data, older[:2])
-    with pytest.raises(ValueError, match=r"write jaxche.Trainer\(..., overlap=0.5\)"):
-        make(optax.adam(RATE), overlap=0.0).replay(one.init(jnp.zeros(3)), data, older)
 
 
 @pytest.mark.slow

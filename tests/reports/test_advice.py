@@ -245,3 +245,17 @@ def test_histories_without_advice(histories):
     idle = jaxche.History([replace(info, counts=(1, 0)) for info in rounds])
     with pytest.raises(ValueError, match="rank 1 took no step"):
         idle.advice()
+
+
+def test_rows_by_speed_count_as_parts_of_batches(histories):
+    """75 and 25 rows of two joined batches are 1.5 batches and 0.5."""
+    last = histories["sync"][-1]
+    info = replace(last, counts=(1, 1), shares=(3, 1), joined=2, rows=(75, 25), examples=100, wall_ms=(30.0, 30.0))
+    by_rows = jaxche.History([replace(info, sync_ms=1.0)]).advice()
+    assert by_rows.now.counts == (1.5, 0.5)
+    assert by_rows.now.ms == pytest.approx(31)
+    whole = jaxche.History(
+        [replace(info, shares=(), joined=0, counts=(3, 1), rows=(150, 50), examples=200, wall_ms=(60, 60), sync_ms=1.0)]
+    ).advice()
+    assert by_rows.choices == whole.choices
+    assert "1.5:0.5" in by_rows.table()

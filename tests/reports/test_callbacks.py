@@ -183,5 +183,7 @@ def test_live_plot_needs_no_ipython(monkeypatch):
 def test_invalid_interval():
     with pytest.raises(ValueError, match="every_s=0"):
         jaxche.LivePlot(every_s=0)
-    with pytest.raises(ValueError, match="every_s='1 s' must be above 0"):
+    with pytest.raises(ValueError, match="every_s='1 s' must be a number above 0"):
         jaxche.LivePlot(every_s="1 s")
+    with pytest.raises(ValueError, match="every_s=True must be a number above 0"):
+        jaxche.LivePlot(every_s=True)

@@ -33,7 +33,7 @@ def make(devices, tx=None, strategy=None, **knobs):
         ({"tx": 0.1}, r"tx=0.1 is not an optax.*write e.g. tx=optax.adam"),
         ({"strategy": "full"}, r"strategy='full'.*write e.g. strategy=jaxche.FullShard\(\)"),
         ({"strategy": FullShard}, r"not a sharding strategy"),
-        ({"accumulate": 0}, "accumulate=0 .*write accumulate=1"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1; write e.g. accumulate=1"),
         ({"accumulate": True}, "accumulate=True"),
         ({"seed": "a"}, "seed='a' must be a whole number; write e.g. seed=0"),
         (
@@ -48,6 +48,13 @@ def test_arguments(arguments, named):
     given = {"loss_fn": loss_fn, "tx": optax.sgd(0.1), "strategy": FullShard()} | arguments
     with pytest.raises(ValueError, match=named):
         sharded_step(**given)
+
+
+def test_micro_batches_may_be_a_whole_number_of_numpy(devices):
+    step = make(devices[:4], accumulate=np.int64(2))
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=r"12 rows, which 4 devices .* times accumulate=2 do not divide"):
+        step(state, np.zeros((12, 8), np.float32))
 
 
 @pytest.mark.parametrize(
@@ -160,11 +167,19 @@ def test_the_call_that_is_told_is_the_one_that_was_made():
 
 
 @pytest.mark.parametrize(
-    ("tx", "missing"), [(optax.lbfgs(), "value_fn"), (optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0)), "value")]
+    ("tx", "missing", "line"),
+    [
+        (optax.lbfgs(), "value_fn", "optax.adam"),
+        (
+            optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0)),
+            "value",
+            "optax.GradientTransformation(tx.init, tx.update)",
+        ),
+    ],
 )
-def test_an_optimizer_that_needs_other_arguments(tx, missing, devices):
+def test_an_optimizer_that_needs_other_arguments(tx, missing, line, devices):
     with pytest.raises(
-        ValueError, match=rf"tx makes no update from gradients, .*'{missing}'; write e.g. tx=optax.adam"
+        ValueError, match=rf"tx makes no update from gradients, .*'{missing}'; write e.g. tx={re.escape(line)}"
     ):
         make(devices[:2], tx).init(PARAMS)
 

@@ -141,6 +141,7 @@ def test_a_batch_lies_over_all_devices(devices):
     assert layout.batch.spec == P(("replica", "shard"))
     assert layout.splits(16)
     assert not layout.splits(12)
+    assert not layout.splits(16, accumulate=4)
 
 
 def test_a_mesh_with_explicit_axes_is_taken_as_automatic(devices):

@@ -132,10 +132,10 @@ def test_other_values_are_refused(make, message, devices):
     ("arguments", "message"),
     [
         ({"devices": []}, r"devices=\[\] has no devices; leave it out"),
-        ({"accumulate": 0}, "accumulate=0 is a number of micro-batches, 1 or more; write accumulate=1"),
-        ({"batch_size": -4}, "batch_size=-4 is a number of rows"),
-        ({"batch_size": 0}, "batch_size=0 is a number of rows"),
-        ({"batch_size": "8"}, "batch_size='8' is a number of rows"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1; write e.g. accumulate=1"),
+        ({"batch_size": -4}, "batch_size=-4 must be at least 1; write e.g. batch_size=64, the rows on all devices"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": "8"}, "batch_size='8' must be a whole number"),
     ],
 )
 def test_other_arguments_are_refused(arguments, message):

@@ -311,7 +311,7 @@ def test_no_device_ever_holds_a_full_copy_at_the_start(strategy, devices):
         return {"in": jax.random.normal(keys[8], (256, 256)), "layers": layers}
 
     step = jaxche.sharded_step(loss, optax.adam(1e-3), strategy, strategy.mesh(devices))
-    memory = step.lower_init(init).compile().memory_analysis()
+    memory = step._programs_for(init).lower_init(init, lambda: None).compile().memory_analysis()
     whole = 9 * 256 * 256 * 4
     assert memory.argument_size_in_bytes == 0
     assert memory.output_size_in_bytes == pytest.approx(3 * whole / 8, rel=0.01)  # parameters and two moments
@@ -357,3 +357,30 @@ def test_a_loss_may_ignore_its_batch(name, accumulate, devices, problem, close):
     close(state.params, np.full(4, 0.5))
     assert float(metrics["loss"]) == 2.0
     assert step.explain(jnp.ones(4), batch).peak > 0
+
+
+def test_a_step_under_another_mesh_is_refused_with_the_line_to_write(devices):
+    strategy = jaxche.FullShard()
+    step = jaxche.sharded_step(
+        lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), strategy, strategy.mesh(devices[:2])
+    )
+    params, batch = jnp.ones((4, 2)), np.ones((4, 4), np.float32)
+    state = step.init(params)
+    calls = {
+        "step": lambda: step(state, batch),
+        "step.init": lambda: step.init(params),
+        "step.explain": lambda: step.explain(params, batch),
+    }
+    for own in (devices[2:4], devices[:2], devices[:4]):
+        with jax.set_mesh(jax.make_mesh((len(own),), ("data",), devices=own)):
+            for name, call in calls.items():
+                line = (
+                    rf"^{name} was called under jax.set_mesh.*'shard': 2.*write {name}\(\.\.\.\) outside of it, or with"
+                )
+                with pytest.raises(ValueError, match=line):
+                    call()
+    with jax.set_mesh(step.mesh):
+        with pytest.raises(ValueError, match="state is traced"):
+            jax.jit(lambda state: step(state, batch))(state)
+        state, _ = step(state, batch)
+    assert int(step(state, batch)[0].index) == 2

@@ -2,6 +2,7 @@
 
 import operator
 import threading
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,30 @@ def test_activations_kept_are_those_the_schedule_promises(schedule, micro_batch_
     partitioned.value_and_grad(model.params, model.batch)
     tasks = SCHEDULES[schedule](3, 12 // micro_batch_size)
     assert partitioned.peak_activations == simulate_schedule(tasks, [1] * 3, [1] * 3).peak
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.polyak_sgd(),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, rtol=1.0)),
+        optax.MultiSteps(optax.polyak_sgd(), 2),
+    ],
+    ids=["polyak", "plateau", "accumulates"],
+)
+def test_the_optimizer_of_each_stage_gets_the_loss_of_the_batch(tx, make_model, twin, close):
+    model = make_model("plain", 2)
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Pipeline(micro_batch_size=4))
+    state, params = partitioned.init(model.params, tx), model.params
+    opt_states = [tx.init(tree) for tree in params]
+    for _ in range(4):
+        state, loss = partitioned.step(state, model.batch)
+        value, grads = twin(model, params, model.batch)
+        close(loss, value)
+        for i, grad in enumerate(grads):
+            updates, opt_states[i] = tx.update(grad, opt_states[i], params[i], value=value)
+            params = [*params[:i], optax.apply_updates(params[i], updates), *params[i + 1 :]]
+    close(list(state.params), params)
 
 
 def test_explain_says_how_a_batch_is_cut(make_model):
@@ -281,7 +306,7 @@ def test_fewer_devices_than_stages(devices):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jaxche.Pipeline(0), "micro_batch_size=0 must be a whole number"),
+        (lambda: jaxche.Pipeline(0), "micro_batch_size=0 must be at least 1; write e.g. micro_batch_size=8"),
         (lambda: jaxche.Pipeline(2.0), "micro_batch_size=2.0 must be a whole number"),
         (lambda: jaxche.Pipeline(2, "zigzag"), "schedule='zigzag' is unknown; write one of '1f1b', 'gpipe'"),
         (lambda: jaxche.Pipeline(2, timeout_s=0), "timeout_s=0 must be positive"),
@@ -292,6 +317,10 @@ def test_fewer_devices_than_stages(devices):
 def test_refused_protocols(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_micro_batch_size_may_be_a_whole_number_of_numpy():
+    assert repr(jaxche.Pipeline(np.int64(8))) == repr(jaxche.Pipeline(8))
 
 
 def test_refused_calls(make_model):
@@ -320,8 +349,11 @@ def test_refused_calls(make_model):
         partitioned.step((0, model.params, ()), model.batch)
     with pytest.raises(ValueError, match=r"tx=0\.1 is not an optax transformation"):
         partitioned.init(model.params, 0.1)
-    with pytest.raises(ValueError, match=r"from gradients and parameters alone: .*'value'; write e.g. tx=optax.adam"):
-        partitioned.init(model.params, optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))
+    with pytest.raises(ValueError, match=r"value= .*alone: .*'value_fn'; write e.g. tx=optax.adam.*linesearch=None"):
+        partitioned.init(model.params, optax.lbfgs())
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+    with pytest.raises(ValueError, match=r"'value'; write e.g. tx=optax.GradientTransformation\(tx.init, tx.update\)"):
+        partitioned.init(model.params, sam)
     partitioned.init(model.params, optax.sgd(0.1))
     with pytest.raises(
         ValueError, match=r"^state is \[.*, not the state of a partitioned model; write state = model.init"
@@ -347,6 +379,15 @@ def test_a_state_that_was_restored_as_arrays(restore, make_model, same):
     found, _ = partitioned.step(restore(state), model.batch)
     assert found.step == wanted.step == 2
     same(found.params, wanted.params)
+
+
+@pytest.mark.parametrize("name", ["init", "value_and_grad", "step", "compile", "explain", "trace", "apply"])
+def test_errors_of_all_calls_end_in_the_line_of_the_call(name, make_model):
+    model = make_model()
+    call = getattr(jaxche.Partitioned(model.stages, model.loss, jaxche.Direct()), name)
+    with pytest.raises(ValueError, match=r"stage|tx=|init") as error:
+        call([3], {})
+    assert traceback.extract_tb(error.value.__traceback__)[-1].filename == __file__
 
 
 @pytest.mark.parametrize("protocol", [jaxche.Direct(), jaxche.Pipeline(1)], ids=["direct", "pipeline"])
@@ -420,6 +461,21 @@ def _breaking_once(size):
             return Broken(devices, faults)
 
     return Once()
+
+
+def test_a_wire_whose_close_raised_is_not_used_again(make_model, monkeypatch):
+    model = make_model()
+    partitioned = jaxche.Partitioned(model.stages, model.loss, jaxche.Direct())
+    closed = partitioned._wire
+
+    def close():
+        LocalWire.close(closed)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(closed, "close", close)
+    with pytest.raises(OSError, match="the disk is full"):
+        partitioned.close()
+    partitioned.value_and_grad(model.params, model.batch)
 
 
 def test_threads_take_turns(make_model, same):

@@ -1,8 +1,10 @@
 """Wires of two processes in this one, over real sockets, and the messages on a socket."""
 
+import gc
 import socket
 import struct
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,14 @@ def test_a_stage_listens_at_the_address_of_the_run(wires):
     for wire in wires.values():
         assert wire._listener.address[0] == "127.0.0.1"
         assert wire._listener._servers[0].getsockname()[0] == "127.0.0.1"
+
+
+def test_nothing_keeps_a_closed_wire(wires, until):
+    wire = wires.pop(0)
+    wire.close()
+    closed = weakref.ref(wire)
+    del wire
+    assert until(lambda: gc.collect() >= 0 and closed() is None)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -214,6 +214,6 @@ def test_hellos_are_exchanged_at_intervals_until_a_state_is_saved(start, monkeyp
         process.run.admit()
     assert len(exchanges) == 1
     process.run._next_admit = 0.0
-    process.run.set_saved()
+    process.run.has_saved_state = True
     process.run.admit()
     assert len(exchanges) == 1

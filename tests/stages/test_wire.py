@@ -17,21 +17,6 @@ def test_a_tree_is_taken_once_also_after_an_error():
         mailbox.take(TAG)
 
 
-def test_a_tree_that_arrives_between_the_two_lookups_is_taken():
-    mailbox = Mailbox()
-
-    class Late(dict):
-        def pop(self, tag, *default):
-            if default:  # the lookup without the lock
-                mailbox.put(tag, "tree")
-                mailbox.fail(ConnectionError("lost"))
-                return default[0]
-            return super().pop(tag)
-
-    mailbox._arrived = Late()
-    assert mailbox.take(TAG) == "tree"
-
-
 def test_the_first_error_is_the_one_that_is_raised():
     """The later ones are its consequences: a stage that failed closes the wire, which closes all connections."""
     mailbox = Mailbox()

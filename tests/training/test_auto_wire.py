@@ -135,9 +135,8 @@ def test_a_replay_under_another_wire_is_refused(problem, trainer):
     _, mixed = run(one, one.init(problem.params), problem.data)
     with pytest.raises(ValueError, match=r"write jaxche.Trainer\(..., wire='auto'\)"):
         recorded.replay(recorded.init(problem.params), problem.data, mixed)
-    # Records of earlier versions do not say.
-    older = [dataclasses.replace(info, wire="") for info in infos]
-    recorded.replay(recorded.init(problem.params), problem.data, older)
+    unknown = [dataclasses.replace(info, wire="") for info in infos]
+    recorded.replay(recorded.init(problem.params), problem.data, unknown)
 
 
 @pytest.mark.parametrize(

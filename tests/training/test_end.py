@@ -149,13 +149,3 @@ def test_bad_limits_are_named(problem, make, name, value):
     trainer, state = make()
     with pytest.raises(ValueError, match=f"{name}=.* must be a .*number above 0; write {name}="):
         trainer.fit(state, problem.data, progress=False, **{name: value})
-
-
-def test_old_checkpoints_count_their_steps(problem, make):
-    from jaxche.training._state_dict import metadata, with_metadata
-
-    trainer, start = make()
-    state, _ = trainer.fit(start, problem.data, max_steps=17, progress=False)
-    saved = {name: value for name, value in metadata(state).items() if name not in ("steps", "clock_merge_ms")}
-    saved |= {"batches": 12, "owed": [[0, 3, 5]]}
-    assert with_metadata(start, saved).steps == 15

@@ -389,6 +389,16 @@ def test_a_linen_loss_is_a_metric_function_too(classes, devices):
     assert trainer.evaluate(state, classes, named)["mean"] == pytest.approx(float(mean), rel=1e-5)
 
 
+def test_a_state_with_another_model_state_is_evaluated_too(devices):
+    def loss(params, batch, model_state):
+        return jnp.mean((batch - params) ** 2) + sum(map(jnp.sum, jax.tree.leaves(model_state))), ({}, model_state)
+
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:2])
+    data = [np.ones((4, 1), np.float32)] * 4
+    for model_state, wanted in ({"a": jnp.ones(2)}, 2.0), ({"a": jnp.ones(3)}, 3.0), ({"b": jnp.ones(3)}, 3.0):
+        assert trainer.evaluate(trainer.init(jnp.ones(1), model_state=model_state), data) == {"loss": wanted}
+
+
 def test_an_error_in_one_replica_ends_all(trained):
     problem, trainer, state = trained()
     trainer.evaluate(state, problem.data, metric_fn)

@@ -6,6 +6,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -50,6 +51,15 @@ def test_callbacks_may_come_from_a_generator(trainer, problem):
     callbacks = (lambda state, info, name=name: seen.append(name) for name in "ab")
     _, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=callbacks, progress=False)
     assert seen == ["a", "b"] * len(history)
+
+
+@pytest.mark.parametrize("one", [jnp.bool_, np.bool_, lambda stops: jnp.array([stops])])
+def test_a_callback_may_return_one_bool_of_an_array(trainer, problem, one):
+    def stop(state, info):
+        return one(info.round == 1)
+
+    _, history = trainer.fit(trainer.init(problem.params), problem.data, callbacks=[stop], progress=False)
+    assert len(history) == 2
 
 
 def test_a_requested_stop_takes_effect_in_the_next_merge(trainer, problem):
@@ -201,6 +211,7 @@ def test_progress_speaks_on_a_log_without_a_terminal(trainer, problem, capsys):
     assert "counts" in err
     assert "efficiency" in err
     assert "(24/24 batches, 0 s left)" in err
+    assert " epoch 2 " in err.splitlines()[-1]  # the second, as of jaxche train
     trainer.fit(trainer.init(problem.params), problem.data, progress=False)
     assert capsys.readouterr().err == ""
 

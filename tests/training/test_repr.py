@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._checks import replicas_text
+from jaxche.training._arguments import _replicas_text
 
 LINE = 110
 
@@ -54,7 +54,7 @@ def test_trainer_of_one_replica_of_islands_and_of_a_fleet(problem, devices):
 def test_replicas_on_several_kinds():
     kinds = [SimpleNamespace(device_kind=kind) for kind in ("H100", "L4", "H100")]
     rows = [np.array([[device]], dtype=object) for device in kinds]
-    assert replicas_text(rows, None) == "3 replicas on 2 x H100 and 1 x L4"
+    assert _replicas_text(rows, None) == "3 replicas on 2 x H100 and 1 x L4"
 
 
 @pytest.mark.slow

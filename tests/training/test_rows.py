@@ -230,7 +230,8 @@ def test_the_noise_scale_of_unequal_rows_is_that_of_equal_ones(make_problem, dev
     [
         ({"rows": "fast"}, "rows='fast' is unknown"),
         ({"joined_batches": 0}, "joined_batches=0 must be at least 1"),
-        ({"max_rows": 0}, "max_rows=0 must be one whole number"),
+        ({"max_rows": 0}, "max_rows=0 must be at least 1"),
+        ({"max_rows": True}, "max_rows=True must be a whole number"),
         ({"max_rows": [1, 2]}, "or 4, one a replica"),
         ({"max_rows": 8, "rows": "equal"}, "here rows are equal"),
     ],
@@ -301,3 +302,26 @@ def test_where_batches_of_unlike_shapes_cannot_be_divided_the_line_is_given(devi
     one = in_buckets(devices, TWO, average="parameters")
     with pytest.raises(ValueError, match=r"a row of \['x'\] has shape \(\d,\) in one and .*write rows='equal'"):
         one.fit(one.init(BUCKETS), bucketed(), epochs=6, progress=False)
+
+
+@pytest.mark.parametrize(("fleet", "joined"), [(TWO, None), (FOUR, 16)])
+def test_no_two_batches_of_a_round_have_one_random_key_where_steps_are_divided_by_shapes(devices, fleet, joined):
+    keys = []
+
+    def loss(params, batch, rng):
+        jax.debug.callback(lambda key: keys.append(tuple(key.tolist())), jax.random.key_data(rng))
+        return loss_of_buckets(params, batch)
+
+    replicas = devices[: len(fleet.ms_per_batch)]
+    one = jaxche.Trainer(loss, optax.sgd(0.05), policy="sync", replicas=replicas, fleet=fleet, joined_batches=joined)
+    state, divided = one.init(BUCKETS), 0
+    for _ in range(12):
+        jax.effects_barrier()
+        keys.clear()
+        compiled = one.compilations
+        state, info = one.round(state, bucketed())
+        jax.effects_barrier()
+        if one.compilations == compiled:  # the first steps for new shapes run before the round, without keys of it
+            assert len(set(keys)) == len(keys)
+            divided += len(keys) > sum(info.counts)
+    assert divided

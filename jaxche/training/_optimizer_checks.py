@@ -1,0 +1,147 @@
+"""Checks of the optimizer and of its state, on the shapes of the parameters."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxche.drawing import brief
+from jaxche.replicas import are_accumulators
+from jaxche.scaling import ScaleLearningRateState, with_extra_args
+from jaxche.training._groups import Groups
+
+
+def check_opt_state(tx: optax.GradientTransformation, params: Any, opt_state: Any, staged: bool) -> None:
+    """Refuse an optimizer state unlike ``tx.init(params)``; if ``staged``, unlike that of each stage."""
+
+    def form(tree: Any) -> Any:
+        return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+
+    wanted = jax.eval_shape(lambda p: tuple(map(tx.init, p)) if staged else tx.init(p), params)
+    if form(opt_state) != form(wanted):
+        raise ValueError(
+            "opt_state is not one of this tx and these parameters; give a state from tx.init(params) or "
+            f"tx.update. It has {brief(form(opt_state), 160)}, and tx.init(params) makes {brief(form(wanted), 160)}"
+        )
+
+
+def check_state_of_tx(tx: Any, params: Any, opt_state: Any) -> None:
+    """Refuse the state of a trainer with another optimizer."""
+
+    def form(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.shape, tree)
+
+    wanted = jax.eval_shape(tx.init, params)
+    if form(wanted) != form(opt_state):
+        raise ValueError(
+            f"state is of a trainer with another tx: its optimizer state is {brief(form(opt_state))}, and tx.init "
+            f"makes {brief(form(wanted))}; write state = trainer.init(other.params(state)), with the trainer it is of "
+            "as other"
+        )
+
+
+def shapes_of_state(tx: Any, params: Any) -> Any:
+    """The shapes of ``tx.init(params)``; refuses masks and labels of another structure than the parameters."""
+    try:
+        return jax.eval_shape(tx.init, params)
+    except ValueError as error:
+        if "pytree" not in str(error):
+            raise
+        raise ValueError(
+            f"a mask or labels in tx have another structure than params ({type(params).__name__}); write them as "
+            "functions of params, e.g. optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, "
+            f"params)), which also fit nnx.Optimizer. optax says: {error}"
+        ) from None
+    except AttributeError as error:
+        if not isinstance(error.obj, dict):
+            raise
+        raise ValueError(
+            f"a function of params in tx reads .{error.name} of them, as nnx.map_state does, and here params are plain "
+            "dicts; write jax.tree.map_with_path(lambda path, p: ..., params), which also fits nnx.Optimizer"
+        ) from error
+
+
+def _state_holds(kind: type, tx: Any, params: Any) -> bool:
+    """Whether the optimizer's state has a part of this kind, however deep."""
+
+    def found(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    return any(map(found, jax.tree.leaves(shapes_of_state(tx, params), is_leaf=found)))
+
+
+def check_unscaled(tx: Any, params: Any) -> None:
+    """Refuse an optimizer that contains ``scale_learning_rate``, which only the trainer's own wrapper can feed."""
+    if _state_holds(ScaleLearningRateState, tx, params):
+        raise ValueError(
+            "tx holds a jaxche.scale_learning_rate(...), but the trainer itself wraps tx and passes scale and "
+            "noise; give the inner optimizer and the rule separately: "
+            "jaxche.Trainer(loss_fn, optax.sgd(0.1), scaling=jaxche.AdaScale())"
+        )
+
+
+def check_trajectory(tx: Any, params: Any, average: str, world_size: int) -> None:
+    """Refuse to average the parameters of ``optax.lbfgs``, whose memory is of the path of one replica."""
+    if average == "parameters" and world_size > 1 and _state_holds(optax.ScaleByLBFGSState, tx, params):
+        raise ValueError(
+            "tx holds an optax.lbfgs, which learns curvature from the path of the parameters, and a merge moves them "
+            "off it; write jaxche.Trainer(..., policy='sync'), in which all replicas take one path, or optax.adam(1e-3)"
+        )
+
+
+def check_accumulators(groups: Groups, opt_state: str, tx: Any, shapes: Any) -> None:
+    """Refuse to average what ``tx`` has accumulated: its replicas are at different steps of theirs."""
+    if not groups.ranks or opt_state != "average":
+        return
+    if any(are_accumulators(jax.eval_shape(tx.init, shapes))):
+        raise ValueError(
+            f"groups={groups.ranks} with opt_state='average' would average what an optax.MultiSteps or "
+            "optax.apply_every in tx has accumulated, and each replica has accumulated its own number of gradients; "
+            "write opt_state='local'"
+        )
+
+
+def check_line_search(tx: Any) -> None:
+    """Refuse an optimizer that evaluates the loss again, as far as parameters of one array show it."""
+    try:
+        _trace_update(tx, jnp.zeros(2))
+    except Exception as error:  # e.g. a mask for other parameters
+        if "value_fn" in str(error):
+            _refuse_update(error)
+
+
+def check_update(tx: Any, params: Any, staged: bool) -> None:
+    """Refuse an optimizer whose update needs more than gradients, parameters and ``value=``."""
+    for part in params if staged else [params]:
+        try:
+            _trace_update(tx, part)
+        except Exception as error:
+            _refuse_update(error)
+
+
+def _trace_update(tx: Any, params: Any) -> None:
+    wide: Any = with_extra_args(tx)
+
+    def step(params: Any, value: Any) -> Any:
+        return wide.update(params, wide.init(params), params, value=value)
+
+    jax.eval_shape(step, params, jax.ShapeDtypeStruct((), "float32"))
+
+
+def _refuse_update(error: Exception) -> NoReturn:
+    if "value_fn" in str(error):
+        raise ValueError(
+            "tx searches along its direction with further values of the loss (value_fn=), as optax.lbfgs and "
+            "optax.scale_by_backtracking_linesearch do, and a step on one batch has one value; write "
+            "optax.lbfgs(0.1, linesearch=None) with policy='sync', or optax.adam(1e-3)"
+        ) from error
+    line = "tx=optax.adam(1e-3)"
+    if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
+        line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
+    raise ValueError(
+        "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
+        f"{type(error).__name__}: {error}; write e.g. {line}"
+    ) from error

@@ -1,0 +1,80 @@
+"""Optimizers that a trainer cannot use are refused before the first step."""
+
+import numpy as np
+import optax
+import pytest
+
+import jaxche
+from jaxche.training._optimizer_checks import check_line_search, check_update
+
+PARAMS = {"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32)}
+EXTRA_ARGUMENTS = {
+    "polyak_sgd": optax.polyak_sgd(),
+    "momo": optax.contrib.momo(),
+    "reduce_on_plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    "lbfgs without line search": optax.lbfgs(0.1, linesearch=None),
+    "schedule_free": optax.contrib.schedule_free_sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("tx", EXTRA_ARGUMENTS)
+def test_an_optimizer_may_read_the_loss(tx):
+    check_line_search(EXTRA_ARGUMENTS[tx])
+    check_update(EXTRA_ARGUMENTS[tx], PARAMS, staged=False)
+    check_update(EXTRA_ARGUMENTS[tx], [PARAMS, PARAMS["w"]], staged=True)
+
+
+def labelled(tx):
+    return optax.partition({"all": tx}, {"w": "all", "b": "all"})
+
+
+@pytest.mark.parametrize("wrapped", [lambda tx: tx, labelled, lambda tx: optax.chain(optax.clip(1.0), tx)])
+@pytest.mark.parametrize(
+    "tx", [optax.lbfgs(), optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5))]
+)
+def test_a_line_search_is_refused_with_the_line_to_write(devices, tx, wrapped):
+    reason = r"value_fn=.*a step on one batch has one value; write optax\.lbfgs\(0\.1, linesearch=None\)"
+    with pytest.raises(ValueError, match=reason):
+        jaxche.Trainer(lambda p, b: p["w"].sum(), wrapped(tx), replicas=devices[:2]).init(PARAMS)
+    if wrapped is not labelled:  # labels are of the parameters
+        with pytest.raises(ValueError, match=reason):
+            jaxche.Trainer(lambda p, b: p["w"].sum(), wrapped(tx), replicas=devices[:2])
+
+
+@pytest.mark.parametrize(
+    ("tx", "named"),
+    [
+        (optax.contrib.sophia(0.1), r"obj_fn must be provided.*; write e\.g\. tx=optax\.adam"),
+        (
+            optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
+            r"unexpected keyword argument 'value'; write e\.g\. tx=optax\.GradientTransformation\(tx\.init",
+        ),
+        (optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), "per_example"),
+    ],
+)
+def test_other_needs_of_an_optimizer_are_named(devices, tx, named):
+    trainer = jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1])
+    with pytest.raises(ValueError, match=rf"value= \(the loss of the batch\) alone: .*{named}"):
+        trainer.init(PARAMS)
+    staged = [PARAMS, {"w": PARAMS["w"]}]
+    with pytest.raises(ValueError, match=named):
+        check_update(tx, staged, staged=True)
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async", "auto"])
+def test_lbfgs_is_refused_where_parameters_are_averaged(devices, policy):
+    tx = optax.chain(optax.clip(1.0), optax.lbfgs(0.1, linesearch=None))
+
+    def trainer(policy, replicas):
+        return jaxche.Trainer(lambda p, b: p["w"].sum(), tx, policy, replicas=replicas)
+
+    with pytest.raises(ValueError, match=r"path of the parameters.*write jaxche\.Trainer\(\.\.\., policy='sync'\)"):
+        trainer(policy, devices[:2]).init(PARAMS)
+    trainer("sync", devices[:2]).init(PARAMS)
+    trainer(policy, devices[:1]).init(PARAMS)
+
+
+def test_a_scaled_optimizer_is_refused_however_deep(devices):
+    tx = optax.chain(optax.clip(1.0), jaxche.scale_learning_rate(optax.sgd(0.1), jaxche.SqrtScale()))
+    with pytest.raises(ValueError, match=r"tx holds a jaxche\.scale_learning_rate\(.*optax\.sgd\(0\.1\), scaling="):
+        jaxche.Trainer(lambda p, b: p["w"].sum(), tx, replicas=devices[:1]).init(PARAMS)
