@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Raises the error of words that no option takes, with the options that are spelt alike."""
+        """Raise the error of words that no option takes, with the options that are spelt alike."""
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
         known = [option for action in shown for option in action.option_strings]
         alike = [found for word in words for found in difflib.get_close_matches(word.partition("=")[0], known, 1, 0.7)]
@@ -58,7 +58,7 @@ class Command:
     about: str = ""
 
     def register(self, subparsers: argparse._SubParsersAction[Parser]) -> None:
-        """Adds a parser of this command; it sets ``args.command_object`` to this object."""
+        """Add a parser of this command; it sets ``args.command_object`` to this object."""
         parser = subparsers.add_parser(
             self.name,
             usage=self.usage,
@@ -71,7 +71,7 @@ class Command:
         parser.set_defaults(command_object=self)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Runs the action and returns the exit code; an invalid argument is one line on standard error, and code 2."""
+        """Run the action and return the exit code; an invalid argument is one line on standard error, and code 2."""
         try:
             code = self.action(args)
             sys.stdout.flush()
@@ -117,7 +117,7 @@ def add_out(
     kind: Callable[[str], str] | None = None,
     old: str | None = None,
 ) -> None:
-    """Adds ``-o`` and ``--out``, the one option of all commands for the place of their output.
+    """Add ``-o`` and ``--out``, the one option of all commands for the place of their output.
 
     ``what`` is written there; ``kind`` is ``file_path`` (default) or ``directory_path``, and ``old`` an earlier name.
     """
@@ -176,14 +176,14 @@ def numbers(example: str) -> Callable[[str], tuple[float, ...]]:
 
 
 def paint(text: str, style: str, stream: TextIO | None = None) -> str:
-    """Colours text for a terminal by its ``style``: "bad", "good" or "strong"."""
+    """Colour text for a terminal by its ``style``: "bad", "good" or "strong"."""
     out = sys.stdout if stream is None else stream
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not out.isatty()
     return text if plain else f"\033[{_CODES[style]}m{text}\033[0m"
 
 
 def print_error(command: str, error: object) -> None:
-    """Prints ``jaxche COMMAND: error: ...`` on standard error."""
+    """Print ``jaxche COMMAND: error: ...`` on standard error."""
     sys.stderr.write(f"jaxche {command}: {paint('error', 'bad', sys.stderr)}: {error}\n")
     sys.stderr.flush()
 
@@ -199,7 +199,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes the text that ``--out`` asks for, and prints its path."""
+    """Write the text that ``--out`` asks for, and print its path."""
     with writing(Path(path)):
         Path(path).write_text(text, encoding="utf8")
 
@@ -215,7 +215,7 @@ def launcher() -> str:
 
 
 def join(timeout_s: float = 300.0) -> ClusterInfo:
-    """Joins the run, if there is one."""
+    """Join the run, if there is one."""
     from jaxche.cluster import initialize
 
     try:
@@ -225,7 +225,7 @@ def join(timeout_s: float = 300.0) -> ClusterInfo:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """Exits without the exit handlers of Python, which may wait for other processes or for devices."""
+    """Exit without the exit handlers of Python, which may wait for other processes or for devices."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader has ended, or it is closed
             stream.flush()

@@ -47,13 +47,12 @@ def _run(args: argparse.Namespace) -> int:
     if missing := [name for name in _VARIABLES if not os.environ.get(name)]:
         raise ValueError(f"{' and '.join(missing)} must be set. Write: {_EXPORT} jaxche coordinator")
     found = detect({**os.environ, "JAXCHE_PROCESS_ID": "0"})  # refuses invalid values
-    if found.address is None:
+    if not found.address:
         raise ValueError("JAXCHE_NUM_PROCESSES=1: a single process needs no coordinator. Start it alone")
     bind, liveness = coordinator_bind(found.address, os.environ), os.environ["JAXCHE_LIVENESS"]
     if not _is_liveness(liveness):
         raise ValueError(f"JAXCHE_LIVENESS={liveness!r} is no address. Write: {_EXPORT} jaxche coordinator")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # jaxlib logs what it does
-    assert found.num_processes is not None
     serve_coordinator(found.address, bind, found.num_processes, liveness=liveness)
 
 

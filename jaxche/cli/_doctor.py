@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxche.cli import _doctor_checks as checks
 from jaxche.cli import _doctor_devices as device_checks
@@ -27,11 +27,13 @@ from jaxche.cli._command import (
 from jaxche.cli._doctor_checks import Finding
 
 if TYPE_CHECKING:
-    from jaxche.cluster import ClusterInfo
+    from jaxche.cluster import AllReduce, Clock, ClusterInfo
 
 _COLUMNS = 100
 _ROWS = 16
-_SIZES = (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20)
+# The bytes of a million parameters, and of all measured all-reduces.
+_MILLION = 4 * 2**20
+_SIZES = (4 * 2**10, 256 * 2**10, _MILLION, 32 * 2**20)
 _CLOCK_MS = 1000.0
 
 _EPILOG = """\
@@ -121,11 +123,10 @@ def _examine(store: str | None, launcher: str, errors: Sequence[str]) -> list[Fi
 
 
 def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> int:
-    """Compares the processes; all call this, process 0 prints and returns the exit code."""
+    """Compare the processes; all call this, process 0 prints and returns the exit code."""
     import jax
 
     from jaxche.cluster import all_gather_text, clocks, measure_all_reduce
-    from jaxche.drawing import aligned
     from jaxche.sharding import devices, is_private, local_devices
 
     mine = {
@@ -146,15 +147,20 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
 
     for rank, report in enumerate(reports[1:], 1):
         findings += [Finding(f"process {rank}", f"{name}: {text}", fix) for name, text, fix in report["problems"]]
-    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank].ahead_ms))
-    if abs(offsets[worst].ahead_ms) - offsets[worst].error_ms > _CLOCK_MS:
-        findings.append(
-            Finding(
-                "clocks", f"process {worst} is {offsets[worst].ahead_ms / 1e3:.1f} s ahead of process 0", "chronyd -q"
-            )
-        )
+    worst, clock = max(enumerate(offsets), key=lambda found: abs(found[1].ahead_ms))
+    if abs(clock.ahead_ms) - clock.error_ms > _CLOCK_MS:
+        text = f"process {worst} is {clock.ahead_ms / 1e3:.1f} s ahead of process 0"
+        findings.append(Finding("clocks", text, "chronyd -q"))
     _print(findings)
-    print(f"\n{info.num_processes} processes")
+    _print_processes(reports, offsets)
+    _print_links(links, "between hosts (where replicas merge)" if mixed else "between devices")
+    return _verdict(findings, f"jaxche launch -n {info.num_processes} train.py, or jaxche train")
+
+
+def _print_processes(reports: Sequence[Mapping[str, Any]], offsets: Sequence[Clock]) -> None:
+    from jaxche.drawing import aligned
+
+    print(f"\n{len(reports)} processes")
     rows = [["process", "host", "devices", "memory free", "clock ahead"]]
     for rank, (one, clock) in enumerate(list(zip(reports, offsets, strict=True))[:_ROWS]):
         free = f"{one['free']:.1f} GiB" if one["free"] else "unknown"
@@ -163,16 +169,19 @@ def _together(findings: list[Finding], info: ClusterInfo, timeout_s: float) -> i
     print(aligned(rows, left=len(rows[0]), indent=2))
     if len(reports) > _ROWS:
         print(f"  and {len(reports) - _ROWS} more")
-    where = "between hosts (where replicas merge)" if mixed else "between devices"
+
+
+def _print_links(links: Sequence[AllReduce], where: str) -> None:
+    from jaxche.drawing import aligned
+
     print(f"\nall-reduce {where}, bytes a device")
     rows = [["size", "time", "rate"]]
     for size, ms in links:
         shown = f"{size >> 20} MiB" if size >= 2**20 else f"{size >> 10} KiB"
         rows.append([shown, f"{ms:.2f} ms", f"{size / ms / 1e6:.3f} GB/s"])
     print(aligned(rows, left=len(rows[0]), indent=2))
-    ms = links[2].ms
+    ms = dict(links)[_MILLION]
     print(f"  A model of a million parameters merges in {ms:.0f} ms, which is 1.5 % of a round of {ms / 15:.1f} s.")
-    return _verdict(findings, f"jaxche launch -n {info.num_processes} train.py, or jaxche train")
 
 
 def _print(findings: Sequence[Finding]) -> None:

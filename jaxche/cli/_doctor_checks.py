@@ -102,7 +102,7 @@ def ports() -> Finding:
 
 
 def compilation() -> Finding:
-    """Compares a compiled gradient on each device with NumPy."""
+    """Compare a compiled gradient on each device with NumPy."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -148,7 +148,7 @@ def cache() -> Finding:
 
 
 def store(url: str) -> Finding:
-    """Puts, gets, conditionally puts and deletes an object in a store, opened as ``DataStore`` opens it."""
+    """Put, get, conditionally put and delete an object in a store, opened as ``DataStore`` opens it."""
     import numpy as np
 
     from jaxche.stages import open_store

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import re
@@ -57,7 +56,7 @@ class Runtime(NamedTuple):
 
 @contextlib.contextmanager
 def plugin_errors() -> Iterator[list[str]]:
-    """Collects why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
+    """Collect why plugins of JAX do not start, while its devices start, in place of the tracebacks that JAX logs."""
     errors: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:
@@ -127,9 +126,9 @@ def gpu_findings(environ: Mapping[str, str], errors: Sequence[str] = ()) -> list
 
     ``errors`` are the :func:`plugin_errors` of starting the devices.
     """
-    from jaxche.cluster import wants_gpus
+    from jaxche.cluster import cuda_plugins, wants_gpus
 
-    driver, plugins = read_driver(), installed_plugins()
+    driver, plugins = read_driver(), cuda_plugins()
     if not wants_gpus(environ) or (driver == Driver() and not plugins):
         return []
     if driver == Driver():
@@ -222,11 +221,6 @@ def read_driver() -> Driver:
         gpus.append(Gpu(name, _number(memory), _number(used), mode))
     cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*([\d.]+)", _nvidia_smi()[1])
     return Driver(version, cuda[1] if cuda else "", tuple(gpus))
-
-
-def installed_plugins() -> list[int]:
-    """The CUDA versions for which a plugin of JAX is installed, the one that JAX prefers first."""
-    return [major for major in _OLDEST_DRIVER if importlib.util.find_spec(f"jax_cuda{major}_plugin")]
 
 
 def read_runtime(major: int) -> Runtime:

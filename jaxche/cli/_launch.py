@@ -209,7 +209,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, processes: int) -> None:
-    """Refuses what ``launch`` refuses, with a message about flags."""
+    """Refuse what ``launch`` refuses, with a message about flags."""
     from jaxche.distributed import LEAST_TIMEOUT_S
 
     if args.pace and len(args.pace) != processes:

@@ -49,7 +49,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
       argv: the words after ``jaxche``; default: those of this process.

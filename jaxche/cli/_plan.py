@@ -112,7 +112,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Compiles a training step under each strategy, and prints its costs."""
+    """Compile a training step under each strategy, and print its costs."""
     if args.model is not None and args.task != "text":
         raise ValueError(f"{args.model} and --task {args.task} are two models; leave one of them out")
     devices = _devices(args.devices)

@@ -18,7 +18,7 @@ _SYNC_GAP_S, _GAP_S = 1.0, 0.1
 
 
 def print_once(text: str) -> None:
-    """Prints a line on process 0."""
+    """Print a line on process 0."""
     if jax.process_index() == 0:
         print(text, flush=True)
 

@@ -62,7 +62,7 @@ def _refuse_changed_ranks(folder: Path) -> None:
 
 
 def replay(args: argparse.Namespace) -> None:
-    """Repeats the recorded rounds, on replicas of any speed."""
+    """Repeat the recorded rounds, on replicas of any speed."""
     folder = Path(args.replay)
     os.environ.pop(PACE_MS, None)
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)

@@ -147,7 +147,7 @@ def percent(share: float) -> str:
 
 
 def refuse_directory(directory: Path, out: str, resumable: bool) -> None:
-    """Refuses a directory with a finished run, one with a run that cannot resume, and one that is not writable."""
+    """Refuse a directory with a finished run, one with a run that cannot resume, and one that is not writable."""
     finished = read_json(directory / "result.json") is not None
     if os.path.exists(directory) and (finished or not resumable):
         raise ValueError(f"{directory} exists; choose another --name")
@@ -165,7 +165,7 @@ def refuse_directory(directory: Path, out: str, resumable: bool) -> None:
 
 
 def write_policy(directory: Path, history: History, params: Any) -> None:
-    """Writes ``history.jsonl``, ``history.png`` and ``params`` of one policy, on rank 0.
+    """Write ``history.jsonl``, ``history.png`` and ``params`` of one policy, on rank 0.
 
     Existing files are overwritten. Read the parameters with
     ``orbax.checkpoint.StandardCheckpointer().restore(directory / "params")``.
@@ -183,7 +183,7 @@ def write_policy(directory: Path, history: History, params: Any) -> None:
 
 
 def read_params(path: Path) -> Any:
-    """Reads the parameters of :func:`write_policy` as NumPy arrays, on rank 0."""
+    """Read the parameters of :func:`write_policy` as NumPy arrays, on rank 0."""
     import jax
     import numpy as np
     import orbax.checkpoint as ocp
@@ -196,7 +196,7 @@ def read_params(path: Path) -> Any:
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:
-    """Writes ``result.json``, which marks the run as finished."""
+    """Write ``result.json``, which marks the run as finished."""
     import numpy as np
 
     from jaxche.cluster import versions
@@ -208,14 +208,14 @@ def write_result(directory: Path, result: dict[str, Any]) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Writes a file by renaming a complete temporary file."""
+    """Write a file by renaming a complete temporary file."""
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf8")
     part.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None for a missing file, and, with a warning, for a damaged one."""
+    """Read a JSON object; None for a missing file, and, with a warning, for a damaged one."""
     try:
         found = json.loads(path.read_bytes().decode())
         if isinstance(found, dict):

@@ -90,7 +90,7 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
 
 
 def pace_argument(text: str) -> Pace:
-    """Parses ``--pace``: "auto", "none" or milliseconds."""
+    """Parse ``--pace``: "auto", "none" or milliseconds."""
     if text in ("auto", "none"):
         return text
     try:
@@ -105,7 +105,7 @@ def pace_argument(text: str) -> Pace:
 
 
 def require(name: str) -> None:
-    """Raises ``ImportError`` if a package of a task is not installed."""
+    """Raise ``ImportError`` if a package of a task is not installed."""
     needed = (*TASKS[name][1], "matplotlib", "orbax.checkpoint")
     missing = [package for package in needed if not _is_installed(package)]
     if missing:
@@ -134,7 +134,7 @@ def auto_paces(step_ms: Sequence[float], ratios: Sequence[float]) -> tuple[float
 
 
 def check_paces(paces: Sequence[float], step_ms: Sequence[float]) -> None:
-    """Refuses paces that are shorter than a step."""
+    """Refuse paces that are shorter than a step."""
     if len(paces) != len(step_ms):
         raise ValueError(f"--pace has {len(paces)} value(s) for {len(step_ms)} replicas; give each its ms a step")
     late = [rank for rank, pace in enumerate(paces) if step_ms[rank] > pace]

@@ -22,7 +22,7 @@ _OPTIONS += ("batch_size", "learning_rate", "epochs", "seed", "dry_run")
 
 
 def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
-    """Refuses options that exclude each other; ``given`` are the names of the options on the command line."""
+    """Refuse options that exclude each other; ``given`` are the names of the options on the command line."""
     if args.protocol is None:
         idle = [name for name in ("stages", "store", "micro_batch_size") if name in given]
         if idle:
@@ -42,7 +42,7 @@ def check_stages(args: argparse.Namespace, given: Iterable[str]) -> None:
 
 
 def run_stages(args: argparse.Namespace, platform: str | None) -> int:
-    """Trains, or starts the processes that train on ``platform``, and returns the exit code."""
+    """Train, or start the processes that train on ``platform``, and return the exit code."""
     from jaxche.cluster import detect, launch
 
     n_stages = args.stages or _STAGES
@@ -52,11 +52,8 @@ def run_stages(args: argparse.Namespace, platform: str | None) -> int:
             command = [sys.executable, "-m", "jaxche", *args.words]
             return launch(command, n_stages, env={"JAX_PLATFORMS": platform} if platform else None, prefix=False)
         # Stages that exchange objects in a store need only their number. JAX reads it from schedulers when it joins.
-        number, count = found.process_id, found.num_processes
-        if number is None or count is None:
-            info = join()
-            number, count = info.process_id, info.num_processes
-        return train(args, n_stages, _local_stages(n_stages, number, count))
+        member = found if found.num_processes else join()
+        return train(args, n_stages, _local_stages(n_stages, member.process_id, member.num_processes))
     import jax
 
     info = join()
@@ -84,7 +81,7 @@ def _protocol(args: argparse.Namespace, batch_size: int) -> Any:
 
 
 def train(args: argparse.Namespace, n_stages: int, local: list[int] | None) -> int:
-    """Trains the stages ``local`` of this process (None: all) and returns the exit code."""
+    """Train the stages ``local`` of this process (None: all) and return the exit code."""
     import jax
     import optax
 

@@ -41,7 +41,7 @@ def load_function(target: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def user_errors(target: str) -> Iterator[None]:
-    """Prints the traceback of an error in the user's code without the frames of jaxche, and raises ``ValueError``."""
+    """Print the traceback of an error in the user's code without the frames of jaxche, and raise ``ValueError``."""
     try:
         yield
     except SystemExit as error:

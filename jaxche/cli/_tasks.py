@@ -49,7 +49,7 @@ class Task:
 
 
 def load(name: str, batch_size: int | None = None, learning_rate: float | None = None, seed: int = 0) -> Task:
-    """Builds a task; equal arguments give equal data, split and order on every process."""
+    """Build a task; equal arguments give equal data, split and order on every process."""
     require(name)
     return {"mnist": mnist, "digits": digits, "text": text}[name](batch_size, learning_rate, seed)
 
@@ -155,7 +155,7 @@ def _image_task(
 
 
 def _shifted(x: jax.Array, most: int, rng: jax.Array) -> jax.Array:
-    """Shifts each image by up to ``most`` pixels, which gains half a percent of accuracy with few images."""
+    """Shift each image by up to ``most`` pixels, which gains half a percent of accuracy with few images."""
     by = jax.random.randint(rng, (len(x), 2), 0, 2 * most + 1)
     padded = jnp.pad(x, ((0, 0), (most, most), (most, most), (0, 0)))
     return jax.vmap(lambda image, d: jax.lax.dynamic_slice(image, (d[0], d[1], 0), x.shape[1:]))(padded, by)

@@ -20,6 +20,7 @@ from jaxche.cli._command import (
     number,
     numbers,
 )
+from jaxche.cli._doctor_devices import install_line
 from jaxche.cli._result import refuse_directory
 from jaxche.cli._settings import (
     MERGE_RULES,
@@ -256,7 +257,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Starts the processes, or trains in this one if a launcher started it."""
+    """Start the processes, or train in this one if a launcher started it."""
     if args.replay:
         _check_replay(args)
         from jaxche.cli._replay import recorded_arguments
@@ -281,7 +282,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_name(args: argparse.Namespace) -> None:
-    """Requires ``--name``: each process of a launcher, and each start of a job, would generate another one."""
+    """Require ``--name``: each process of a launcher, and each start of a job, would generate another one."""
     saves = [flag(name) for name in ("checkpoint_every", "max_restarts") if getattr(args, name)]
     if saves and not args.name:
         raise ValueError(
@@ -290,7 +291,7 @@ def _check_name(args: argparse.Namespace) -> None:
 
 
 def _watch_for_hangs(args: argparse.Namespace) -> None:
-    """Watches for hangs in this process, unless the launcher watches its ``HEARTBEAT`` file."""
+    """Watch for hangs in this process, unless the launcher watches its ``HEARTBEAT`` file."""
     from jaxche.distributed import HANG_TIMEOUT, HEARTBEAT
 
     if args.hang_timeout and HEARTBEAT not in os.environ:
@@ -336,9 +337,9 @@ def _processes(args: argparse.Namespace) -> tuple[int, str | None]:
     given = {"-n": args.processes, "--ratios": args.ratios and len(args.ratios)}
     if isinstance(args.pace, tuple):
         given["--pace"] = len(args.pace)
-    counts = {flag: count for flag, count in given.items() if count}
+    counts = {option: count for option, count in given.items() if count}
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{flag} has {count}" for flag, count in counts.items() if flag != "-n")
+        listed = ", ".join(f"{option} has {count}" for option, count in counts.items() if option != "-n")
         raise ValueError(
             f"{listed}"
             + (f" for -n {args.processes}" if args.processes else "")
@@ -356,7 +357,7 @@ def _gpus() -> tuple[int, str | None]:
     if gpus and not has_cuda():
         sys.stderr.write(
             f"jaxche train: this machine has {gpus} GPU(s), but JAX is installed without CUDA, so CPU cores are "
-            "used. For the GPUs write: pip install 'jaxche[cuda13]' (or cuda12)\n"
+            f"used. For the GPUs write: {install_line()}\n"
         )
         return 0, "cpu"
     return gpus, None

@@ -49,7 +49,7 @@ class UsageError(ValueError):
 
 
 def work(args: argparse.Namespace, name: str) -> int:
-    """Joins the run, trains, prints errors in one line, and returns the exit code.
+    """Join the run, train, print errors in one line, and return the exit code.
 
     In a run of several processes a failure exits here: the exit handlers of Python would wait for the other processes.
     """
@@ -79,7 +79,7 @@ def work(args: argparse.Namespace, name: str) -> int:
 
 
 def train(args: argparse.Namespace, folder: Path) -> None:
-    """Trains with each policy and writes the files of the run."""
+    """Train with each policy and write the files of the run."""
     if args.replay:
         replay(args)
         return
@@ -123,7 +123,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
 def _train_policy(
     args: argparse.Namespace, trainer: Trainer, task: Task, state: TrainerState, epochs: int, folder: Path
 ) -> tuple[Result, History]:
-    """Trains with one policy and writes its files, unless an earlier start of this comparison did."""
+    """Train with one policy and write its files, unless an earlier start of this comparison did."""
     is_first, saves = jax.process_index() == 0, bool(args.checkpoint_every or args.max_restarts)
     resumes_comparison = args.compare and saves
     if resumes_comparison and (result := _earlier_result(folder)):
@@ -213,7 +213,7 @@ def _finish(
     paces: Sequence[float] | None,
     step_ms: Sequence[float],
 ) -> None:
-    """Prints the table and writes ``result.json``."""
+    """Print the table and write ``result.json``."""
     print_once("\n" + table(results, task.metric))
     for policy, found in advice:
         line = f"\n  {found.line}" if found.line else ""
@@ -243,7 +243,7 @@ def _finish(
 
 
 def _exit_together(error: Exception, prints: bool) -> int:
-    """Exits after an error that all processes raised."""
+    """Exit after an error that all processes raised."""
     if prints:
         print_error("train", error)
     if jax.process_count() > 1:

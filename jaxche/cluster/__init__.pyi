@@ -5,12 +5,15 @@ from ._connect import PROXIES as PROXIES
 from ._detect import detect as detect
 from ._fake_devices import fake_devices
 from ._gpus import count_gpus
+from ._gpus import cuda_plugins as cuda_plugins
 from ._gpus import default_platform as default_platform
 from ._gpus import has_cuda as has_cuda
 from ._gpus import wants_gpus as wants_gpus
 from ._handshake import versions as versions
 from ._initialize import ClusterInfo, initialize
 from ._launch import launch
+from ._links import AllReduce as AllReduce
+from ._links import Clock as Clock
 from ._links import clocks as clocks
 from ._links import measure_all_reduce as measure_all_reduce
 from ._scheduler_files import emit

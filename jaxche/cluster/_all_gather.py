@@ -7,11 +7,11 @@ from typing import Any
 
 from jax._src import distributed as _jax_distributed
 
-from jaxche.cluster._output import format_ranks
+from jaxche.drawing import format_ranks
 
 
 def all_gather_text(name: str, text: str, timeout_s: float, replacement: bool = False) -> list[str]:
-    """Gathers one text of each process on all processes, in their order; each process calls it once per name.
+    """Gather one text of each process on all processes, in their order; each process calls it once per name.
 
     A ``replacement`` of a dead process reads the texts of the others and does not wait.
     """

@@ -41,7 +41,7 @@ _START_S = 60.0
 
 
 def resolve_scheduler(found: Detected, timeout_s: float) -> Detected:
-    """Completes the address and process numbers by JAX's own detection."""
+    """Complete the address and process numbers by JAX's own detection."""
     # Not by name, because JAX has none for Kubernetes.
     cluster = _CLUSTERS[found.launcher]
     if not cluster.is_env_present():  # a pod reads its job there
@@ -78,24 +78,21 @@ def local_device_ids(found: Detected) -> list[int] | None:
 def connect(
     found: Detected, local_ids: Sequence[int] | None, timeout_s: float, deadline: float, elastic: bool = False
 ) -> None:
-    """Joins the run before ``deadline`` (on the monotonic clock); ``timeout_s`` is for messages."""
-    assert found.address is not None
-    assert found.process_id is not None
-    host, _, port = found.address.rpartition(":")
-    _bypass_proxy(host)
-    loopback_only = is_loopback(host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
+    """Join the run before ``deadline`` (on the monotonic clock); ``timeout_s`` is for messages."""
+    _bypass_proxy(found.host)
+    loopback_only = is_loopback(found.host) and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     service = contextlib.nullcontext()
     if elastic:
         if found.process_id == 0:
             service = _no_service()
             if LIVENESS not in os.environ:
                 _start_coordinator(found, loopback_only, timeout_s)
-        _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
+        _wait_for_coordinator(found, timeout_s, deadline)
         _refuse_second(found)
     elif found.process_id == 0:
-        _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
+        _check_port_is_free(found, loopback_only)
     else:
-        _wait_for_coordinator(found.address, host, int(port), timeout_s, deadline)
+        _wait_for_coordinator(found, timeout_s, deadline)
     left_s = max(2, math.ceil(deadline - time.monotonic()))
     # jaxlib aborts at its timeout without a message about the missing processes, so print one before.
     timer = threading.Timer(left_s - 0.5, _print_timeout, (found, timeout_s))
@@ -119,13 +116,10 @@ def connect(
 
 
 def _start_coordinator(found: Detected, loopback_only: bool, timeout_s: float) -> None:
-    """Starts the coordinator on process 0, unless this process replaces the one that did."""
-    assert found.address is not None
-    assert found.num_processes is not None
-    host, _, port = found.address.rpartition(":")
-    if liveness_here(int(port)):
+    """Start the coordinator on process 0, unless this process replaces the one that did."""
+    if liveness_here(found.port):
         return
-    _check_port_is_free(found.address, host.strip("[]") if loopback_only else "", int(port))
+    _check_port_is_free(found, loopback_only)
     bind = coordinator_bind(found.address, os.environ)
     started = start_coordinator(found.address, found.num_processes, bind, timeout_s + _START_S)
     os.environ[LIVENESS] = json.dumps(started.liveness)
@@ -138,12 +132,9 @@ def _refuse_second(found: Detected) -> None:
     process some minutes after the second has come. A process on another machine than the coordinator can ask only if
     its environment has the address.
     """
-    assert found.address is not None
-    assert found.process_id is not None
-    host, _, port = found.address.rpartition(":")
     liveness = os.environ.get(LIVENESS)
-    if liveness is None and (found.process_id == 0 or is_loopback(host)):
-        liveness = liveness_here(int(port))
+    if liveness is None and (found.process_id == 0 or is_loopback(found.host)):
+        liveness = liveness_here(found.port)
     if not liveness:
         return
     with contextlib.suppress(OSError):  # a coordinator that has just started has no processes
@@ -157,7 +148,7 @@ def _refuse_second(found: Detected) -> None:
 
 @contextlib.contextmanager
 def _no_service() -> Iterator[None]:
-    """Keeps JAX from starting its coordination service in process 0, where another process has it."""
+    """Keep JAX from starting its coordination service in process 0, where another process has it."""
     start = _jax_lib.get_distributed_runtime_service
     _jax_lib.get_distributed_runtime_service = lambda *args, **options: None
     try:
@@ -182,30 +173,33 @@ def _bypass_proxy(host: str) -> None:
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), host]))
 
 
-def _check_port_is_free(address: str, host: str, port: int) -> None:
+def _check_port_is_free(found: Detected, loopback_only: bool) -> None:
+    host = found.host.strip("[]") if loopback_only else ""
     # jaxlib crashes if the port is in use. SO_REUSEADDR accepts a port in TIME_WAIT.
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((host, found.port))
         except OSError as error:
             raise ValueError(
-                f"coordinator_address={address!r}: process 0 cannot open port {port} here ({error.strerror}). "
-                "Take another port, the same in every process; under Slurm or Open MPI: JAX_COORDINATOR_PORT; "
-                "otherwise JAXCHE_COORDINATOR; for a file of jaxche launch --emit write PORT=61235 before it."
+                f"coordinator_address={found.address!r}: process 0 cannot open port {found.port} here "
+                f"({error.strerror}). Take another port, the same in every process; under Slurm or Open MPI: "
+                "JAX_COORDINATOR_PORT; otherwise JAXCHE_COORDINATOR; for a file of jaxche launch --emit write "
+                "PORT=61235 before it."
             ) from None
 
 
-def _wait_for_coordinator(address: str, host: str, port: int, timeout_s: float, deadline: float) -> None:
+def _wait_for_coordinator(found: Detected, timeout_s: float, deadline: float) -> None:
     while True:
         left_s = deadline - time.monotonic()
         try:
-            socket.create_connection((host.strip("[]"), port), timeout=min(5.0, max(0.1, left_s))).close()
+            address = found.host.strip("[]"), found.port
+            socket.create_connection(address, timeout=min(5.0, max(0.1, left_s))).close()
             return
         except OSError as error:
             if deadline - time.monotonic() <= 0.2:
                 raise TimeoutError(
-                    f"coordinator_address={address!r}: nothing answered within timeout_s={timeout_s:g} "
+                    f"coordinator_address={found.address!r}: nothing answered within timeout_s={timeout_s:g} "
                     f"({error}). Is process 0 running there, and is the port open between the machines?"
                 ) from None
             time.sleep(0.2)

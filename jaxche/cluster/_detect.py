@@ -21,16 +21,26 @@ _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
 
 @dataclasses.dataclass(frozen=True)
 class Detected:
-    """The launcher and its values; ``address`` is None if JAX's own detection must complete them.
+    """The launcher and its values; ``num_processes`` is 0 if JAX's own detection must complete them.
 
-    ``local_id`` numbers the processes of this machine, if a scheduler sets it.
+    A single process has no address. ``local_id`` numbers the processes of this machine, if a scheduler sets it.
     """
 
     launcher: str
-    address: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
+    address: str = ""
+    num_processes: int = 0
+    process_id: int = 0
     local_id: int | None = None
+
+    @property
+    def host(self) -> str:
+        """The host of the address, with the brackets of an IPv6 address."""
+        return self.address.rpartition(":")[0]
+
+    @property
+    def port(self) -> int:
+        """The port of the address."""
+        return int(self.address.rpartition(":")[2])
 
 
 def detect(
@@ -39,14 +49,14 @@ def detect(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Detected:
-    """Detects the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes."""
+    """Detect the launcher: arguments, then ``JAXCHE_*`` variables, then Open MPI, Slurm or Kubernetes."""
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in arguments):
         return _explicit("arguments", dict(zip(_ARGUMENTS, arguments, strict=True)), _CALL)
     if any(name in environ for name in _VARIABLES):
         # One process: ignore the scheduler.
         if environ.get(NUM_PROCESSES) == "1":
-            return Detected("jaxche", None, 1, 0)
+            return Detected("jaxche", num_processes=1)
         given = {name: environ.get(name) for name in _VARIABLES}
         numbers = {name: _integer(name, given[name]) for name in _VARIABLES[1:]}
         local_id = None
@@ -55,7 +65,7 @@ def detect(
             local_id = _first(_LOCAL_RANKS, environ)
         found = _explicit("jaxche", {COORDINATOR: given[COORDINATOR], **numbers}, _EXPORT)
         return dataclasses.replace(found, local_id=local_id)
-    return _scheduler(environ) or Detected("none", None, 1, 0)
+    return _scheduler(environ) or Detected("none", num_processes=1)
 
 
 def _first(names: Sequence[str], environ: Mapping[str, str]) -> int | None:

@@ -10,7 +10,7 @@ from jaxche.cadence import whole_number
 
 
 def fake_devices(count: int) -> list[Any]:
-    """Splits the processor into CPU devices, for notebooks, tests and plans.
+    """Split the processor into CPU devices, for notebooks, tests and plans.
 
     They share one processor, so they test correctness and not speed. With ``pace_ms=`` the trainer makes them act as
     devices of different speeds.

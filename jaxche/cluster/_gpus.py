@@ -14,7 +14,7 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")
 
 
 def count_gpus() -> int:
-    """Counts the GPUs that are visible to a process started here, without starting CUDA.
+    """Count the GPUs that are visible to a process started here, without starting CUDA.
 
     Returns:
       The number of entries of ``CUDA_VISIBLE_DEVICES`` if it is set, else the number of GPUs in ``nvidia-smi -L`` (with
@@ -74,9 +74,14 @@ def wants_gpus(environ: Mapping[str, str]) -> bool:
     return not wanted or "cuda" in wanted or "gpu" in wanted
 
 
+def cuda_plugins() -> list[int]:
+    """The CUDA versions for which a plugin of JAX is installed, the one that JAX prefers first."""
+    return [version for version in (13, 12) if importlib.util.find_spec(f"jax_cuda{version}_plugin")]
+
+
 def has_cuda() -> bool:
-    """Whether the CUDA plugin of JAX is installed."""
-    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    """Whether a CUDA plugin of JAX is installed."""
+    return bool(cuda_plugins())
 
 
 def _visible(environ: Mapping[str, str]) -> list[str] | None:

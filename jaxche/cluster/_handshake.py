@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._all_gather import all_gather_text
 from jaxche.cluster._gpus import default_platform, has_cuda, visible_gpus
-from jaxche.cluster._output import format_ranks
-from jaxche.drawing import odd_ones
+from jaxche.drawing import format_ranks, odd_ones
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _ROWS = 12
@@ -65,7 +64,7 @@ def visible_devices(environ: Mapping[str, str], local_ids: Sequence[int] | None 
 
 
 def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False) -> list[ProcessInfo]:
-    """Gathers the values of all processes; ``replacement`` as in :func:`all_gather_text`."""
+    """Gather the values of all processes; ``replacement`` as in :func:`all_gather_text`."""
     text = json.dumps(dataclasses.asdict(mine))
     try:
         texts = all_gather_text("handshake", text, timeout_s, replacement)
@@ -77,7 +76,7 @@ def handshake(mine: ProcessInfo, timeout_s: float, replacement: bool = False) ->
 
 
 def refuse_mismatch(processes: Sequence[ProcessInfo]) -> None:
-    """Refuses different versions or numbers of processes."""
+    """Refuse different versions or numbers of processes."""
     worlds = [str(process.num_processes) for process in processes]
     if len(set(worlds)) > 1:
         raise RuntimeError(

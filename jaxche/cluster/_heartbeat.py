@@ -20,7 +20,7 @@ class Heartbeats:
         self._start = time.monotonic()
         self._changed: list[float | None] = [None] * len(paths)
 
-    def silence(self) -> str | None:
+    def hang_report(self) -> str | None:
         """The age of each rank's last heartbeat, if all are older than the timeout; else None."""
         now = self._poll()
         newest = max((changed for changed in self._changed if changed is not None), default=self._start)
@@ -46,7 +46,7 @@ class Heartbeats:
         return self._changed[rank] is not None
 
     def forget(self, rank: int) -> None:
-        """Resets a rank for its replacement."""
+        """Reset a rank for its replacement."""
         self._changed[rank] = None
 
     def _poll(self) -> float:

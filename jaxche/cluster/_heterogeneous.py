@@ -36,7 +36,7 @@ def heterogeneity_reason(processes: Sequence[ProcessInfo]) -> str | None:
 
 
 def configure_platforms(processes: Sequence[ProcessInfo], mine: ProcessInfo, environ: Mapping[str, str]) -> str | None:
-    """Makes the accelerators local to this process, before JAX starts; returns their platform, or None on the CPU."""
+    """Make the accelerators local to this process, before JAX starts; returns their platform, or None on the CPU."""
     if mine.kind == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return None
@@ -63,7 +63,7 @@ def describe_accelerators(platform: str | None) -> str:
 
 
 def register_devices(accelerators: Sequence[str], process_id: int, platform: str | None) -> None:
-    """Sets ``jaxche.devices()`` from the :func:`describe_accelerators` of all processes."""
+    """Set ``jaxche.devices()`` from the :func:`describe_accelerators` of all processes."""
     everywhere: list[Any] = []
     for process, text in enumerate(accelerators):
         remote = [RemoteDevice(**device) for device in json.loads(text)]

@@ -83,7 +83,7 @@ def initialize(
     timeout_s: float = 300.0,
     elastic: bool | None = None,
 ) -> ClusterInfo:
-    """Joins the other processes of this run, before the first array; does nothing in a single process.
+    """Join the other processes of this run, before the first array; does nothing in a single process.
 
     The values come from the arguments, else from the variables that ``jaxche launch`` sets (``JAXCHE_COORDINATOR``,
     ``JAXCHE_NUM_PROCESSES``, ``JAXCHE_PROCESS_ID``), else from JAX's own detection under Open MPI, Slurm or an indexed
@@ -156,7 +156,7 @@ def initialize(
 
     deadline = time.monotonic() + timeout_s
     found = detect(os.environ, coordinator_address, num_processes, process_id)
-    if found.num_processes is None:
+    if not found.num_processes:
         found = resolve_scheduler(found, timeout_s)
     if found.num_processes == 1:
         if not _xla_bridge.backends_are_initialized():
@@ -174,18 +174,17 @@ def initialize(
     elastic = ELASTIC in os.environ if elastic is None else elastic
     _configure(elastic)
     connect(found, local_ids, timeout_s, deadline, elastic)
-    group = process_group()
-    replacement = False
+    group, replacement = process_group(), False
     atexit.register(group.leave)
-    if isinstance(group, ElasticGroup):
-        replacement = group.incarnation > 1
+    if isinstance(group, ElasticGroup) and group.incarnation > 1:
+        replacement = True
+        group.enter_standby()
     # Registered last, so that it runs first at exit.
     _exit_at_once_after_exception()
     state = _jax_distributed.global_state
     assert state.client is not None
-    processes, mine = _compared(kind, seen, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
-    if replacement and isinstance(group, ElasticGroup):
-        group.enter_standby()
+    mine = local_process_info(state.num_processes, kind, [uuid for uuid, _ in seen])
+    processes = _compared(mine, max(_MIN_HANDSHAKE_S, deadline - time.monotonic()), replacement)
     _configure_mixed_kinds([process.kind for process in processes], kind)
     why, platform = heterogeneity_reason(processes), None
     if why is not None:
@@ -204,7 +203,7 @@ def initialize(
 
 
 def _configure(elastic: bool) -> None:
-    """Sets the options of JAX and XLA for a run of several processes, before they connect."""
+    """Set the options of JAX and XLA for a run of several processes, before they connect."""
     flags = dict(PROCESS_FLAGS)
     if elastic:
         jax.config.update("jax_enable_recoverability", True)
@@ -222,11 +221,8 @@ def _configure(elastic: bool) -> None:
     _exit_on_sigterm_as_process_1()
 
 
-def _compared(
-    kind: str, seen: Sequence[tuple[str, str]], timeout_s: float, replacement: bool
-) -> tuple[Sequence[ProcessInfo], ProcessInfo]:
-    """What all processes say of themselves, and what this one says; raises if they do not fit together."""
-    mine = local_process_info(_jax_distributed.global_state.num_processes, kind, [uuid for uuid, _ in seen])
+def _compared(mine: ProcessInfo, timeout_s: float, replacement: bool) -> Sequence[ProcessInfo]:
+    """Gather the values of all processes; raise if versions or numbers differ."""
     processes = handshake(mine, timeout_s, replacement)
     try:
         refuse_mismatch(processes)
@@ -234,7 +230,7 @@ def _compared(
         # All processes raise, so shut down together: if one exits first, the others lose their error message.
         jax.distributed.shutdown()
         raise
-    return processes, mine
+    return processes
 
 
 @functools.cache
@@ -261,7 +257,7 @@ def _refuse_change(joined: ClusterInfo, num_processes: int | None, process_id: i
 
 
 def _configure_mixed_kinds(kinds: Sequence[str], mine: str) -> None:
-    """Configures XLA and the compilation cache for several device kinds, before the backend starts."""
+    """Configure XLA and the compilation cache for several device kinds, before the backend starts."""
     if len(set(kinds)) == 1:
         return
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), MIXED_FLAGS)
@@ -283,7 +279,7 @@ def _single_kind(seen: Sequence[tuple[str, str]]) -> str:
 
 
 def _exit_on_sigterm_as_process_1() -> None:
-    """Exits on SIGTERM also as process 1 of a container, which has no default handlers."""
+    """Exit on SIGTERM also as process 1 of a container, which has no default handlers."""
     is_main = threading.current_thread() is threading.main_thread()
     if os.getpid() == 1 and is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
@@ -313,7 +309,7 @@ def _exit_at_once_after_exception() -> None:
 
 
 def _exit_last(error: BaseException, exits: threading.Event) -> None:
-    """Once this process ``exits``: let process 0 wait for the error of another process to be printed there too.
+    """At exit, process 0 waits until the other processes have printed their errors.
 
     It serves JAX's coordinator, without which JAX ends the others at once. In an elastic run that is another process.
     """

@@ -49,7 +49,7 @@ class Job:
 
 
 def parse_nodes(text: str) -> tuple[Nodes, ...]:
-    """Parses ``COUNT[xGPUS[:KIND]]``, separated by commas."""
+    """Parse ``COUNT[xGPUS[:KIND]]``, separated by commas."""
     groups = []
     for word in text.split(","):
         match = _GROUP.fullmatch(word.strip())

@@ -10,15 +10,16 @@ from typing import Any
 import yaml
 
 from jaxche.cluster._job import PORT, Job, Nodes, total_tasks
+from jaxche.distributed import COORDINATOR, LIVENESS, NUM_PROCESSES, PROCESS_ID, RESTART
 
 
 def jobset(job: Job, image: str, volume: str | None) -> str:
     """A JobSet with a replicated job per kind of machine and a pod per process."""
     claim, _, path = (volume or "").partition(":")
     host = f"{job.name}-{'coordinator' if job.elastic else 'nodes0'}-0-0.{job.name}"
-    variables = {"JAXCHE_COORDINATOR": f"{host}:{PORT}", "JAXCHE_NUM_PROCESSES": str(total_tasks(job.groups))}
+    variables = {COORDINATOR: f"{host}:{PORT}", NUM_PROCESSES: str(total_tasks(job.groups))}
     if job.elastic:
-        variables["JAXCHE_LIVENESS"] = json.dumps([host, PORT + 1, None, secrets.token_hex(16)])
+        variables[LIVENESS] = json.dumps([host, PORT + 1, None, secrets.token_hex(16)])
     variables |= job.variables
     replicated, first = [_coordinator(image, variables)] if job.elastic else [], 0
     for number, group in enumerate(job.groups):
@@ -66,7 +67,7 @@ def _policies(job: Job) -> dict[str, Any]:
     rule = {"name": "pods", "action": "FailJobSet", "targetReplicatedJobs": names}
     return {
         "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [rule]},
-        "successPolicy": {"operator": "All", "targetReplicatedJobs": [*names]},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [*names]},  # a copy, or YAML writes an alias
     }
 
 
@@ -110,13 +111,13 @@ def _pod(
     """A pod of a process; ``first`` is the number of the first process on these machines."""
     # In an elastic run the shell stays process 1 and does not pass SIGTERM on: all processes would save and exit.
     run = '"$@"; exit $?' if job.elastic else 'exec "$@"'
-    number = f"JAXCHE_PROCESS_ID=$(({first} + JOB_COMPLETION_INDEX))"
+    number = f"{PROCESS_ID}=$(({first} + JOB_COMPLETION_INDEX))"
     restart = {"fieldRef": {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"}}
     container: dict[str, Any] = {
         "name": "train",
         "image": image,
         "command": ["sh", "-c", f"{number} {run}", "sh", *job.command],
-        "env": [{"name": "JAXCHE_RESTART", "valueFrom": restart}, *_env(variables)],
+        "env": [{"name": RESTART, "valueFrom": restart}, *_env(variables)],
     }
     pod: dict[str, Any] = {"terminationGracePeriodSeconds": 1 if job.elastic else 120, "containers": [container]}
     if group.kind:

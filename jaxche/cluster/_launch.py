@@ -56,7 +56,7 @@ def launch(
     events: str | os.PathLike[str] | None = None,
     heartbeat_timeout_s: float | None = None,
 ) -> int:
-    """Runs a command in one process per replica on this machine, and waits; if one fails, all are stopped.
+    """Run a command in one process per replica on this machine, and wait; if one fails, all are stopped.
 
     With GPUs each process gets its own; with ``CUDA_VISIBLE_DEVICES=0,0`` two share one. Without GPUs, or with
     ``JAX_PLATFORMS=cpu``, each is pinned to one core with one thread, so that they do not slow each other down. The
@@ -149,25 +149,22 @@ def launch(
 
 
 def next_placements(
-    placements: Sequence[Placement], failed: int | None, blamed: Placement | None, survivors: bool
-) -> tuple[list[Placement], Placement | None]:
-    """The ranks of the next start, and the one that failed first, for the next call; equal ranks are different objects.
+    placements: Sequence[Placement], failed: int | None, blamed: int | None, survivors: bool
+) -> tuple[list[Placement], int | None]:
+    """The ranks of the next start, and the one to blame if it fails first again.
 
     ``failed`` is the rank that failed first, or None after a hang. With ``survivors`` it is removed if it is
     ``blamed``, the one that failed first before.
     """
-    if failed is None:
-        return list(placements), None
-    culprit = placements[failed]
-    if survivors and culprit is blamed and len(placements) > 1:
-        return [placement for placement in placements if placement is not culprit], None
-    return list(placements), culprit
+    if survivors and failed is not None and failed == blamed and len(placements) > 1:
+        return [placement for rank, placement in enumerate(placements) if rank != failed], None
+    return list(placements), failed
 
 
 def _supervise(
     context: LaunchContext, placements: Sequence[Placement], base: Mapping[str, str], max_restarts: int, survivors: bool
 ) -> int:
-    """Runs groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
+    """Run groups until all ranks succeed or no restart is left; returns the exit code of the last group."""
     placements, blamed, restart = list(placements), None, 0
     while True:
         ended, replaced = _run_group(context, placements, base, restart, max_restarts - restart)
@@ -184,35 +181,30 @@ def _supervise(
 def _run_group(
     context: LaunchContext, placements: Sequence[Placement], base: Mapping[str, str], restart: int, restarts_left: int
 ) -> tuple[GroupResult, int]:
-    """Runs one start; returns how it ended and how many ranks were replaced."""
+    """Run one start; returns how it ended and how many ranks were replaced."""
     # A new port each time: the last one may be in TIME_WAIT, and ranks of an earlier start must not join.
     address = f"127.0.0.1:{_free_port()}"
-    coordinator = None
-    if context.elastic and len(placements) > 1:
-        coordinator = start_coordinator(address, len(placements), is_launcher=True, env=base)
-        base = {**base, LIVENESS: json.dumps(coordinator.liveness)}
-    group = WorkerGroup(context, restart, restarts_left, coordinator)
-    hang_timeout_s = context.hang_timeout_s
+    timeout_s, paths, coordinator = context.hang_timeout_s, [], None
     with contextlib.ExitStack() as stack:
-        beats = None
-        if hang_timeout_s is not None or context.elastic:
-            beats = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxche-heartbeat-")))
-            context.reaper.add_folder(str(beats))
+        if timeout_s is not None or context.elastic:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxche-heartbeat-"))
+            context.reaper.add_folder(folder)
+            paths = [Path(folder, str(rank)) for rank in range(len(placements))]
+        if context.elastic and len(placements) > 1:
+            coordinator = start_coordinator(address, len(placements), is_launcher=True, env=base)
+            base = {**base, LIVENESS: json.dumps(coordinator.liveness)}
+        rank_timeout_s = (timeout_s or _RANK_TIMEOUT_S) if context.elastic else None
+        heartbeats = Heartbeats(paths, timeout_s or math.inf, rank_timeout_s)
+        group = WorkerGroup(context, restart, restarts_left, coordinator, heartbeats)
         # The ranks end before the directory is removed.
         stack.callback(group.end)
         context.print(f"{len(placements)} process(es) on {', '.join(map(str, placements))}")
         for rank, placement in enumerate(placements):
             env = rank_environment(base, rank, len(placements), address, placement)
-            if beats is not None:
-                env[HEARTBEAT] = str(beats / str(rank))
+            if paths:
+                env[HEARTBEAT] = str(paths[rank])
             group.start(env, placement)
-        watch = None
-        if beats is not None:
-            rank_timeout_s = (hang_timeout_s or _RANK_TIMEOUT_S) if context.elastic else None
-            watch = Heartbeats(
-                [beats / str(rank) for rank in range(len(placements))], hang_timeout_s or math.inf, rank_timeout_s
-            )
-        return group.wait(watch), group.replaced
+        return group.wait(), group.replaced
 
 
 def _free_port() -> int:
@@ -223,7 +215,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[queue.SimpleQueue[int]]:
-    """Queues the signals that would end this process."""
+    """Queue the signals that would end this process."""
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
     # Python runs signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():

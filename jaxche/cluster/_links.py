@@ -33,7 +33,7 @@ class Clock(NamedTuple):
 
 
 def measure_all_reduce(sizes: Sequence[int], devices: Sequence[Any]) -> list[AllReduce]:
-    """Times all-reduces over devices of all processes; every process must call it."""
+    """Time all-reduces over devices of all processes; every process must call it."""
     mesh = jax.make_mesh((len(devices),), ("replica",), axis_types=(AxisType.Auto,), devices=tuple(devices))
     split = NamedSharding(mesh, PartitionSpec("replica"))
     add = jax.jit(
@@ -63,7 +63,7 @@ def _median_ms(add: Any, size: int, split: NamedSharding, here: Sequence[Any]) -
 
 
 def clocks(timeout_s: float) -> list[Clock]:
-    """Compares the clocks of all processes with that of process 0; every process must call it.
+    """Compare the clocks of all processes with that of process 0; every process must call it.
 
     All processes leave a barrier after all have entered it. So a clock is ahead by at least its time of entry minus the
     time at which process 0 leaves, and at most by its time of leaving minus the time at which process 0 enters.
@@ -79,7 +79,7 @@ def clocks(timeout_s: float) -> list[Clock]:
 
 
 def compare_clocks(times: Sequence[Any]) -> list[Clock]:
-    """Compares clocks by the times in s at which each process entered and left barriers, [process, barrier, 2]."""
+    """Compare clocks by the times in s at which each process entered and left barriers, [process, barrier, 2]."""
     entered, left = np.moveaxis(1e3 * np.array(times), -1, 0)
     least, most = (entered - left[0]).max(-1), (left - entered[0]).min(-1)
     return [Clock(*pair) for pair in zip(((least + most) / 2).tolist(), ((most - least) / 2).tolist(), strict=True)]

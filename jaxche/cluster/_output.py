@@ -9,14 +9,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
 from typing import IO, Any, TextIO
 
 from jaxche.distributed import FileErrors
 
 # gloo prints these lines at every log level.
 _GLOO = "[Gloo] Rank "
-_LISTED = 12
 
 
 class LinePrinter:
@@ -27,7 +25,7 @@ class LinePrinter:
         self._lock = threading.Lock()
 
     def print(self, stream: TextIO, rank: int | None, line: str) -> None:
-        """Prints a line of a rank, or of the launcher (None)."""
+        """Print a line of a rank, or of the launcher (None)."""
         text = f"[{rank}] {line}\n" if self._prefix and rank is not None else f"{line}\n"
         # Continue if the terminal is closed (`| head`): otherwise the rank blocks on a full pipe.
         with self._lock, contextlib.suppress(OSError, ValueError):
@@ -66,12 +64,6 @@ class OutputReader(threading.Thread):
             self._printer.print(self._stream, self._rank, line)
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """The first twelve of many numbers as text."""
-    shown = ", ".join(map(str, ranks[:_LISTED]))
-    return shown + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
-
-
 class EventLog:
     """Appends events to a file, or writes none; drops events if the disk is full.
 
@@ -88,7 +80,7 @@ class EventLog:
                 raise ValueError(f"events={os.fspath(path)!r} cannot be written: {error.strerror}") from None
 
     def write(self, event: str, **fields: Any) -> None:
-        """Writes ``{"time": <Unix seconds>, "event": event, ...}``."""
+        """Write ``{"time": <Unix seconds>, "event": event, ...}``."""
         if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n"

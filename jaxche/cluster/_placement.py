@@ -37,7 +37,7 @@ _SHARED_CPU = Placement(platform="cpu", shared_cpu=True)
 
 
 def assign_placements(processes: int, environ: Mapping[str, str], on_cpu: int = 0) -> list[Placement]:
-    """Assigns each rank a GPU, or a core without GPUs; the last ``on_cpu`` ranks share the CPU."""
+    """Assign each rank a GPU, or a core without GPUs; the last ``on_cpu`` ranks share the CPU."""
     platform = default_platform(environ)
     ids = gpu_ids(environ) if platform == "cuda" else []
     if platform == "cpu" or not (ids or environ.get("JAX_PLATFORMS")):
@@ -99,7 +99,7 @@ def rank_environment(
 
 @contextlib.contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Pins this thread and its child processes to a core inside the context."""
+    """Pin this thread and its child processes to a core inside the context."""
     if core is None:
         yield
         return

@@ -46,19 +46,19 @@ class Reaper:
         self._process = process
 
     def add(self, group: int) -> None:
-        """Adds a process group."""
+        """Add a process group."""
         self._send(str(group))
 
     def remove(self, group: int) -> None:
-        """Removes a process group that has ended, because the system may reuse its number."""
+        """Remove a process group that has ended, because the system may reuse its number."""
         self._send(f"remove {group}")
 
     def add_folder(self, path: str) -> None:
-        """Adds the temporary folder of the launcher, which is removed after the groups have ended."""
+        """Add the temporary folder of the launcher, which is removed after the groups have ended."""
         self._send(f"folder {path}")
 
     def clear(self) -> None:
-        """Removes all groups: they have ended, and the system may reuse their numbers."""
+        """Remove all groups: they have ended, and the system may reuse their numbers."""
         self._send("clear")
 
     def _send(self, word: str) -> None:
@@ -71,7 +71,7 @@ class Reaper:
 
 @contextlib.contextmanager
 def start_reaper(grace_s: float) -> Iterator[Reaper]:
-    """Starts the reaper, a shell in its own session, with ``grace_s`` seconds between SIGTERM and SIGKILL.
+    """Start the reaper, a shell in its own session, with ``grace_s`` seconds between SIGTERM and SIGKILL.
 
     A parent-death signal must be set between fork and exec, which is unsafe in a process with threads, and it does not
     reach children of the ranks.

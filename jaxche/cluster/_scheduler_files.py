@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxche.cluster._job import PORT, Job, Nodes, check_failures, parse_nodes, total_tasks
 from jaxche.cluster._jobset import jobset
-from jaxche.distributed import ELASTIC, HANG_TIMEOUT, LIVENESS, PROCESS_ID
+from jaxche.distributed import COORDINATOR, ELASTIC, HANG_TIMEOUT, LIVENESS, NUM_PROCESSES, PROCESS_ID, RESTART
 
 # Seconds for a checkpoint after SIGTERM.
 _TERM_S = 120
@@ -221,7 +221,7 @@ def emit(
     hang_timeout_s: float | None = None,
     elastic: bool = False,
 ) -> str:
-    """Writes a file that starts a command on a cluster, one process per GPU.
+    """Write a file that starts a command on a cluster, one process per GPU.
 
     Args:
       scheduler: "slurm", "jobset" or "mpirun".
@@ -388,7 +388,7 @@ def _mpirun_command(job: Job, processes: str, hosts: str) -> str:
 
 def _passed(job: Job, *more: str) -> str:
     """The options that pass variables to the processes."""
-    names = ["JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_RESTART", *job.variables, "PATH"]
+    names = [COORDINATOR, NUM_PROCESSES, RESTART, *job.variables, "PATH"]
     names += [LIVENESS, *more] if job.elastic else []
     return " ".join(f"-x {name}" for name in names)
 

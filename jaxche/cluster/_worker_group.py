@@ -59,15 +59,31 @@ class LaunchContext:
     elastic: bool
 
     def print(self, text: str) -> None:
-        """Prints a line of the launcher."""
+        """Print a line of the launcher."""
         self.printer.print(sys.stderr, None, f"jaxche launch: {text}")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    """A rank: its environment and device, also for its replacement, its process, and the readers of its output."""
+
+    env: Mapping[str, str]
+    placement: Placement
+    child: subprocess.Popen[bytes]
+    out: OutputReader
+    err: OutputReader
+
+
 class WorkerGroup:
-    """The ranks of one start; each leads a process group, which includes its children."""
+    """The ranks of one start. Each leads a process group that includes its children."""
 
     def __init__(
-        self, context: LaunchContext, restart: int, replacements: int, coordinator: Coordinator | None
+        self,
+        context: LaunchContext,
+        restart: int,
+        replacements: int,
+        coordinator: Coordinator | None,
+        heartbeats: Heartbeats,
     ) -> None:
         # The number of earlier starts, and how many dead ranks may be replaced while the others continue.
         self._context, self._restart, self._replacements = context, restart, replacements
@@ -75,9 +91,8 @@ class WorkerGroup:
         self._coordinator = coordinator
         if coordinator is not None:
             context.reaper.add(coordinator.process.pid)
-        # The environment and the device of each rank, also for its replacements.
-        self._placements: list[tuple[Mapping[str, str], Placement]] = []
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._heartbeats = heartbeats
+        self._ranks: list[_Rank] = []
         self._running: set[int] = set()
         # Process groups that may have processes.
         self._groups: set[int] = set()
@@ -88,23 +103,18 @@ class WorkerGroup:
         self.replaced = 0
         # The time to stop the ranks that still run after one of an elastic run has succeeded.
         self._end_deadline = math.inf
-        self._heartbeats: Heartbeats | None = None
         # The last signal to the launcher while it stops the ranks.
         self._stop_signal: int | None = None
-        self._readers: list[tuple[OutputReader, OutputReader]] = []
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def start(self, env: Mapping[str, str], placement: Placement) -> None:
-        """Starts the next rank."""
+        """Start the next rank."""
         rank = len(self._ranks)
-        self._placements.append((env, placement))
-        child, readers = self._spawn(rank, self._restart)
-        self._ranks.append(child)
-        self._readers.append(readers)
+        self._ranks.append(self._spawn(rank, self._restart, env, placement))
         self._running.add(rank)
 
-    def _spawn(self, rank: int, restart: int) -> tuple[subprocess.Popen[bytes], tuple[OutputReader, OutputReader]]:
-        command, (env, placement) = self._context.command, self._placements[rank]
+    def _spawn(self, rank: int, restart: int, env: Mapping[str, str], placement: Placement) -> _Rank:
+        command = self._context.command
         try:
             with pinned(placement.core):
                 child = subprocess.Popen(
@@ -127,29 +137,26 @@ class WorkerGroup:
         self._context.log.write("start", restart=restart, rank=rank, pid=child.pid, place=str(placement))
         assert child.stdout is not None
         assert child.stderr is not None
-        out = None if self._context.only_rank0 and rank else sys.stdout
-        readers = (
-            OutputReader(child.stdout, rank, self._context.printer, out),
-            OutputReader(child.stderr, rank, self._context.printer, sys.stderr),
-        )
+        shown = None if self._context.only_rank0 and rank else sys.stdout
+        out = OutputReader(child.stdout, rank, self._context.printer, shown)
+        err = OutputReader(child.stderr, rank, self._context.printer, sys.stderr)
         threading.Thread(target=lambda: self._exits.put((rank, child.wait())), daemon=True).start()
-        return child, readers
+        return _Rank(env, placement, child, out, err)
 
     def _replace(self, rank: int) -> None:
-        """Restarts a dead rank while the others continue."""
-        for reader in self._readers[rank]:
+        """Restart a dead rank while the others continue."""
+        dead = self._ranks[rank]
+        for reader in (dead.out, dead.err):
             reader.join(timeout=2.0)
         self._replacements, self.replaced = self._replacements - 1, self.replaced + 1
         self._expendable.add(rank)
         self._context.log.write("replace", restart=self._restart + self.replaced, rank=rank)
-        self._ranks[rank], self._readers[rank] = self._spawn(rank, self._restart + self.replaced)
+        self._ranks[rank] = self._spawn(rank, self._restart + self.replaced, dead.env, dead.placement)
         self._running.add(rank)
-        if self._heartbeats is not None:
-            self._heartbeats.forget(rank)
+        self._heartbeats.forget(rank)
 
-    def wait(self, heartbeats: Heartbeats | None = None) -> GroupResult:
-        """Waits until all ranks succeed, one fails, all hang, or a signal stops the launcher."""
-        self._heartbeats = heartbeats
+    def wait(self) -> GroupResult:
+        """Wait until all ranks succeed, one fails, all hang, or a signal stops the launcher."""
         while self._running and not self._is_over():
             result = self._stop_all_if_needed()
             if result is None:
@@ -168,11 +175,13 @@ class WorkerGroup:
 
     def _is_over(self) -> bool:
         """Whether all ranks that run are replacements that started after the end of the run, so that none can join."""
-        joined = {rank for rank in self._running if self._heartbeats is not None and self._heartbeats.has(rank)}
-        return time.monotonic() > self._end_deadline and self._running <= self._expendable - joined
+        if time.monotonic() <= self._end_deadline:
+            return False
+        joined = {rank for rank in self._running if self._heartbeats.has(rank)}
+        return self._running <= self._expendable - joined
 
     def _stop_all_if_needed(self) -> GroupResult | None:
-        """Stops all ranks on a signal, if the coordinator has ended, or if all hang; returns the result then."""
+        """Stop all ranks on a signal, if the coordinator has ended, or if all hang; returns the result then."""
         context = self._context
         with contextlib.suppress(queue.Empty):
             number = context.signals.get_nowait()
@@ -183,28 +192,26 @@ class WorkerGroup:
             context.print("the coordinator of the run has ended; stopping all")
             self._stop(signal.SIGTERM, context.grace_s)
             return GroupResult(1)
-        silence = None if self._heartbeats is None or self._has_ended else self._heartbeats.silence()
-        if silence is not None:
-            context.print(f"no heartbeat; the last ones: {silence}; stopping all")
-            context.log.write("hang", restart=self._restart, last_heartbeats=silence)
+        report = None if self._has_ended else self._heartbeats.hang_report()
+        if report is not None:
+            context.print(f"no heartbeat; the last ones: {report}; stopping all")
+            context.log.write("hang", restart=self._restart, last_heartbeats=report)
             # A process that is stopped or blocked in a collective cannot handle SIGTERM.
             self._stop(signal.SIGKILL, 0.0)
             return GroupResult(HUNG)
         return None
 
     def _kill_hung(self) -> None:
-        """Kills ranks without a heartbeat while others have one."""
-        if self._heartbeats is None:
-            return
+        """Kill ranks without a heartbeat while others have one."""
         for rank in self._running.intersection(self._heartbeats.hung(run_over=self._has_ended)):
             self._context.print(f"rank {rank} has no heartbeat, while others have: SIGKILL")
             self._context.log.write("hang", restart=self._restart, rank=rank)
             self._heartbeats.forget(rank)
             self._expendable.add(rank)
-            _signal_group(self._ranks[rank].pid, signal.SIGKILL)
+            _signal_group(self._ranks[rank].child.pid, signal.SIGKILL)
 
     def _next_exit(self) -> GroupResult | None:
-        """Waits a moment for the exit of a rank; the result of the group if that ends it."""
+        """Wait a moment for the exit of a rank; the result of the group if that ends it."""
         context, has_ended = self._context, self._has_ended
         try:
             # With a timeout, because a signal to another thread does not interrupt this wait.
@@ -213,9 +220,10 @@ class WorkerGroup:
             return None
         self._log_exit(rank, code)
         self._running.discard(rank)
+        group = self._ranks[rank].child.pid
         if code == 0:
-            if not _signal_group(self._ranks[rank].pid, 0):  # it has left no children
-                self._forget(self._ranks[rank].pid)
+            if not _signal_group(group, 0):  # it has left no children
+                self._forget(group)
             if context.elastic and not has_ended:
                 self._end_deadline = time.monotonic() + context.grace_s
             return None
@@ -226,8 +234,8 @@ class WorkerGroup:
         if context.elastic and not is_preempted and others_continue:
             context.print(f"rank {rank} {describe(code)}; the others continue")
             # Its children end now, because the system may reuse the number of the group before the others end.
-            _signal_group(self._ranks[rank].pid, signal.SIGKILL)
-            self._forget(self._ranks[rank].pid)
+            _signal_group(group, signal.SIGKILL)
+            self._forget(group)
             if has_ended and rank not in self._expendable:  # those that run do not take over its work
                 self._late_failure = self._late_failure or failure
             if self._replacements and not has_ended and code != BAD_INPUT:
@@ -242,12 +250,12 @@ class WorkerGroup:
         return failure
 
     def _forget(self, group: int) -> None:
-        """Forgets a process group that has ended, because the system may reuse its number."""
+        """Forget a process group that has ended, because the system may reuse its number."""
         self._groups.discard(group)
         self._context.reaper.remove(group)
 
     def end(self) -> None:
-        """Kills the remaining processes with their children, and reads their output to the end."""
+        """Kill the remaining processes with their children, and read their output to the end."""
         for group in self._groups:
             _signal_group(group, signal.SIGKILL)
         if self._coordinator is not None:
@@ -256,11 +264,11 @@ class WorkerGroup:
             assert self._coordinator.process.stdin is not None
             self._coordinator.process.stdin.close()
             self._coordinator = None
-        for child in self._ranks:
+        for rank in self._ranks:
             # A process in an uninterruptible wait ends later.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=5.0)
-        for reader in (one for pair in self._readers for one in pair):
+                rank.child.wait(timeout=5.0)
+        for reader in (one for rank in self._ranks for one in (rank.out, rank.err)):
             reader.join(timeout=2.0)
         # The system may reuse their numbers.
         self._groups.clear()
@@ -270,7 +278,7 @@ class WorkerGroup:
         for group in self._groups:
             _signal_group(group, number)
         self._all_end(grace_s)
-        running = [str(rank) for rank, child in enumerate(self._ranks) if child.poll() is None]
+        running = [str(number) for number, rank in enumerate(self._ranks) if rank.child.poll() is None]
         if running and number != signal.SIGKILL:
             self._context.print(f"rank {', '.join(running)} still runs: SIGKILL")
         self.end()
@@ -279,9 +287,9 @@ class WorkerGroup:
                 self._log_exit(*self._exits.get(timeout=0.1))
 
     def _all_end(self, within_s: float) -> None:
-        """Waits for all ranks to exit; Ctrl-C ends the wait, SIGTERM does not."""
+        """Wait for all ranks to exit; Ctrl-C ends the wait, SIGTERM does not."""
         deadline = time.monotonic() + within_s
-        while any(child.poll() is None for child in self._ranks) and time.monotonic() < deadline:
+        while any(rank.child.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
             time.sleep(0.02)
             with contextlib.suppress(queue.Empty):
                 self._stop_signal = self._context.signals.get_nowait()
@@ -294,7 +302,7 @@ class WorkerGroup:
 
     def _report(self, rank: int, code: int) -> None:
         self._context.print(f"rank {rank} {describe(code)}. Its last lines on standard error:")
-        for line in self._readers[rank][1].last or ["(none)"]:
+        for line in self._ranks[rank].err.last or ["(none)"]:
             self._context.printer.print(sys.stderr, None, f"    {line}")
 
 
@@ -312,7 +320,7 @@ def _name(number: int) -> str:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Signals a process group, which exists as long as children of the rank run; returns whether it does."""
+    """Signal a process group, which exists as long as children of the rank run; returns whether it does."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
         return True

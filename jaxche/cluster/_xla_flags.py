@@ -47,7 +47,7 @@ def elastic_flags(heartbeat_timeout_s: float) -> Mapping[str, str]:
 
 
 def with_flags(current: str, flags: Mapping[str, str]) -> str:
-    """Appends ``--name=value`` to the value of ``XLA_FLAGS`` for each flag that it does not set.
+    """Append ``--name=value`` to the value of ``XLA_FLAGS`` for each flag that it does not set.
 
     The name of a file of flags, which does not begin with a dash, is returned unchanged.
     """

@@ -9,8 +9,8 @@ from ._coordinator import (
     serve_coordinator,
     start_coordinator,
 )
-from ._cpu_client import register_cpu_client
-from ._elastic_group import ElasticGroup, TakenForDeadError, process_group, start_cpu_client
+from ._cpu_client import register_cpu_client, start_cpu_client
+from ._elastic_group import ElasticGroup, TakenForDeadError, process_group
 from ._environment import (
     COORDINATOR,
     ELASTIC,
@@ -29,7 +29,6 @@ from ._group import Group, PeerLostError, RankError
 from ._listener import Listener, connect, is_loopback, own_address
 from ._liveness import is_alive
 from ._liveness_server import LEAST_TIMEOUT_S
-from ._shared_folder import shared_folder
 from ._transfer import aligned, padded
 from ._watchdog import PREEMPTED_CODE, FileErrors, hang_timeout, on_sigterm
 
@@ -71,7 +70,6 @@ __all__ = [
     "register_cpu_client",
     "scheduled",
     "serve_coordinator",
-    "shared_folder",
     "start_coordinator",
     "start_cpu_client",
 ]

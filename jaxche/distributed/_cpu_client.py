@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -18,11 +18,13 @@ from jaxche.distributed._listener import is_loopback
 
 # Where Gloo writes an address under the numbers of a collective's devices and the place of its process among them.
 ADDRESSES = "cpu:gloo/"
+# Where XLA's clients write the topology of all devices, and how often process 0 tries to write it.
+TOPOLOGY, _ATTEMPTS = "cpu:global_topology/cpu", 20
 _LOOPBACK = "127.0.0.1"
 
 
 def register_cpu_client() -> None:
-    """Makes JAX start its CPU devices by :func:`make_cpu_client`; before any device starts."""
+    """Make JAX start its CPU devices by :func:`make_cpu_client`; before any device starts."""
     _xla_bridge.register_backend_factory("cpu", make_cpu_client, fail_quietly=False)
 
 
@@ -38,6 +40,22 @@ def make_cpu_client() -> Any:
         return _xla_bridge.make_cpu_client()
     collectives = _jax_lib.make_gloo_tcp_collectives(distributed_client=state.client, hostname=_LOOPBACK)
     return _xla_bridge.make_cpu_client(collectives)
+
+
+def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:
+    """Start a client of CPU devices on process 0, where one was started before.
+
+    XLA's clients on process 0 write the topology of all devices, and fail if the key exists.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        store.key_value_delete(TOPOLOGY)
+        try:
+            return start()
+        except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+    store.key_value_delete(TOPOLOGY)
+    return start()
 
 
 def _has_address(host: str) -> bool:

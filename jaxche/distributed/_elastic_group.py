@@ -20,19 +20,18 @@ import numpy as np
 # JAX has no public name for the state of jax.distributed.
 from jax._src import distributed as _jax_distributed
 
-from jaxche.distributed._cpu_client import ADDRESSES, end_waits, make_cpu_client
+from jaxche.distributed._cpu_client import ADDRESSES, TOPOLOGY, end_waits, make_cpu_client, start_cpu_client
 from jaxche.distributed._environment import LIVENESS
 from jaxche.distributed._group import Group, PeerLostError, suppress_timeout
 from jaxche.distributed._listener import Listener, connect, own_address
 from jaxche.distributed._liveness import Liveness
 from jaxche.distributed._transfer import receive_state, send_state
+from jaxche.drawing import format_ranks
 
 _log = logging.getLogger("jaxche")
 
-# Where XLA's clients write the topology of all devices.
-_TOPOLOGY = "cpu:global_topology/cpu"
-# How long other processes wait for the topology, and how often process 0 tries to write it.
-_TOPOLOGY_MS, _ATTEMPTS = 2000, 20
+# How long other processes wait for the topology of all devices.
+_TOPOLOGY_MS = 2000
 # The memberships, the address of the liveness server, requests of standby processes, the answers to them, and the fits
 # that have ended.
 _QUORUMS, _LIVENESS = "jaxche/quorum/", "jaxche/liveness"
@@ -129,7 +128,7 @@ class ElasticGroup(Group):
 
         return receive
 
-    def connected(self, devices: np.ndarray) -> np.ndarray:
+    def with_connections(self, devices: np.ndarray) -> np.ndarray:
         """The same CPU devices with the newest connections; other devices unchanged."""
         if self._devices is None or any(device.platform != "cpu" for device in devices.flat):
             return devices
@@ -170,7 +169,7 @@ class ElasticGroup(Group):
             threading.Thread(target=self._end_waits, name="jaxche-addresses", daemon=True).start()
         if self._topology is None:
             with suppress_timeout():
-                self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
+                self._topology = self.client.blocking_key_value_get_bytes(TOPOLOGY, _TOPOLOGY_MS)
 
     def end_fit(self) -> None:
         """Answer the processes that still request admission to this fit."""
@@ -218,14 +217,15 @@ class ElasticGroup(Group):
         Raises:
           PeerLostError: one of the candidates or the members died meanwhile.
         """
-        requests, is_sender = self._requests(), self.is_first
+        is_sender = self.is_first
         members = dict(sorted({**self.incarnations, **candidates}.items()))
         wanted = Quorum(members, [], self.members[0])
         if self._decide(wanted) != wanted:
-            raise PeerLostError("the others continued without this process")
+            raise PeerLostError("the members decided on another quorum meanwhile")
         self._incarnations = members
         self._set_quorum(self._next_id)
         if is_sender:
+            requests = self._requests()
             for process, incarnation in candidates.items():
                 if process in requests:  # else it has died, and the barrier fails
                     self._send(requests[process]["address"], {process: incarnation}, message, state)
@@ -268,7 +268,7 @@ class ElasticGroup(Group):
                 )
                 return None
             quorum_id, quorum = found
-            sender = {process: quorum.members[process] for process in [quorum.sender] if process is not None}
+            sender = {} if quorum.sender is None else {quorum.sender: quorum.members[quorum.sender]}
             while True:
                 self._raise_if_lost(sender)
                 with contextlib.suppress(queue.Empty):
@@ -280,7 +280,7 @@ class ElasticGroup(Group):
     def _raise_if_lost(self, members: Mapping[int, int]) -> None:
         self.watchdog.heartbeat_while_waiting()
         if lost := self._liveness.lost(members):
-            raise PeerLostError(f"process {', '.join(map(str, lost))} died while it sent its state")
+            raise PeerLostError(f"process {format_ranks(lost)} died while it sent its state")
 
     def _wait_for_answer(self) -> tuple[str, Quorum] | None:
         """The quorum that this process is admitted to and its name; None if the fit has ended."""
@@ -392,10 +392,10 @@ class ElasticGroup(Group):
     def _restore_topology(self) -> None:
         """Write the topology again, if process 0 died after it had removed it and before it wrote the new one."""
         with suppress_timeout():
-            self._topology = self.client.blocking_key_value_get_bytes(_TOPOLOGY, _TOPOLOGY_MS)
+            self._topology = self.client.blocking_key_value_get_bytes(TOPOLOGY, _TOPOLOGY_MS)
             return
         if self._topology is not None:
-            self.client.key_value_set_bytes(_TOPOLOGY, self._topology, allow_overwrite=True)
+            self.client.key_value_set_bytes(TOPOLOGY, self._topology, allow_overwrite=True)
 
     def _requests(self) -> dict[int, dict[str, Any]]:
         found = self.client.key_value_dir_get(f"{_REQUESTS}/")
@@ -404,22 +404,6 @@ class ElasticGroup(Group):
     def _answer(self, process: int, incarnation: int, answer: Mapping[str, Any]) -> None:
         self.client.key_value_set(f"{_ANSWERS}/{process}/{incarnation}", json.dumps(answer), allow_overwrite=True)
         self.client.key_value_delete(f"{_REQUESTS}/{process}")
-
-
-def start_cpu_client(store: Any, start: Callable[[], Any]) -> Any:
-    """Start a client of CPU devices on process 0, where one was started before.
-
-    XLA's clients on process 0 write the topology of all devices, and fail if the key exists.
-    """
-    for _ in range(_ATTEMPTS - 1):
-        store.key_value_delete(_TOPOLOGY)
-        try:
-            return start()
-        except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-            if "ALREADY_EXISTS" not in str(error):
-                raise
-    store.key_value_delete(_TOPOLOGY)
-    return start()
 
 
 def _liveness_address(store: Any) -> list[Any]:

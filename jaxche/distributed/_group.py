@@ -146,7 +146,7 @@ class Group:
         """The members that have died; only an elastic group detects them."""
         return []
 
-    def connected(self, devices: np.ndarray) -> np.ndarray:
+    def with_connections(self, devices: np.ndarray) -> np.ndarray:
         """The same devices with the present connections between the members."""
         return devices
 

@@ -13,6 +13,7 @@ from jaxche.distributed._group import PeerLostError, suppress_timeout
 from jaxche.distributed._listener import connect
 from jaxche.distributed._liveness_server import ALIVE, INTERVAL_S, RUN_LOST, Incarnation
 from jaxche.distributed._watchdog import Watchdog
+from jaxche.drawing import format_ranks
 
 # The number of processes that have had each index.
 _INCARNATIONS = "jaxche/incarnations/"
@@ -35,7 +36,7 @@ def is_alive(address: list[Any], process: int) -> bool:
 class Liveness:
     """The connection of this process to the :class:`LivenessServer` of its run, and what it has received from there.
 
-    A process that jaxlib's own heartbeat takes for dead is ended by jaxlib as soon as it continues. This one is not.
+    jaxlib ends a stopped process when it continues; with this connection it can join again.
 
     Args:
       state: of ``jax.distributed``.
@@ -159,7 +160,7 @@ class Liveness:
                 # A value set before the death counts for all that wait.
                 with suppress_timeout():
                     return client.blocking_key_value_get(key, 1)
-                raise PeerLostError(f"process {', '.join(map(str, lost))} died while others waited for it")
+                raise PeerLostError(f"process {format_ranks(lost)} died while others waited for it")
             if unless is not None and client.key_value_dir_get(unless):
                 raise PeerLostError("a merge failed in another process")
             if time.monotonic() > deadline:

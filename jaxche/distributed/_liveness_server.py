@@ -93,14 +93,15 @@ class LivenessServer:
         While ``has_launcher`` returns true, it serves on. After the death of the launcher, which would have replaced
         processes, it ends with the last process; if the run is lost, at once.
         """
-        empty_since, has_started = time.monotonic() + start_s - empty_s, False
-        while not self.is_run_lost and time.monotonic() - empty_since < empty_s:
+        end, has_started = time.monotonic() + start_s, False
+        while not self.is_run_lost and time.monotonic() < end:
             self.step()
-            launched = has_launcher()
-            if self.alive or launched:
-                empty_since, has_started, empty_s = math.inf, True, 0.0 if launched else empty_s
+            if has_launcher():
+                end, has_started, empty_s = math.inf, True, 0.0
+            elif self.alive:
+                end = math.inf
             elif self._heartbeats or has_started:
-                empty_since = min(empty_since, time.monotonic())
+                end = min(end, time.monotonic() + empty_s)
 
     def step(self) -> None:
         """Read heartbeats, or wait a moment for them, and send the incarnations that have ended."""

@@ -10,6 +10,7 @@ from jaxche.drawing._style import ranks_to_show as ranks_to_show
 from jaxche.drawing._style import text_on as text_on
 from jaxche.drawing._text import aligned as aligned
 from jaxche.drawing._text import brief as brief
+from jaxche.drawing._text import format_ranks as format_ranks
 from jaxche.drawing._text import html_table as html_table
 from jaxche.drawing._text import odd_ones as odd_ones
 from jaxche.drawing._text import per_rank as per_rank

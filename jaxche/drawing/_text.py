@@ -7,6 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+_LISTED = 12
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """The first twelve of many numbers as text."""
+    shown = ", ".join(map(str, ranks[:_LISTED]))
+    return shown + (f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else "")
+
 
 def brief(value: Any, most: int = 80) -> str:
     """The value as text on one line of at most ``most`` characters, for messages; of an array dtype and shape."""

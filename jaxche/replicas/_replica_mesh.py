@@ -44,7 +44,7 @@ class ReplicaMesh:
         homes = _local_devices(rows)
         if host:
             rows = _host_devices(rows)
-        rows = [group.connected(row) for row in rows]
+        rows = [group.with_connections(row) for row in rows]
         # The specs of a sharded replica name its inner axes, also if one of its devices is in the mesh.
         plain = all(isinstance(placement, DevicePlacement) for placement in placements)
         grid = np.array([row[0, 0] for row in rows]) if plain else np.stack(rows)

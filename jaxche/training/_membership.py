@@ -13,6 +13,7 @@ import numpy as np
 from jaxche.cadence import ApplyPolicy, Choice, ElChe, RoundPlan, RowShares
 from jaxche.data import StreamReader, to_json
 from jaxche.distributed import ElasticGroup, PeerLostError, TakenForDeadError, padded
+from jaxche.drawing import format_ranks
 from jaxche.replicas import LocalState
 from jaxche.reports import History
 from jaxche.training._fingerprint import NONDETERMINISTIC
@@ -104,7 +105,7 @@ class Membership:
         # Before the collectives that follow: if a process dies in them, the state has the ranks of the engine.
         run.state, run.previous, self._pending = state, None, None
         self._arrange(order, state.local_states)
-        processes = ", ".join(map(str, admitted))
+        processes = format_ranks(list(admitted))
         _log.warning("process %s joined: continuing from round %s with %s", processes, state.round, len(order))
         self._call_hooks(run, shrunk=False)
 
@@ -204,7 +205,7 @@ class Membership:
                     raise
                 error = another
                 continue
-            what = f"process {', '.join(map(str, lost))} died" if lost else "a merge failed, but no process died"
+            what = f"process {format_ranks(lost)} died" if lost else "a merge failed, but no process died"
             _log.warning("%s: continuing from round %s with %s", what, state.round, len(order))
             return state
 
@@ -228,7 +229,7 @@ class Membership:
         if not lost:
             self._count_false_alarm(state.round, error)
         if not order:
-            error.add_note(f"process {', '.join(map(str, lost))} died, and the remaining processes cannot continue")
+            error.add_note(f"process {format_ranks(lost)} died, and the remaining processes cannot continue")
             raise error
         state = self._of_ranks(state, order)
         if len(order) == 1:  # with its previous steps in a round: an outer step or an update needs its round

@@ -166,7 +166,7 @@ def test_the_versions_are_read_from_the_plugin(monkeypatch):
 def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(checks, "read_driver", lambda: H100)
-    monkeypatch.setattr(checks, "installed_plugins", list)
+    monkeypatch.setattr("jaxche.cluster.cuda_plugins", list)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "ok  driver     NVIDIA 580.159.04" in out
@@ -179,9 +179,9 @@ def test_doctor_prints_both_lines_and_the_line_to_write(monkeypatch, capsys):
 
 def test_a_plugin_on_a_machine_without_gpu_is_no_problem(monkeypatch):
     monkeypatch.setattr(checks, "read_driver", Driver)
-    monkeypatch.setattr(checks, "installed_plugins", list)
+    monkeypatch.setattr("jaxche.cluster.cuda_plugins", list)
     assert checks.gpu_findings({}) == []
-    monkeypatch.setattr(checks, "installed_plugins", lambda: [13])
+    monkeypatch.setattr("jaxche.cluster.cuda_plugins", lambda: [13])
     (found,) = checks.gpu_findings({})
     assert not found.fix
     assert "no GPU" in found.text

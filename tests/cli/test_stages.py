@@ -48,6 +48,14 @@ def test_processes_and_stages_must_agree(monkeypatch, capsys):
     assert "3 processes for 2 stages; start one a stage, or write --stages 3" in capsys.readouterr().err
 
 
+def test_a_scheduler_numbers_the_stages_of_a_store(monkeypatch, capsys):
+    for name, value in {"JOB_ID": "7", "STEP_NODELIST": "a,b", "PROCID": "1", "NTASKS": "3", "LOCALID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr("jaxche.cluster.initialize", lambda **_: ClusterInfo(1, 3, "slurm"))
+    assert main(["train", "--task", "text", "--protocol", "store", "--store", "memory://x", "--stages", "2"]) == 2
+    assert "3 processes for 2 stages" in capsys.readouterr().err
+
+
 def test_store_starts_a_process_a_stage(monkeypatch):
     calls = []
     monkeypatch.setattr("jaxche.cluster.launch", lambda command, processes, **more: calls.append((command, processes)))

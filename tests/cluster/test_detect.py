@@ -26,7 +26,7 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     assert detect(SLURM | {"SLURM_STEP_NUM_TASKS": "2"}) == Detected("slurm")
     assert detect(SLURM | {"PMI_RANK": "1", "PMI_SIZE": "2"}) == Detected("slurm")  # srun --mpi=pmi2
     assert detect(OPEN_MPI) == Detected("ompi")
-    assert detect({}) == Detected("none", None, 1, 0)
+    assert detect({}) == Detected("none", num_processes=1)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_arguments_come_first_and_the_launcher_before_the_scheduler():
     ],
 )
 def test_one_process_under_a_scheduler(environ):
-    assert detect(environ) == Detected("none", None, 1, 0)
+    assert detect(environ) == Detected("none", num_processes=1)
 
 
 def test_kubernetes_needs_its_package_or_the_variables(monkeypatch):

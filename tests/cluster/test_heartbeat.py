@@ -17,27 +17,27 @@ def test_timeout_since_start_or_last_heartbeat(tmp_path, clock):
     paths = [tmp_path / "0", tmp_path / "1"]
     beats = Heartbeats(paths, timeout_s=10.0)
     clock[0] += 9
-    assert beats.silence() is None
+    assert beats.hang_report() is None
     paths[1].touch()
-    assert beats.silence() is None
+    assert beats.hang_report() is None
     clock[0] += 9
-    assert beats.silence() is None
+    assert beats.hang_report() is None
     paths[1].unlink()  # a file written again is a beat too
     paths[1].touch()
     paths[0].touch()
-    assert beats.silence() is None
+    assert beats.hang_report() is None
     clock[0] += 5
     paths[0].unlink()
     paths[0].touch()
-    assert beats.silence() is None
+    assert beats.hang_report() is None
     clock[0] += 10
-    assert beats.silence() == "rank 0 10 s ago, rank 1 15 s ago"
+    assert beats.hang_report() == "rank 0 10 s ago, rank 1 15 s ago"
 
 
 def test_no_heartbeat_is_a_hang(tmp_path, clock):
     beats = Heartbeats([tmp_path / "0"], timeout_s=10.0)
     clock[0] += 10
-    assert beats.silence() == "rank 0 never"
+    assert beats.hang_report() == "rank 0 never"
 
 
 def test_timeout_of_one_rank(tmp_path, clock):

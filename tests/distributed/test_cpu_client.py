@@ -83,3 +83,19 @@ def test_processes_of_a_machine_without_an_address_gather(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] [0 1]", "[1] [0 1]"]
+
+
+def test_process_0_starts_a_second_client_whoever_else_writes(store):
+    calls = []
+
+    def start():
+        calls.append(len(calls))
+        if len(calls) < 3:
+            raise RuntimeError("ALREADY_EXISTS: key")
+        return "client"
+
+    store.key_value_set(_cpu_client.TOPOLOGY, "")
+    monkeypatched = SimpleNamespace(key_value_delete=lambda key: None)
+    assert _cpu_client.start_cpu_client(monkeypatched, start) == "client"
+    with pytest.raises(RuntimeError, match="another"):
+        _cpu_client.start_cpu_client(monkeypatched, lambda: (_ for _ in ()).throw(RuntimeError("another")))

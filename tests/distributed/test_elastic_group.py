@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxche.distributed import TakenForDeadError
+from jaxche.distributed import PeerLostError, TakenForDeadError
 from jaxche.distributed import _elastic_group as module
 
 
@@ -97,6 +97,15 @@ def test_the_sender_of_the_state_is_the_first_member_and_others_are_no_leaders_i
     assert zero._newest() == ("2", quorum)
 
 
+def test_an_admission_after_another_quorum_was_decided_fails(groups):
+    (zero, one, _), dead = groups
+    dead.add((2, 1))
+    assert zero.shrink() == one.shrink() == [2]
+    one._decide(module.Quorum({0: 1, 1: 1}, [], None))  # without the candidate, but with both members
+    with pytest.raises(PeerLostError, match="the members decided on another quorum meanwhile"):
+        zero.admit({2: 2}, {}, [])
+
+
 def test_a_process_leaves_at_once(groups, monkeypatch):
     (zero, *_), _ = groups
     ends = []
@@ -107,19 +116,3 @@ def test_a_process_leaves_at_once(groups, monkeypatch):
     zero.leave()
     assert ends == ["shutdown"]
     assert zero._liveness.stopped
-
-
-def test_process_0_starts_a_second_client_whoever_else_writes(store):
-    calls = []
-
-    def start():
-        calls.append(len(calls))
-        if len(calls) < 3:
-            raise RuntimeError("ALREADY_EXISTS: key")
-        return "client"
-
-    store.key_value_set(module._TOPOLOGY, "")
-    monkeypatched = SimpleNamespace(key_value_delete=lambda key: None)
-    assert module.start_cpu_client(monkeypatched, start) == "client"
-    with pytest.raises(RuntimeError, match="another"):
-        module.start_cpu_client(monkeypatched, lambda: (_ for _ in ()).throw(RuntimeError("another")))

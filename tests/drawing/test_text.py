@@ -4,7 +4,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxche.drawing import aligned, html_table, odd_ones, per_rank
+from jaxche.drawing import aligned, format_ranks, html_table, odd_ones, per_rank
+
+
+def test_of_many_ranks_the_first_twelve_are_listed():
+    assert format_ranks([3, 5]) == "3, 5"
+    assert format_ranks(range(14)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more"
+
 
 ROWS = [["rank", "", "ms"], ["0", "now", "1.5"], ["12", "", "1000.25"]]
 

@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxche
 from jaxche.cadence import _wire_choice
-from jaxche.distributed import _shared_folder
 from jaxche.sharding import is_private
-from jaxche.training import _rounds
+from jaxche.training import _rounds, _shared_folder
 
 
 class Problem:

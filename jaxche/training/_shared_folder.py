@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxche.distributed._group import Group
+from jaxche.distributed import Group
 
 # Until other machines see a new file, and between two checks.
 _VISIBLE_S, _POLL_S = 10.0, 0.2
