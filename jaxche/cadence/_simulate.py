@@ -28,6 +28,9 @@ class Slowdown:
       round: first slow round.
       factor: factor on the time of a batch; below 1 the rank becomes faster.
 
+    Raises:
+      ValueError: a rank or round that is not a whole number, or a factor that is not above 0.
+
     Example:
       >>> fleet = VirtualFleet([20.0, 50.0], slowdown=Slowdown(rank=0, round=10, factor=2.0))
       >>> fleet.speeds(9).tolist(), fleet.speeds(10).tolist()
