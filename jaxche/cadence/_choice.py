@@ -19,7 +19,8 @@ _JOINED = 0.9
 # Progress of local steps of N replicas of equal speed, relative to the same number of steps one after the other: N to
 # this power. Replicas of unequal speeds v count as (Σ v)² / Σ v² replicas.
 _MERGED = -0.12
-# Another choice must have this much more expected progress, because its programs have to be compiled.
+# Another choice must have this much more expected progress, because its programs have to be compiled. To leave out some
+# of the replicas that take local steps compiles nothing.
 _BETTER = 1.08
 # τ before it is measured, in batches of the fastest replica.
 _USUAL = 50
@@ -147,7 +148,8 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     found = options(shares, batch_rows, sync_ms, tau_ms, unit)
     best = max(found, key=lambda one: one.progress)
     same = [one for one in found if _is(one, now)]
-    if same and best.progress < _BETTER * same[0].progress:
+    leaves_some_out = local and not now.active and best.policy is ApplyPolicy.CADENCE
+    if same and not leaves_some_out and best.progress < _BETTER * same[0].progress:
         best = same[0]
     active = () if all(best.active) else best.active
     changed = (best.policy, active) != (now.policy, now.active)

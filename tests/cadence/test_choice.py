@@ -101,6 +101,14 @@ def test_a_little_more_progress_is_no_reason_to_change(sync_ms, tau_ms, better):
         assert choose(now, shares, che, BATCH, 10).policy is policy
 
 
+def test_replicas_are_left_out_of_local_steps_for_little_progress():
+    now, shares, che = Choice(ApplyPolicy.CADENCE), *measured((20, 50), 100.0, 2500.0 / 0.45)
+    found = {one.active: one.progress for one in options(shares, BATCH, 100.0, 2500.0) if one.policy is now.policy}
+    assert 1 < found[True, False] / found[True, True] < 1.08  # or this test needs other speeds
+    assert choose(now, shares, che, BATCH, 10).active == (True, False)
+    assert choose(Choice(now.policy, active=(True, False)), shares, che, BATCH, 10).active == (True, False)
+
+
 def test_local_steps_are_given_a_few_rounds():
     now = Choice(ApplyPolicy.CADENCE, since=8)
     assert chosen((20,) * 8, 0.2, travel_ms=100.0, now=now, round=10) == now
