@@ -130,11 +130,23 @@ def add_out(
 
 def directory_path(text: str) -> str:
     """The path of a directory, unchanged; shell completion offers directories."""
-    return text
+    return _path(text, "a folder")
 
 
 def file_path(text: str) -> str:
     """The path of a file, unchanged; shell completion offers files."""
+    return _path(text, "a file")
+
+
+def command_word(text: str) -> str:
+    """A word of a command, unchanged; shell completion offers files."""
+    return text
+
+
+def _path(text: str, what: str) -> str:
+    """The text; refuses an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError(f"'' is not the name of {what}; is a variable of the shell not set?")
     return text
 
 

@@ -134,6 +134,28 @@ def test_out_alike_in_all_commands(command, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["train", "-o", ""], "folder"),
+        (["train", "--replay", ""], "folder"),
+        (["simulate", "-o", ""], "file"),
+        (["launch", "--events", "", "train.py"], "file"),
+        (["report", ""], "folder"),
+        (["doctor", "--store", ""], "folder"),
+    ],
+)
+def test_an_empty_path_is_refused(words, what, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert f"'' is not the name of a {what}; is a variable of the shell not set?" in capsys.readouterr().err
+
+
+def test_a_command_may_have_empty_words():
+    assert make_parser().parse_args(["launch", "train.py", "--name", ""]).command == ["train.py", "--name", ""]
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--epochs", "0"], "write --epochs 3"),
