@@ -206,7 +206,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"--out {path}: {error.strerror}; write e.g. --out {path.name}") from None
+        better = path / "file" if path.is_dir() else path.name
+        raise ValueError(f"--out {path}: {error.strerror}; write e.g. --out {better}") from None
     print(f"written to {path}")
 
 
