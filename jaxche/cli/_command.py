@@ -130,11 +130,23 @@ def add_out(
 
 def directory_path(text: str) -> str:
     """The path of a directory, unchanged; shell completion offers directories."""
-    return text
+    return _path(text, "a folder")
 
 
 def file_path(text: str) -> str:
     """The path of a file, unchanged; shell completion offers files."""
+    return _path(text, "a file")
+
+
+def command_word(text: str) -> str:
+    """A word of a command, unchanged; shell completion offers files."""
+    return text
+
+
+def _path(text: str, what: str) -> str:
+    """The text; refuses an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError(f"'' is not the name of {what}; is a variable of the shell not set?")
     return text
 
 
@@ -194,7 +206,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"--out {path}: {error.strerror}; write e.g. --out {path.name}") from None
+        better = path / "file" if path.is_dir() else path.name
+        raise ValueError(f"--out {path}: {error.strerror}; write e.g. --out {better}") from None
     print(f"written to {path}")
 
 

@@ -11,6 +11,7 @@ import sys
 from jaxche.cli._command import (
     Command,
     add_out,
+    command_word,
     file_path,
     flag,
     integer,
@@ -163,7 +164,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, with the arguments that follow"
     )
     parser.add_argument(
-        "command", type=file_path, nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments"
+        "command", type=command_word, nargs=argparse.REMAINDER, help="a script (*.py) or a program, with its arguments"
     )
 
 

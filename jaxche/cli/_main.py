@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxche.cli import _coordinator, _doctor, _launch, _plan, _report, _simulate, _train
-from jaxche.cli._command import Command, Parser, directory_path, file_path
+from jaxche.cli._command import Command, Parser, command_word, directory_path, file_path
 
 _OVERVIEW = """\
 jaxche trains one JAX model on devices of different speeds, to a given quality in the least time.
@@ -106,7 +106,7 @@ def _print_completion(args: argparse.Namespace) -> int:
     import shtab
 
     parser = make_parser()
-    kinds: dict[Any, Any] = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE}
+    kinds: dict[Any, Any] = {directory_path: shtab.DIRECTORY, file_path: shtab.FILE, command_word: shtab.FILE}
     for command in _parsers(parser).values():
         for action in command._actions:
             if action.type in kinds:

@@ -62,7 +62,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--devices",
-        type=integer("--devices 8"),
+        type=integer("--devices 8", 1, 10_000),
         default=8,
         metavar="N",
         help="number of devices (default: %(default)s)",

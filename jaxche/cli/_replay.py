@@ -34,16 +34,17 @@ def recorded_arguments(args: argparse.Namespace) -> argparse.Namespace:
     folder = Path(args.replay)
     try:
         result = json.loads((folder / "result.json").read_text(encoding="utf8"))
-    except (OSError, ValueError):
+        arguments, processes = dict(result["arguments"]), len(result["devices"])
+    except (OSError, ValueError, TypeError, KeyError):
         raise ValueError(
             f"--replay {folder}: there is no result.json of a finished run; write e.g. --replay runs/first"
         ) from None
-    if result["arguments"]["compare"]:
+    if arguments.get("compare"):
         raise ValueError(f"--replay {folder} was a comparison; run one policy by itself, and replay that")
     _refuse_changed_ranks(folder)
     own = {name: value for name, value in vars(args).items() if name in _OF_THIS_CALL}
-    own |= _DROPPED | {"processes": len(result["devices"])}
-    return argparse.Namespace(**vars(args) | result["arguments"] | own)
+    own |= _DROPPED | {"processes": processes}
+    return argparse.Namespace(**vars(args) | arguments | own)
 
 
 def _refuse_changed_ranks(folder: Path) -> None:

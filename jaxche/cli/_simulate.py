@@ -11,6 +11,8 @@ from jaxche.cli._command import Command, add_out, integer, number, numbers, writ
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe, FleetRun, Slowdown, VirtualFleet
+# The batches of a round are planned one by one, and the fastest device takes about so many times those of the slowest.
+_MOST_SPREAD = 1e4
 _SLOWDOWN = re.compile(r"(\d+)@(\d+)x(\d+\.?\d*|\.\d+)")
 
 _ABOUT = """\
@@ -49,13 +51,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument(
         "--ranks",
-        type=integer("--ranks 64", 2),
+        type=integer("--ranks 64", 2, 100_000),
         metavar="N",
         help="number of devices of random speeds, in place of --ms; the fastest takes 20 ms a step",
     )
     add(
         "--spread",
-        type=number("--spread 4", 1.0),
+        type=number("--spread 4", 1.0, _MOST_SPREAD),
         metavar="X",
         help="with --ranks: time of a step of the slowest device, relative to the fastest (default: 4)",
     )
@@ -163,6 +165,11 @@ def _fleet(args: argparse.Namespace) -> VirtualFleet:
         ms = 20.0 * np.array([1.0, *between, args.spread or 4.0])
     if len(ms) < 2:
         raise ValueError("a simulation needs two or more ranks; write e.g. --ms 20,50")
+    if (spread := ms.max() / ms.min()) > _MOST_SPREAD:
+        raise ValueError(
+            f"--ms: the slowest device takes {spread:.3g} times as long as the fastest, and at most {_MOST_SPREAD:g} "
+            "times are simulated; leave it out, e.g. --ms 20,50"
+        )
     first = [args.first_report_ms] * len(ms) if args.first_report_ms else None
     return VirtualFleet(
         ms.tolist(), args.jitter, args.sync_ms, slowdown=args.slowdown, first_report_ms=first, seed=args.seed

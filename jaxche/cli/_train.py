@@ -78,6 +78,12 @@ Under Slurm or mpirun the launcher restarts a failed run; see jaxche launch --he
 """
 
 
+def _name(text: str) -> str:
+    if text in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a folder of its own; write e.g. --name first")
+    return text
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--task", choices=tuple(TASKS), default="mnist", help="what to train, see below (default: %(default)s)")
@@ -196,7 +202,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--seed",
-        type=integer("--seed 0", 0),
+        type=integer("--seed 0", 0, 2**63 - 1),
         default=0,
         metavar="N",
         help="seed of the initial parameters, the order of the data and dropout (default: 0)",
@@ -209,6 +215,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--name",
+        type=_name,
         help="name of the run and its folder (default: task-policy-date-time); required for checkpoints under srun or "
         "mpirun",
     )

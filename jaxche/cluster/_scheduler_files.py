@@ -264,7 +264,7 @@ def emit(
         raise ValueError(f"--emit {scheduler}: there are slurm, jobset and mpirun. Write: --emit slurm")
     if not command:
         raise ValueError("there is no command. Write: jaxche launch --emit slurm --nodes 2x8 train.py")
-    if scheduler == "jobset" and image is None:
+    if scheduler == "jobset" and not image:
         raise ValueError(
             "--emit jobset needs a container image. "
             "Write: jaxche launch --emit jobset --image registry/me/train:1 --nodes 2x8 train.py"

@@ -179,7 +179,11 @@ class Rounds(Arguments):
 
     def _check_context_mesh(self, call: str) -> None:
         """Refuse a call under ``jax.set_mesh``, which is for programs on all devices of one mesh."""
-        if self.world_size > 1 and not jax.sharding.get_abstract_mesh().empty:
+        if jax.sharding.get_abstract_mesh().empty:
+            return
+        # A single replica trains under its own mesh.
+        own = set(self._engine.devices[0].flat)
+        if self.world_size > 1 or set(jax.sharding.get_mesh().devices.flat) != own:
             raise ValueError(
                 f"{call} was called under jax.set_mesh(...), whose programs run on all devices of its mesh, and each "
                 f"replica has devices of its own; write {call}(...) outside of it"

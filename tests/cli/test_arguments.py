@@ -134,6 +134,35 @@ def test_out_alike_in_all_commands(command, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["train", "-o", ""], "folder"),
+        (["train", "--replay", ""], "folder"),
+        (["simulate", "-o", ""], "file"),
+        (["launch", "--events", "", "train.py"], "file"),
+        (["report", ""], "folder"),
+        (["doctor", "--store", ""], "folder"),
+    ],
+)
+def test_an_empty_path_is_refused(words, what, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert f"'' is not the name of a {what}; is a variable of the shell not set?" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_file_to_write(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "--emit", "mpirun", "--nodes", "2", "-o", ".", "train.py"]) == 2
+    assert "--out .: Is a directory; write e.g. --out file\n" in capsys.readouterr().err
+
+
+def test_a_command_may_have_empty_words():
+    assert make_parser().parse_args(["launch", "train.py", "--name", ""]).command == ["train.py", "--name", ""]
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--epochs", "0"], "write --epochs 3"),
@@ -150,6 +179,9 @@ def test_out_alike_in_all_commands(command, capsys):
         (["--anchor", "500"], "from 1 to 200"),
         (["--overhead-target", "0.9"], "from 0.01 to 0.5"),
         (["--task", "cifar"], "invalid choice"),
+        (["--seed", str(2**63)], "from 0 to 9.22337e+18"),
+        (["--name", ""], "write e.g. --name first"),
+        (["--name", ".."], "'..' is no name of a folder"),
     ],
 )
 def test_invalid_values(words, message, capsys):
@@ -228,6 +260,15 @@ def test_a_replay_does_not_restart_or_save(launched, tmp_path, monkeypatch):
     assert (args.epochs, args.processes, args.replay, args.task) == (7, 3, "old", "digits")
     main(["train", "--replay", "old"])
     assert more["max_restarts"] == 0
+
+
+@pytest.mark.parametrize("result", ["[1, 2]", "{}", '{"arguments": [1]}', "3", ""])
+def test_a_replay_requires_the_result_of_a_run(launched, tmp_path, capsys, result):
+    record(tmp_path / "old")
+    (tmp_path / "old" / "result.json").write_text(result)
+    assert main(["train", "--replay", "old"]) == 2
+    assert "--replay old: there is no result.json of a finished run" in capsys.readouterr().err
+    assert not launched
 
 
 def test_a_replay_requires_a_history(launched, tmp_path, capsys):

@@ -122,7 +122,14 @@ def test_invalid_arguments(words, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--devices", "0"], ["--task", "none"], ["--compute-dtype", "int8"], ["--intra-node-size", "1"]]
+    "words",
+    [
+        ["--devices", "0"],
+        ["--devices", "10001"],
+        ["--task", "none"],
+        ["--compute-dtype", "int8"],
+        ["--intra-node-size", "1"],
+    ],
 )
 def test_unparsable_arguments(words):
     with pytest.raises(SystemExit) as stop:

@@ -47,6 +47,7 @@ def test_the_same_seed_gives_the_same_fleet(capsys):
         (["--ms", "20"], "two or more ranks"),
         (["--spread", "4"], "--ranks 64 --spread 4"),
         (["--slowdown", "9@1x2"], "rank=9"),
+        (["--ms", "1e9,1e-6"], "takes 1e+15 times as long as the fastest, and at most 10000 times"),
         (["--rounds", "2", "-o", "x.nothing"], "--out x.nothing"),
     ],
 )

@@ -59,6 +59,8 @@ def test_invalid_nodes(nodes):
 def test_image_is_for_jobsets():
     with pytest.raises(ValueError, match=r"^--emit jobset needs a container image\. Write: .*--image registry"):
         emit("jobset", COMMAND, "2")
+    with pytest.raises(ValueError, match="needs a container image"):
+        emit("jobset", COMMAND, "2", image="")
     with pytest.raises(ValueError, match=r"^--image me/train:1: --emit slurm takes no container image\. Leave it out$"):
         emit("slurm", COMMAND, "2", image="me/train:1")
 

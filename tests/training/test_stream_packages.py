@@ -102,12 +102,12 @@ class _Rows:
         return "rows"
 
 
-def grain_loader():
+def grain_loader(workers=0):
     return grain.DataLoader(
         data_source=_Rows(),
         sampler=grain.samplers.IndexSampler(EXAMPLES, shuffle=True, seed=0, num_epochs=1),
         operations=[grain.transforms.Batch(BATCH)],
-        worker_count=0,
+        worker_count=workers,
     )
 
 
@@ -146,6 +146,23 @@ def test_every_example_once_in_every_epoch_and_on_from_a_checkpoint(devices, tmp
     assert sorted(trained) == sorted(2 * list(range(EXAMPLES)))
     said = [record.getMessage() for record in caplog.records if record.name == "jaxche"]
     assert any("read again and skipped" in text for text in said) is not SOURCES[make]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_workers_of_grain_give_every_example_once_and_go_on_from_a_checkpoint(
+    devices, tmp_path, trained, caplog, replicas
+):
+    flags = _imported("absl.flags").FLAGS
+    flags.mark_as_parsed()  # as absl.app.run does, without which Grain starts no workers
+    for limit in ({"max_steps": 5}, {"epochs": 1}):
+        trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:replicas])
+        state = trainer.init(jnp.zeros(3))
+        state, _ = trainer.fit(state, grain_loader(workers=2), progress=False, checkpoints=tmp_path, **limit)
+    assert state.epoch == 1
+    assert sorted(trained) == list(range(EXAMPLES))
+    assert not any("read again and skipped" in record.getMessage() for record in caplog.records)
 
 
 def test_examples_of_hugging_face_are_refused_with_the_line_to_write(devices):

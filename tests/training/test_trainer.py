@@ -609,6 +609,20 @@ def test_calls_under_a_mesh_of_all_devices_are_refused(problem, devices):
     trainer.round(state, problem.data)
 
 
+def test_one_replica_under_a_mesh_of_other_devices_is_refused(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:1])
+    state = trainer.init(problem.params)
+    for others in (devices[:2], devices[1:2]):
+        with jax.set_mesh(jax.make_mesh((len(others),), ("data",), devices=others)):
+            for call in (lambda: trainer.init(problem.params), lambda: trainer.fit(state, problem.data)):
+                with pytest.raises(
+                    ValueError, match=r"was called under jax.set_mesh.*; write trainer\.\w+\(\.\.\.\) out"
+                ):
+                    call()
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=devices[:1])):
+        trainer.round(state, problem.data)
+
+
 def test_one_replica_trains_under_its_mesh(problem, devices):
     strategy = jaxche.FullShard()
     mesh = strategy.mesh(devices[:2])
