@@ -147,7 +147,7 @@ def choose(now: Choice, shares: RowShares, che: ElChe, batch_rows: int, round: i
     found = options(shares, batch_rows, sync_ms, tau_ms, unit)
     best = max(found, key=lambda one: one.progress)
     same = [one for one in found if _is(one, now)]
-    if same and now.joined + sum(now.active) and best.progress < _BETTER * same[0].progress:
+    if same and best.progress < _BETTER * same[0].progress:
         best = same[0]
     active = () if all(best.active) else best.active
     changed = (best.policy, active) != (now.policy, now.active)

@@ -112,7 +112,7 @@ class ElChe(CadenceState):
                 f"anchor={self.anchor} is above max_anchor={self.max_anchor}; write "
                 f"ElChe(anchor={self.max_anchor}, max_anchor={self.max_anchor}) or a larger max_anchor"
             )
-        checked["min_anchor"] = self.min_anchor or checked["anchor"]
+        checked["min_anchor"] = whole_number("min_anchor", self.min_anchor, 0, "ElChe(anchor=10)") or checked["anchor"]
         checked["batch_counts"] = tuple(self.batch_counts) or (self.anchor,) * self.world_size
         checked["ms_per_batch"] = tuple(self.ms_per_batch) or (0.0,) * self.world_size
         checked["ms_samples"] = tuple(map(tuple, self.ms_samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -36,6 +37,12 @@ class Slowdown:
     rank: int
     round: int
     factor: float
+
+    def __post_init__(self) -> None:
+        whole_number("rank", self.rank, 0, "Slowdown(rank=0, round=10, factor=2.0)")
+        whole_number("round", self.round, 0, "Slowdown(rank=0, round=10, factor=2.0)")
+        if finite_number("factor", self.factor, "factor=2.0") <= 0:
+            raise ValueError(f"factor={self.factor} must be above 0; write e.g. factor=2.0")
 
 
 def _numbers(name: str, row: Any) -> tuple[float, ...]:
@@ -104,21 +111,27 @@ class VirtualFleet:
             raise ValueError(
                 f"first_report_ms has {len(self.first_report_ms)} entries for {speeds.size} ranks; write one per rank"
             )
-        if not 0.0 <= finite_number("jitter", self.jitter, "jitter=0.05 for 5 %") <= 1.0:
+        for ms in self.first_report_ms or ():
+            finite_number("first_report_ms", ms, "first_report_ms=[900.0, 1500.0]", least=0.0)
+        for name, least, line in (
+            ("jitter", -math.inf, "jitter=0.05 for 5 %"),
+            ("sync_ms", 0.0, "sync_ms=5.0"),
+            ("fixed_ms", 0.0, "fixed_ms=2.0"),
+            ("group_sync_ms", 0.0, "group_sync_ms=1.0"),
+            ("first_sync_ms", 0.0, "first_sync_ms=500.0"),
+        ):
+            object.__setattr__(self, name, finite_number(name, getattr(self, name), line, least=least))
+        if not 0.0 <= self.jitter <= 1.0:
             raise ValueError(f"jitter={self.jitter} lies outside [0, 1]; write e.g. jitter=0.05 for 5 %")
-        finite_number("sync_ms", self.sync_ms, "sync_ms=5.0", least=0.0)
-        finite_number("fixed_ms", self.fixed_ms, "fixed_ms=2.0", least=0.0)
-        finite_number("group_sync_ms", self.group_sync_ms, "group_sync_ms=1.0", least=0.0)
         if self.fixed_ms > speeds.min():
             raise ValueError(
                 f"fixed_ms={self.fixed_ms} is more than a batch takes, {speeds.min():g} ms on the fastest rank; it is "
                 "a part of ms_per_batch"
             )
-        finite_number("first_sync_ms", self.first_sync_ms, "first_sync_ms=500.0", least=0.0)
         whole_number("seed", self.seed, 0, "seed=0")
         if self.slowdown is not None and not isinstance(self.slowdown, Slowdown):
             line = "slowdown=jaxche.cadence.Slowdown(rank=0, round=10, factor=2.0)"
-            raise ValueError(f"slowdown={self.slowdown!r} is not one; write {line}")
+            raise ValueError(f"slowdown={self.slowdown!r} is not a Slowdown; write {line}")
         if self.slowdown is not None and not 0 <= self.slowdown.rank < speeds.size:
             raise ValueError(f"slowdown.rank={self.slowdown.rank} is not one of {speeds.size} ranks")
 

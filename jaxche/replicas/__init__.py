@@ -14,6 +14,7 @@ from jaxche.replicas._merge import SingleReplica as SingleReplica
 from jaxche.replicas._merge_program import HOST_COLUMNS as HOST_COLUMNS
 from jaxche.replicas._merge_program import TINY_WEIGHT as TINY_WEIGHT
 from jaxche.replicas._merge_program import MergeRules as MergeRules
+from jaxche.replicas._merge_program import Report as Report
 from jaxche.replicas._outputs import BatchOutputs
 from jaxche.replicas._outputs import check_rows as check_rows
 from jaxche.replicas._outputs import in_order as in_order

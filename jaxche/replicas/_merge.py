@@ -40,12 +40,8 @@ class Merged(NamedTuple):
 
     local_states: tuple[LocalState, ...]
     table: np.ndarray  # [R, len(HOST_COLUMNS) + 1 + Columns.count]
-    drift: tuple[float, float]
+    report: Report = Report()
     scaled: Scaled = Scaled()
-    # The arguments of measure_drift, and the mean of squares with weights by batches.
-    squares: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    finite: bool = True  # whether the merge made no number NaN or infinite
-    accumulated: int = 0  # see Report
     nbytes: int = 0  # that each replica sends
     wall_ms: float | None = None  # duration of the merged steps, if they are of an earlier round
 
@@ -87,7 +83,7 @@ class Merge:
         self._kept = are_accumulators(local.opt_state) if opt_state == "reset" else []
         program = MergeProgram(replica_mesh, rules, local, self._packings)
         mapped = jax.shard_map(
-            program.parameters if average == "parameters" else program.gradients,
+            program,
             mesh=replica_mesh.mesh,
             in_specs=(P(AXIS), P(AXIS), P(AXIS), P(AXIS)),
             out_specs=(P(AXIS), P(), P()),
@@ -130,16 +126,7 @@ class Merge:
             views = Views(self._replica_mesh, {name: merged[name] for name in names})
             for local in local_states:
                 local.views = views
-        return Merged(
-            local_states,
-            table,
-            drift=(report.drift, report.drift_direction),
-            scaled=scaled,
-            squares=(report.mean_of_squares, report.mean_delta_sq, report.mean_params_sq, report.squares_by_batches),
-            finite=report.finite == 1,
-            accumulated=int(report.accumulated),
-            nbytes=self.nbytes,
-        )
+        return Merged(local_states, table, report, scaled, self.nbytes)
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """The arguments of the program."""
@@ -230,12 +217,12 @@ class SingleReplica:
         local = LocalState(carry.params, carry.opt_state, carry.model_state, start.outer_state, residual=start.residual)
         table = np.concatenate([rows, np.asarray(carry.not_finite), np.asarray(carry.sums)], axis=1)
         if self._scaling is None:
-            return Merged((local,), table, (0.0, 0.0))
+            return Merged((local,), table)
         # Without the trees that the next state takes unchanged.
         rest = carry._replace(opt_state=None, model_state=None)
         noise, progress, numbers = _end_scaling(self._scaling, rest, start.progress, np.float32(rows[0, 0]))
         local = local._replace(noise=noise, progress=progress)
-        return Merged((local,), table, (0.0, 0.0), Scaled(*np.asarray(numbers).tolist()))
+        return Merged((local,), table, scaled=Scaled(*np.asarray(numbers).tolist()))
 
 
 @functools.partial(jax.jit, static_argnums=0)

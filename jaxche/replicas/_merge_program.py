@@ -130,7 +130,7 @@ class MergeProgram:
         self._packings = packings
         self._replica_mesh, self._rule, self._opt_mode = replica_mesh, rules.merge, rules.opt_state
         self._outer, self._scaling, self._loss_weight = rules.outer, rules.scaling, rules.loss_weight
-        self._wire = rules.wire
+        self._wire, self._merge = rules.wire, self._parameters if rules.average == "parameters" else self._gradients
         self._tx: Any = with_extra_args(rules.tx)
         self._schedules = are_schedules(local.opt_state)
         self._accumulates = are_accumulators(local.opt_state)
@@ -178,8 +178,8 @@ class MergeProgram:
 
     def _table(self, host: Any, not_finite: Any, sums: Any) -> Any:
         """The rows of this replica in a table of zeros; the sum over replicas is the whole table."""
-        columns = jnp.concatenate([not_finite, sums], axis=1)
-        rows = jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.shape[1]))], axis=1)
+        columns = jnp.concatenate([not_finite, sums])
+        rows = jnp.concatenate([host[0], jnp.broadcast_to(columns, (host.shape[1], columns.size))], axis=1)
         table = jnp.zeros((self._replica_mesh.mesh.shape[AXIS], *rows.shape), jnp.float32)
         return table.at[lax.axis_index(AXIS)].set(rows)
 
@@ -188,7 +188,7 @@ class MergeProgram:
 
         Variances take a second, small all-reduce.
         """
-        state = drop_replica_axis(end["model_state"])
+        state = end["model_state"]
         leaves, treedef = jax.tree.flatten(state)
         averaged = [i for i, leaf in enumerate(leaves) if is_float(leaf)]
 
@@ -203,12 +203,17 @@ class MergeProgram:
 
         return weighted([leaves[i] for i in averaged], examples), finish
 
-    def parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
+    def __call__(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
+        """The merge: ``(merged trees, table, report)``; but for ``host``, arrays have no replica axis within it."""
+        start, end, measured = drop_replica_axis((start, end, measured))
+        merged, table, report = self._merge(start, end, measured, host)
+        return add_replica_axis(merged), table, report
+
+    def _parameters(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """The weighted mean of parameters: ``(merged trees, table, report)``."""
-        sums, examples = measured["sums"], measured["sums"][0, 0]
-        x0, x = drop_replica_axis(start["params"]), drop_replica_axis(end["params"])
-        batches = host[0, 0, _BATCHES]
-        weight = self._weight(sums[0], host[0, 0, _COUNT], batches)
+        sums, examples = measured["sums"], measured["sums"][0]
+        x0, x, batches = start["params"], end["params"], host[0, 0, _BATCHES]
+        weight = self._weight(sums, host[0, 0, _COUNT], batches)
         delta = jax.tree.map(lambda a, b: a.astype(sum_dtype(a.dtype)) - b.astype(sum_dtype(b.dtype)), x0, x)
         statistics, finish = self._statistics(end, examples)
         payload = {
@@ -229,18 +234,18 @@ class MergeProgram:
         counts = total["table"][:, 0, _COUNT]
         alpha = _fednova_step(counts) if self._rule == "fednova" else jnp.float32(1)
         progress = jax.tree.map(lambda d: d * alpha.astype(d.dtype), mean)
-        params, outer_state = self._next_params(x0, progress, drop_replica_axis(start["outer_state"]))
-        merged = {"params": add_replica_axis(params), "outer_state": add_replica_axis(outer_state)}
-        merged["model_state"] = add_replica_axis(finish(total["statistics"], jnp.maximum(total["examples"], 1)))
+        params, outer_state = self._next_params(x0, progress, start["outer_state"])
+        model_state = finish(total["statistics"], jnp.maximum(total["examples"], 1))
+        merged = {"params": params, "outer_state": outer_state, "model_state": model_state}
         if residual is not None:
-            merged["residual"] = add_replica_axis(residual)
+            merged["residual"] = residual
         if self._opt_mode == "average":
-            merged["opt_state"] = add_replica_axis(_with_leaves(drop_replica_axis(end["opt_state"]), moments))
+            merged["opt_state"] = _with_leaves(end["opt_state"], moments)
         elif self._opt_mode == "reset":
-            fresh = self._tx.init(params)
-            merged["opt_state"], new_counts = add_replica_axis(fresh), counts_of(fresh)
+            merged["opt_state"] = fresh = self._tx.init(params)
+            new_counts = counts_of(fresh)
         if old_counts:
-            merged["counts"] = add_replica_axis(self._merged_counts(old_counts, new_counts, total))
+            merged["counts"] = self._merged_counts(old_counts, new_counts, total)
         squares = (total["squares"][0] / total["weight"], _square_norm(mean), _square_norm(params))
         by_batches = total["squares"][1] / total["table"][:, 0, _BATCHES].sum()
         finite, agreed = self._stayed_finite(start, merged), jnp.float32(1)
@@ -248,10 +253,10 @@ class MergeProgram:
             finite, agreed = agreement(params, finite, AXIS)
         report, scaled = Report(*measure_drift(*squares), *squares, by_batches, finite, agreed=agreed), None
         if self._scaling is not None:
-            noise = self._scaling.update_from_estimates(drop_replica_axis(start["noise"]), total["noise"])
+            noise = self._scaling.update_from_estimates(start["noise"], total["noise"])
             # Each replica counted its own base steps; the merge takes their weighted mean.
-            progress = drop_replica_axis(start["progress"]) + alpha * total["gains"][2] / total["weight"]
-            merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
+            progress = start["progress"] + alpha * total["gains"][2] / total["weight"]
+            merged |= {"noise": noise, "progress": progress}
             steps = counts.sum()
             scaled = Scaled.of(noise, total["gains"][0] / steps, total["gains"][1] / steps, progress)
         return merged, total["table"], _to_vector(report, scaled)
@@ -269,16 +274,14 @@ class MergeProgram:
         if "counts" not in start:
             return [], []
         new = measured["counts"] if "counts" in measured else counts_of(end["opt_state"])
-        return drop_replica_axis(start["counts"]), drop_replica_axis(new)
+        return start["counts"], new
 
     def _noise_payload(self, start: Any, measured: Any, weight: Any, examples: Any) -> dict[str, Any]:
         """The sums of which the noise scale and the mean gain are made."""
         assert self._scaling is not None
-        noise, gains = drop_replica_axis(start["noise"]), drop_replica_axis(measured["scaled"])
-        opt_state = drop_replica_axis(start["opt_state"]) if self._scaling.preconditioned else None
-        params, tracked = drop_replica_axis(start["params"]), drop_replica_axis(measured["tracked"])
+        opt_state, gains = start["opt_state"] if self._scaling.preconditioned else None, measured["scaled"]
         return {
-            "noise": self._scaling.payload(tracked, noise, opt_state, params, examples),
+            "noise": self._scaling.payload(measured["tracked"], start["noise"], opt_state, start["params"], examples),
             "gains": jnp.append(gains, weighted(gains[0], weight)),
         }
 
@@ -286,10 +289,10 @@ class MergeProgram:
         """The weighted means of the changes and of the moments, as numbers or as codes, and the sums of the payload."""
         moments = {}
         if self._opt_mode == "average":
-            leaves = jax.tree.leaves(drop_replica_axis(end["opt_state"]))
+            leaves = jax.tree.leaves(end["opt_state"])
             moments = {i: x for i, x in enumerate(leaves) if is_float(x) and not self._accumulates[i]}
         if self._wire != "float32":
-            return self._coded_sums(delta, drop_replica_axis(start["residual"]), moments, payload)
+            return self._coded_sums(delta, start["residual"], moments, payload)
         payload = payload | {"delta": weighted(delta, payload["weight"])}
         if self._opt_mode == "average":
             payload["opt_state"] = weighted(moments, payload["weight"])
@@ -329,35 +332,33 @@ class MergeProgram:
         names = [name for name in states if name in start and name in merged]
         before, after = ([tree[name] for name in names] for tree in (start, merged))
         if not self._replica_mesh.inner:  # a few long vectors are compiled sooner than many arrays
-            packing = Packing(after)
-            before, after = packing.pack(before), packing.pack(after)
+            packing = Packing(add_replica_axis(after))
+            before, after = (packing.pack(add_replica_axis(trees)) for trees in (before, after))
         return stayed_finite(before, after).astype(jnp.float32)
 
     def numbers(self, start: Any, measured: Any, host: Any) -> tuple[dict[str, Any], Any]:
         """The table and the optimizer's counts of a merge of parameters that comes later: ``(counts, table)``."""
+        start, measured = drop_replica_axis((start, measured))
         payload: dict[str, Any] = {"table": self._table(host, measured["not_finite"], measured["sums"])}
         if "counts" not in start:
             return {}, self._sum(payload)["table"]
-        old, new = drop_replica_axis(start["counts"]), drop_replica_axis(measured["counts"])
+        old, new = start["counts"], measured["counts"]
         payload["counts"] = jnp.stack([b - a for a, b in zip(old, new, strict=True)]).astype(jnp.float32)[None]
         total = self._sum(payload)
         return {"counts": add_replica_axis(self._merged_counts(old, new, total))}, total["table"]
 
-    def gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
+    def _gradients(self, start: Any, end: Any, measured: Any, host: Any) -> tuple[Any, Any, Any]:
         """One update with the mean of all gradients, equal on all replicas: ``(merged trees, table, report)``."""
-        sums = measured["sums"]
-        params = drop_replica_axis(start["params"])
-        statistics, finish = self._statistics(end, sums[0, 0])
+        sums, params, before = measured["sums"], start["params"], start["opt_state"]
+        statistics, finish = self._statistics(end, sums[0])
         payload = {
-            "grads": drop_replica_axis(end["grads"]),
-            "sums": sums[0],
+            "grads": end["grads"],
+            "sums": sums,
             "statistics": statistics,
-            "table": self._table(host, non_finite_flag(all_finite(end["grads"])), sums),
+            "table": self._table(host, non_finite_flag(all_finite(end["grads"]))[0], sums),
         }
         if self._scaling is not None:
-            payload["noise"] = self._scaling.payload(
-                drop_replica_axis(measured["tracked"]), None, None, None, sums[0, 0]
-            )
+            payload["noise"] = self._scaling.payload(measured["tracked"], None, None, None, sums[0])
         total = self._sum(payload)
         # The first merge only compiles and has no examples: 0 / 0 would be an error under jax_debug_nans.
         some = total["sums"].at[0].max(1)
@@ -366,22 +367,20 @@ class MergeProgram:
         summed = packing.unpack(total["grads"]) if packing else total["grads"]
         grads = jax.tree.map(lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), summed, params)
         loss = total["sums"][1] / weight
-        before, arguments, scaled = drop_replica_axis(start["opt_state"]), {}, None
+        arguments, scaled = {}, None
         if self._scaling is not None:
             exact = jax.tree.map(lambda g: g / examples.astype(g.dtype), summed)
-            noise = self._scaling.update_from_gradients(
-                drop_replica_axis(start["noise"]), total["noise"], exact, before, examples
-            )
-            arguments = self._scaling.arguments(noise, drop_replica_axis(start["progress"]), examples)
+            noise = self._scaling.update_from_gradients(start["noise"], total["noise"], exact, before, examples)
+            arguments = self._scaling.arguments(noise, start["progress"], examples)
         updates, after = self._tx.update(grads, before, params, value=loss, **arguments)
         batches = jnp.round(total["table"][:, 0, _BATCHES].sum())
         opt_state, accumulated = advance_by_batches(
             batches, before, after, host[0, 0, HOST_COLUMNS.index("accumulated")]
         )
         merged = {
-            "params": add_replica_axis(optax.apply_updates(params, updates)),
-            "opt_state": add_replica_axis(opt_state),
-            "model_state": add_replica_axis(finish(total["statistics"], examples)),
+            "params": optax.apply_updates(params, updates),
+            "opt_state": opt_state,
+            "model_state": finish(total["statistics"], examples),
             "outer_state": start["outer_state"],
         }
         stayed = self._stayed_finite(start, merged)
@@ -389,7 +388,7 @@ class MergeProgram:
         table = total["table"].at[..., len(HOST_COLUMNS)].multiply(1 - stayed)
         if arguments:
             noise, progress = arguments["noise"], opt_state.progress
-            merged |= {"noise": add_replica_axis(noise), "progress": add_replica_axis(progress)}
+            merged |= {"noise": noise, "progress": progress}
             scaled = Scaled.of(noise, noise.gain(arguments["scale"]), opt_state.factor, progress)
         return merged, table, _to_vector(Report(finite=stayed, accumulated=accumulated), scaled)
 

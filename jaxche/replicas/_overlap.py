@@ -14,6 +14,7 @@ next plan follows from it.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jaxche.averaging import is_float, sum_dtype
 from jaxche.data import Threads
 from jaxche.replicas._merge import Merge, Merged, reduce_rows
-from jaxche.replicas._merge_program import MergeProgram, MergeRules
+from jaxche.replicas._merge_program import MergeProgram, MergeRules, Report
 from jaxche.replicas._programs import Carry, LocalState
 from jaxche.replicas._replica_mesh import AXIS, ReplicaMesh
 from jaxche.replicas._schedule_counts import are_schedules, counts_of, with_counts
@@ -60,9 +61,7 @@ class MergeInFlight:
     def seen_by(self, exchanged: Merged) -> Merged:
         """An exchanged table with the drift and flags of this merge: the round after a merge reports them."""
         found = self.result()
-        return exchanged._replace(
-            drift=found.drift, squares=found.squares, finite=found.finite, wall_ms=self.wall_ms, nbytes=found.nbytes
-        )
+        return exchanged._replace(report=found.report, wall_ms=self.wall_ms, nbytes=found.nbytes)
 
     @property
     def duration_ms(self) -> float:
@@ -176,7 +175,8 @@ class OverlappedMerge:
             counts, table = self._numbers(*arguments)
             table = reduce_rows(np.asarray(table))
         parts = self._replica_mesh.unstack(counts)
-        return Merged(tuple(map(_snapshot, starts, carries, parts)), table, (float("nan"), float("nan")))
+        unknown = Report(drift=math.nan, drift_direction=math.nan)
+        return Merged(tuple(map(_snapshot, starts, carries, parts)), table, unknown)
 
     def start(
         self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray, wall_ms: float, cost_ms: float

@@ -97,9 +97,8 @@ class Columns:
 class Steps(NamedTuple):
     """The compiled steps of a round, ``step(constants, carry, batch) -> (carry, loss)``.
 
-    With outputs a step returns them third.
-
-    Steps that measure the gradient noise may have a program of their own; otherwise both are the same.
+    With outputs, a step returns ``(carry, loss, outputs)``. Steps that measure the gradient noise may have a program of
+    their own; otherwise both are the same.
     """
 
     measuring: Any
@@ -169,6 +168,10 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+# The fields of constants and carries without a replica axis.
+_WITHOUT_AXIS = frozenset({"frozen", "stride", "merge_scale", "index"})
+
+
 class Constants(NamedTuple):
     """The inputs that all steps of a round share; fields that the settings do not need are None.
 
@@ -193,8 +196,8 @@ class Constants(NamedTuple):
 class Carry(NamedTuple):
     """The carry of the steps of a round; fields that the settings do not need are None.
 
-    Arrays have a leading axis of 1. ``index`` is the number of the next batch, for its random key; ``sums`` has the
-    :class:`Columns` of the loss function.
+    Arrays have a leading axis of 1, except ``index``, the number of the next batch, for its random key. ``sums`` has
+    the :class:`Columns` of the loss function.
     """
 
     model_state: Any
@@ -262,13 +265,12 @@ class LocalPrograms:
         self._frozen = loss.put(placement)
         self._tx: Any = with_extra_args(tx)
         self._columns, self._scaling = columns, scaling
-        step = self._local_step if average == "parameters" else self._accumulate
         self._average = average
         # keep_unused: the arguments also determine the device of the zeros.
         self._begin_program = jax.jit(self._begin, keep_unused=True)
         self._finish_program, self._finite = jax.jit(self._finish), jax.jit(self._zero_flag, keep_unused=True)
         self._step = jax.jit(
-            step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
+            self._one_step, static_argnames="measures", donate_argnums=1, compiler_options=placement.compiler_options
         )
 
     def on(self, placement: Placement) -> LocalPrograms:
@@ -366,63 +368,67 @@ class LocalPrograms:
         present = {name: tree for name, tree in trees._asdict().items() if tree is not None}
         return trees._replace(**self._placement.constrain(present))
 
+    def _one_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
+        """A step; within it arrays have no replica axis."""
+        step = self._local_step if self._average == "parameters" else self._accumulate
+        carry, *rest = step(_mapped(drop_replica_axis, start), _mapped(drop_replica_axis, carry), batch, measures)
+        return self._constrained(_mapped(add_replica_axis, carry)), *rest
+
     def _value_and_grad(
         self, params: Any, frozen: Any, carry: Carry, batch: Any
     ) -> tuple[Any, Any, Any, Carry, list[Any]]:
         """Loss, gradients, the row of the sums, the carry with new model state, index and sums, and any outputs."""
         rng = jax.random.fold_in(jax.random.key(self._seed), carry.index)
         (loss, (metrics, model_state, *outputs)), grads = self._objective(
-            params, (frozen, drop_replica_axis(carry.model_state)), batch, rng
+            params, (frozen, carry.model_state), batch, rng
         )
         row = self._columns.row(loss, metrics, jnp.float32(batch_size(batch)))
-        counted = carry._replace(
-            model_state=add_replica_axis(model_state), index=carry.index + 1, sums=carry.sums + row[None]
-        )
+        counted = carry._replace(model_state=model_state, index=carry.index + 1, sums=carry.sums + row)
         return mean_of(loss), grads, row, counted, outputs
 
     def _local_step(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
-        params, opt_state, scaled = drop_replica_axis(carry.params), drop_replica_axis(carry.opt_state), {}
+        params, opt_state, scaled = carry.params, carry.opt_state, {}
         loss, grads, row, carry, outputs = self._value_and_grad(params, start.frozen, carry, batch)
         if self._scaling is not None:
             scaled, carry = self._scale(start, carry, grads, row[0], measures)
         update = partial(self._placement.update, self._tx, grads, params=params, value=loss, **scaled)
-        params, opt_state = update_in_round(update, opt_state, drop_replica_axis(start.counts), start.stride)
+        params, opt_state = update_in_round(update, opt_state, start.counts, start.stride)
         if scaled:
             gain = jnp.stack([scaled["noise"].gain(scaled["scale"]), opt_state.factor])
-            carry = carry._replace(scaled=carry.scaled + gain[None])
-        carry = carry._replace(params=add_replica_axis(params), opt_state=add_replica_axis(opt_state))
-        return self._constrained(carry), loss, *outputs
+            carry = carry._replace(scaled=carry.scaled + gain)
+        return carry._replace(params=params, opt_state=opt_state), loss, *outputs
 
     def _scale(
         self, start: Constants, carry: Carry, grads: Any, examples: Any, measures: bool
     ) -> tuple[dict[str, Any], Carry]:
         """The arguments of the scaled optimizer in a local step, and the carry with the new noise sums."""
         scaling, merge_scale = self._scaling, start.merge_scale
-        preconditioner = drop_replica_axis(start.preconditioner)
         assert scaling is not None
         assert merge_scale is not None
-        progress = drop_replica_axis(start.progress) + merge_scale.alpha * carry.scaled[0, 0]
-        noise = drop_replica_axis((carry if measures and scaling.solo else start).noise)
+        progress = start.progress + merge_scale.alpha * carry.scaled[0]
+        noise = (carry if measures and scaling.solo else start).noise
         if measures and scaling.solo:
-            tracked = drop_replica_axis(carry.tracked)
-            noise, tracked = scaling.update_from_step(noise, tracked, grads, examples, preconditioner)
-            carry = carry._replace(noise=add_replica_axis(noise), tracked=add_replica_axis(tracked))
+            noise, tracked = scaling.update_from_step(noise, carry.tracked, grads, examples, start.preconditioner)
+            carry = carry._replace(noise=noise, tracked=tracked)
         elif measures:
-            tracked = scaling.accumulate(drop_replica_axis(carry.tracked), noise, grads, examples, preconditioner)
-            carry = carry._replace(tracked=add_replica_axis(tracked))
+            tracked = scaling.accumulate(carry.tracked, noise, grads, examples, start.preconditioner)
+            carry = carry._replace(tracked=tracked)
         return scaling.arguments(noise, progress, examples, merge_scale.replicas), carry
 
     def _accumulate(self, start: Constants, carry: Carry, batch: Any, measures: bool) -> tuple[Any, ...]:
-        params = drop_replica_axis(start.params)
-        loss, grads, row, carry, outputs = self._value_and_grad(params, start.frozen, carry, batch)
+        loss, grads, row, carry, outputs = self._value_and_grad(start.params, start.frozen, carry, batch)
         if self._scaling is not None and measures:
-            tracked, noise = drop_replica_axis(carry.tracked), drop_replica_axis(start.noise)
-            preconditioner = drop_replica_axis(start.preconditioner)
-            tracked = self._scaling.accumulate(tracked, noise, grads, row[0], preconditioner)
-            carry = carry._replace(tracked=add_replica_axis(tracked))
-        grads = self._packed_grads(add_replica_axis(grads))
+            tracked = self._scaling.accumulate(carry.tracked, start.noise, grads, row[0], start.preconditioner)
+            carry = carry._replace(tracked=tracked)
+        grads = drop_replica_axis(self._packed_grads(add_replica_axis(grads)))
         summed = add_weighted(carry.grads, grads, row[self._columns.weight_of(0)])
-        return self._constrained(carry._replace(grads=summed)), loss, *outputs
+        return carry._replace(grads=summed), loss, *outputs
+
+
+def _mapped(change: Callable[[Any], Any], trees: Any) -> Any:
+    """Constants or a carry with all changed that has a replica axis."""
+    have = {name: tree for name, tree in trees._asdict().items() if name not in _WITHOUT_AXIS}
+    return trees._replace(**{name: change(tree) for name, tree in have.items()})
 
 
 def _without_noise(start: Constants, carry: Carry) -> tuple[Constants, Carry]:

@@ -202,7 +202,8 @@ class Scaling:
             return tree
         leaves = jax.tree.leaves(tree)
         small = [x.ravel() for x in leaves if x.size < _SMALL]
-        return [x for x in leaves if x.size >= _SMALL] + ([jnp.concatenate(small)] if small else [])
+        with jax.numpy_dtype_promotion("standard"):  # of parameters of several dtypes, also where users forbid it
+            return [x for x in leaves if x.size >= _SMALL] + ([jnp.concatenate(small)] if small else [])
 
     def _split(self, joined: Any, like: Any) -> Any:
         """The inverse of :meth:`_join`."""

@@ -9,6 +9,7 @@ from jaxche.sharding._checks import check_update as check_update
 from jaxche.sharding._checks import collections_of as collections_of
 from jaxche.sharding._checks import flax_kind as flax_kind
 from jaxche.sharding._checks import is_maker as is_maker
+from jaxche.sharding._checks import not_floats as not_floats
 from jaxche.sharding._compare import Comparison, compare_strategies
 from jaxche.sharding._devices import RemoteDevice, devices
 from jaxche.sharding._devices import is_private as is_private

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -100,8 +100,7 @@ def check_params(params: Any, init: str) -> Any:
     _refuse_model(params, init)
     if is_maker(params):
         params = _made_by(params, init)
-    leaves = jax.tree.leaves_with_path(params)
-    if not leaves:
+    if not jax.tree.leaves(params):
         raise ValueError("params has no arrays; pass the tree of parameters, e.g. model.init(rng, x)['params']")
     if others := collections_of(params):
         raise ValueError(
@@ -110,23 +109,27 @@ def check_params(params: Any, init: str) -> Any:
             f'{init}(variables.pop("params"), variables)'
         )
     check_not_deleted(params, "params", f"give {init} the parameters of the last state, or copies from before the step")
-    for path, leaf in leaves:
-        name = f"params{jax.tree_util.keystr(path)}"
-        # A module of linen has a dtype, too.
-        if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
-            if callable(leaf):
-                raise ValueError(
-                    f"{name} is a function, {brief(leaf)}; parameters are arrays alone. With Equinox write "
-                    f"params, static = eqx.partition(model, eqx.is_inexact_array), {init}(params), and "
-                    "eqx.combine(params, static) in loss_fn"
-                )
-            raise ValueError(
-                f"{name} is {brief(leaf)}, not an array; leave it out of params, and close over it in loss_fn"
-            )
-        if not is_float(leaf):
-            kind = getattr(leaf, "dtype", type(leaf).__name__)
+    for name, leaf, kind in not_floats(params, "params"):
+        if kind is not None:
             raise ValueError(f"{name} is {kind}, not float; move it into {init}(params, model_state=...)")
+        if callable(leaf):
+            raise ValueError(
+                f"{name} is a function, {brief(leaf)}; parameters are arrays alone. With Equinox write "
+                f"params, static = eqx.partition(model, eqx.is_inexact_array), {init}(params), and "
+                "eqx.combine(params, static) in loss_fn"
+            )
+        raise ValueError(f"{name} is {brief(leaf)}, not an array; leave it out of params, and close over it in loss_fn")
     return params
+
+
+def not_floats(tree: Any, root: str) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and dtype of each leaf that is not a float array; the dtype is None where it is no array at all."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        # A module of linen has a dtype, too.
+        is_array = hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)
+        if not is_array or not is_float(leaf):
+            kind = getattr(leaf, "dtype", type(leaf).__name__) if is_array else None
+            yield f"{root}{jax.tree_util.keystr(path)}", leaf, kind
 
 
 def check_not_deleted(tree: Any, name: str, line: str) -> None:

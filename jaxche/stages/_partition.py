@@ -17,8 +17,9 @@ from jaxche.cadence import whole_number
 from jaxche.drawing import brief, short_traceback
 from jaxche.scaling import with_extra_args
 from jaxche.sharding import Device, check_numbers, check_transform, check_update, local_devices
+from jaxche.stages._pace import Pace, PacedProgram
 from jaxche.stages._program import MicroBatches, StageProgram, StageSpec
-from jaxche.stages._runner import Pace, Plan, StageResult, run_stages
+from jaxche.stages._runner import Plan, StageResult, run_stages
 from jaxche.stages._schedule import SCHEDULES
 from jaxche.stages._stage import Stage, check_stage_params, spec, stage_key, trace_stages
 from jaxche.stages._wire import StageProtocol, Wire
@@ -418,13 +419,15 @@ class Partitioned:
             out = outputs[stage] if stage < last else None
             given = StageSpec(params[stage], x, batch if stage in (0, last) else None, out)
             loss = self.loss if stage == last else None
-            programs[stage] = StageProgram(self._stages[stage], loss, self.seed, self.devices[stage], micro, given)
+            program = StageProgram(self._stages[stage], loss, self.seed, self.devices[stage], micro, given)
+            pace = self._paces[stage]
+            programs[stage] = program if pace is None else PacedProgram(program, pace)
         return Plan(micro, SCHEDULES[self.protocol.schedule](last + 1, micro.count), programs)
 
     def _run(self, plan: Plan, step: int, placed: dict[int, Any], batch: Any) -> dict[int, StageResult]:
         """Run one forward and backward through the stages of this process."""
         try:
-            results = run_stages(plan, self._open_wire(), step, placed, batch, self._paces)
+            results = run_stages(plan, self._open_wire(), step, placed, batch)
         except BaseException:
             # The wire may hold trees of the step that failed: the next step opens a new one.
             self.close()

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from jaxche.stages._pace import PacedProgram
 from jaxche.stages._program import MicroBatches, Saved, StageProgram
 from jaxche.stages._schedule import Schedule, Task
 from jaxche.stages._wire import Tag, Wire, WireClosedError
-
-
-class Pace(NamedTuple):
-    """Wall times in ms to which the tasks of a stage are padded, to simulate a device of known speed.
-
-    Attributes:
-      forward_ms: of a forward task.
-      backward_ms: of a backward task.
-
-    Example:
-      >>> Pace(forward_ms=4.0, backward_ms=8.0).backward_ms
-      8.0
-    """
-
-    forward_ms: float
-    backward_ms: float
 
 
 class Plan(NamedTuple):
@@ -35,7 +19,7 @@ class Plan(NamedTuple):
 
     micro: MicroBatches
     schedule: Schedule
-    programs: dict[int, StageProgram]
+    programs: dict[int, StageProgram | PacedProgram]
 
 
 class StageResult(NamedTuple):
@@ -46,9 +30,7 @@ class StageResult(NamedTuple):
     peak: int
 
 
-def run_stages(
-    plan: Plan, wire: Wire, step: int, params: dict[int, Any], batch: Any, paces: Sequence[Pace | None]
-) -> dict[int, StageResult]:
+def run_stages(plan: Plan, wire: Wire, step: int, params: dict[int, Any], batch: Any) -> dict[int, StageResult]:
     """One forward and backward through the stages of this process.
 
     If a stage fails, the wire is closed, which ends the waits of the others.
@@ -60,10 +42,10 @@ def run_stages(
     x64 = jax.config.read("jax_enable_x64")  # a context manager sets it for the caller's thread only
 
     def work(stage: int) -> None:
-        program, tasks, pace = programs[stage], plan.schedule[stage], paces[stage]
+        program, tasks = programs[stage], plan.schedule[stage]
         try:
             with jax.enable_x64(x64):
-                results[stage] = _run_stage(program, tasks, wire, step, params[stage], batches.get(stage), pace)
+                results[stage] = _run_stage(program, tasks, wire, step, params[stage], batches.get(stage))
         except BaseException as error:
             errors.append(error)
             wire.close()
@@ -86,7 +68,7 @@ def run_stages(
 
 
 def _run_stage(
-    program: StageProgram, tasks: Sequence[Task], wire: Wire, step: int, params: Any, batch: Any, pace: Pace | None
+    program: StageProgram | PacedProgram, tasks: Sequence[Task], wire: Wire, step: int, params: Any, batch: Any
 ) -> StageResult:
     """Run the tasks of one stage in order; computations are dispatched without waiting for their results."""
     stage, device = program.index, program.device
@@ -96,11 +78,9 @@ def _run_stage(
         if task.kind == "F":
             tag = Tag(step, task.micro, "forward", stage - 1)
             x = None if program.is_first else wire.receive(tag, program.x, device)
-            start = _ready(pace, (x, params, batch))
             out, saved[task.micro] = program.forward(params, x, batch, step, task.micro)
             del x
             peak = max(peak, len(saved))
-            _pad(pace and pace.forward_ms, start, out)
             if program.is_last:
                 loss = out if loss is None else loss + out
             else:
@@ -109,21 +89,7 @@ def _run_stage(
         else:
             tag = Tag(step, task.micro, "backward", stage + 1)
             gradient = None if program.is_last else wire.receive(tag, program.gradient, device)
-            start = _ready(pace, gradient)
             total, back = program.backward(params, batch, step, task.micro, saved.pop(task.micro), gradient, total)
-            _pad(pace and pace.backward_ms, start, (total, back))
             if not program.is_first:
                 wire.send(Tag(step, task.micro, "backward", stage), back)
     return StageResult(program.finish(total), loss, peak)
-
-
-def _ready(pace: Pace | None, inputs: Any) -> float:
-    if pace is not None:
-        jax.block_until_ready(inputs)
-    return time.perf_counter()
-
-
-def _pad(pace_ms: float | None, start: float, outputs: Any) -> None:
-    if pace_ms is not None:
-        jax.block_until_ready(outputs)
-        time.sleep(max(0.0, start + pace_ms / 1e3 - time.perf_counter()))

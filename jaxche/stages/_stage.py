@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxche.averaging import Weighted, is_float
 from jaxche.drawing import brief
-from jaxche.sharding import collections_of, flax_kind
+from jaxche.sharding import collections_of, flax_kind, not_floats
 
 
 class Stage:
@@ -83,14 +83,10 @@ def check_stage_params(params: Any, n_stages: int) -> None:
                 f"params[{stage}] is a whole dict of variables, {', '.join(map(repr, tree))}, and the optimizer would "
                 f'train all; give variables["params"], and keep {others[0]} in the stage function'
             )
-        for path, leaf in jax.tree.leaves_with_path(tree):
-            name = f"params[{stage}]{jax.tree_util.keystr(path)}"
-            # A module of linen has a dtype, too.
-            if not hasattr(leaf, "shape") and not isinstance(leaf, bool | int | float | complex):
+        for name, leaf, kind in not_floats(tree, f"params[{stage}]"):
+            if kind is None:
                 raise ValueError(f"{name} is {brief(leaf)}, not an array; keep it in the stage function")
-            if not is_float(leaf):
-                kind = getattr(leaf, "dtype", type(leaf).__name__)
-                raise ValueError(f"{name} is {kind}, not float; keep what is not trained in the stage function")
+            raise ValueError(f"{name} is {kind}, not float; keep what is not trained in the stage function")
 
 
 def trace_stages(

@@ -16,7 +16,7 @@ from jaxche.averaging import merge_weights
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
 from jaxche.data import Key, Reader, StreamReader, non_finite_leaves
 from jaxche.distributed import Group
-from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged
+from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report
 from jaxche.reports import RoundInfo
 from jaxche.training._plan import PlannedRound
 from jaxche.training._state import TrainerState
@@ -316,7 +316,7 @@ def advance(
         sync_ms=times.sync_ms,
         hidden_ms=times.hidden_ms,
         pending_batches=() if plan.shares else _pending_batches(state.pending_batches, plan, table.counts),
-        accumulated=merged.accumulated,
+        accumulated=int(merged.report.accumulated),
         clock_ms=times.clock_ms,
         clock_merge_ms=times.clock_merge_ms,
         steps=info.steps_done,
@@ -347,14 +347,14 @@ def _report(
         is_whole, reported = True, [min(n, 1) for n in counts]
     last_merge_ms = table.last_sync_ms + table.last_hidden_ms if is_whole else 0.0
     moved_ms = max(table.wall_ms) if merged.wall_ms is None else merged.wall_ms
-    che = before.report_timing(wall_ms, reported, last_merge_ms, travel_ms(moved_ms, merged.squares))
+    che = before.report_timing(wall_ms, reported, last_merge_ms, travel_ms(moved_ms, merged.report))
     late = [n < m and not end for n, m, end in zip(counts, plan.counts, table.ended, strict=True)]
     if any(late) and not plan.shares:
         # A replica reached the time limit. Report twice, because a tuner may discard a single outlier.
         che = che.report_timing(wall_ms, counts, 0.0)
     if planned.policy is not ApplyPolicy.ASYNC:
         return che, correction, Verdict.CALM
-    correction, che, verdict = correction.apply(before, che, merged.drift[0])
+    correction, che, verdict = correction.apply(before, che, merged.report.drift)
     return che, correction, verdict
 
 
@@ -373,7 +373,7 @@ def _record(
 ) -> RoundInfo:
     """The record of a round."""
     state, plan, counts = planned.state, planned.plan, table.counts
-    (weights, alpha), (drift, direction) = _weights(planned, table), merged.drift
+    (weights, alpha), report = _weights(planned, table), merged.report
     examples = int(table.examples.sum())
     return RoundInfo(
         round=plan.round,
@@ -386,8 +386,8 @@ def _record(
         sync_ms=times.sync_ms + times.group_ms,
         loss=table.loss,
         metrics=table.metrics,
-        drift=drift,
-        drift_dir=direction,
+        drift=report.drift,
+        drift_dir=report.drift_direction,
         losses=table.losses,
         examples=examples,
         anchor=min(n for n in plan.counts if n),
@@ -415,14 +415,14 @@ def _record(
     )
 
 
-def travel_ms(wall_ms: float, squares: tuple[float, ...]) -> float:
+def travel_ms(wall_ms: float, report: Report) -> float:
     """Time in which a replica moves as far as its parameters are long; 0 if not known.
 
-    ``squares`` are those of :class:`Merged`. Replicas count by their batches, whatever their weights in the merge:
-    a rule that gives slow replicas more weight must not make the fast ones look slower, and so rounds longer.
+    Replicas count by their batches, whatever their weights in the merge: a rule that gives slow replicas more weight
+    must not make the fast ones look slower, and so rounds longer.
     """
-    _, _, mean_params_sq, by_batches = squares
-    path = math.sqrt(by_batches / mean_params_sq) if mean_params_sq > 0 else 0.0
+    known = report.mean_params_sq > 0
+    path = math.sqrt(report.squares_by_batches / report.mean_params_sq) if known else 0.0
     return wall_ms / path if path > 0 and math.isfinite(wall_ms / path) else 0.0
 
 

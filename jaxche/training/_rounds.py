@@ -259,7 +259,7 @@ class Rounds(Arguments):
         elapsed_ms = (time.perf_counter() - clock) * 1e3
         table = RoundStatistics(merged.table, engine.columns)
         errors = {rank: result.error for rank, result in zip(engine.ranks, results, strict=True) if result.error}
-        table.check(planned, self._group, errors, merged.finite)
+        table.check(planned, self._group, errors, bool(merged.report.finite))
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
         table, times = self._times(planned, table, elapsed_ms)

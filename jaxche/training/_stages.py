@@ -26,6 +26,7 @@ from jaxche.replicas import (
     Merged,
     MergeRules,
     ReplicaMesh,
+    Report,
     Steps,
     add_replica_axis,
     are_schedules,
@@ -336,19 +337,18 @@ class StageMerge:
             ]
             by_name = {name: tuple(getattr(stage, name) for stage in stages) for name in _STAGE_TREES}
             local_states.append(start._replace(**by_name))
-        squares = np.sum([one.squares for one in merged.values()], axis=0)
-        rel, direction = measure_drift(*squares[:3].tolist())
         table = np.max([one.table for one in merged.values()], axis=0)  # equal but for the flags of each stage
-        finite, accumulated = all(one.finite for one in merged.values()), next(iter(merged.values())).accumulated
-        return Merged(
-            tuple(local_states),
-            table,
-            (float(rel), float(direction)),
-            squares=tuple(squares.tolist()),
-            finite=finite,
-            accumulated=accumulated,
-            nbytes=self.nbytes,
-        )
+        report = _joined_report([one.report for one in merged.values()])
+        return Merged(tuple(local_states), table, report, nbytes=self.nbytes)
+
+
+def _joined_report(reports: Sequence[Report]) -> Report:
+    """The report of a merge of all stages, from those of the stages."""
+    summed = ("mean_of_squares", "mean_delta_sq", "mean_params_sq", "squares_by_batches")
+    sums: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in summed}
+    drift, direction = measure_drift(*list(sums.values())[:3])
+    finite = min(report.finite for report in reports)
+    return reports[0]._replace(drift=float(drift), drift_direction=float(direction), finite=finite, **sums)
 
 
 def _stage_of(local: LocalState, stage: int) -> LocalState:

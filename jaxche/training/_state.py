@@ -99,7 +99,7 @@ class TrainerState:
         if self.in_flight is None:
             return self
         merged = self.in_flight.result()
-        if not merged.finite:
+        if not merged.report.finite:
             raise FloatingPointError(
                 f"the merge of round {self.round - 1} made parameters NaN or infinite, and those of the replicas were "
                 "finite; try a smaller step of outer="

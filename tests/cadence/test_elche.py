@@ -210,6 +210,7 @@ def test_bad_sync(sync_ms):
         ({"overhead_target": math.nan}, "overhead_target=nan"),
         ({"overhead_target": None}, "overhead_target=None"),
         ({"max_anchor": 0}, "max_anchor=0"),
+        ({"min_anchor": -5}, "min_anchor=-5 must be at least 0"),
         ({"anchor": 300}, "anchor=300 is above max_anchor=200"),
         ({"max_batch_diff": -1}, "max_batch_diff=-1"),
         ({"max_batch_diff": 1.0}, "max_batch_diff=1.0"),

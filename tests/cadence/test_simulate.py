@@ -133,10 +133,17 @@ def test_plot_says_what_to_install(monkeypatch):
         (lambda: VirtualFleet(20), r"ms_per_batch=20 must be a list of numbers.*write e.g. ms_per_batch=\[10.0, "),
         (lambda: VirtualFleet(["fast"]), r"ms_per_batch=\['fast'\] must be a list of numbers"),
         (lambda: VirtualFleet([10, 20], seed=1.5), "seed=1.5 must be a whole number; write e.g. seed=0"),
-        (lambda: VirtualFleet([10, 20], slowdown=2), r"slowdown=2 is not one; write .*jaxche.cadence.Slowdown\("),
+        (
+            lambda: VirtualFleet([10, 20], slowdown=2),
+            r"slowdown=2 is not a Slowdown; write .*jaxche.cadence.Slowdown\(",
+        ),
         (lambda: VirtualFleet([10, 20], sync_ms=-1), "sync_ms=-1"),
         (lambda: VirtualFleet([10, 20], first_sync_ms=-1), "first_sync_ms=-1"),
         (lambda: VirtualFleet([10, 20], first_report_ms=[1]), "first_report_ms has 1"),
+        (lambda: VirtualFleet([10, 20], first_report_ms=[1, math.nan]), "first_report_ms=nan"),
+        (lambda: Slowdown(0, 0, -2.0), "factor=-2.0 must be above 0; write e.g. factor=2.0"),
+        (lambda: Slowdown(0, 0, 0), "factor=0 must be above 0"),
+        (lambda: Slowdown(0.5, 0, 2.0), "rank=0.5 must be a whole number"),
         (lambda: VirtualFleet([10, 20], slowdown=Slowdown(2, 0, 2.0)), "slowdown.rank=2"),
         (lambda: VirtualFleet([10, 20]).run(ElChe(3), 5), "che.world_size=3"),
         (lambda: VirtualFleet([10, 20]).run(ElChe(2), 0), "rounds=0"),
@@ -145,6 +152,10 @@ def test_plot_says_what_to_install(monkeypatch):
 def test_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_numbers_are_kept_as_floats():
+    assert VirtualFleet([10, 23], sync_ms="5.0", fixed_ms="1") == VirtualFleet([10, 23], sync_ms=5.0, fixed_ms=1.0)
 
 
 def test_repr_of_a_fleet_is_one_line():

@@ -160,7 +160,7 @@ def test_a_replica_without_a_step_adds_nothing_also_where_its_arrays_are_not_fin
             for x, y in zip(jax.tree.leaves(getattr(row, name)), jax.tree.leaves(reached[name]), strict=True):
                 if x.dtype == np.float32:
                     np.testing.assert_allclose(x, y, rtol=1e-6)
-    assert np.isfinite(merged.drift).all()
+    assert np.isfinite([merged.report.drift, merged.report.drift_direction]).all()
 
 
 @pytest.mark.parametrize("average", ["parameters", "gradients"])

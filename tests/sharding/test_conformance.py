@@ -111,10 +111,3 @@ def test_a_checkpoint_opens_on_another_number_of_ranks(values, before, after, he
     ]
     state = through_orbax(steps[0].init(params), steps[1].abstract_state(params))
     assert by_rank(state.params) == held
-
-
-@pytest.mark.parametrize("size", [0, 3])
-@pytest.mark.parametrize("strategy", [HybridShard, HybridShardGradOp])
-def test_nodes_that_cannot_be_are_refused(strategy, size, devices):
-    with pytest.raises(ValueError, match=rf"intra_node_size={size}.*write {strategy.__name__}\(intra_node_size="):
-        strategy(intra_node_size=size).mesh(devices[:4])

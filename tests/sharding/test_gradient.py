@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -85,14 +84,3 @@ def test_any_transformation_gives_what_it_gives_on_one_device(tx, strategy, devi
     jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.sharding}"), params, layout.params
     )
-
-
-def test_further_arguments_reach_the_transformation(devices):
-    def update(updates, state, params=None, *, value, **_):
-        return jax.tree.map(lambda g: g * value, updates), state
-
-    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    layout = Layout(ShardGradOp(), ShardGradOp().mesh(devices[:2]), PARAMS)
-    step = jax.jit(lambda g, p, v: sharded_update(tx, layout, g, optax.EmptyState(), p, value=v)[0])
-    got = step(GRADS, PARAMS, 2.0)
-    jax.tree.map(lambda p, g, n: np.testing.assert_allclose(n, p + 2 * g, rtol=1e-6), PARAMS, GRADS, got)

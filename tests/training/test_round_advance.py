@@ -8,7 +8,7 @@ import pytest
 from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
 from jaxche.data import Reader
 from jaxche.replicas._merge import Merged
-from jaxche.replicas._merge_program import HOST_COLUMNS
+from jaxche.replicas._merge_program import HOST_COLUMNS, Report
 from jaxche.replicas._programs import Columns
 from jaxche.training import TrainerState
 from jaxche.training._plan import PlannedRound
@@ -27,7 +27,7 @@ def merged(counts, wall, last_sync=20.0, examples_per_batch=(8, 8), drift=(0.1, 
         host = dict.fromkeys(HOST_COLUMNS, 0.0) | {"count": n, "batches": n, "wall_ms": w, "last_sync_ms": last_sync}
         rows.append([*host.values(), 0.0, n * b, n * b * 0.5])
     table = np.array(rows)
-    return Merged(("after",), table, drift), RoundStatistics(table, Columns())
+    return Merged(("after",), table, Report(*drift)), RoundStatistics(table, Columns())
 
 
 def after(che, counts, wall, policy=ApplyPolicy.CADENCE, rule="steps", start=0, planned=None, **options):
