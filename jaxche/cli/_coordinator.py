@@ -8,6 +8,7 @@ import json
 import os
 
 from jaxche.cli._command import Command
+from jaxche.distributed import COORDINATOR, LIVENESS, NUM_PROCESSES, PROCESS_ID
 
 _ABOUT = """\
 The processes of an elastic run meet at its coordinator, which also detects deaths. jaxche launch
@@ -32,7 +33,7 @@ exit codes:
   1     the run is lost: a process came to replace another when all had died
   2     invalid variables
 """
-_VARIABLES = ("JAXCHE_COORDINATOR", "JAXCHE_NUM_PROCESSES", "JAXCHE_LIVENESS")
+_VARIABLES = (COORDINATOR, NUM_PROCESSES, LIVENESS)
 _TOKEN_LETTERS = 32
 _EXPORT = (
     "JAXCHE_COORDINATOR=node1:61234 JAXCHE_NUM_PROCESSES=8 "
@@ -46,10 +47,10 @@ def _run(args: argparse.Namespace) -> int:
 
     if missing := [name for name in _VARIABLES if not os.environ.get(name)]:
         raise ValueError(f"{' and '.join(missing)} must be set. Write: {_EXPORT} jaxche coordinator")
-    found = detect({**os.environ, "JAXCHE_PROCESS_ID": "0"})  # refuses invalid values
+    found = detect({**os.environ, PROCESS_ID: "0"})  # refuses invalid values
     if not found.address:
         raise ValueError("JAXCHE_NUM_PROCESSES=1: a single process needs no coordinator. Start it alone")
-    bind, liveness = coordinator_bind(found.address, os.environ), os.environ["JAXCHE_LIVENESS"]
+    bind, liveness = coordinator_bind(found.address, os.environ), os.environ[LIVENESS]
     if not _is_liveness(liveness):
         raise ValueError(f"JAXCHE_LIVENESS={liveness!r} is no address. Write: {_EXPORT} jaxche coordinator")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # jaxlib logs what it does
