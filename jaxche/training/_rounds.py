@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,16 @@ from jaxche.training._state import Stop, TrainerState
 _log = logging.getLogger("jaxche")
 
 _PLANNED = GivenRound()
+
+
+@contextlib.contextmanager
+def _without_debug_nans() -> Iterator[None]:
+    """Without ``jax_debug_nans``, which ends a step before its batch is known; the merge checks all numbers."""
+    if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):
+        yield
+        return
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 class Rounds(Arguments):
@@ -235,6 +246,7 @@ class Rounds(Arguments):
         }
 
     @hang_timeout()
+    @_without_debug_nans()
     def _round(
         self, state: TrainerState, data: Any, end: End | None = None, given: GivenRound = _PLANNED
     ) -> tuple[TrainerState, RoundInfo]:
@@ -440,11 +452,16 @@ class Rounds(Arguments):
 
 
 def check_untraced(call: str) -> None:
-    """Refuse a call inside a function that JAX traces."""
+    """Refuse a call inside a function that JAX traces, or where it compiles nothing."""
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise ValueError(
             f"{call} was called inside a function that JAX traces (jit, grad, vmap, scan); it compiles its own steps, "
             f"and loops in Python. Take the @jax.jit from the function around it, and write {call}(...) outside"
+        )
+    if jax.config.jax_disable_jit:
+        raise ValueError(
+            f"{call} was called under jax.disable_jit, and a trainer compiles its steps; to debug the loss function, "
+            "write loss_fn(params, data[0]) there, and train outside of it"
         )
 
 
