@@ -66,10 +66,15 @@ _log = logging.getLogger("jaxche")
 _PLANNED = GivenRound()
 
 
+def _is_on(*settings: str) -> bool:
+    """Whether one of these settings of JAX is on in this thread."""
+    return any(getattr(jax.config, name) for name in settings)
+
+
 @contextlib.contextmanager
 def _without_debug_nans() -> Iterator[None]:
     """Without ``jax_debug_nans``, which ends a step before its batch is known; the merge checks all numbers."""
-    if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):
+    if not _is_on("jax_debug_nans", "jax_debug_infs"):
         yield
         return
     with jax.debug_nans(False), jax.debug_infs(False):
@@ -458,7 +463,7 @@ def check_untraced(call: str) -> None:
             f"{call} was called inside a function that JAX traces (jit, grad, vmap, scan); it compiles its own steps, "
             f"and loops in Python. Take the @jax.jit from the function around it, and write {call}(...) outside"
         )
-    if jax.config.jax_disable_jit:
+    if _is_on("jax_disable_jit"):
         raise ValueError(
             f"{call} was called under jax.disable_jit, and a trainer compiles its steps; to debug the loss function, "
             "write loss_fn(params, data[0]) there, and train outside of it"
