@@ -245,11 +245,13 @@ class Batches:
 Batches.__init__ = short_traceback(Batches.__init__)
 
 
-# The settings of JAX that numbers depend on. Their context managers set them for one thread only.
+# The settings of JAX that change or refuse numbers. Their context managers set them for one thread only.
 _SETTINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     "jax_enable_x64": jax.enable_x64,
     "jax_default_matmul_precision": jax.default_matmul_precision,
     "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_debug_nans": jax.debug_nans,
+    "jax_debug_infs": jax.debug_infs,
 }
 
 

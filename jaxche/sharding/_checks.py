@@ -45,8 +45,13 @@ def check_transform(name: str, tx: Any) -> None:
     """ValueError for a value that is not an optax transformation."""
     if hasattr(tx, "init") and hasattr(tx, "update"):
         return
-    # An nnx.Optimizer has a transformation, and the state of the optimizer too.
+    # A TrainState and an nnx.Optimizer have a transformation, and the state of the optimizer too.
     if hasattr(tx, "tx") and hasattr(tx, "opt_state"):
+        if hasattr(tx, "apply_fn"):
+            raise ValueError(
+                f"{name} is a TrainState; write {name}=state.tx, and to begin with its parameters and moments "
+                "trainer.init(state.params, opt_state=state.opt_state)"
+            )
         raise ValueError(
             f"{name} is a {type(tx).__name__}, which holds the transformation and its state; write "
             "loss = jaxche.NNXLoss(model, loss_fn, optimizer), tx=loss.tx and trainer.init(loss.params, "

@@ -81,6 +81,8 @@ def _batch_hash(batch: Any) -> str:
 
 
 def _leaf_hash(leaf: Any) -> str:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     host = np.ascontiguousarray(leaf)
     return _hash(f"{host.dtype} {host.shape}".encode() + host.tobytes())
 

@@ -141,6 +141,8 @@ def _refuse_update(error: Exception) -> NoReturn:
     line = "tx=optax.adam(1e-3)"
     if "unexpected keyword argument 'value'" in str(error):  # as optax.contrib.sam, which accepts grad_fn= only
         line = "tx=optax.GradientTransformation(tx.init, tx.update), which gets no value="
+    if "opaque" in str(error):  # optax.contrib.sam, which takes a gradient of its own
+        line = "optax.contrib.sam without opaque_mode=True, as in docs/recipes.md"
     raise ValueError(
         "tx makes no update from gradients, parameters and value= (the loss of the batch) alone: "
         f"{type(error).__name__}: {error}; write e.g. {line}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,21 @@ from jaxche.training._state import Stop, TrainerState
 _log = logging.getLogger("jaxche")
 
 _PLANNED = GivenRound()
+
+
+def _is_on(*settings: str) -> bool:
+    """Whether one of these settings of JAX is on in this thread."""
+    return any(getattr(jax.config, name) for name in settings)
+
+
+@contextlib.contextmanager
+def _without_debug_nans() -> Iterator[None]:
+    """Without ``jax_debug_nans``, which ends a step before its batch is known; the merge checks all numbers."""
+    if not _is_on("jax_debug_nans", "jax_debug_infs"):
+        yield
+        return
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 class Rounds(Arguments):
@@ -241,6 +257,7 @@ class Rounds(Arguments):
         }
 
     @hang_timeout()
+    @_without_debug_nans()
     def _round(
         self, state: TrainerState, data: Any, end: End | None = None, given: GivenRound = _PLANNED
     ) -> tuple[TrainerState, RoundInfo]:
@@ -446,11 +463,16 @@ class Rounds(Arguments):
 
 
 def check_untraced(call: str) -> None:
-    """Refuse a call inside a function that JAX traces."""
+    """Refuse a call inside a function that JAX traces, or where it compiles nothing."""
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise ValueError(
             f"{call} was called inside a function that JAX traces (jit, grad, vmap, scan); it compiles its own steps, "
             f"and loops in Python. Take the @jax.jit from the function around it, and write {call}(...) outside"
+        )
+    if _is_on("jax_disable_jit"):
+        raise ValueError(
+            f"{call} was called under jax.disable_jit, and a trainer compiles its steps; to debug the loss function, "
+            "write loss_fn(params, data[0]) there, and train outside of it"
         )
 
 

@@ -1,5 +1,7 @@
 """No round is kept that makes a number NaN or infinite: parameters, gradients, states, whatever the loss says."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,3 +182,22 @@ def test_no_nan_is_made_where_none_is_given(devices, options):
     with jax.debug_nans(True):
         state, _ = trainer.fit(state, data(), progress=False)
     assert finite(state)
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["config", "context"])
+@pytest.mark.parametrize("kind", ["one", "two"])
+@pytest.mark.parametrize("setting", ["cadence", "sync", "gradients"])
+def test_an_error_under_debug_nans_has_the_batch(devices, setting, kind, everywhere):
+    trainer = jaxche.Trainer(loss, optax.sgd(0.05), **replicas_of(kind, devices), **SETTINGS[setting])
+    broken = [batch if i != 5 else {"d": batch["d"] * np.nan} for i, batch in enumerate(data())]
+    jax.config.update("jax_debug_nans", everywhere)
+    try:
+        with contextlib.nullcontext() if everywhere else jax.debug_nans(True):
+            with pytest.raises(jaxche.NonFiniteLossError, match=r"has NaN in \['d'\].*of batch 5") as caught:
+                trainer.fit(trainer.init(params()), broken, progress=False)
+            assert (0, 5) in caught.value.batches
+            assert jax.config.jax_debug_nans
+            with pytest.raises(FloatingPointError, match="invalid value"):
+                jax.value_and_grad(loss)(trainer.params(caught.value.state), broken[5])
+    finally:
+        jax.config.update("jax_debug_nans", False)

@@ -65,6 +65,12 @@ def test_other_data_another_order_and_other_batches_are_seen():
     assert len(set(others)) == len(others)
 
 
+def test_random_keys_in_the_data_are_compared():
+    keys = [jax.random.split(jax.random.key(seed), 12) for seed in (0, 0, 1)]
+    digests = [seen({"key": key, "x": np.arange(12.0)}, 4) for key in keys]
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_data_that_varies_is_not_compared(monkeypatch):
     class Noisy:
         def __len__(self):

@@ -3,6 +3,7 @@
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import jaxche
 from jaxche.training._optimizer_checks import check_line_search, check_update
@@ -24,6 +25,13 @@ def test_an_optimizer_may_read_the_loss(tx):
     check_update(EXTRA_ARGUMENTS[tx], [PARAMS, PARAMS["w"]], staged=True)
 
 
+def test_a_train_state_as_an_optimizer_is_refused_with_the_line_to_write(devices):
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1))
+    line = r"tx=state\.tx, .* trainer\.init\(state\.params, opt_state=state\.opt_state\)"
+    with pytest.raises(ValueError, match=f"tx is a TrainState; write {line}"):
+        jaxche.Trainer(lambda p, b: p["w"].sum(), state, replicas=devices[:1])
+
+
 def labelled(tx):
     return optax.partition({"all": tx}, {"w": "all", "b": "all"})
 
@@ -41,6 +49,9 @@ def test_a_line_search_is_refused_with_the_line_to_write(devices, tx, wrapped):
             jaxche.Trainer(lambda p, b: p["w"].sum(), wrapped(tx), replicas=devices[:2])
 
 
+OPAQUE = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+
+
 @pytest.mark.parametrize(
     ("tx", "named"),
     [
@@ -49,6 +60,8 @@ def test_a_line_search_is_refused_with_the_line_to_write(devices, tx, wrapped):
             optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
             r"unexpected keyword argument 'value'; write e\.g\. tx=optax\.GradientTransformation\(tx\.init",
         ),
+        (OPAQUE, r"unexpected keyword argument 'value'; write e\.g\. optax\.contrib\.sam without opaque_mode=True"),
+        (optax.GradientTransformation(OPAQUE.init, OPAQUE.update), r"must be provided.*sam without opaque_mode=True"),
         (optax.contrib.differentially_private_aggregate(1.0, 1.0, key=0), "per_example"),
     ],
 )

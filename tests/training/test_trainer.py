@@ -623,6 +623,21 @@ def test_one_replica_under_a_mesh_of_other_devices_is_refused(problem, devices):
         trainer.round(state, problem.data)
 
 
+def test_calls_under_disable_jit_are_refused(problem, devices):
+    trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2])
+    state = trainer.init(problem.params)
+    calls = {
+        "trainer.init": lambda: trainer.init(problem.params),
+        "trainer.fit": lambda: trainer.fit(state, problem.data, epochs=1),
+        "trainer.evaluate": lambda: trainer.evaluate(state, problem.data),
+    }
+    with jax.disable_jit():
+        for name, call in calls.items():
+            with pytest.raises(ValueError, match=rf"{name} was called under jax.disable_jit.*write loss_fn\(params"):
+                call()
+    trainer.round(state, problem.data)
+
+
 def test_one_replica_trains_under_its_mesh(problem, devices):
     strategy = jaxche.FullShard()
     mesh = strategy.mesh(devices[:2])
