@@ -103,9 +103,12 @@ def wanted_names(function: Callable[..., Any], first: str, known: Sequence[str],
     rest = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY or p in by_position[2:]]
     for p in rest:
         if p.name not in known and p.default is p.empty:
+            line = f"bind other values: functools.partial({name}, {p.name}=...)"
+            if "step" in p.name or "epoch" in p.name:
+                line = "let the number come with the batch, as in 'A weight that follows the steps' of docs/recipes.md"
             raise ValueError(
                 f"{name} takes ({', '.join(parameters)}), but {p.name!r} has no value; for a random key "
-                f"write def {name}({first}, rng), and bind other values: functools.partial({name}, {p.name}=...)"
+                f"write def {name}({first}, rng), and {line}"
             )
     return [p.name for p in rest if p.name in known]
 
@@ -255,7 +258,8 @@ def _known_mistake(error: Exception, params: Any) -> str | None:
         what = re.search(r"[Cc]annot (?:mutate|\w+) '?(\w+)'? from", str(error))
         return (
             f"loss_fn changes {what[1] if what else 'an nnx object'} of an nnx object that it does not get as an "
-            "argument. For random numbers write def loss_fn(model, batch, rngs); for metrics, instead of updating an "
+            "argument. A frozen one, such as a teacher, needs model.eval() before. For random numbers write "
+            "def loss_fn(model, batch, rngs); for metrics, instead of updating an "
             'nnx.MultiMetric, write return loss, {"accuracy": accuracy}, which the history averages. A model that '
             "loss_fn makes itself needs nnx.merge(graphdef, params, model_state, copy=True)"
         )

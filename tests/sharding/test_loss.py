@@ -53,6 +53,16 @@ def test_refused_metrics(metrics, message):
         as_loss(lambda params, batch: (params, metrics))(2.0, None, 3.0, None)
 
 
+def test_arguments_without_a_value_are_refused():
+    with pytest.raises(ValueError, match=r"'smoothing' has no value.* functools\.partial\(loss_fn, smoothing=\.\.\.\)"):
+        as_loss(lambda params, batch, smoothing: params)
+    for loss_fn in (lambda params, batch, step: params, lambda params, batch, epoch: params):
+        with pytest.raises(
+            ValueError, match=r"'(step|epoch)' has no value.* come with the batch.* of docs/recipes\.md"
+        ):
+            as_loss(loss_fn)
+
+
 def test_batch_size_is_the_common_leading_axis():
     assert batch_size({"x": np.ones((4, 2)), "y": np.ones(4)}) == 4
     with pytest.raises(ValueError, match=r"\['x'\]: 4, \['y'\]: 5"):

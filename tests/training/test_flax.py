@@ -664,3 +664,19 @@ def test_a_model_that_is_split_and_merged_by_hand(data, devices, close):
     for batch in data:
         optimizer.update(other, nnx.grad(nnx_mse)(other, batch))
     close(nnx.to_pure_dict(nnx.state(model, nnx.Param)), nnx.to_pure_dict(nnx.state(other, nnx.Param)))
+
+
+def test_a_teacher_in_training_mode_is_refused_with_the_line_to_write(devices):
+    teacher, student = NNXNet(nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+
+    def distil(model, batch):
+        return jnp.mean((model(batch["x"]) - teacher(batch["x"])) ** 2)
+
+    data = [{"x": np.ones((4, 3), np.float32)}] * 2
+    loss = jaxche.NNXLoss(student, distil)
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), replicas=devices[:1])
+    with pytest.raises(ValueError, match=r"such as a teacher, needs model\.eval\(\) before"):
+        trainer.fit(trainer.init(loss.params, loss.model_state), data, progress=False)
+    teacher.eval()
+    trainer = jaxche.Trainer(jaxche.NNXLoss(student, distil), optax.sgd(0.1), replicas=devices[:1])
+    trainer.fit(trainer.init(loss.params, loss.model_state), data, progress=False)
