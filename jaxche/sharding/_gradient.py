@@ -178,7 +178,9 @@ def _local(call: Callable[..., Any], layout: Layout, compute_dtype: Any) -> Call
             total, pullback, (weight, aux) = forward(whole(params))
         loss = total if weight is None else Weighted(total, weight)
         metrics, *after = aux
-        grads = deferred_gradients(pullback, jnp.ones_like(total))
+        one = jnp.ones_like(total)
+        # Without a reduce-scatter the compiler folds the transpositions into the products.
+        grads = deferred_gradients(pullback, one) if scatters else jax.tree.map(DeferredTranspose, pullback(one)[0])
         # Sums are in float32 at least, whatever the dtype of the computation.
         grads = jax.tree.map(lambda g: g.astype(sum_dtype(g.dtype)), grads)
         return (reduce_scatter(layout, grads) if scatters else grads, loss, metrics), tuple(after)
