@@ -420,9 +420,9 @@ class LocalPrograms:
         if self._scaling is not None and measures:
             tracked = self._scaling.accumulate(carry.tracked, start.noise, grads, row[0], start.preconditioner)
             carry = carry._replace(tracked=tracked)
-        grads = drop_replica_axis(self._packed_grads(add_replica_axis(grads)))
-        summed = add_weighted(carry.grads, grads, row[self._columns.weight_of(0)])
-        return carry._replace(grads=summed), loss, *outputs
+        before, grads = add_replica_axis(carry.grads), self._packed_grads(add_replica_axis(grads))
+        summed = add_weighted(before, grads, row[self._columns.weight_of(0)])
+        return carry._replace(grads=drop_replica_axis(summed)), loss, *outputs
 
 
 def _mapped(change: Callable[[Any], Any], trees: Any) -> Any:

@@ -174,5 +174,5 @@ def test_merges_give_the_same_numbers(devices, monkeypatch, close, case):
         assert set(trainer._engine._merge._packings) == (names if fewest < 10**6 else set())
         found.append([[local._asdict() for local in state.local_states], trainer.params(state)])
     wide = jax.tree.map(lambda x: np.asarray(x, "f") if x.dtype == jnp.bfloat16 else x, found)
-    # Compilers join the arithmetic of other programs in another way: up to two units in the last place of bfloat16.
-    close(*wide, rtol=1e-5 if dtype == "float32" else 2**-6)
+    # Compilers join the arithmetic of other programs in another way.
+    close(*wide, rtol=1e-5 if dtype == "float32" else 1e-2)
