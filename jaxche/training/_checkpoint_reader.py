@@ -160,7 +160,7 @@ class CheckpointReader:
                     f"{where} is of another model or optimizer: {path} is {have} in the checkpoint and {want} in this "
                     "trainer; use the model and tx that it was made with, or give another folder"
                 )
-        for name, want in (("batches", self._batches), ("seed", self._trainer.seed)):
+        for name, want in (("batches", self._batches), ("seed", self._trainer._settings.seed)):
             if meta[name] != want:
                 raise ValueError(
                     f"{where} is of a run with {name}={meta[name]}, and this one has {want}; use the same data and "

@@ -284,7 +284,7 @@ class CheckpointManager(Hook):
             "leaves": leaf_shapes(trees),
             "batches": self._batches,
             "data": self._data,
-            "seed": self._trainer.seed,
+            "seed": self._trainer._settings.seed,
         }
         with self._unless_lost("begun"):
             meta["checksums"] = checksums(trees, self._group)

@@ -6,17 +6,14 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxche.cadence import AUTO_WIRES, RoundPlan
-from jaxche.data import Feed, Reader, StreamReader, Threads, as_stream, is_same, is_stream
-from jaxche.distributed import Group
+from jaxche.data import Feed, Reader, StreamReader, Threads, as_stream, check_stream, epoch_size, is_same, is_stream
 from jaxche.drawing import brief
 from jaxche.replicas import (
     Columns,
@@ -31,7 +28,6 @@ from jaxche.replicas import (
     Placement,
     Replica,
     ReplicaMesh,
-    Scaling,
     are_accumulators,
     drop_replica_axis,
     fitted,
@@ -44,77 +40,57 @@ from jaxche.replicas import (
     without_replica_axis,
 )
 from jaxche.sharding import batch_size, nbytes
-from jaxche.training._groups import Groups
+from jaxche.training._checks import check_whole_batches
 from jaxche.training._optimizer_checks import check_state_of_tx
 from jaxche.training._plan import PlannedRound
+from jaxche.training._settings import Settings
 from jaxche.training._state_dict import StateDict
 
 
 class Readers:
-    """The readers of the present sequence and of the present stream, for all engines of a trainer.
+    """The readers of the present sequence and of the present stream, for all engines of a trainer."""
 
-    ``check`` refuses data that the trainer cannot read.
-    """
-
-    def __init__(self, group: Group, check: Callable[[Any], Any]):
-        self._group, self._check = group, check
+    def __init__(self, settings: Settings):
+        self._settings = settings
         self._readers: dict[bool, Reader | StreamReader] = {}
 
-    def of(self, data: Any, processes_of_ranks: list[tuple[int, ...]]) -> Reader | StreamReader:
+    def of(self, data: Any) -> Reader | StreamReader:
         """The reader of this data."""
         for reader in self._readers.values():
             if reader.data is data:
                 return reader
-        self._check(data)
+        self.epoch_size(data)
         kind = is_stream(data)
         reader = self._readers.get(kind)
         if reader is None or not is_same(reader.data, data):
             if reader is not None:
                 reader.close()
-            reader = StreamReader(data, as_stream(data), self._group, processes_of_ranks) if kind else Reader(data)
+            reader = self._stream_reader(data) if kind else Reader(data)
             self._readers[kind] = reader
         return reader
+
+    def _stream_reader(self, data: Any) -> StreamReader:
+        return StreamReader(data, as_stream(data), self._settings.group, self._settings.processes_of_ranks)
+
+    def epoch_size(self, data: Any, epochs: int = 1) -> int:
+        """The number of batches in an epoch, ``EPOCH_SIZE`` for a stream; refuses data that cannot be read."""
+        settings = self._settings
+        if is_stream(data):
+            spans = any(len(processes) > 1 for processes in settings.processes_of_ranks)
+            if spans and settings.staged:
+                raise ValueError(
+                    "data is a stream, and the stages of a replica that are in several processes read batches by their "
+                    "index; give a sequence, e.g. jaxche.Batches(arrays, batch_size=32), or each process whole replicas"
+                )
+            stream = check_stream(data, settings.group, spans, epochs)
+            if stream.shards and settings.group.num_processes > 1:
+                check_whole_batches(settings.policy, settings.given_rows, settings.joined, len(settings.placements))
+        return epoch_size(data)
 
     def wait(self) -> None:
         """Wait until the batches of a sequence that were requested are read."""
         if isinstance(reader := self._readers.get(False), Reader):
             reader.wait()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The checked settings of a trainer."""
-
-    group: Group
-    loss: Any  # FrozenArrays(loss_fn), or a model in stages
-    tx: optax.GradientTransformation
-    average: str
-    merge: str
-    opt_state: str
-    outer: optax.GradientTransformation | None
-    placements: Sequence[Placement]  # of the replicas of all processes
-    seed: int
-    paces: Sequence[float | None]  # ms a step, for each replica
-    scaling: Scaling | None
-    host: bool  # merge on CPU devices
-    readers: Readers
-    joins_rows: bool = False  # steps may join rows of several batches
-    wire: str = "float32"
-    overlaps: bool = False  # a merge runs while the next round begins
-    virtual: bool = False  # on the clock of a virtual fleet
-    groups: Groups = field(default_factory=Groups)  # that merge within a round
-    max_rows: Sequence[float] | None = None  # of a step of each replica; None for what its memory allows
-
-    def coded_moments(self, local: LocalState) -> Any:
-        """The arrays of the optimizer's state that a merge averages."""
-        if self.opt_state != "average":
-            return ()
-        leaves = zip(jax.tree.leaves(local.opt_state), are_accumulators(local.opt_state), strict=True)
-        return [leaf for leaf, kept in leaves if not kept]
-
-    def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
-        """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
-        return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
 
 
 # No limit; unlike infinity it is valid JSON.
@@ -124,18 +100,12 @@ MOST_ROWS = 2.0**40
 class Engine:
     """Runs and merges the replicas of this process by the plans of the trainer, once they are prepared."""
 
-    def __init__(self, settings: Settings):
-        self._settings, scaling = settings, settings.scaling
+    def __init__(self, settings: Settings, readers: Readers):
+        self._settings, self._readers, scaling = settings, readers, settings.scaling
         self._group = settings.group
         self.average = settings.average
         self._tx = settings.tx if scaling is None else scaling.transform(settings.tx)
-        # All ranks at the start of the run, and the processes of each.
-        self._all_placements = list(settings.placements)
-        self.processes_of_ranks = [
-            tuple(sorted({device.process_index for device in placement.devices.flat}))
-            for placement in self._all_placements
-        ]
-        self._set_order(range(len(self._all_placements)))
+        self._set_order(range(len(settings.placements)))
         self.columns = Columns()
         # Examples in a whole batch, once data is seen, and the reader of that data.
         self.batch_size, self._sized_by = 0, None
@@ -159,14 +129,14 @@ class Engine:
     def _set_order(self, order: Sequence[int]) -> None:
         """The ranks of the start of the run that are present, in their present order."""
         self.order, self.world_size = list(order), len(order)
-        self._placements = [self._all_placements[rank] for rank in order]
+        self._placements = [self._settings.placements[rank] for rank in order]
         self.ranks = [rank for rank, placement in enumerate(self._placements) if is_local(placement)]
         # The groups of present ranks, and the local replicas of each by their place in this process.
         self.groups = self._settings.groups.present(self.order)
         local = [[self.ranks.index(rank) for rank in group if rank in self.ranks] for group in self.groups.ranks]
         self._local_groups = [group for group in local if group]
         # Whether a merge runs while the next round begins.
-        self.overlaps = self._settings.overlaps and self.world_size > 1
+        self.overlaps = self._settings.overlap > 0 and self.world_size > 1
 
     def _set_layout(self, params: Any) -> None:
         """Lay out parameters of these shapes on each replica, and make the mesh of all replicas."""
@@ -183,7 +153,7 @@ class Engine:
     @property
     def processes_of_present_ranks(self) -> list[tuple[int, ...]]:
         """The processes of each rank that takes part now."""
-        return [self.processes_of_ranks[one] for one in self.order]
+        return [self._settings.processes_of_ranks[one] for one in self.order]
 
     def view(self, name: str, trees: Sequence[Any]) -> Any:
         """The ``[R, ...]`` view over all replicas of one named tree per local replica."""
@@ -293,7 +263,7 @@ class Engine:
 
     def reader(self, data: Any) -> Reader | StreamReader:
         """The reader of this data."""
-        return self._settings.readers.of(data, self.processes_of_ranks)
+        return self._readers.of(data)
 
     def measure_batches(self, reader: Reader | StreamReader, plan: RoundPlan) -> None:
         """Take the size of a whole batch from this data, if it is not that of the round before."""
@@ -451,7 +421,7 @@ class Engine:
     def prepare_evaluation(self, local_states: Sequence[LocalState]) -> None:
         """Lay out these states, and wait for batches that are being read, because the data may be evaluated too."""
         self._set_layout(without_replica_axis(local_states[0].params))
-        self._settings.readers.wait()
+        self._readers.wait()
 
     def here(self, local_states: Sequence[LocalState]) -> list[tuple[int, Placement, LocalState]]:
         """Rank, placement and state of each local replica."""

@@ -222,12 +222,12 @@ def metric_program(trainer: Rounds, metric_fn: Callable[..., Any] | None, metric
             "arguments of the update, e.g. metrics=nnx.metrics.Accuracy(), metric_fn=lambda model, batch: {'logits': "
             "model(batch['x']), 'labels': batch['y']}"
         )
-    programs, updates = trainer._metric_programs, metrics is not None
+    programs, updates = trainer.metric_programs, metrics is not None
     for program in programs:
         if program.metric_fn == metric_fn and program.updates == updates:
             return program
-    scalars_only = metric_fn is None and trainer._outputs is not None
-    programs.append(MetricProgram(trainer._loss_fn, metric_fn, trainer.seed, updates, scalars_only))
+    scalars_only = metric_fn is None and trainer._settings.outputs is not None
+    programs.append(MetricProgram(trainer._settings.loss_fn, metric_fn, trainer._settings.seed, updates, scalars_only))
     del programs[:-_PROGRAMS]
     return programs[-1]
 

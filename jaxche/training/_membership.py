@@ -68,19 +68,23 @@ class Membership:
         self._pending = found and ({int(process): number for process, number in found[0].items()}, found[1])
 
     def _candidates(self) -> tuple[dict[int, int], list[int]] | None:
-        engine, accepted = self._trainer._engine, {}
+        trainer, accepted = self._trainer, {}
         for process, request in self._group.candidates().items():
-            reason = refusal(engine.fingerprint, request["fingerprint"])
+            reason = refusal(trainer._engine.fingerprint, request["fingerprint"])
             if any(
                 process in processes_of_rank and len(processes_of_rank) > 1
-                for processes_of_rank in engine.processes_of_ranks
+                for processes_of_rank in trainer._settings.processes_of_ranks
             ):
                 reason = "its replica needs other processes too"
             if reason is None:
                 accepted[process] = request["incarnation"]
             else:
                 self._group.refuse(process, request["incarnation"], reason)
-        return (accepted, ranks_of(engine.processes_of_ranks, {*self._group.members, *accepted})) if accepted else None
+        return (
+            (accepted, ranks_of(trainer._settings.processes_of_ranks, {*self._group.members, *accepted}))
+            if accepted
+            else None
+        )
 
     def admit(self, run: Run) -> None:
         """Admit the processes that :meth:`poll` found; all members call it together."""
@@ -151,8 +155,8 @@ class Membership:
                 group.restart()
         self._measured = {rank: (steps, ms) for rank, (steps, ms) in message["measured"]}
         order = message["order"]
-        che = trainer._che and replace(
-            trainer._che, world_size=len(order), batch_counts=(), ms_per_batch=(), ms_samples=()
+        che = trainer._settings.che and replace(
+            trainer._settings.che, world_size=len(order), batch_counts=(), ms_per_batch=(), ms_samples=()
         )
         differ = message["opt_states_differ"]
         state = replace(state, local_states=local_states, che=che, opt_states_differ=differ)
@@ -213,7 +217,7 @@ class Membership:
         self, state: TrainerState, before: TrainerState | None, error: PeerLostError
     ) -> tuple[TrainerState, list[int], list[int]]:
         """The last state of all remaining processes, their ranks, and the processes that were lost."""
-        trainer, engine = self._trainer, self._trainer._engine
+        trainer = self._trainer
         lost = self._group.shrink()
         try:
             state, before = state.merged(), before and before.merged()
@@ -225,7 +229,7 @@ class Membership:
         if state.round > min(reached):
             assert before is not None, "a process that finished a round has the state before it"
             state = before
-        order = ranks_of(engine.processes_of_ranks, self._group.members)
+        order = ranks_of(trainer._settings.processes_of_ranks, self._group.members)
         if not lost:
             self._count_false_alarm(state.round, error)
         if not order:
@@ -281,11 +285,11 @@ class Membership:
         measured, present = self._measured, self._trainer._engine.order
         if che is not None:
             measured |= zip(present, zip(che.limited_counts, che.ms_per_batch, strict=True), strict=True)
-        like = che or self._trainer._che
+        like = che or self._trainer._settings.che
         if len(order) == 1 or like is None:
             return None
         saved: dict[str, Any] = like.to_dict() | {"world_size": len(order), "ms_samples": (), "sync_samples": ()}
-        saved["half_life"] = self._trainer._groups.present(order).half_life(len(order))
+        saved["half_life"] = self._trainer._settings.groups.present(order).half_life(len(order))
         if che is not None and set(order) <= set(present):
             places = [present.index(rank) for rank in order]
             samples = tuple(tuple(row[place] for place in places) for row in che.ms_samples)

@@ -161,8 +161,8 @@ class PreparedEngine(Engine):
             )
         scaling = self._settings.scaling and self._settings.scaling.with_base_batch_size(examples)
         self._rules = self._settings.rules(self._tx, scaling)._replace(loss_weight=loss_weight)
-        solo, packed = len(self._all_placements) == 1, {}
-        if not (solo or self._replica_mesh.inner or self._settings.overlaps or self._settings.wire != "float32"):
+        solo, packed = len(self._settings.placements) == 1, {}
+        if not (solo or self._replica_mesh.inner or self._settings.overlap or self._settings.wire != "float32"):
             trees = local._asdict() | {"grads": local.params}
             packed = packings({name: trees[name] for name in self._rules.packed(local.opt_state)})
 
@@ -231,12 +231,12 @@ class PreparedEngine(Engine):
 
     def _make_merge(self, local: LocalState) -> Any:
         assert self._rules is not None, "_build comes first"
-        if len(self._all_placements) == 1:
+        if len(self._settings.placements) == 1:
             return SingleReplica(self._group, self._placements[0], self._rules.scaling)
         # Also when one of several replicas is left: its steps were compiled for this merge.
         rules = self._rules._replace(wire=self.wire)
         if self.overlaps:
-            return OverlappedMerge(self._replica_mesh, rules, local, in_background=not self._settings.virtual)
+            return OverlappedMerge(self._replica_mesh, rules, local, in_background=self._settings.fleet is None)
         return self._merge_type(self._replica_mesh, rules, local)
 
     _digest: tuple[Any, str] | None = None

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxche.averaging import merge_weights
-from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict
+from jaxche.cadence import ApplyPolicy, DivergenceCorrection, ElChe, RoundPlan, Verdict, VirtualFleet, paused_ms
 from jaxche.data import Key, Reader, StreamReader, non_finite_leaves
 from jaxche.distributed import Group
-from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report
+from jaxche.replicas import DIFFERS, HOST_COLUMNS, TINY_WEIGHT, Columns, LocalResult, Merged, Report, exposed_ms
 from jaxche.reports import RoundInfo
 from jaxche.training._plan import PlannedRound
 from jaxche.training._state import TrainerState
@@ -291,6 +291,43 @@ class RoundTimes(NamedTuple):
         before_ms = state.clock_ms + (table.last_sync_ms - state.clock_merge_ms if is_shared else 0.0)
         clock_ms = before_ms + max(table.wall_ms) + self.group_ms + merge_ms
         return self._replace(clock_ms=clock_ms, clock_merge_ms=merge_ms)
+
+
+def round_times(
+    planned: PlannedRound,
+    table: RoundStatistics,
+    elapsed_ms: float,
+    fleet: VirtualFleet | None,
+    batch_size: int,
+    is_shared: bool,
+) -> tuple[RoundStatistics, RoundTimes]:
+    """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet."""
+    in_flight, merge_ms = planned.state.in_flight, 0.0
+    if fleet is None:
+        # Replicas start a round together: the time beyond the slowest replica is that of the merge.
+        sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
+        duration_ms = in_flight.duration_ms if in_flight else 0.0
+    else:
+        table, merge_ms = _fleet_times(fleet, planned, table, batch_size)
+        sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
+        if planned.overlap:
+            overlapped = tuple(map(min, planned.overlapped, table.counts))
+            sync_ms = exposed_ms(table.busy_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
+    sync_ms = max(0.0, sync_ms) if len(table.counts) > 1 else 0.0
+    hidden_ms = max(0.0, duration_ms - sync_ms) if in_flight else 0.0
+    times = RoundTimes(sync_ms, hidden_ms, merge_ms, group_ms=max(table.busy_ms) - max(table.wall_ms))
+    return table, times.with_clock(planned.state, table, is_shared)
+
+
+def _fleet_times(
+    fleet: VirtualFleet, planned: PlannedRound, table: RoundStatistics, batch_size: int
+) -> tuple[RoundStatistics, float]:
+    """The statistics with the times of the virtual fleet, and the time of its merge."""
+    batches = table.examples / batch_size
+    wall_ms, merge_ms = fleet.timings(table.counts, planned.plan.round, batches.tolist())
+    groups, merges = planned.groups.ranks, planned.group_merges
+    paused = paused_ms(groups, table.counts, wall_ms.tolist(), merges, fleet.group_sync_ms)
+    return table.with_times(wall_ms.tolist(), paused.tolist()), merge_ms
 
 
 def advance(

@@ -23,23 +23,19 @@ from jaxche.cadence import (
     ElChe,
     RoundPlan,
     RowShares,
-    VirtualFleet,
     WireChoice,
     choose_wire,
     merge_share,
-    paused_ms,
 )
 from jaxche.data import Reader, StreamReader
 from jaxche.distributed import hang_timeout
 from jaxche.drawing import brief, short_traceback
-from jaxche.replicas import MergeScale, exposed_ms, in_order
+from jaxche.replicas import MergeScale, in_order
 from jaxche.reports import RoundInfo
 from jaxche.scaling import ScaleLearningRateState, effective_replicas, noise_scale
 from jaxche.sharding import check_params
-from jaxche.training._arguments import Arguments
-from jaxche.training._checks import (
-    check_metrics_of_model,
-)
+from jaxche.training._checks import check_metrics_of_model
+from jaxche.training._engine import Readers
 from jaxche.training._optimizer_checks import (
     check_accumulators,
     check_opt_state,
@@ -59,7 +55,9 @@ from jaxche.training._plan import (
     next_shares,
     time_limit_ms,
 )
-from jaxche.training._round import RoundStatistics, RoundTimes, advance, host_rows
+from jaxche.training._preparation import PreparedEngine
+from jaxche.training._round import RoundStatistics, advance, host_rows, round_times
+from jaxche.training._settings import Settings
 from jaxche.training._stages import StagedEngine
 from jaxche.training._state import Stop, TrainerState
 
@@ -83,14 +81,33 @@ def _without_debug_nans() -> Iterator[None]:
         yield
 
 
-class Rounds(Arguments):
+class Rounds:
     """A trainer that runs one round at a time; :class:`Trainer` adds :meth:`Trainer.fit` and the rest."""
 
-    _stop = Stop.NO
-    _solo_steps = SOLO_ROUND
     last_good_state: TrainerState | None = None
     updates_logged = False  # the line on the number of updates
     _limit_logged = False
+    _stop = Stop.NO
+    _solo_steps = SOLO_ROUND
+    _membership: Any = None  # of an elastic run
+
+    def __init__(self, settings: Settings):
+        self._settings, self._group = settings, settings.group
+        self._has_peers = self._group.num_processes > 1
+        self.readers = readers = Readers(settings)
+        engine = (StagedEngine if settings.staged else PreparedEngine)(settings, readers)
+        self._engine = self._local_engine = engine
+        self._engines = [engine]
+        if settings.chooses:  # the programs of exact sync beside those of local steps
+            sync = replace(settings, average="gradients", merge="steps", opt_state="local")
+            self._sync_engine = PreparedEngine(sync, readers)
+            self._engines.append(self._sync_engine)
+        self.metric_programs: list[Any] = []  # of the last evaluations
+
+    @property
+    def policy(self) -> ApplyPolicy:
+        """When replicas merge, as given."""
+        return self._settings.policy
 
     @short_traceback
     def init(self, params: Any, model_state: Any = None, opt_state: Any = None) -> TrainerState:
@@ -115,20 +132,20 @@ class Rounds(Arguments):
         """
         check_untraced("trainer.init")
         self._check_context_mesh("trainer.init")
-        staged = isinstance(self._engine, StagedEngine)
+        settings, tx = self._settings, self._settings.tx
         shapes = check_params(params, "trainer.init")
-        check_unscaled(self._tx, shapes)
-        check_update(self._tx, shapes, staged)
-        check_trajectory(self._tx, shapes, self.average, self._engine.world_size)
-        check_accumulators(self._groups, self._opt_state, self._tx, shapes)
+        check_unscaled(tx, shapes)
+        check_update(tx, shapes, settings.staged)
+        check_trajectory(tx, shapes, settings.average, self._engine.world_size)
+        check_accumulators(settings.groups, settings.opt_state, tx, shapes)
         if self.world_size > 1:
-            check_metrics_of_model(self._loss_fn)
-        if model_state is not None and staged:
+            check_metrics_of_model(settings.loss_fn)
+        if model_state is not None and settings.staged:
             raise ValueError("model_state: stages of a jaxche.Partitioned have none; leave it out")
         if opt_state is not None:
-            check_opt_state(self._tx, shapes, opt_state, staged)
+            check_opt_state(tx, shapes, opt_state, settings.staged)
         local_states = self._engine.placement(params, model_state, opt_state)
-        state = TrainerState(local_states, self._che, DivergenceCorrection(), _view=self._engine.view)
+        state = TrainerState(local_states, settings.che, DivergenceCorrection(), _view=self._engine.view)
         return self._with_own_choices(state)
 
     def params(self, state: TrainerState) -> Any:
@@ -244,13 +261,13 @@ class Rounds(Arguments):
     @property
     def _rules(self) -> PlanRules:
         """The rules of the next plan; an elastic run changes the number of replicas."""
-        joined = self.world_size if self._chooses else self._joined
-        return PlanRules(self.policy, self.world_size, joined, self._unit, self._solo_steps)
+        joined = self.world_size if self._settings.chooses else self._settings.joined
+        return PlanRules(self.policy, self.world_size, joined, self._settings.unit, self._solo_steps)
 
     def _fingerprint_of(self, state: TrainerState, plan: RoundPlan) -> dict[str, str]:
         """The fingerprint of a run from its arguments, parameters and data; the engine adds that of the code."""
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.local_states[0])]
-        return self._fingerprint | {
+        return self._settings.fingerprint | {
             "jax": jax.__version__,
             "parameters": hashlib.sha256(repr(shapes).encode()).hexdigest()[:12],
             "batches": str(plan.epoch_size),
@@ -266,7 +283,7 @@ class Rounds(Arguments):
         In a run to an ``end`` the batches of the next round are read meanwhile.
         """
         planned = self._planned(state, data, end or ENDLESS, given)
-        engine = self._engine
+        engine, settings = self._engine, self._settings
         feeds, prepare_ms = engine.start(planned)
         clock = time.perf_counter()
         results = engine.run(planned, feeds)
@@ -283,16 +300,16 @@ class Rounds(Arguments):
         table.check(planned, self._group, errors, bool(merged.report.finite))
         if self._stop == stop:  # the merge has sent it; a signal may have raised it meanwhile
             self._stop = Stop.NO
-        table, times = self._times(planned, table, elapsed_ms)
+        table, times = round_times(planned, table, elapsed_ms, settings.fleet, engine.batch_size, self._has_peers)
         after, info = advance(planned, merged, table, times)
         if engine.overlaps:
             in_flight = engine.start_merge(planned, results, rows, max(table.wall_ms), times.merge_ms)
             after = replace(after, in_flight=in_flight)
-        compile_ms = table.prepare_ms if self._fleet is None else 0.0
+        compile_ms = table.prepare_ms if settings.fleet is None else 0.0
         after = self._with_shares(self._with_wire(after, given), planned, info, compile_ms)
         self._log_limit(after.che)
-        if self._outputs is not None and not given.keeps:
-            self._outputs(info, in_order([batch for result in results for batch in result.outputs]))
+        if settings.outputs is not None and not given.keeps:
+            settings.outputs(info, in_order([batch for result in results for batch in result.outputs]))
         return after, info
 
     def _planned(self, state: TrainerState, data: Any, end: End, given: GivenRound) -> PlannedRound:
@@ -309,18 +326,18 @@ class Rounds(Arguments):
         if reader.is_sharded:  # rows stay on their process
             state = replace(state, row_shares=RowShares())
         plan = self._prepared_plan(reader, state, data, end, given)
-        is_limited = given.counts is None and self._fleet is None and reader.has_time_limit
+        is_limited = given.counts is None and self._settings.fleet is None and reader.has_time_limit
         return PlannedRound(
             state,
             plan,
             reader,
             given,
             policy=self._rules.policy_of(state),
-            rule=self.merge if engine.average == "parameters" else None,
+            rule=self._settings.merge if engine.average == "parameters" else None,
             wire=engine.wire,
             scale=self._merge_scale(plan),
             time_limit_ms=time_limit_ms(state.che, plan) if is_limited else None,
-            overlap=self.overlap if engine.overlaps else 0.0,
+            overlap=self._settings.overlap if engine.overlaps else 0.0,
             overlapped=self._overlapped(state, plan, given),
             groups=engine.groups,
             group_merges=given.group_merges or (engine.groups.merges_of(state, plan) if engine.groups.ranks else 1),
@@ -329,16 +346,16 @@ class Rounds(Arguments):
 
     def _with_own_choices(self, state: TrainerState) -> TrainerState:
         """The state without the choices of a trainer with other arguments, and with those that this one makes."""
-        choice = (state.choice or Choice()) if self._chooses else None
-        wire = (state.wire or WireChoice()) if self.wire == "auto" and self.world_size > 1 else None
-        shares = state.row_shares if self.rows == "speed" else RowShares()
+        choice = (state.choice or Choice()) if self._settings.chooses else None
+        wire = (state.wire or WireChoice()) if self._settings.wire == "auto" and self.world_size > 1 else None
+        shares = state.row_shares if self._settings.rows == "speed" else RowShares()
         if (choice, wire, shares) == (state.choice, state.wire, state.row_shares):
             return state
         return replace(state, choice=choice, wire=wire, row_shares=shares)
 
     def _set_programs(self, state: TrainerState) -> None:
         """Use the programs that the state has chosen: those of exact sync or of local steps, and a wire."""
-        if self._chooses:
+        if self._settings.chooses:
             is_sync = self._rules.policy_of(state) is ApplyPolicy.SYNC
             self._engine = self._sync_engine if is_sync else self._local_engine
         elif state.wire is not None:
@@ -378,16 +395,17 @@ class Rounds(Arguments):
 
     def _merge_scale(self, plan: RoundPlan) -> MergeScale:
         """The scale of a merge of the planned steps, for the rule of the learning rate."""
-        if self.scaling is None:
+        if self._settings.scaling is None:
             return MergeScale()
-        weights, alpha = merge_weights(self.merge, plan.batches if self.merge == "steps" else plan.counts)
+        rule = self._settings.merge
+        weights, alpha = merge_weights(rule, plan.batches if rule == "steps" else plan.counts)
         return MergeScale(effective_replicas(weights, plan.counts, alpha), alpha)
 
     def _overlapped(self, state: TrainerState, plan: RoundPlan, given: GivenRound) -> tuple[int, ...]:
         """With a merge in flight, the steps of each replica before it takes in the result."""
         if state.in_flight is None:
             return ()
-        return tuple(given.overlapped or (int(self.overlap * n) for n in plan.counts))
+        return tuple(given.overlapped or (int(self._settings.overlap * n) for n in plan.counts))
 
     def _prefetch(self, planned: PlannedRound, end: End) -> None:
         """Read the batches of the next round, which follow from the state if this one goes as planned."""
@@ -398,36 +416,6 @@ class Rounds(Arguments):
         if not state.pending_batches and not end.is_reached(expected):
             following = self._plan(expected, plan.epoch_size, end)
             planned.reader.prefetch([following.share(rank) for rank in self._engine.ranks])
-
-    def _times(
-        self, planned: PlannedRound, table: RoundStatistics, elapsed_ms: float
-    ) -> tuple[RoundStatistics, RoundTimes]:
-        """The times of a round that took ``elapsed_ms``: measured, or those of the virtual fleet."""
-        in_flight, merge_ms = planned.state.in_flight, 0.0
-        if self._fleet is None:
-            # Replicas start a round together: the time beyond the slowest replica is that of the merge.
-            sync_ms = elapsed_ms - max(map(sum, zip(table.busy_ms, table.compile_ms, strict=True)))
-            duration_ms = in_flight.duration_ms if in_flight else 0.0
-        else:
-            table, merge_ms = self._fleet_times(self._fleet, planned, table)
-            sync_ms, duration_ms = merge_ms, in_flight.cost_ms if in_flight else 0.0
-            if self._engine.overlaps:
-                overlapped = tuple(map(min, planned.overlapped, table.counts))
-                sync_ms = exposed_ms(table.busy_ms, table.counts, overlapped, duration_ms) if in_flight else 0.0
-        sync_ms = max(0.0, sync_ms) if self.world_size > 1 else 0.0
-        hidden_ms = max(0.0, duration_ms - sync_ms) if in_flight else 0.0
-        times = RoundTimes(sync_ms, hidden_ms, merge_ms, group_ms=max(table.busy_ms) - max(table.wall_ms))
-        return table, times.with_clock(planned.state, table, is_shared=self._has_peers)
-
-    def _fleet_times(
-        self, fleet: VirtualFleet, planned: PlannedRound, table: RoundStatistics
-    ) -> tuple[RoundStatistics, float]:
-        """The statistics with the times of the virtual fleet, and the time of its merge."""
-        batches = table.examples / self._engine.batch_size
-        wall_ms, merge_ms = fleet.timings(table.counts, planned.plan.round, batches.tolist())
-        groups, merges = planned.groups.ranks, planned.group_merges
-        paused = paused_ms(groups, table.counts, wall_ms.tolist(), merges, fleet.group_sync_ms)
-        return table.with_times(wall_ms.tolist(), paused.tolist()), merge_ms
 
     def _with_wire(self, state: TrainerState, given: GivenRound) -> TrainerState:
         """The state with the wire of the next merge, once ``wire="auto"`` has measured that merges are dear.
@@ -448,7 +436,7 @@ class Rounds(Arguments):
         self, state: TrainerState, planned: PlannedRound, info: RoundInfo, compile_ms: float
     ) -> TrainerState:
         """The state with the rows of each replica, if they follow from its speed, and the choice of ``"auto"``."""
-        if self.rows != "speed" or planned.reader.is_sharded:
+        if self._settings.rows != "speed" or planned.reader.is_sharded:
             return state
         return next_shares(state, info, self._rules, self._engine.batch_size, self._engine.max_rows, compile_ms)
 

@@ -384,7 +384,7 @@ class StagedEngine(PreparedEngine):
                 average=self._settings.average,
                 seed=self._settings.seed,
                 examples=examples,
-                solo=len(self._all_placements) == 1,
+                solo=len(self._settings.placements) == 1,
             )
 
         self._set_replicas(programs)

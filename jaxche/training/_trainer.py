@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxche.cadence import DEAR, ApplyPolicy, merge_share
-from jaxche.drawing import brief, short_traceback
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxche.cadence import DEAR, ApplyPolicy, ElChe, VirtualFleet, merge_share
+from jaxche.distributed import ElasticGroup
+from jaxche.drawing import brief, per_rank, short_traceback
+from jaxche.replicas import BatchOutputs
 from jaxche.reports import Every, History, RoundInfo
-from jaxche.sharding import show_bytes
+from jaxche.scaling import ScalingRule
+from jaxche.sharding import Device, NoShard, ShardingStrategy, show_bytes
+from jaxche.stages import Partitioned
+from jaxche.training._arguments import Arguments, rule_text
 from jaxche.training._checkpoints import Checkpoints
 from jaxche.training._checks import check_recorded
 from jaxche.training._evaluate import evaluate, metric_program
@@ -19,7 +29,6 @@ from jaxche.training._hooks import Callback
 from jaxche.training._membership import Membership
 from jaxche.training._plan import GivenRound
 from jaxche.training._rounds import Rounds, checked_state
-from jaxche.training._stages import StagedEngine
 from jaxche.training._state import TrainerState
 
 
@@ -152,7 +161,83 @@ class Trainer(Rounds):
       [1.0, -2.0, 0.5]
     """
 
-    _membership_type = Membership
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any] | Partitioned,
+        tx: optax.GradientTransformation,
+        policy: ApplyPolicy | str = ApplyPolicy.CADENCE,
+        che: ElChe | None = None,
+        average: str | None = None,
+        merge: str = "steps",
+        opt_state: str = "auto",
+        outer: optax.GradientTransformation | None = None,
+        replicas: Sequence[Device | Mesh | Sequence[Device]] | None = None,
+        strategy: ShardingStrategy | None = None,
+        backend: str = "auto",
+        seed: int = 0,
+        pace_ms: float | Sequence[float] | None = None,
+        scaling: ScalingRule | None = None,
+        base_batch_size: float | None = None,
+        fleet: VirtualFleet | None = None,
+        rows: str | None = None,
+        joined_batches: int | None = None,
+        max_rows: int | Sequence[int] | None = None,
+        outputs: Callable[[RoundInfo, list[BatchOutputs]], Any] | None = None,
+        wire: str = "float32",
+        overlap: float = 0.0,
+        groups: str | Sequence[Sequence[int]] | None = None,
+        group_merges: int | None = None,
+    ):
+        arguments = Arguments(
+            loss_fn,
+            tx,
+            policy,
+            che,
+            average,
+            merge,
+            opt_state,
+            outer,
+            replicas,
+            strategy,
+            backend,
+            seed,
+            pace_ms,
+            scaling,
+            base_batch_size,
+            fleet,
+            rows,
+            joined_batches,
+            max_rows,
+            outputs,
+            wire,
+            overlap,
+            groups,
+            group_merges,
+        )
+        super().__init__(arguments.settings())
+        if isinstance(self._group, ElasticGroup):
+            self._membership = Membership(self, self._group)
+
+    __init__ = short_traceback(__init__)
+
+    def __repr__(self) -> str:
+        """One line: the replicas, and the arguments by which they train."""
+        settings, world_size, policy = self._settings, self.world_size, self.policy
+        if world_size == 1:
+            rules = ["a plain training loop"]
+        else:
+            rules = [f"policy={policy.value!r}"]
+            if policy is not ApplyPolicy.AUTO:
+                rules.append(f"average={settings.average!r}")
+                rules += [f"merge={settings.merge!r}"] if settings.average == "parameters" else []
+            rules += [f"wire={settings.wire!r}"] if settings.wire != "float32" else []
+            rules += [f"overlap={settings.overlap:g}"] if settings.overlap else []
+            rules += [f"groups={settings.groups.ranks}"] if settings.groups.ranks else []
+            by_speed = policy in (ApplyPolicy.SYNC, ApplyPolicy.AUTO)  # by default
+            rules += [f"rows={settings.rows!r}"] if (settings.rows == "speed") != by_speed else []
+        rules += [f"strategy={settings.strategy}"] if settings.strategy != NoShard() else []
+        rules += [f"scaling={rule_text(settings.scaling.rule)}"] if settings.scaling else []
+        return f"Trainer({', '.join([_replicas_text(self._engine.devices, settings.fleet), *rules])})"
 
     @short_traceback
     def fit(
@@ -305,7 +390,8 @@ class Trainer(Rounds):
                     f"elastic run, replay the rounds before that: history[:{number}]"
                 )
         if self.world_size > 1:
-            check_recorded(history, self.wire, self.overlap, self._engine.groups.numbers(self.world_size))
+            groups = self._engine.groups.numbers(self.world_size)
+            check_recorded(history, self._settings.wire, self._settings.overlap, groups)
         for info in history:
             epoch, start, _ = (state.pending_batches or ((state.epoch, state.cursor, 0),))[0]
             if (info.round, info.epoch, info.cursor) != (state.round, epoch, start):
@@ -335,8 +421,8 @@ class Trainer(Rounds):
         Returns:
           One rate per replica, in batches a second.
         """
-        if self._fleet is not None:
-            return tuple((1e3 / self._fleet.speeds(state.round)).tolist())
+        if (fleet := self._settings.fleet) is not None:
+            return tuple((1e3 / fleet.speeds(state.round)).tolist())
         self.check_state(state, "trainer.measure_rates")
         self._prepared_plan(self._engine.reader(data), state, data)
         return tuple(self._engine.free_run(state.local_states, data, seconds))
@@ -354,17 +440,16 @@ class Trainer(Rounds):
         if state.row_shares.rows:
             policy += f": rows {state.row_shares.rows} of {state.row_shares.joined} batches by speed"
         elif self.policy is ApplyPolicy.SYNC:
-            policy += f": {self._joined} batches in a round"
+            policy += f": {self._settings.joined} batches in a round"
         elif state.che is not None:
             policy += f": {state.che.batch_counts} batches in a round"
         if sent := self._engine.sent_bytes:
             policy += f"; a merge sends {show_bytes(sent)} of each replica, wire={self._engine.wire!r}"
         if self._engine.overlaps:
-            policy += f", beside the first {self.overlap:.0%} of the next round"
+            policy += f", beside the first {self._settings.overlap:.0%} of the next round"
         if self._engine.groups.ranks:
-            policy += (
-                f"; groups {self._groups.ranks} merge {state.group_merges} times in a round, the last time with all"
-            )
+            groups = self._settings.groups.ranks
+            policy += f"; groups {groups} merge {state.group_merges} times in a round, the last time with all"
         if state.wire is not None and state.wire.reason:
             policy += f"; {state.wire.reason}"
         elif advice := self._cheaper_merges(state):
@@ -375,13 +460,26 @@ class Trainer(Rounds):
 
     def _cheaper_merges(self, state: TrainerState) -> str:
         """Arguments that would make merges cheaper, in one line; empty if merges are cheap or none would help."""
-        if self.average != "parameters" or isinstance(self._engine, StagedEngine) or state.che is None:
+        settings = self._settings
+        if settings.average != "parameters" or settings.staged or state.che is None:
             return ""
         share, advice = merge_share(state.che), []
         if share < DEAR:
             return ""
-        if self.wire == "float32":
+        if settings.wire == "float32":
             advice.append("wire='int4' sends about 1/8 of the bytes")
-        if not self.overlap and self.policy is ApplyPolicy.CADENCE and self.scaling is None:
+        if not settings.overlap and self.policy is ApplyPolicy.CADENCE and settings.scaling is None:
             advice.append("overlap=0.5 hides up to half a round")
         return f"merges take {share:.0%} of the time: {', '.join(advice)}" if advice else ""
+
+
+def _replicas_text(replicas: Sequence[np.ndarray], fleet: VirtualFleet | None) -> str:
+    """The replicas and their devices, e.g. ``"3 replicas on 2 x NVIDIA H100 and 1 x NVIDIA L4"``."""
+    sizes = sorted({devices.size for devices in replicas})
+    text = f"{len(replicas)} replica{'s' if len(replicas) > 1 else ''}"
+    if fleet is not None:
+        return f"{text} on a virtual clock, {per_rank(fleet.ms_per_batch, '{:g}')} ms a batch"
+    if sizes[-1] > 1:
+        text += f" of {' or '.join(map(str, sizes))} devices"
+    kinds = Counter(device.device_kind for devices in replicas for device in devices.flat)
+    return f"{text} on {' and '.join(f'{count} x {kind}' for kind, count in kinds.items())}"

@@ -12,7 +12,6 @@ from jaxche.cadence import ApplyPolicy
 from jaxche.data import EPOCH_SIZE
 from jaxche.training._hooks import Hook, Run
 from jaxche.training._rounds import Rounds
-from jaxche.training._stages import StagedEngine
 
 _log = logging.getLogger("jaxche")
 
@@ -24,14 +23,15 @@ def expected_updates(trainer: Rounds, batches: int, size: int) -> tuple[int, boo
     makes an update of each of its own; those of unequal speed make more or fewer than the mean. Averaging gradients in
     rounds, a round is one update, and rounds begin with the first cadence.
     """
+    settings = trainer._settings
     if trainer.world_size == 1:
         return batches, True
-    if trainer.policy is ApplyPolicy.SYNC and trainer.average == "gradients":
+    if trainer.policy is ApplyPolicy.SYNC and settings.average == "gradients":
         first, whole = batches % size, batches // size
-        return -(-first // trainer._joined) + whole * -(-size // trainer._joined), True
+        return -(-first // settings.joined) + whole * -(-size // settings.joined), True
     in_round = trainer.world_size
-    if trainer.average == "gradients" and trainer._che is not None:
-        in_round = trainer._che.total_batches
+    if settings.average == "gradients" and settings.che is not None:
+        in_round = settings.che.total_batches
     return -(-batches // in_round), False
 
 
@@ -45,7 +45,7 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
         return None
     batches, span = (run.size, "an epoch") if left is None else (left, "this fit")
     updates, exact = expected_updates(trainer, batches, run.size)
-    if updates >= batches or trainer.scaling is not None:
+    if updates >= batches or trainer._settings.scaling is not None:
         return None
     number = f"{'' if exact else 'about '}{updates:,} update{'s' if updates > 1 else ''}"
     return (
@@ -57,13 +57,13 @@ def updates_line(trainer: Rounds, run: Run) -> str | None:
 
 def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]:
     """The arguments with which this trainer would make as many updates, or larger ones."""
-    staged, in_rounds = isinstance(trainer._engine, StagedEngine), trainer.policy is not ApplyPolicy.SYNC
-    parts = trainer.world_size if in_rounds else trainer._joined
+    settings, in_rounds = trainer._settings, trainer.policy is not ApplyPolicy.SYNC
+    parts = trainer.world_size if in_rounds else settings.joined
     found = []
-    if not staged:
-        words = 'policy="sync", ' if in_rounds else 'average="gradients", ' if trainer.average == "parameters" else ""
+    if not settings.staged:
+        words = 'policy="sync", ' if in_rounds else 'average="gradients", ' if settings.average == "parameters" else ""
         found.append(f"{words}joined_batches=1 (the updates of one device, each cut over all replicas)")
-    if not (in_rounds and trainer.average == "gradients"):
+    if not (in_rounds and settings.average == "gradients"):
         examples = getattr(run.data, "batch_size", None)
         if not isinstance(examples, int):
             found.append(f"batches of 1/{parts} of the size, if not yet divided")
@@ -72,7 +72,7 @@ def _choices(trainer: Rounds, run: Run, batches: int, updates: int) -> list[str]
     for name, limit in (("epochs", run.end.epochs), ("max_steps", run.end.steps)):
         if limit is not None:
             found.append(f"{name}={-(-batches * limit // updates):,}".replace(",", "_"))
-    if not (staged or trainer.policy is ApplyPolicy.AUTO or isinstance(trainer._tx, optax.MultiSteps)):
+    if not (settings.staged or trainer.policy is ApplyPolicy.AUTO or isinstance(settings.tx, optax.MultiSteps)):
         rule = "AdamScale" if _has_second_moments(run.state.local_states[0].opt_state) else "AdaScale"
         found.append(f"fewer and larger steps by scaling=jaxche.{rule}()")
     return found

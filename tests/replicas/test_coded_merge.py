@@ -396,7 +396,7 @@ def test_processes_with_unlike_wires_are_told_which(problem, devices):
 
     trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], wire="int4")
     with pytest.raises(ValueError, match=r"processes differ(.|\n)*wire(.|\n)*int8"):
-        refuse_differences(Two(), trainer._fingerprint)
+        refuse_differences(Two(), trainer._settings.fingerprint)
 
 
 def test_a_single_replica_has_nothing_to_send(problem, devices):

@@ -338,4 +338,4 @@ def test_processes_compare_rules_not_addresses(problem, devices):
 
     for rule, text in ((Half(), "Half"), (jaxche.SqrtScale(), "SqrtScale()"), (None, "None")):
         trainer = jaxche.Trainer(problem.loss, optax.sgd(0.1), replicas=devices[:2], scaling=rule)
-        assert trainer._fingerprint["scaling"].endswith(text)
+        assert trainer._settings.fingerprint["scaling"].endswith(text)

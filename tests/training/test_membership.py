@@ -30,7 +30,8 @@ def test_connections_that_break_again_and_again_end_the_run_unless_a_round_was_c
 
 def membership(che):
     order = list(range(che.world_size))
-    return Membership(SimpleNamespace(_che=che, _engine=SimpleNamespace(order=order), _groups=Groups()), None)
+    settings = SimpleNamespace(che=che, groups=Groups())
+    return Membership(SimpleNamespace(_settings=settings, _engine=SimpleNamespace(order=order)), None)
 
 
 def test_what_was_learnt_of_a_rank_outlives_its_absence():
@@ -53,7 +54,7 @@ def test_what_was_learnt_of_a_rank_outlives_its_absence():
 
 def test_who_comes_back_slower_than_a_round_takes_one_step():
     known = membership(ElChe(3, 1, 0.1).report_timing([10.0, 10.0, 500.0], [1, 1, 1], 0.0))
-    two = known.rearranged(known._trainer._che, [0, 1])
+    two = known.rearranged(known._trainer._settings.che, [0, 1])
     known._trainer._engine.order = [0, 1]
     quick = ElChe.from_dict(two.to_dict() | {"batch_counts": (3, 3)})
     assert known.rearranged(quick, [0, 1, 2]).batch_counts == (3, 3, 1)

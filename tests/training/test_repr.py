@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxche
-from jaxche.training._arguments import _replicas_text
+from jaxche.training._trainer import _replicas_text
 
 LINE = 110
 

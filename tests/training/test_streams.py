@@ -373,6 +373,7 @@ def test_pipelines_take_streams_within_a_process_and_refuse_them_over_several(de
     state = trainer.init([jnp.ones((3, 2)), jnp.ones((2, 1))])
     trainer.fit(state, batches(), progress=False)
     assert ids(trained) == all_ids((0,))
-    monkeypatch.setattr(trainer._engine, "processes_of_ranks", [(0, 1)])
+    settings = replace(trainer._settings, processes_of_ranks=[(0, 1)])
+    monkeypatch.setattr(trainer.readers, "_settings", settings)
     with pytest.raises(ValueError, match=r"stages of a replica that are in several processes.*jaxche.Batches"):
         trainer.fit(state, jaxche.Stream(batches, shards=False))

@@ -1,0 +1,69 @@
+"""The settings of a trainer: its arguments, checked and completed. They never change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import optax
+
+from jaxche.cadence import ApplyPolicy, ElChe, VirtualFleet
+from jaxche.distributed import Group
+from jaxche.replicas import LocalState, MergeRules, Placement, Scaling, are_accumulators
+from jaxche.sharding import ShardingStrategy
+from jaxche.training._groups import Groups
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a trainer: those without a comment are its arguments, with defaults filled in."""
+
+    group: Group  # the processes of the run
+    loss_fn: Any
+    loss: Any  # FrozenArrays(loss_fn), or a model in stages
+    staged: bool  # loss_fn is a model in stages
+    tx: optax.GradientTransformation
+    policy: ApplyPolicy
+    chooses: bool  # between exact sync and local steps, with the programs of both
+    average: str
+    merge: str
+    opt_state: str
+    outer: optax.GradientTransformation | None
+    placements: Sequence[Placement]  # of the replicas of all processes at the start
+    processes_of_ranks: Sequence[tuple[int, ...]]  # of each replica
+    seed: int
+    paces: Sequence[float | None]  # ms a step, for each replica
+    scaling: Scaling | None
+    host: bool  # merge on CPU devices
+    wire: str
+    overlap: float
+    groups: Groups
+    fleet: VirtualFleet | None
+    che: ElChe | None  # of the first round; None for a single replica
+    rows: str
+    given_rows: str | None  # rows= itself
+    joined: int  # batches in an update under ``sync``
+    unit: int  # shares of rows are multiples of it, because each device of a sharded replica takes as many rows
+    max_rows: Sequence[float] | None  # of a step of each replica; None for what its memory allows
+    outputs: Callable[..., Any] | None
+    strategy: ShardingStrategy  # of the devices of a replica
+    fingerprint: dict[str, str] = field(default_factory=dict)  # of a run, as far as it follows from the arguments
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether steps may join rows of several batches."""
+        world_size = len(self.placements)
+        return world_size > 1 and (self.rows == "speed" or self.joined != world_size)
+
+    def coded_moments(self, local: LocalState) -> Any:
+        """The arrays of the optimizer's state that a merge averages."""
+        if self.opt_state != "average":
+            return ()
+        leaves = zip(jax.tree.leaves(local.opt_state), are_accumulators(local.opt_state), strict=True)
+        return [leaf for leaf, kept in leaves if not kept]
+
+    def rules(self, tx: optax.GradientTransformation, scaling: Scaling | None) -> MergeRules:
+        """The rules of the merge, with the optimizer and the scaling after the first batch has been read."""
+        return MergeRules(self.average, self.merge, self.opt_state, tx, self.outer, scaling)
