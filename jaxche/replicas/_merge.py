@@ -105,10 +105,7 @@ class Merge:
 
         ``starts`` and ``carries`` are those of each local replica; ``rows`` are ``[local replicas, HOST_COLUMNS]``.
         """
-        arguments = self.arguments(starts, carries, rows)
-        if self.nbytes is None:
-            self._replica_mesh.compile_everywhere(self._program, arguments)
-            self.nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
+        arguments = self._compiled_for(starts, carries, rows)
         with self._replica_mesh.collective():
             merged, table, report = self._program(*arguments)
             # Waiting here is part of the contract: two programs with collectives in flight can deadlock the CPU client.
@@ -126,7 +123,22 @@ class Merge:
             views = Views(self._replica_mesh, {name: merged[name] for name in names})
             for local in local_states:
                 local.views = views
-        return Merged(local_states, table, report, scaled, self.nbytes)
+        return Merged(local_states, table, report, scaled, self.nbytes or 0)
+
+    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> None:
+        """Compile the program and connect the processes, without the transfer of a merge."""
+        self._compiled_for(starts, carries, rows)
+        self._replica_mesh.connect()
+
+    def _compiled_for(
+        self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray
+    ) -> tuple[Any, ...]:
+        """The arguments of the program, which is compiled for them."""
+        arguments = self.arguments(starts, carries, rows)
+        if self.nbytes is None:
+            self._replica_mesh.compile_everywhere(self._program, arguments)
+            self.nbytes = sent_bytes(self._program.trace(*arguments).jaxpr)
+        return arguments
 
     def arguments(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> tuple[Any, ...]:
         """The arguments of the program."""
@@ -208,6 +220,9 @@ class SingleReplica:
     def __init__(self, group: Group, placement: Placement, scaling: Scaling | None):
         self._group = group
         self._spans, self._scaling = spans_processes(placement), scaling
+
+    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> None:
+        """Nothing to compile or to connect."""
 
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> Merged:
         (start,), (carry,) = starts, carries

@@ -152,6 +152,11 @@ class OverlappedMerge:
             corrected(local, carry, one)  # compiles it before any clock starts
         return merged
 
+    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Carry], rows: np.ndarray) -> None:
+        """Compile the programs and connect the processes; see :meth:`Merge.prepare`."""
+        self.exchange(starts, carries, rows)
+        self._merge.prepare(starts, carries, rows)
+
     def wait(self) -> None:
         """Wait for a merge in flight, also for one of a state that was dropped."""
         if self._last is not None:

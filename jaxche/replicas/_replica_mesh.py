@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -64,6 +65,17 @@ class ReplicaMesh:
         if self._group.elastic:
             program.lower(*arguments).compile()
             self._group.barrier()
+
+    def connect(self) -> None:
+        """Connect the processes of the mesh by a sum of one number.
+
+        XLA connects processes in the first collective of an order of devices, and then a process must not be late.
+        """
+        total = jax.shard_map(
+            lambda x: lax.psum(x, AXIS), mesh=self.mesh, in_specs=P(AXIS), out_specs=P(), axis_names={AXIS}
+        )
+        with self.collective():
+            jax.block_until_ready(jax.jit(total)(self.rows(np.ones((len(self._here), 1)))))
 
     @property
     def keeps_buffers(self) -> bool:

@@ -93,10 +93,10 @@ class PreparedEngine(Engine):
             self._set_merge(self._make_merge(local_states[0]))
 
     def connect(self, local_states: Sequence[LocalState]) -> None:
-        """Merge once over the connections of the ranks of :meth:`arrange`; all processes call it together."""
+        """Compile the merge of the ranks of :meth:`arrange`, and connect them; all processes call it together."""
         if self._replicas:
             self._share_resources()
-            self._warm_up_merge(local_states)
+            self._merge.prepare(*self._nothing_to_merge(local_states))
 
     def prepare(
         self, local_states: Sequence[LocalState], data: Any, plan: RoundPlan, fingerprint: dict[str, str]
@@ -138,8 +138,12 @@ class PreparedEngine(Engine):
             merge_carries(carries, [1.0] * len(group), self._settings.opt_state == "average")
 
     def _warm_up_merge(self, local_states: Sequence[LocalState]) -> None:
+        self._merge(*self._nothing_to_merge(local_states))
+
+    def _nothing_to_merge(self, local_states: Sequence[LocalState]) -> tuple[Any, ...]:
+        """The arguments of a merge that changes nothing."""
         carries = [r.idle(local).carry for r, local in zip(self._replicas, local_states, strict=True)]
-        self._merge(self._fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS))))
+        return self._fitted(local_states), carries, np.ones((len(self.ranks), len(HOST_COLUMNS)))
 
     def _build(self, local: LocalState, batch: Any, examples: int) -> Sequence[Any]:
         """Make the local replicas and the merge; returns the constants of the loss."""

@@ -320,16 +320,20 @@ class StageMerge:
         """The bytes that each replica sends, all its stages together."""
         return sum(merge.nbytes or 0 for merge in self._merges.values())
 
+    def prepare(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> None:
+        """Compile the merges and connect the processes; see :meth:`Merge.prepare`."""
+        for s, merge in self._merges.items():
+            merge.prepare(*self._of_stage(s, starts, carries), rows)
+
+    def _of_stage(
+        self, stage: int, starts: Sequence[LocalState], carries: Sequence[Any]
+    ) -> tuple[list[LocalState], list[Carry]]:
+        own = [_carry_of(one, stage, devices[stage]) for one, devices in zip(carries, self._devices, strict=True)]
+        return [_stage_of(start, stage) for start in starts], own
+
     def __call__(self, starts: Sequence[LocalState], carries: Sequence[Any], rows: np.ndarray) -> Merged:
         """Merge the replicas of this process with all others and wait for the result; see :class:`Merge`."""
-        merged = {
-            s: merge(
-                [_stage_of(start, s) for start in starts],
-                [_carry_of(carry, s, devices[s]) for carry, devices in zip(carries, self._devices, strict=True)],
-                rows,
-            )
-            for s, merge in self._merges.items()
-        }
+        merged = {s: merge(*self._of_stage(s, starts, carries), rows) for s, merge in self._merges.items()}
         local_states = []
         for i, start in enumerate(starts):
             stages = [

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxche
+from jaxche.replicas import Merge, ReplicaMesh
 
 
 @pytest.fixture
@@ -166,3 +167,32 @@ def test_after_a_change_of_the_ranks_all_have_the_limits_of_all(trainer, problem
     engine.connect(state.local_states)
     assert engine.max_rows == [4.0, *before[1:]]
     assert trainer.memory[0]["in all"] == 7
+
+
+@pytest.mark.parametrize("replicas", ["devices", "islands", "stages", "overlap"])
+def test_ranks_are_connected_without_a_merge(replicas, problem, devices, monkeypatch):
+    """A merge of a large state takes seconds, in which no process trains."""
+    strategy, more = jaxche.FullShard(min_size=1), {}
+    loss, params, data = problem.loss, problem.params, problem.data
+    if replicas == "islands":
+        more = {"replicas": [strategy.mesh(devices[:2]), strategy.mesh(devices[2:4])], "strategy": strategy}
+    elif replicas == "stages":
+        loss = jaxche.Partitioned([lambda w, x: x @ w], lambda y, x: jnp.mean(y**2), jaxche.Direct())
+        params, data = [jnp.ones((2, 1))], [np.ones((4, 2), np.float32)] * 8
+        more = {"replicas": [devices[:1], devices[1:2]]}
+    else:
+        more = {"replicas": devices[:2], "overlap": 0.5 if replicas == "overlap" else 0.0}
+    trainer = jaxche.Trainer(loss, optax.sgd(0.1), **more)
+    state, _ = trainer.round(trainer.init(params), data)
+    engine, sums = trainer._engine, []
+    connect = ReplicaMesh.connect
+    monkeypatch.setattr(ReplicaMesh, "connect", lambda self: sums.append(connect(self)))
+    with monkeypatch.context() as no_merge:
+        no_merge.setattr(Merge, "__call__", None)
+        state = state.merged()
+        engine.arrange([0, 1], state.local_states)
+        engine.connect(state.local_states)
+    assert len(sums) == 1
+    assert engine.sent_bytes > 0
+    _, info = trainer.round(state, data)
+    assert np.isfinite(info.loss)
