@@ -227,9 +227,8 @@ class ElasticGroup(Group):
         if is_sender:
             requests = self._requests()
             for process, incarnation in candidates.items():
-                if process in requests:  # else it has died, and the barrier fails
+                if requests[process]["incarnation"] == incarnation:  # else it has died, and the barrier fails
                     self._send(requests[process]["address"], {process: incarnation}, message, state)
-                self.client.key_value_delete(f"{_REQUESTS}/{process}")
         self._reconnect()
         self.barrier()  # the candidates have the state
 
@@ -293,7 +292,6 @@ class ElasticGroup(Group):
             if "refused" in answer:
                 raise RuntimeError(f"process {process} cannot join the run: {answer['refused']}")
             if "ended" in answer or dict(self.client.key_value_dir_get(f"{_ENDED_FITS}/{self._fit}/")):
-                self.client.key_value_delete(f"{_REQUESTS}/{process}")
                 return None
             name, quorum = self._newest()
             if quorum.members.get(process) == incarnation:
@@ -398,12 +396,12 @@ class ElasticGroup(Group):
             self.client.key_value_set_bytes(TOPOLOGY, self._topology, allow_overwrite=True)
 
     def _requests(self) -> dict[int, dict[str, Any]]:
+        """The last request of each process. It stays in the store: by now it may be that of a later incarnation."""
         found = self.client.key_value_dir_get(f"{_REQUESTS}/")
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
     def _answer(self, process: int, incarnation: int, answer: Mapping[str, Any]) -> None:
         self.client.key_value_set(f"{_ANSWERS}/{process}/{incarnation}", json.dumps(answer), allow_overwrite=True)
-        self.client.key_value_delete(f"{_REQUESTS}/{process}")
 
 
 def _liveness_address(store: Any) -> list[Any]:
