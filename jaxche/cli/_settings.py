@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jaxche
+from jaxche.cli._command import numbers
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe
@@ -35,8 +36,6 @@ TASKS = {
 _MIN_PACE_MS = 20.0
 _MARGIN = 1.3
 _SLOWEST_RATIO = 2.5
-
-Pace = str | tuple[float, ...] | None
 
 
 def policies(args: argparse.Namespace) -> tuple[str, ...]:
@@ -89,19 +88,14 @@ def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
     return {"policy": policy, "average": average, "seed": args.seed} | scaling | given
 
 
-def pace_argument(text: str) -> Pace:
+def saves(args: argparse.Namespace) -> bool:
+    """Whether the run saves checkpoints."""
+    return bool(args.checkpoint_every or args.max_restarts)
+
+
+def pace_argument(text: str) -> str | tuple[float, ...]:
     """Parse ``--pace``: "auto", "none" or milliseconds."""
-    if text in ("auto", "none"):
-        return text
-    try:
-        paces = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        paces = ()
-    if not paces or not all(0 < pace < math.inf for pace in paces):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no pace; write --pace auto, --pace none, or ms a step of each process, e.g. --pace 20,50"
-        )
-    return paces
+    return text if text in ("auto", "none") else numbers("--pace 20,50, --pace auto or --pace none")(text)
 
 
 def require(name: str) -> None:

@@ -29,7 +29,16 @@ from jaxche.cli._result import (
     write_policy,
     write_result,
 )
-from jaxche.cli._settings import TASKS, auto_paces, cadence, check_paces, default_ratios, policies, trainer_options
+from jaxche.cli._settings import (
+    TASKS,
+    auto_paces,
+    cadence,
+    check_paces,
+    default_ratios,
+    policies,
+    saves,
+    trainer_options,
+)
 from jaxche.cli._tasks import Task, load
 from jaxche.distributed import PACE_MS, process_group
 from jaxche.drawing import per_rank
@@ -84,7 +93,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         replay(args)
         return
     if jax.process_index() == 0 and not args.dry_run:
-        refuse_directory(folder, args.out, bool(args.checkpoint_every or args.max_restarts))
+        refuse_directory(folder, args.out, saves(args))
     task = load(args.task, args.batch_size, args.learning_rate, args.seed)
     start = task.init(args.seed)
     world = len(devices())
@@ -124,12 +133,11 @@ def _train_policy(
     args: argparse.Namespace, trainer: Trainer, task: Task, state: TrainerState, epochs: int, folder: Path
 ) -> tuple[Result, History]:
     """Train with one policy and write its files, unless an earlier start of this comparison did."""
-    is_first, saves = jax.process_index() == 0, bool(args.checkpoint_every or args.max_restarts)
-    resumes_comparison = args.compare and saves
+    is_first, resumes_comparison = jax.process_index() == 0, args.compare and saves(args)
     if resumes_comparison and (result := _earlier_result(folder)):
         print_once(f"done by an earlier start, in {result.seconds:.1f} s")
         return result, History.from_json(folder / "history.jsonl", skip_damaged=True) if is_first else History()
-    checkpoints = Checkpoints(folder / "checkpoints", args.checkpoint_every) if saves else None
+    checkpoints = Checkpoints(folder / "checkpoints", args.checkpoint_every) if saves(args) else None
     state, result, history = _fit(trainer, task, state, epochs, checkpoints, folder)
     if is_first:
         write_policy(folder, history, trainer.params(state))
