@@ -251,14 +251,15 @@ def _finish(
 
 
 def _exit_together(error: Exception, prints: bool) -> int:
-    """Exit after an error that all processes raised."""
+    """Exit after an error that all processes raised, with one code: the launcher restarts after some codes only."""
     if prints:
         print_error("train", error)
+    code = max(process_group().all_gather(_exit_code(error)))
     if jax.process_count() > 1:
         jax.distributed.shutdown()
         if not prints:
             time.sleep(_GRACE_S)
-    return _exit(_exit_code(error))
+    return _exit(code)
 
 
 def _exit(code: int) -> int:
