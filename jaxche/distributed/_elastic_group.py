@@ -268,13 +268,20 @@ class ElasticGroup(Group):
                 return None
             quorum_id, quorum = found
             sender = {} if quorum.sender is None else {quorum.sender: quorum.members[quorum.sender]}
-            while True:
-                self._raise_if_lost(sender)
-                with contextlib.suppress(queue.Empty):
-                    sock, text = accepted.get(timeout=_POLL_MS / 1e3)
-                    with sock:
-                        if text == quorum_id:
-                            return Admission(*found, *receive_state(sock, lambda: self._raise_if_lost(sender)))
+            with self._sender_of(quorum_id, accepted, sender) as sock:
+                return Admission(*found, *receive_state(sock, lambda: self._raise_if_lost(sender)))
+
+    def _sender_of(
+        self, quorum_id: str, accepted: queue.SimpleQueue[tuple[socket.socket, str]], sender: Mapping[int, int]
+    ) -> socket.socket:
+        """Wait for the connection over which a member sends the state of this quorum; others are closed."""
+        while True:
+            self._raise_if_lost(sender)
+            with contextlib.suppress(queue.Empty):
+                sock, text = accepted.get(timeout=_POLL_MS / 1e3)
+                if text == quorum_id:
+                    return sock
+                sock.close()
 
     def _raise_if_lost(self, members: Mapping[int, int]) -> None:
         self.watchdog.heartbeat_while_waiting()
