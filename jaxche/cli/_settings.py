@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jaxche
-from jaxche.cli._command import numbers
+from jaxche.cli._options import numbers
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxche.cli._command import flag, join
+from jaxche.cli._command import join
+from jaxche.cli._options import flag
 
 _STAGES = 2
 # Default number of micro-batches under `pipeline`.
