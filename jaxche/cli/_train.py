@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxche.cli._command import Command, launcher
 from jaxche.cli._nvidia import install_line
 from jaxche.cli._options import add_out, directory_path, flag, integer, non_default_options, number, numbers
-from jaxche.cli._result import refuse_directory
+from jaxche.cli._run_folder import refuse_directory
 from jaxche.cli._settings import (
     MERGE_RULES,
     POLICIES,

@@ -19,16 +19,8 @@ import jaxche
 from jaxche.cli._command import exit_at_once, join, print_error
 from jaxche.cli._progress import Progress, print_once, round_header
 from jaxche.cli._replay import replay
-from jaxche.cli._result import (
-    Result,
-    read_json,
-    refuse_directory,
-    result_from_history,
-    table,
-    write_atomic,
-    write_policy,
-    write_result,
-)
+from jaxche.cli._result import Result, result_from_history, table
+from jaxche.cli._run_folder import read_json, refuse_directory, write_atomic, write_policy, write_result
 from jaxche.cli._settings import (
     TASKS,
     auto_paces,
