@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jaxche
-from jaxche.cli._options import numbers
+from jaxche.cli._options import flag, numbers
 
 if TYPE_CHECKING:
     from jaxche.cadence import ElChe
@@ -24,6 +24,9 @@ SCALING_RULES = {
     "linear": "LinearScale",
     "sqrt": "SqrtScale",
 }
+
+# Options of the cadence.
+_CADENCE = ("anchor", "overhead_target", "tuner", "max_batch_diff")
 
 # Description of each task, and the packages of its data.
 TASKS = {
@@ -47,8 +50,7 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
     """The cadence of the options; None is the default of the trainer."""
     from jaxche.cadence import ElChe
 
-    names = ("anchor", "overhead_target", "tuner", "max_batch_diff")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = _given(args, _CADENCE)
     if world_size == 1 or not given:
         return None
     if "overhead_target" in given:
@@ -60,20 +62,19 @@ def cadence(args: argparse.Namespace, world_size: int) -> ElChe | None:
 
 def trainer_options(args: argparse.Namespace, policy: str) -> dict[str, Any]:
     """The trainer's arguments for one policy."""
+    given = _given(args, ("merge", "opt_state"))
     if policy == "auto":
-        refused = [name for name in ("average", "scaling") if getattr(args, name) is not None]
+        refused = list(_given(args, ("average", "scaling", *_CADENCE)))
         if refused and not args.compare:
             raise ValueError(
-                f"--{refused[0]} is of one policy, and policy auto changes between two; leave it out or write --policy "
-                "cadence or --policy sync"
+                f"{flag(refused[0])} is of one policy, and policy auto changes between two; leave it out or write "
+                "--policy cadence or --policy sync"
             )
-        return {"policy": policy, "seed": args.seed}
+        return {"policy": policy, "seed": args.seed} | given
     average = args.average or ("gradients" if policy == "sync" else "parameters")
-    rules = {"merge": args.merge, "opt_state": args.opt_state}
-    given = {name: value for name, value in rules.items() if value is not None}
     if average == "gradients":
         if given and not args.compare:
-            flags = " and ".join("--" + name.replace("_", "-") for name in given)
+            flags = " and ".join(map(flag, given))
             raise ValueError(
                 f"{flags} acts on averaged parameters, but policy {policy} averages gradients here; "
                 "leave it out or add --average parameters"
@@ -139,6 +140,10 @@ def check_paces(paces: Sequence[float], step_ms: Sequence[float]) -> None:
             f"--pace: rank {rank} is to take {paces[rank]:g} ms a step, but a step takes {step_ms[rank]:.1f} ms here; "
             f"write --pace {','.join(f'{pace:g}' for pace in enough)}, or a smaller --batch-size"
         )
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _is_installed(package: str) -> bool:
